@@ -1,0 +1,93 @@
+# Sourced by the scripts beside it: one environment, made or brought up to date when needed.
+#
+#   use_environment "$@"
+#
+# takes `--constraints FILE` (default scripts/constraints.txt) out of the arguments, leaves the
+# others in the array ARGUMENTS, and sets ENVIRONMENT and PYTHON. An active virtual environment
+# is reused; otherwise .venv is made. The install runs only when pyproject.toml, the constraints,
+# the interpreter or the checkout have changed since the last one.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+
+_fail() {
+  printf 'error: %s\n' "$1" >&2
+  exit 1
+}
+
+_require_python() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && return
+  _fail "Python 3.10 or newer is needed, $1 is $("$1" -V 2>&1 | tail -n 1); \
+activate a virtual environment made with a newer Python and run this again"
+}
+
+_find_python() {
+  ENVIRONMENT=${VIRTUAL_ENV:-$ROOT/.venv}
+  PYTHON=$ENVIRONMENT/bin/python
+  if [[ -n ${VIRTUAL_ENV:-} ]]; then
+    [[ -x $PYTHON ]] || _fail "VIRTUAL_ENV is $VIRTUAL_ENV, but it has no bin/python"
+  elif ! "$PYTHON" -c '' 2>/dev/null; then
+    command -v python3 >/dev/null || _fail "python3 was not found; install Python 3.10 or newer"
+    _require_python python3
+    echo "Making .venv"
+    python3 -m venv --clear "$ENVIRONMENT" || _fail \
+      "python3 -m venv failed; on Debian and Ubuntu install the package python3-venv"
+  fi
+  _require_python "$PYTHON"
+}
+
+# What an up-to-date environment was installed from.
+_fingerprint() {
+  "$PYTHON" -I - "$ROOT" "$1" <<'PY'
+import hashlib, pathlib, sys
+root, constraints = sys.argv[1:]
+digest = hashlib.sha256()
+for part in (root, sys.version):
+    digest.update(part.encode() + b"\0")
+for path in (pathlib.Path(root, "pyproject.toml"), pathlib.Path(constraints)):
+    digest.update(path.read_bytes() + b"\0")
+print(digest.hexdigest())
+PY
+}
+
+# Another checkout installed into the same environment leaves our stamp in place, so look.
+_is_installed_here() {
+  [[ -x $ENVIRONMENT/bin/sglang ]] && "$PYTHON" -I - "$ROOT" <<'PY'
+import importlib.util, pathlib, sys
+spec = importlib.util.find_spec("multimodal_gen")
+here = pathlib.Path(sys.argv[1], "multimodal_gen", "__init__.py").resolve()
+sys.exit(spec is None or not spec.origin or pathlib.Path(spec.origin).resolve() != here)
+PY
+}
+
+use_environment() {
+  local constraints=$ROOT/scripts/constraints.txt stamp wanted
+  ARGUMENTS=()
+  while (($#)); do
+    case $1 in
+      --constraints)
+        (($# > 1)) || _fail "--constraints needs a file"
+        constraints=$2
+        shift
+        ;;
+      --constraints=*) constraints=${1#*=} ;;
+      *) ARGUMENTS+=("$1") ;;
+    esac
+    shift
+  done
+  [[ -f $constraints ]] || _fail "--constraints must name a file, got $constraints"
+  constraints=$(cd "$(dirname "$constraints")" && pwd -P)/$(basename "$constraints")
+  cd "$ROOT" || exit 1
+  _find_python
+  stamp=$ENVIRONMENT/multimodal_gen.stamp
+  wanted=$(_fingerprint "$constraints")
+  if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && _is_installed_here; then
+    return
+  fi
+  echo "Installing multimodal_gen[video,dev] into $ENVIRONMENT (minutes the first time)"
+  rm -f "$stamp"
+  "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null || _fail \
+    "$PYTHON has no pip; install pip into the environment and run this again"
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+    --editable "$ROOT[video,dev]" --constraint "$constraints" || _fail "the installation failed"
+  printf '%s\n' "$wanted" >"$stamp"
+}

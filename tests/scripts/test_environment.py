@@ -1,0 +1,179 @@
+"""scripts/_environment.sh, run with a real interpreter and a stand-in for pip."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Records its arguments and does what an editable install leaves behind.
+FAKE_PIP = """
+import pathlib, sys, sysconfig
+prefix = pathlib.Path(sys.prefix)
+if "install" in sys.argv:
+    with open(prefix / "pip.log", "a") as log:
+        print(*sys.argv[1:], file=log)
+    checkout = sys.argv[sys.argv.index("--editable") + 1].partition("[")[0]
+    site = pathlib.Path(sysconfig.get_path("purelib"))
+    (site / "multimodal_gen.pth").write_text(checkout)
+    command = prefix / "bin" / "sglang"
+    command.touch()
+    command.chmod(0o755)
+    sys.exit((prefix / "pip_fails").exists())
+"""
+
+
+class Checkout:
+    """A copy of the scripts beside an empty package, and an active environment to run them in."""
+
+    def __init__(self, root: Path, environment: Path) -> None:
+        self.root = root
+        self.environment = environment
+        (root / "multimodal_gen").mkdir(parents=True)
+        (root / "multimodal_gen" / "__init__.py").touch()
+        shutil.copytree(REPOSITORY / "scripts", root / "scripts")
+        shutil.copy(REPOSITORY / "pyproject.toml", root)
+
+    def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        script = 'source "$0"; use_environment "$@"; echo "rest: ${ARGUMENTS[*]-}"'
+        helper = self.root / "scripts" / "_environment.sh"
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script, str(helper), *arguments],
+            env={**os.environ, "VIRTUAL_ENV": str(self.environment), **variables},
+            cwd=self.root.parent,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def installs(self) -> list[str]:
+        log = self.environment / "pip.log"
+        return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    root = tmp_path / "venv"
+    venv.create(root, with_pip=False, symlinks=True)
+    (site,) = root.glob("lib/python*/site-packages")
+    (site / "pip").mkdir()
+    (site / "pip" / "__main__.py").write_text(FAKE_PIP)
+    return root
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, environment: Path) -> Checkout:
+    return Checkout(tmp_path / "checkout", environment)
+
+
+def test_the_second_run_installs_nothing(checkout: Checkout) -> None:
+    first, second = checkout.run(), checkout.run()
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, second.stderr
+    assert "Installing multimodal_gen[video,dev]" in first.stdout
+    assert "Installing" not in second.stdout
+    assert len(checkout.installs()) == 1
+
+
+def test_the_constraints_pin_the_installation(checkout: Checkout) -> None:
+    checkout.run()
+    (install,) = checkout.installs()
+    assert install.endswith(f"--constraint {checkout.root}/scripts/constraints.txt")
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints.txt"])
+def test_a_changed_requirement_installs_again(checkout: Checkout, changed: str) -> None:
+    checkout.run()
+    with (checkout.root / changed).open("a") as file:
+        file.write("# changed\n")
+    checkout.run()
+    assert len(checkout.installs()) == 2
+
+
+def test_another_checkout_in_the_same_environment_is_noticed(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    other = Checkout(tmp_path / "other", checkout.environment)
+    for current in (checkout, other, checkout):
+        assert current.run().returncode == 0
+    editable = [line.split("--editable ")[1].partition("[")[0] for line in checkout.installs()]
+    assert editable == [str(checkout.root), str(other.root), str(checkout.root)]
+
+
+def test_a_stamp_without_its_installation_is_stale(checkout: Checkout) -> None:
+    checkout.run()
+    (pth,) = checkout.environment.glob("lib/python*/site-packages/multimodal_gen.pth")
+    pth.unlink()
+    checkout.run()
+    assert len(checkout.installs()) == 2
+
+
+def test_a_failed_installation_is_an_error_and_is_tried_again(checkout: Checkout) -> None:
+    (checkout.environment / "pip_fails").touch()
+    result = checkout.run()
+    assert result.returncode == 1
+    assert "error: the installation failed" in result.stderr
+    (checkout.environment / "pip_fails").unlink()
+    assert checkout.run().returncode == 0
+    assert len(checkout.installs()) == 2
+
+
+@pytest.mark.parametrize("form", [["--constraints", "mine.txt"], ["--constraints=mine.txt"]])
+def test_constraints_are_taken_out_of_the_arguments(
+    checkout: Checkout, tmp_path: Path, form: list[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("torch==2.11.0\n")
+    result = checkout.run("-k", "name", *form, "-x")
+    assert "rest: -k name -x" in result.stdout
+    (install,) = checkout.installs()
+    assert install.endswith(f"--constraint {tmp_path}/mine.txt")
+
+
+def test_a_missing_constraints_file_is_named(checkout: Checkout) -> None:
+    result = checkout.run("--constraints", "absent.txt")
+    assert result.returncode == 1
+    assert "--constraints must name a file, got absent.txt" in result.stderr
+    assert checkout.installs() == []
+
+
+def test_an_old_python_is_refused_with_its_version(checkout: Checkout) -> None:
+    python = checkout.environment / "bin" / "python"
+    python.unlink()
+    python.write_text('#!/bin/sh\n[ "$1" = -V ] && echo "Python 3.9.18" && exit 0\nexit 1\n')
+    python.chmod(0o755)
+    result = checkout.run()
+    assert result.returncode == 1
+    assert "Python 3.10 or newer is needed" in result.stderr
+    assert "Python 3.9.18" in result.stderr
+
+
+def test_an_active_environment_without_an_interpreter_is_named(checkout: Checkout) -> None:
+    shutil.rmtree(checkout.environment / "bin")
+    result = checkout.run()
+    assert result.returncode == 1
+    assert f"VIRTUAL_ENV is {checkout.environment}, but it has no bin/python" in result.stderr
+
+
+def test_an_environment_is_made_where_none_is_active(checkout: Checkout, tmp_path: Path) -> None:
+    # A python3 whose `-m venv` clones the prepared environment: making a real one with pip in it
+    # takes many seconds.
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    python3 = tools / "python3"
+    python3.write_text(
+        f"#!/bin/sh\n"
+        f'if [ "$1 $2" = "-m venv" ]; then cp -r "{checkout.environment}" "$4"; exit; fi\n'
+        f'exec "{sys.executable}" "$@"\n'
+    )
+    python3.chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    result = checkout.run(VIRTUAL_ENV="", PATH=path)
+    assert result.returncode == 0, result.stderr
+    assert "Making .venv" in result.stdout
+    assert (checkout.root / ".venv" / "multimodal_gen.stamp").exists()
+    assert "Making" not in checkout.run(VIRTUAL_ENV="", PATH=path).stdout
