@@ -1,0 +1,21 @@
+"""Attention layers, backend selection and attention kernels for diffusion transformers.
+
+`apply` is loaded on first use, so importing the package imports neither torch nor diffusers.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multimodal_gen.integrations.diffusers import AttentionHandle, apply
+
+__all__ = ["AttentionHandle", "__version__", "apply"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("AttentionHandle", "apply"):
+        from multimodal_gen.integrations import diffusers
+
+        return getattr(diffusers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,69 @@
+"""Every exception this package raises on purpose.
+
+    MultimodalGenError
+      UsageError (ValueError)                  the caller asked for something that cannot be done
+        ConfigError                            a parameter or a configuration file is wrong
+        UnsupportedBackendError                the requested backend cannot serve this request
+        ComponentAttentionBackendNotAppliedError
+                                               an override reached no attention layer
+        NothingAppliedError                    `apply` found no attention it could take over
+        MissingDependencyError (ImportError)   an optional package is not installed
+      NotInThisBuildError (NotImplementedError)
+                                               the name is known, the feature has not landed yet
+
+Messages read "`<name>` must <rule>, got <value>", then the remedy.
+The command line prints a `MultimodalGenError` as one line and exits with status 2.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "ComponentAttentionBackendNotAppliedError",
+    "ConfigError",
+    "MissingDependencyError",
+    "MultimodalGenError",
+    "NotInThisBuildError",
+    "NothingAppliedError",
+    "UnsupportedBackendError",
+    "UsageError",
+    "nearest",
+]
+
+
+class MultimodalGenError(Exception):
+    """Base class of every exception raised on purpose."""
+
+
+class UsageError(MultimodalGenError, ValueError):
+    """The caller asked for something that cannot be done; the message says what to do instead."""
+
+
+class ConfigError(UsageError):
+    """A configuration value, string or file is wrong."""
+
+
+class UnsupportedBackendError(UsageError):
+    """The requested attention backend cannot serve this request; the message lists every reason."""
+
+
+class ComponentAttentionBackendNotAppliedError(UsageError):
+    """A component override reached no attention layer."""
+
+
+class NothingAppliedError(UsageError):
+    """No attention module was found that could be taken over."""
+
+
+class MissingDependencyError(UsageError, ImportError):
+    """An optional package is needed and not installed."""
+
+
+class NotInThisBuildError(MultimodalGenError, NotImplementedError):
+    """The name exists so that configurations stay valid, but this build cannot run it."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return ", did you mean 'x'?" for the valid name closest to `name`, or an empty string."""
+    match = get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f", did you mean {match[0]!r}?" if match else ""

@@ -1,0 +1,1 @@
+"""Attention of stock diffusers pipelines and transformers encoders."""

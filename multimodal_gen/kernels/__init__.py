@@ -1,0 +1,1 @@
+"""Attention kernels; they know tensors only."""

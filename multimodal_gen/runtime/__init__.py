@@ -1,0 +1,1 @@
+"""Layers, platforms and the generator."""

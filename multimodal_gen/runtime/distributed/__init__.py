@@ -1,0 +1,1 @@
+"""Groups and collectives for sequence parallelism; one device in this build."""

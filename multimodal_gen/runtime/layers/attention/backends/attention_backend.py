@@ -1,0 +1,350 @@
+"""What a backend is: a declaration selection reads as data, and an implementation layers call.
+
+Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors are [B, S, H, D].
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    AttentionRole,
+    Feature,
+    PackageProbe,
+)
+from multimodal_gen.runtime.platforms import (
+    AttentionBackendEnum,
+    DeviceCapability,
+    PlatformEnum,
+)
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+ALL_ROLES = frozenset(AttentionRole)
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSizes:
+    """Head sizes a kernel takes: listed ones, or every multiple of `multiple_of` in a range.
+
+    Attributes:
+        listed: exact sizes; when given, the range is not used.
+        minimum: smallest size of the range.
+        maximum: largest size of the range, or None for no limit.
+        multiple_of: step of the range.
+    """
+
+    listed: tuple[int, ...] = ()
+    minimum: int = 1
+    maximum: int | None = None
+    multiple_of: int = 1
+
+    def __contains__(self, size: object) -> bool:
+        if not isinstance(size, int):
+            return False
+        if self.listed:
+            return size in self.listed
+        above = size >= self.minimum and size % self.multiple_of == 0
+        return above and (self.maximum is None or size <= self.maximum)
+
+    def __str__(self) -> str:
+        if self.listed:
+            return "/".join(str(size) for size in self.listed)
+        text = "any" if self.maximum is None else f"<= {self.maximum}"
+        return text if self.multiple_of == 1 else f"{text}, multiple of {self.multiple_of}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """Compute capabilities a kernel runs on; applies to CUDA only.
+
+    Attributes:
+        minimum: lowest capability, inclusive.
+        below: first capability that is too new, or None.
+        exact: when given, the only capabilities.
+    """
+
+    minimum: tuple[int, int] = (0, 0)
+    below: tuple[int, int] | None = None
+    exact: tuple[tuple[int, int], ...] = ()
+
+    def unsupported_reason(self, actual: DeviceCapability | None) -> str | None:
+        """Return requirement and actual, or None when `actual` will do."""
+        if actual is None:
+            return None
+        have = f"this GPU has {actual.as_version_str()}"
+        if self.exact:
+            wanted = " or ".join(f"{major}.{minor}" for major, minor in self.exact)
+            ok = tuple(actual) in self.exact
+            return None if ok else f"needs compute capability {wanted}, {have}"
+        if actual < self.minimum:
+            return f"needs compute capability >= {self.minimum[0]}.{self.minimum[1]}, {have}"
+        if self.below and actual >= self.below:
+            return f"needs compute capability < {self.below[0]}.{self.below[1]}, {have}"
+        return None
+
+    def __str__(self) -> str:
+        if self.exact:
+            return "/".join(f"{major}.{minor}" for major, minor in self.exact)
+        text = f">= {self.minimum[0]}.{self.minimum[1]}" if self.minimum > (0, 0) else "any"
+        return text if self.below is None else f"{text}, < {self.below[0]}.{self.below[1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One kernel library behind a backend, e.g. FlashAttention 3 behind `fa`.
+
+    Attributes:
+        name: short name shown in reports, e.g. "fa3".
+        platforms: platforms it runs on.
+        dtypes: dtypes of q, k and v.
+        head_sizes: head sizes it takes.
+        features: what it can honour; a call that needs more is refused or rerouted.
+        packages: packages that must all be installed.
+        capability: compute capabilities, checked on CUDA only.
+        roles: layer roles it serves.
+    """
+
+    name: str
+    platforms: frozenset[PlatformEnum]
+    dtypes: frozenset[torch.dtype]
+    head_sizes: HeadSizes
+    features: frozenset[Feature]
+    packages: tuple[PackageProbe, ...] = ()
+    capability: Capability = Capability()
+    roles: frozenset[AttentionRole] = ALL_ROLES
+
+    def unsupported_reasons(self, request: AttentionRequest) -> tuple[str, ...]:
+        """Return every reason this variant cannot serve `request`, requirement then actual."""
+        environment = request.environment
+        reasons: list[str | None] = []
+        if environment.platform not in self.platforms:
+            wanted = ", ".join(sorted(str(p) for p in self.platforms))
+            reasons.append(f"needs platform {wanted}, this is {environment.platform}")
+        elif environment.platform is PlatformEnum.CUDA:
+            reasons.append(self.capability.unsupported_reason(environment.capability))
+        reasons += [probe.unsupported_reason(environment) for probe in self.packages]
+        if request.dtype not in self.dtypes:
+            reasons.append(f"needs dtype {_names(self.dtypes)}, got {_dtype_name(request.dtype)}")
+        if request.head_size not in self.head_sizes:
+            reasons.append(f"needs head size {self.head_sizes}, got {request.head_size}")
+        if request.role not in self.roles:
+            wanted = ", ".join(sorted(str(r) for r in self.roles))
+            reasons.append(f"serves {wanted} attention, this layer is {request.role} attention")
+        needs = set(request.needs)
+        if request.num_kv_heads != request.num_heads:
+            needs.add(Feature.GQA)
+        missing = sorted(str(feature) for feature in needs - self.features)
+        reasons += [f"does not support {feature}" for feature in missing]
+        return tuple(reason for reason in reasons if reason)
+
+
+class AttentionImpl(ABC):
+    """The attention of one layer on one backend.
+
+    Args:
+        num_heads: query heads.
+        head_size: channels per head.
+        softmax_scale: factor on q k^T before the softmax.
+        causal: mask out keys after the query, aligned to the last query and key (bottom right).
+        num_kv_heads: key and value heads; `num_heads` when None.
+        config: the backend's configuration; its defaults when None.
+        variant: name of the chosen `Variant`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        *,
+        config: BackendConfig | None = None,
+        variant: str = "",
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.softmax_scale = softmax_scale
+        self.causal = causal
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.config = config
+        self.variant = variant
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: "ForwardContext | None" = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of `query` over `key` and `value`.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, Dv].
+            context: what is known of the running denoiser call, or None outside one.
+            attn_mask: bool (True attends) or additive, broadcastable to [B, H, Sq, Sk]. Passed
+                only when the variant declares `dense_mask`, or `key_mask` and the mask is
+                [B, 1, 1, Sk].
+
+        Returns:
+            [B, Sq, H, Dv], dtype of `query`.
+        """
+
+    def forward_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [B, Sq, H, Dv] and the natural-log-sum-exp [B, H, Sq] in fp32.
+
+        Called only when the variant declares `lse`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no lse")
+
+    def forward_varlen(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+    ) -> torch.Tensor:
+        """Return attention within each packed segment.
+
+        Called only when the variant declares `varlen`. Rows past the last segment may hold
+        anything on input and on output.
+
+        Args:
+            query: [Tq, H, D].
+            key: [Tk, Hkv, D].
+            value: [Tk, Hkv, Dv].
+            cu_seqlens_q: int32 [B + 1], where each segment's queries start; the last is the end.
+            cu_seqlens_k: int32 [B + 1], the same for keys.
+            max_seqlen_q: upper bound of the segments' query lengths.
+            max_seqlen_k: upper bound of the segments' key lengths.
+
+        Returns:
+            [Tq, H, Dv].
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no varlen")
+
+
+@dataclass
+class AttentionMetadata:
+    """What a backend derives once per denoiser call and shares between layers.
+
+    Attributes:
+        current_timestep: index of the denoising step.
+    """
+
+    current_timestep: int
+
+
+class AttentionMetadataBuilder(ABC):
+    """Builds a backend's metadata from the forward context; never synchronises with the device."""
+
+    @abstractmethod
+    def build(self, context: "ForwardContext") -> AttentionMetadata:
+        """Return the metadata for one denoiser call."""
+
+
+class AttentionBackend(ABC):
+    """One backend: its declaration, its configuration and the class layers call.
+
+    Attributes:
+        backend: the name.
+        summary: one line for `sglang attention list`.
+        variants: kernel libraries behind it, best first.
+        config_cls: its configuration dataclass.
+        not_in_this_build: why the backend cannot run yet, or None.
+    """
+
+    backend: ClassVar[AttentionBackendEnum]
+    summary: ClassVar[str]
+    variants: ClassVar[tuple[Variant, ...]]
+    config_cls: ClassVar[type[BackendConfig]] = BackendConfig
+    not_in_this_build: ClassVar[str | None] = None
+
+    @classmethod
+    def get_enum(cls) -> AttentionBackendEnum:
+        """Return the backend's name."""
+        return cls.backend
+
+    @classmethod
+    @abstractmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """Return the implementation; the only place that may import optional packages."""
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[AttentionMetadata]:
+        """Return the metadata class."""
+        return AttentionMetadata
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder] | None:
+        """Return the metadata builder, or None when the backend needs no metadata."""
+        return None
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> tuple[int, ...]:
+        """Return the head sizes in 8..512 that at least one variant takes."""
+        sizes = range(8, 513, 8)
+        return tuple(s for s in sizes if any(s in v.head_sizes for v in cls.variants))
+
+    @classmethod
+    def choose_variant(
+        cls, request: AttentionRequest, *, only: Callable[[Variant], bool] | None = None
+    ) -> Variant | None:
+        """Return the first variant that serves `request` and passes `only`, or None."""
+        for variant in cls.variants:
+            if not variant.unsupported_reasons(request) and (only is None or only(variant)):
+                return variant
+        return None
+
+    @classmethod
+    def unsupported_reasons(cls, request: AttentionRequest) -> tuple[str, ...]:
+        """Return every reason the backend cannot serve `request`; empty when it can."""
+        if cls.not_in_this_build:
+            return (cls.not_in_this_build,)
+        if cls.choose_variant(request) is not None:
+            return ()
+        if len(cls.variants) == 1:
+            return cls.variants[0].unsupported_reasons(request)
+        return tuple(
+            f"{variant.name}: {reason}"
+            for variant in cls.variants
+            for reason in variant.unsupported_reasons(request)
+        )
+
+    @classmethod
+    def reasons_against_auto(cls, request: AttentionRequest) -> tuple[str, ...]:
+        """Return why a supported backend should still not be chosen unasked; usually nothing."""
+        del request
+        return ()
+
+    @classmethod
+    def supports(cls, feature: Feature) -> bool:
+        """Whether at least one variant declares `feature`."""
+        return any(feature in variant.features for variant in cls.variants)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: frozenset[torch.dtype]) -> str:
+    return " or ".join(sorted(_dtype_name(dtype) for dtype in dtypes))

@@ -1,0 +1,126 @@
+"""Finds backends by name: the built-in files of this folder, and installed plug-ins.
+
+A plug-in package declares an entry point in the group `multimodal_gen.attention_backends` whose
+name is the backend's name and whose object is an `AttentionBackend` subclass.
+"""
+
+import importlib
+import importlib.metadata
+from functools import cache
+from types import MappingProxyType
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
+from multimodal_gen.runtime.layers.attention.request import Environment, PackageProbe
+from multimodal_gen.runtime.platforms import (
+    AttentionBackendEnum,
+    PlatformEnum,
+    current_platform,
+)
+
+ENTRY_POINT_GROUP = "multimodal_gen.attention_backends"
+
+_FOLDER = "multimodal_gen.runtime.layers.attention.backends"
+
+# Several classes under one name serve different platforms; the first is the one users mean.
+_BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxyType(
+    {
+        AttentionBackendEnum.FA: (
+            "flash_attn:FlashAttentionBackend",
+            "xpu_flash_attn:XpuFlashAttentionBackend",
+            "musa_flash_attn:MusaFlashAttentionBackend",
+            "npu_flash_attn:NpuFlashAttentionBackend",
+        ),
+        AttentionBackendEnum.TORCH_SDPA: ("sdpa:SDPABackend",),
+        AttentionBackendEnum.TORCH_CUDNN_SDPA: ("sdpa:CudnnSDPABackend",),
+        AttentionBackendEnum.SAGE_ATTN: ("sage_attn:SageAttentionBackend",),
+        AttentionBackendEnum.SAGE_ATTN_3: ("sage_attn_3:SageAttention3Backend",),
+        AttentionBackendEnum.AITER: ("aiter:AiterBackend",),
+        AttentionBackendEnum.AITER_SAGE: ("aiter:AiterSageBackend",),
+        AttentionBackendEnum.FLEX_ATTN: ("flex_attn:FlexAttentionBackend",),
+        AttentionBackendEnum.FLASHINFER: ("flashinfer:FlashInferBackend",),
+        AttentionBackendEnum.XFORMERS: ("xformers:XFormersBackend",),
+        AttentionBackendEnum.TRITON_ATTN: ("triton_attn:TritonAttentionBackend",),
+        AttentionBackendEnum.SLIDING_TILE_ATTN: ("sliding_tile_attn:SlidingTileBackend",),
+        AttentionBackendEnum.VIDEO_SPARSE_ATTN: ("video_sparse_attn:VideoSparseBackend",),
+        AttentionBackendEnum.VMOBA_ATTN: ("vmoba_attn:VMoBABackend",),
+        AttentionBackendEnum.SLA_ATTN: ("sla_attn:SLABackend",),
+        AttentionBackendEnum.SAGE_SLA_ATTN: ("sla_attn:SageSLABackend",),
+        AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("svg2_attn:SVG2Backend",),
+    }
+)
+
+
+@cache
+def backends_of(backend: AttentionBackendEnum) -> tuple[type[AttentionBackend], ...]:
+    """Return the classes registered under a name, the one users mean first.
+
+    Raises:
+        ConfigError: a plug-in's entry point does not name an `AttentionBackend` subclass.
+    """
+    if backend in _BUILTIN:
+        return tuple(_load(path) for path in _BUILTIN[backend])
+    return (_plugins()[str(backend)],)
+
+
+def find_backend(backend: AttentionBackendEnum, platform: PlatformEnum) -> type[AttentionBackend]:
+    """Return the class behind a name on a platform, or the main one where none serves it."""
+    classes = backends_of(backend)
+    for cls in classes:
+        if any(platform in variant.platforms for variant in cls.variants):
+            return cls
+    return classes[0]
+
+
+def all_backends() -> tuple[AttentionBackendEnum, ...]:
+    """Return every known name: built-in ones in order of declaration, then plug-ins."""
+    return (*AttentionBackendEnum, *(AttentionBackendEnum(name) for name in _plugins()))
+
+
+def load_plugins() -> None:
+    """Make the names of installed plug-ins known to `AttentionBackendEnum`."""
+    _plugins()
+
+
+@cache
+def current_environment() -> Environment:
+    """Return this process's environment: device and installed packages, probed on first use."""
+    return Environment.of(current_platform(), _probes())
+
+
+@cache
+def cpu_environment() -> Environment:
+    """Return the environment of tensors that live on the CPU of this process."""
+    from multimodal_gen.runtime.platforms.cpu import CpuPlatform
+
+    return Environment.of(CpuPlatform(), _probes())
+
+
+def _probes() -> frozenset[PackageProbe]:
+    return frozenset(
+        probe
+        for name in all_backends()
+        for cls in backends_of(name)
+        for variant in cls.variants
+        for probe in variant.packages
+    )
+
+
+def _load(path: str) -> type[AttentionBackend]:
+    module, _, attribute = path.partition(":")
+    cls: type[AttentionBackend] = getattr(importlib.import_module(f"{_FOLDER}.{module}"), attribute)
+    return cls
+
+
+@cache
+def _plugins() -> MappingProxyType[str, type[AttentionBackend]]:
+    found: dict[str, type[AttentionBackend]] = {}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        cls = entry.load()
+        if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+            raise ConfigError(
+                f"entry point {entry.name!r} in group {ENTRY_POINT_GROUP!r} must name an "
+                f"AttentionBackend subclass, got {cls!r}; fix or uninstall its package"
+            )
+        found[str(AttentionBackendEnum.register_plugin_name(entry.name))] = cls
+    return MappingProxyType(found)

@@ -1,0 +1,68 @@
+"""Sets of step or layer indices, written as `0-3,38`, `10-` or `-5`."""
+
+from dataclasses import dataclass
+
+from multimodal_gen.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSelector:
+    """A set of indices from 0, as inclusive ranges; an open end reaches to the last index.
+
+    Attributes:
+        ranges: (first, last) pairs; `last` is None for an open range.
+    """
+
+    ranges: tuple[tuple[int, int | None], ...]
+
+    @classmethod
+    def parse(cls, value: object, *, name: str = "selector") -> "IndexSelector":
+        """Read a selector from text (`0-3,38`, `10-`, `-5`), an int, or a list of ints.
+
+        Raises:
+            ConfigError: `value` is none of these, or a range runs backwards.
+        """
+        if isinstance(value, bool):
+            raise _malformed(name, value)
+        if isinstance(value, int):
+            value = str(value)
+        if isinstance(value, (list, tuple)):
+            value = ",".join(str(item) for item in value)
+        if not isinstance(value, str) or not value.strip():
+            raise _malformed(name, value)
+        return cls(tuple(_parse_range(part.strip(), name, value) for part in value.split(",")))
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and any(
+            first <= index and (last is None or index <= last) for first, last in self.ranges
+        )
+
+    def __str__(self) -> str:
+        return ",".join(_range_text(first, last) for first, last in self.ranges)
+
+
+def _parse_range(part: str, name: str, value: object) -> tuple[int, int | None]:
+    first, dash, last = part.partition("-")
+    first, last = first.strip(), last.strip()
+    numbers_ok = all(text.isascii() and text.isdigit() for text in (first, last) if text)
+    if not numbers_ok or not (first or last):
+        raise _malformed(name, value)
+    if not dash:
+        return int(first), int(first)
+    low = int(first) if first else 0
+    high = int(last) if last else None
+    if high is not None and high < low:
+        raise ConfigError(f"{name} must have ranges that run upwards, got {part!r} in {value!r}")
+    return low, high
+
+
+def _range_text(first: int, last: int | None) -> str:
+    if last is None:
+        return f"{first}-"
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _malformed(name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{name} must be indices from 0 such as '0-3,38', '10-' or [0, 1, 38], got {value!r}"
+    )

@@ -1,0 +1,310 @@
+"""Who asked for which backend: precedence, resolved before anything is looked up or cached.
+
+From the strongest: forced (process-wide or by context manager), component with role, component,
+the command line (`--attention-backend`, or the rules of `--attention-config`), the layer's own
+default, automatic choice.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError
+from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+
+class Source(Enum):
+    """Who asked for a backend, from the strongest."""
+
+    ARGUMENT = "argument"
+    FORCED = "forced"
+    COMPONENT = "component"
+    COMMAND_LINE = "command line"
+    LAYER_DEFAULT = "layer default"
+    AUTO = "auto"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @property
+    def explicit(self) -> bool:
+        """Whether a user named the backend, so that it is honoured or refused."""
+        return self not in (Source.LAYER_DEFAULT, Source.AUTO)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request for a backend.
+
+    Attributes:
+        source: who asked.
+        backend: the backend, or None for an automatic choice.
+        config: the backend's configuration, or None for its defaults.
+        detail: what exactly asked, e.g. "transformer.cross" or "rule 2".
+    """
+
+    source: Source
+    backend: AttentionBackendEnum | None = None
+    config: BackendConfig | None = None
+    detail: str = ""
+
+
+AUTO = Asked(source=Source.AUTO)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSite:
+    """Where a layer sits in a pipeline.
+
+    Attributes:
+        name: dotted path of the attention module within its component.
+        component: key of `model_index.json`, e.g. "transformer_2", or None outside a pipeline.
+        role: what the layer attends to.
+        layer: index of the layer among those of its role in its component, or None.
+    """
+
+    name: str = ""
+    component: str | None = None
+    role: AttentionRole = AttentionRole.SELF
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule of `--attention-config`; a field that is None matches everything.
+
+    Attributes:
+        backend: what matching layers and steps run; None for an automatic choice.
+        config: its configuration.
+        component: component name, with or without its numbered suffix.
+        role: layer role.
+        layers: layer indices.
+        steps: denoising steps.
+    """
+
+    backend: AttentionBackendEnum | None
+    config: BackendConfig | None = None
+    component: str | None = None
+    role: AttentionRole | None = None
+    layers: IndexSelector | None = None
+    steps: IndexSelector | None = None
+
+    def matches(self, site: LayerSite) -> bool:
+        """Whether the rule speaks of `site`, whatever the step."""
+        if self.component is not None and self.component not in component_names(site.component):
+            return False
+        if self.role is not None and self.role is not site.role:
+            return False
+        return self.layers is None or (site.layer is not None and site.layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionScope:
+    """What a user configured for a whole run.
+
+    Attributes:
+        default: `--attention-backend`, or the top of `--attention-config`; None for automatic.
+        components: overrides by "component" or "component.role".
+        rules: rules of `--attention-config`, tried in order.
+        strict: refuse the documented fallbacks too.
+    """
+
+    default: Asked | None = None
+    components: Mapping[str, Asked] = field(default_factory=lambda: MappingProxyType({}))
+    rules: tuple[Rule, ...] = ()
+    strict: bool = False
+
+    def component_override(self, site: LayerSite) -> tuple[str, Asked] | None:
+        """Return the override that applies to `site` and its key; a role beats its component."""
+        names = component_names(site.component)
+        for key in (*(f"{name}.{site.role}" for name in names), *names):
+            if key in self.components:
+                return key, self.components[key]
+        return None
+
+
+# A schedule as asked for: the first entry whose steps hold (None: every step) is the one that runs.
+AskedSchedule = tuple[tuple[IndexSelector | None, Asked], ...]
+
+
+def component_names(component: str | None) -> tuple[str, ...]:
+    """Return the names a component answers to: its own, then without a numbered suffix."""
+    if component is None:
+        return ()
+    stem, _, number = component.rpartition("_")
+    return (component, stem) if stem and number.isdigit() else (component,)
+
+
+def decide(
+    site: LayerSite,
+    scope: SelectionScope,
+    *,
+    forced: AttentionBackendEnum | None = None,
+    construction: Asked | None = None,
+    layer_default: AttentionBackendEnum | None = None,
+) -> AskedSchedule:
+    """Return who asks for what at `site`, by the order of precedence above; pure.
+
+    Args:
+        site: where the layer sits.
+        scope: what the user configured for the run.
+        forced: the forced backend, or None.
+        construction: the override of the component the layer was constructed in, or None.
+        layer_default: the layer's own preference, or None.
+    """
+    if forced is not None:
+        return ((None, Asked(source=Source.FORCED, backend=forced)),)
+    if construction is not None:
+        return ((None, construction),)
+    override = scope.component_override(site)
+    if override is not None:
+        return ((None, override[1]),)
+    schedule: list[tuple[IndexSelector | None, Asked]] = []
+    for number, rule in enumerate(scope.rules, start=1):
+        if rule.matches(site):
+            asked = Asked(
+                source=Source.COMMAND_LINE if rule.backend else Source.AUTO,
+                backend=rule.backend,
+                config=rule.config,
+                detail=f"rule {number}",
+            )
+            schedule.append((rule.steps, asked))
+            if rule.steps is None:
+                return tuple(schedule)
+    if scope.default is not None and scope.default.backend is not None:
+        last = scope.default
+    elif layer_default is not None:
+        last = Asked(source=Source.LAYER_DEFAULT, backend=layer_default)
+    else:
+        last = AUTO
+    return (*schedule, (None, last))
+
+
+# Process-wide on purpose: `global_force_attn_backend` is documented to reach every thread.
+_FORCED_PROCESS: list[AttentionBackendEnum | None] = [None]
+# A one-element tuple inside a context manager, so that forcing None there ends an outer force.
+_FORCED: ContextVar[tuple[AttentionBackendEnum | None] | None] = ContextVar(
+    "multimodal_gen_forced", default=None
+)
+_SCOPE: ContextVar[SelectionScope | None] = ContextVar("multimodal_gen_scope", default=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class ComponentConstruction:
+    """A component under construction: its name, its overrides, and the layers they reached.
+
+    Attributes:
+        name: component name.
+        by_role: override per role name; the key "" holds for every role.
+        used: number of layers that took an override.
+    """
+
+    name: str
+    by_role: Mapping[str, Asked]
+    used: int = 0
+
+
+_COMPONENT: ContextVar[ComponentConstruction | None] = ContextVar(
+    "multimodal_gen_component", default=None
+)
+
+
+def forced_backend() -> AttentionBackendEnum | None:
+    """Return the forced backend of this thread or process, or None."""
+    local = _FORCED.get()
+    return _FORCED_PROCESS[0] if local is None else local[0]
+
+
+def global_force_attn_backend(backend: AttentionBackendEnum | None) -> None:
+    """Force every attention layer of the process to `backend`, at once; None ends it."""
+    _FORCED_PROCESS[0] = backend
+
+
+@contextmanager
+def global_force_attn_backend_context_manager(
+    backend: AttentionBackendEnum | None,
+) -> Iterator[None]:
+    """Force `backend` inside the `with` block; other threads do not see it."""
+    token = _FORCED.set((backend,))
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def current_scope() -> SelectionScope:
+    """Return the scope layers under construction take; the empty one unless set."""
+    return _SCOPE.get() or SelectionScope()
+
+
+@contextmanager
+def use_scope(scope: SelectionScope) -> Iterator[None]:
+    """Make `scope` the one that layers constructed inside the `with` block take."""
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def current_component() -> ComponentConstruction | None:
+    """Return the component under construction, or None."""
+    return _COMPONENT.get()
+
+
+def claim_component_override(role: AttentionRole) -> Asked | None:
+    """Return the override for a layer of `role` constructed here, and count it as used."""
+    construction = _COMPONENT.get()
+    if construction is None:
+        return None
+    asked = construction.by_role.get(str(role), construction.by_role.get(""))
+    if asked is not None:
+        construction.used += 1
+    return asked
+
+
+@contextmanager
+def component_attn_backend_context_manager(
+    attn_backend: AttentionBackendEnum | None,
+    component_name: str = "component",
+    backend_by_role: Mapping[str | AttentionRole, AttentionBackendEnum] | None = None,
+) -> Iterator[ComponentConstruction]:
+    """Override the backend of the attention layers constructed inside the `with` block.
+
+    Args:
+        attn_backend: backend of every layer, or None to override only the roles given.
+        component_name: name for messages and for `component.role` keys.
+        backend_by_role: backend by role; stronger than `attn_backend`.
+
+    Raises:
+        ComponentAttentionBackendNotAppliedError: on exit, an override was given and the block
+            constructed no layer that takes it.
+    """
+    by_role: dict[str, Asked] = {}
+    if attn_backend is not None:
+        by_role[""] = _component_asked(attn_backend, component_name)
+    for role, backend in (backend_by_role or {}).items():
+        key = str(AttentionRole(role) if isinstance(role, str) else role)
+        by_role[key] = _component_asked(backend, f"{component_name}.{key}")
+    construction = ComponentConstruction(name=component_name, by_role=MappingProxyType(by_role))
+    token = _COMPONENT.set(construction)
+    try:
+        yield construction
+    finally:
+        _COMPONENT.reset(token)
+    if by_role and construction.used == 0:
+        raise ComponentAttentionBackendNotAppliedError(
+            f"the attention backend override of component {component_name!r} must reach at least "
+            f"one attention layer, it reached none; check the component's name, or construct its "
+            f"layers inside the context manager"
+        )
+
+
+def _component_asked(backend: AttentionBackendEnum, detail: str) -> Asked:
+    return Asked(source=Source.COMPONENT, backend=backend, detail=detail)

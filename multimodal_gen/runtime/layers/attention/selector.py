@@ -1,0 +1,376 @@
+"""Chooses the backend of a layer and says why.
+
+`resolve` is pure: the same request and the same ask give the same `Selection`. Who asks is decided
+before it, in `scope.py`; what a backend can do is declared in `backends/`.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from types import MappingProxyType
+
+import torch
+
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    Variant,
+)
+from multimodal_gen.runtime.layers.attention.backends.registry import (
+    current_environment,
+    find_backend,
+)
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    AttentionRole,
+    Environment,
+    Feature,
+)
+from multimodal_gen.runtime.layers.attention.scope import (
+    Asked,
+    LayerSite,
+    Source,
+    claim_component_override,
+    component_attn_backend_context_manager,
+    current_scope,
+    decide,
+    forced_backend,
+    global_force_attn_backend,
+    global_force_attn_backend_context_manager,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+
+__all__ = [
+    "FALLBACKS",
+    "AttentionRequirements",
+    "Rejected",
+    "Selection",
+    "component_attn_backend_context_manager",
+    "dense_for",
+    "get_attn_backend",
+    "global_force_attn_backend",
+    "global_force_attn_backend_context_manager",
+    "resolve",
+    "warn_of_fallback",
+]
+
+logger = logging.getLogger(__name__)
+
+# The documented fallbacks of explicit requests; platforms add theirs (`Platform.dense_fallback`).
+FALLBACKS: MappingProxyType[AttentionBackendEnum, AttentionBackendEnum] = MappingProxyType(
+    {
+        AttentionBackendEnum.SAGE_ATTN: AttentionBackendEnum.FA,
+        AttentionBackendEnum.SAGE_ATTN_3: AttentionBackendEnum.TORCH_SDPA,
+        AttentionBackendEnum.FA: AttentionBackendEnum.TORCH_SDPA,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRequirements:
+    """What a layer needs of its backend beyond plain attention.
+
+    Attributes:
+        packed_varlen: calls with packed variable-length sequences.
+    """
+
+    packed_varlen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A candidate that was not chosen.
+
+    Attributes:
+        backend: the candidate.
+        reasons: requirement and actual, one per reason.
+    """
+
+    backend: AttentionBackendEnum
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {'; '.join(self.reasons)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What runs, and why.
+
+    Attributes:
+        backend: the backend that runs.
+        variant: the kernel library behind it, e.g. "fa3".
+        asked: who asked for what.
+        reason: one sentence: why this backend.
+        rejected: candidates that came before it, each with its reasons.
+        fallback: whether an explicit request was replaced by a documented fallback.
+    """
+
+    backend: AttentionBackendEnum
+    variant: str
+    asked: Asked
+    reason: str
+    rejected: tuple[Rejected, ...] = ()
+    fallback: bool = False
+
+    @property
+    def source(self) -> Source:
+        """Who asked."""
+        return self.asked.source
+
+    @property
+    def label(self) -> str:
+        """The backend with its variant, e.g. "fa (fa3)"."""
+        name = str(self.backend)
+        return name if self.variant in ("", name) else f"{name} ({self.variant})"
+
+
+def resolve(request: AttentionRequest, asked: Asked, *, strict: bool = False) -> Selection:
+    """Choose the backend for `request` as `asked`; pure.
+
+    Args:
+        request: what the layer needs and where it runs.
+        asked: who asks for which backend.
+        strict: refuse documented fallbacks too.
+
+    Returns:
+        The selection, with every rejected candidate and its reasons.
+
+    Raises:
+        UnsupportedBackendError: an explicit request cannot be served and has no fallback, or no
+            automatic candidate can serve the request.
+    """
+    return _resolve(request, asked, strict)
+
+
+@lru_cache(maxsize=4096)
+def _resolve(request: AttentionRequest, asked: Asked, strict: bool) -> Selection:
+    if asked.backend is None:
+        return _automatic(request, asked, ())
+    environment = request.environment
+    if environment.always and str(asked.backend) != environment.always:
+        reason = f"{environment.platform} always runs {environment.always}"
+        return _fall_back(
+            request, asked, (Rejected(backend=asked.backend, reasons=(reason,)),), strict
+        )
+    cls, reasons = _look(asked.backend, request)
+    if not reasons:
+        return _chosen(cls, request, asked, _why(asked))
+    rejected = (Rejected(backend=asked.backend, reasons=reasons),)
+    if cls.not_in_this_build:
+        raise _refused(request, asked, rejected)
+    if asked.backend.is_sparse and request.role is not AttentionRole.SELF:
+        selection = _automatic(request, asked, rejected)
+        return _because(
+            selection, f"{asked.backend} is sparse and this is {request.role} attention"
+        )
+    if not asked.source.explicit:
+        return _automatic(request, asked, rejected)
+    return _fall_back(request, asked, rejected, strict)
+
+
+def _fall_back(
+    request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...], strict: bool
+) -> Selection:
+    while not strict:
+        target = _fallback_of(rejected[-1].backend, request.environment)
+        if target is None or target in {r.backend for r in rejected}:
+            break
+        cls, reasons = _look(target, request)
+        if not reasons:
+            first = rejected[0]
+            why = f"{first.backend} cannot serve this layer: {'; '.join(first.reasons)}"
+            return _chosen(cls, request, asked, why, rejected, fallback=True)
+        rejected = (*rejected, Rejected(backend=target, reasons=reasons))
+    raise _refused(request, asked, rejected)
+
+
+def _fallback_of(
+    backend: AttentionBackendEnum, environment: Environment
+) -> AttentionBackendEnum | None:
+    if environment.always:
+        return AttentionBackendEnum(environment.always)
+    if backend in FALLBACKS:
+        return FALLBACKS[backend]
+    fallback = environment.dense_fallback
+    return AttentionBackendEnum(fallback) if fallback else None
+
+
+def _automatic(
+    request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...]
+) -> Selection:
+    for name in request.environment.priority:
+        backend = AttentionBackendEnum(name)
+        cls, reasons = _look(backend, request)
+        reasons = reasons or cls.reasons_against_auto(request)
+        if not reasons:
+            platform = request.environment.platform
+            why = f"first of {platform}'s automatic choices that serves this layer"
+            return _chosen(cls, request, asked, why, rejected)
+        rejected = (*rejected, Rejected(backend=backend, reasons=reasons))
+    tried = "; ".join(str(r) for r in rejected)
+    raise UnsupportedBackendError(
+        f"no attention backend can serve {_describe(request)}; tried {tried}"
+    )
+
+
+def dense_for(request: AttentionRequest, asked: Asked, *needs: Feature, reason: str) -> Selection:
+    """Return the dense backend for calls that `asked`'s backend cannot honour by itself.
+
+    Args:
+        request: the layer's request.
+        asked: the layer's ask; a dense one that meets `needs` is kept.
+        *needs: features the call needs on top of the request's.
+        reason: why the layer's own backend is not used, for the report.
+
+    Raises:
+        UnsupportedBackendError: no dense backend meets the needs.
+    """
+    fuller = request.with_needs(*needs)
+    return _because(_automatic(fuller, asked, ()), reason)
+
+
+def _look(
+    backend: AttentionBackendEnum, request: AttentionRequest
+) -> tuple[type[AttentionBackend], tuple[str, ...]]:
+    cls = find_backend(backend, request.environment.platform)
+    return cls, cls.unsupported_reasons(request)
+
+
+def _chosen(
+    cls: type[AttentionBackend],
+    request: AttentionRequest,
+    asked: Asked,
+    reason: str,
+    rejected: tuple[Rejected, ...] = (),
+    *,
+    fallback: bool = False,
+) -> Selection:
+    variant: Variant | None = cls.choose_variant(request)
+    assert variant is not None, "a backend without reasons has a variant"
+    return Selection(
+        backend=cls.get_enum(),
+        variant=variant.name,
+        asked=asked,
+        reason=reason,
+        rejected=rejected,
+        fallback=fallback,
+    )
+
+
+def _because(selection: Selection, reason: str) -> Selection:
+    return replace(selection, reason=f"{reason}; {selection.reason}")
+
+
+def _why(asked: Asked) -> str:
+    by = f" by {asked.detail}" if asked.detail else ""
+    return f"asked for ({asked.source}{by})"
+
+
+def _refused(
+    request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...]
+) -> UnsupportedBackendError:
+    by = f" {asked.detail}" if asked.detail else ""
+    tried = ". ".join(str(r) for r in rejected)
+    return UnsupportedBackendError(
+        f"attention backend {rejected[0].backend} ({asked.source}{by}) cannot serve "
+        f"{_describe(request)}. {tried}. Choose another backend (`sglang attention list` shows "
+        f"what runs here), or leave the choice to auto"
+    )
+
+
+def _describe(request: AttentionRequest) -> str:
+    heads = f"{request.num_heads} heads"
+    if request.num_kv_heads != request.num_heads:
+        heads += f" ({request.num_kv_heads} key heads)"
+    dtype = str(request.dtype).removeprefix("torch.")
+    return (
+        f"{request.role} attention with {heads} of size {request.head_size} in {dtype} "
+        f"on {request.environment.platform}"
+    )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def warn_of_fallback(selection: Selection) -> None:
+    """Log one warning per distinct fallback in the life of the process."""
+    if selection.fallback:
+        _warn_once(f"running {selection.label} instead: {selection.reason}")
+
+
+def get_attn_backend(
+    head_size: int,
+    dtype: torch.dtype,
+    supported_attention_backends: set[AttentionBackendEnum] | None = None,
+    selected_attention_backend: AttentionBackendEnum | None = None,
+    attention_requirements: AttentionRequirements | None = None,
+    default_attention_backend: AttentionBackendEnum | None = None,
+    is_cross_attention: bool = False,
+) -> type[AttentionBackend]:
+    """Return the backend class for a layer constructed here and now.
+
+    Args:
+        head_size: channels per head.
+        dtype: dtype of q, k and v.
+        supported_attention_backends: hint: automatic choice stays within this set.
+        selected_attention_backend: request stronger than every other, or None.
+        attention_requirements: what the layer needs beyond plain attention.
+        default_attention_backend: the layer's own preference, weaker than a user's.
+        is_cross_attention: whether keys come from another sequence.
+
+    Raises:
+        UnsupportedBackendError: see `resolve`.
+    """
+    needs = set()
+    if attention_requirements is not None and attention_requirements.packed_varlen:
+        needs.add(Feature.VARLEN)
+    role = AttentionRole.CROSS if is_cross_attention else AttentionRole.SELF
+    request = AttentionRequest(
+        environment=limit_priority(current_environment(), supported_attention_backends),
+        head_size=head_size,
+        num_heads=1,
+        num_kv_heads=1,
+        dtype=dtype,
+        role=role,
+        needs=frozenset(needs),
+    )
+    if selected_attention_backend is not None:
+        asked = Asked(source=Source.ARGUMENT, backend=selected_attention_backend)
+    else:
+        asked = decide(
+            LayerSite(role=role),
+            current_scope(),
+            forced=forced_backend(),
+            construction=claim_component_override(role),
+            layer_default=default_attention_backend,
+        )[-1][1]
+    selection = resolve(request, asked, strict=current_scope().strict)
+    warn_of_fallback(selection)
+    return find_backend(selection.backend, request.environment.platform)
+
+
+def limit_priority(
+    environment: Environment, supported: set[AttentionBackendEnum] | None
+) -> Environment:
+    """Return `environment` with automatic choices limited to `supported`, where that leaves any.
+
+    A layer's supported set is a hint for the automatic choice, not an allow-list: an explicit
+    request outside it is honoured.
+    """
+    names = {str(backend) for backend in supported or ()}
+    kept = tuple(name for name in environment.priority if name in names)
+    if not kept:
+        return environment
+    return replace(environment, priority=kept)
+
+
+def environment_for(device: torch.device, environment: Environment) -> Environment:
+    """Return the environment a tensor's device lives in: `environment`, or the CPU's."""
+    from multimodal_gen.runtime.layers.attention.backends.registry import cpu_environment
+
+    if device.type == "cpu" and environment.platform is not PlatformEnum.CPU:
+        return cpu_environment()
+    return environment

@@ -1,0 +1,1 @@
+"""State that lives for the length of one denoiser call."""

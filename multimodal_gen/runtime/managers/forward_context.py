@@ -1,0 +1,117 @@
+"""What attention layers may know of the denoiser call they run in.
+
+The context is set once per denoiser call, never per layer, and lives in a `ContextVar`: threads
+and nested calls do not see each other's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSpan:
+    """Where text tokens sit in a joint sequence.
+
+    Attributes:
+        start: index of the first text token.
+        length: number of text positions, padding included.
+    """
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """Index after the last text position."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardContext:
+    """One denoiser call.
+
+    Attributes:
+        current_timestep: index of the denoising step, from 0.
+        attn_metadata: metadata a caller prepared for its backend, or None.
+        forward_batch: the request object of the caller, or None.
+        timestep: the scheduler's timestep value, or None when unknown.
+        num_steps: number of denoising steps, or None when unknown.
+        latent_grid: (T, H, W) of the video tokens after patching, or None when unknown.
+        text_span: where text sits in joint sequences, or None when attention sees no text.
+        cfg_branch: "cond", "uncond" or "both" (batched), or None when unknown.
+        component: pipeline component that runs, e.g. "transformer_2".
+        request_id: identifies the generation, so that caches of two requests never mix.
+        cache: room for values shared by the layers of this call, e.g. packed-mask indices.
+    """
+
+    current_timestep: int
+    attn_metadata: Any = None
+    forward_batch: Any = None
+    timestep: float | None = None
+    num_steps: int | None = None
+    latent_grid: tuple[int, int, int] | None = None
+    text_span: TextSpan | None = None
+    cfg_branch: str | None = None
+    component: str | None = None
+    request_id: str | None = None
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+
+_CONTEXT: ContextVar[ForwardContext | None] = ContextVar("multimodal_gen_forward", default=None)
+
+
+@contextmanager
+def set_forward_context(
+    current_timestep: int,
+    attn_metadata: Any = None,
+    forward_batch: Any = None,
+    **known: Any,
+) -> Iterator[ForwardContext]:
+    """Describe the denoiser call that runs inside the `with` block.
+
+    Args:
+        current_timestep: index of the denoising step, from 0.
+        attn_metadata: metadata for the backend, or None to let it build its own.
+        forward_batch: the request object, or None.
+        **known: any other field of `ForwardContext`.
+    """
+    context = ForwardContext(
+        current_timestep=current_timestep,
+        attn_metadata=attn_metadata,
+        forward_batch=forward_batch,
+        **known,
+    )
+    with use_forward_context(context):
+        yield context
+
+
+@contextmanager
+def use_forward_context(context: ForwardContext | None) -> Iterator[None]:
+    """Make `context` the current one inside the `with` block."""
+    token = _CONTEXT.set(context)
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+def get_forward_context() -> ForwardContext:
+    """Return the current context.
+
+    Raises:
+        RuntimeError: no denoiser call is running.
+    """
+    context = _CONTEXT.get()
+    if context is None:
+        raise RuntimeError(
+            "no forward context is set; run the denoiser inside `with set_forward_context(step):`"
+        )
+    return context
+
+
+def current_forward_context() -> ForwardContext | None:
+    """Return the current context, or None outside a denoiser call."""
+    return _CONTEXT.get()

@@ -1,0 +1,75 @@
+"""Platforms: what device this process runs on, and what it prefers.
+
+Packages outside the tree add a platform with an entry point in the group
+`multimodal_gen.platforms` that names a `Platform` subclass.
+"""
+
+import importlib.metadata
+from functools import cache
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.platforms.cpu import CpuPlatform
+from multimodal_gen.runtime.platforms.cuda import CudaPlatform
+from multimodal_gen.runtime.platforms.interface import (
+    AttentionBackendEnum,
+    DeviceCapability,
+    Platform,
+    PlatformEnum,
+)
+from multimodal_gen.runtime.platforms.mps import MpsPlatform
+from multimodal_gen.runtime.platforms.musa import MusaPlatform
+from multimodal_gen.runtime.platforms.npu import NpuPlatform
+from multimodal_gen.runtime.platforms.rocm import RocmPlatform
+from multimodal_gen.runtime.platforms.xpu import XpuPlatform
+
+__all__ = [
+    "BUILTIN_PLATFORMS",
+    "ENTRY_POINT_GROUP",
+    "AttentionBackendEnum",
+    "DeviceCapability",
+    "Platform",
+    "PlatformEnum",
+    "current_platform",
+    "detect_platform",
+]
+
+ENTRY_POINT_GROUP = "multimodal_gen.platforms"
+
+# In the order they are tried; the CPU is always there and so comes last.
+BUILTIN_PLATFORMS: tuple[type[Platform], ...] = (
+    MpsPlatform,
+    XpuPlatform,
+    RocmPlatform,
+    CudaPlatform,
+    NpuPlatform,
+    MusaPlatform,
+    CpuPlatform,
+)
+
+
+def detect_platform() -> Platform:
+    """Return the first available platform; those registered by entry points come first.
+
+    Raises:
+        ConfigError: an entry point does not name a `Platform` subclass.
+    """
+    return next(platform for platform in _candidates() if platform.is_available())
+
+
+@cache
+def current_platform() -> Platform:
+    """Return this process's platform, detected on first use."""
+    return detect_platform()
+
+
+def _candidates() -> list[Platform]:
+    found: list[Platform] = []
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        cls = entry.load()
+        if not (isinstance(cls, type) and issubclass(cls, Platform)):
+            raise ConfigError(
+                f"entry point {entry.name!r} in group {ENTRY_POINT_GROUP!r} must name a Platform "
+                f"subclass, got {cls!r}; fix or uninstall the package that declares it"
+            )
+        found.append(cls())
+    return found + [cls() for cls in BUILTIN_PLATFORMS]
