@@ -1,0 +1,153 @@
+"""Commands and code in the documentation are checked against the program."""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from multimodal_gen.cli.main import app
+from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "multimodal_gen/runtime/layers/attention/README.md")
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Commands of other programs, which are not ours to check.
+FOREIGN = {"pip", "python", "python3", "git", "cd", "source", "cat", "ls", "echo"}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the fenced blocks of one language."""
+    return [body for found, body in FENCE.findall(text) if found == language]
+
+
+def commands(block: str) -> Iterator[list[str]]:
+    """Yield the words of each command, continuation lines joined and comments dropped."""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+
+
+def _parse(arguments: list[str], application: typer.Typer) -> None:
+    """Let the program's own parser read `arguments`, without running the command."""
+    command: Any = typer.main.get_command(application)
+    context, name = None, "sglang"
+    while True:
+        context = command.make_context(name, arguments, parent=context)
+        if not hasattr(command, "commands"):
+            return
+        name, command, arguments = command.resolve_command(
+            context, [*getattr(context, "_protected_args", []), *context.args]
+        )
+
+
+def command_problems(words: list[str], application: typer.Typer, repository: Path) -> list[str]:
+    """Return why a documented command would not work."""
+    program, *arguments = words
+    if "/" in program:
+        works = os.access(repository / program, os.X_OK)
+        return [] if works else [f"{program} is no executable file"]
+    if program not in ("sglang", "multimodal-gen"):
+        return [] if program in FOREIGN else [f"unknown program {program}"]
+    if "--help" in arguments:
+        arguments = arguments[: arguments.index("--help")]
+    try:
+        _parse(arguments, application)
+        if "--attention-backend" in arguments and "diffusers" not in arguments:
+            AttentionBackendEnum.parse(arguments[arguments.index("--attention-backend") + 1])
+    except Exception as error:
+        return [str(error)]
+    return []
+
+
+def import_problems(code: str) -> Iterator[str]:
+    """Yield each name of ours that `code` imports and that does not exist."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multimodal_gen"):
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    yield f"{node.module} has no {alias.name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_documented_command_is_accepted(page: str) -> None:
+    found = [
+        words
+        for block in blocks((REPOSITORY / page).read_text(), "bash")
+        for words in commands(block)
+    ]
+    assert found
+    assert [
+        (shlex.join(words), problem)
+        for words in found
+        for problem in command_problems(words, app, REPOSITORY)
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_python_example_compiles_and_imports_what_exists(page: str) -> None:
+    examples = blocks((REPOSITORY / page).read_text(), "python")
+    assert examples
+    for code in examples:
+        compile(code, page, "exec")
+        assert list(import_problems(code)) == []
+
+
+def test_the_readme_example_of_a_layer_runs() -> None:
+    examples = blocks((REPOSITORY / "README.md").read_text(), "python")
+    (example,) = [code for code in examples if "nn.Module" in code]
+    result = subprocess.run(
+        [sys.executable, "-c", example],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_extra_of_the_readme_is_declared() -> None:
+    declared = (REPOSITORY / "pyproject.toml").read_text()
+    named = re.findall(r"\.\[([a-z0-9,]+)\]", (REPOSITORY / "README.md").read_text())
+    assert named
+    for extra in {extra for group in named for extra in group.split(",")}:
+        assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), extra
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("sglang generate --model-path m --prompt p --no-such-flag 1", "--no-such-flag"),
+        ("sglang generate --model-path m --prompt p --backend nobody", "nobody"),
+        ("sglang generate --model-path m --prompt p --attention-backend best", "best"),
+        ("sglang produce", "produce"),
+        ("sglang attention lst", "lst"),
+        ("scripts/absent", "no executable file"),
+        ("mystery --flag", "unknown program"),
+    ],
+)
+def test_a_planted_wrong_command_is_reported(command: str, problem: str) -> None:
+    (reported,) = command_problems(shlex.split(command), app, REPOSITORY)
+    assert problem in reported
+
+
+def test_commands_are_found_in_a_block() -> None:
+    block = "# a comment\nA=1 sglang generate \\\n  --prompt 'two words'  # why\n\nls\n"
+    assert list(commands(block)) == [["sglang", "generate", "--prompt", "two words"], ["ls"]]
+
+
+def test_a_planted_wrong_import_is_reported() -> None:
+    code = "from multimodal_gen.errors import ConfigError, Absent\n"
+    assert list(import_problems(code)) == ["multimodal_gen.errors has no Absent"]

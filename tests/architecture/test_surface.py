@@ -1,0 +1,201 @@
+"""What users may rely on: names, enum members, flags. A change here is a decision, not a slip."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from multimodal_gen.cli.main import app
+
+SNAPSHOT = Path(__file__).with_name("cli_surface.txt")
+
+LAYERS = "multimodal_gen.runtime.layers.attention"
+STABLE_NAMES = [
+    ("multimodal_gen", ("apply", "AttentionHandle", "__version__")),
+    (LAYERS, ("LocalAttention", "UlyssesAttention", "UlyssesAttention_VSA", "USPAttention")),
+    (f"{LAYERS}.layer", ("LocalAttention", "UlyssesAttention", "UlyssesAttention_VSA")),
+    (f"{LAYERS}.layer", ("USPAttention",)),
+    (
+        f"{LAYERS}.selector",
+        (
+            "get_attn_backend",
+            "global_force_attn_backend",
+            "global_force_attn_backend_context_manager",
+            "component_attn_backend_context_manager",
+        ),
+    ),
+    ("multimodal_gen.runtime.platforms.interface", ("AttentionBackendEnum", "DeviceCapability")),
+    ("multimodal_gen.runtime.server_args", ("ServerArgs",)),
+    (
+        "multimodal_gen.runtime.managers.forward_context",
+        ("set_forward_context", "get_forward_context", "ForwardContext"),
+    ),
+    ("multimodal_gen.cli.main", ("app", "main")),
+]
+BACKENDS = {
+    "FA",
+    "TORCH_SDPA",
+    "SLIDING_TILE_ATTN",
+    "SAGE_ATTN",
+    "SAGE_ATTN_3",
+    "VIDEO_SPARSE_ATTN",
+    "VMOBA_ATTN",
+    "AITER",
+    "AITER_SAGE",
+    "SLA_ATTN",
+    "SAGE_SLA_ATTN",
+    "SPARSE_VIDEO_GEN_2_ATTN",
+}
+GENERATE_FLAGS = """
+    --model-path --prompt --negative-prompt --backend --attention-backend
+    --attention-backend-config --component-attention-backends --num-gpus --sp-degree
+    --ulysses-degree --ring-degree --height --width --num-frames --num-inference-steps
+    --guidance-scale --seed --fps --output-path --enable-torch-compile
+"""
+
+
+def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (space-separated path, command) for every leaf of the command tree."""
+    for name, child in sorted(getattr(command, "commands", {}).items()):
+        yield from _commands(child, (*path, name))
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+
+
+def cli_surface(application: typer.Typer) -> list[str]:
+    """Return one line per option and argument of every command, sorted."""
+    return sorted(
+        f"{path}: {'/'.join([*parameter.opts, *parameter.secondary_opts])}"
+        for path, command in _commands(typer.main.get_command(application))
+        for parameter in command.params
+    )
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or (name.startswith("__") and name.endswith("__"))
+
+
+def _names_bound_by(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Assign):
+        return {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return {statement.target.id}
+    return set()
+
+
+def surface_problems(path: Path) -> list[str]:
+    """Compare a module's `__all__`, where it has one, with the public names it defines.
+
+    A package's `__init__` may also list what it re-exports.
+    """
+    tree = ast.parse(path.read_text())
+    defined = set().union(*map(_names_bound_by, tree.body)) - {"__getattr__", "__dir__"}
+    exported: list[str] | None = None
+    imported = set()
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and "__all__" in _names_bound_by(statement):
+            exported = ast.literal_eval(statement.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and path.name == "__init__.py":
+            imported |= {alias.asname or alias.name for alias in node.names}
+    if exported is None:
+        return []
+    public = {name for name in defined if _is_public(name)} - {"__all__"}
+    return [
+        *(f"{path.name}: {name} is public but not in __all__" for name in public - set(exported)),
+        *(
+            f"{path.name}: __all__ names {name}, which the module does not define"
+            for name in set(exported) - public - imported
+        ),
+        *(
+            f"{path.name}: __all__ lists a name twice"
+            for _ in [0]
+            if len(set(exported)) != len(exported)
+        ),
+    ]
+
+
+def test_all_lists_exactly_the_public_names(package: Path) -> None:
+    assert [problem for path in package.rglob("*.py") for problem in surface_problems(path)] == []
+
+
+@pytest.mark.parametrize("package_name", ["multimodal_gen", LAYERS])
+def test_every_exported_name_is_importable(package_name: str) -> None:
+    module = importlib.import_module(package_name)
+    assert module.__all__
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_an_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
+    package = importlib.import_module("multimodal_gen")
+    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
+        _ = package.absent
+
+
+@pytest.mark.parametrize(("module", "names"), STABLE_NAMES)
+def test_the_stable_names_exist(module: str, names: tuple[str, ...]) -> None:
+    loaded = importlib.import_module(module)
+    assert [name for name in names if not hasattr(loaded, name)] == []
+
+
+def test_the_backend_names_of_the_documentation_are_enum_members() -> None:
+    from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
+
+    assert BACKENDS - set(AttentionBackendEnum.__members__) == set()
+
+
+def test_generate_takes_the_documented_flags() -> None:
+    commands = dict(_commands(typer.main.get_command(app)))
+    flags = {name for parameter in commands["generate"].params for name in parameter.opts}
+    assert set(GENERATE_FLAGS.split()) - flags == set()
+
+
+def test_the_command_line_is_the_frozen_one() -> None:
+    """A wanted change is made in cli_surface.txt too, in the same commit."""
+    assert cli_surface(app) == SNAPSHOT.read_text().splitlines()
+
+
+def test_a_new_option_changes_the_surface() -> None:
+    application = typer.Typer()
+
+    @application.command()
+    def first(size: int = 1) -> None: ...
+
+    @application.command()
+    def second() -> None: ...
+
+    before = cli_surface(application)
+
+    @application.command(name="second")
+    def second_with_option(wide: bool = False) -> None: ...
+
+    assert before == ["first: --size"]
+    assert cli_surface(application) == ["first: --size", "second: --wide/--no-wide"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "problem"),
+    [
+        ("a.py", "__all__ = ['f']\ndef f(): ...\ndef g(): ...\n", "g is public but not in"),
+        ("a.py", "__all__ = ['f']\n", "names f, which the module does not define"),
+        ("a.py", "__all__ = ['f']\nfrom x import f\n", "names f, which the module does not"),
+        ("a.py", "__all__ = ['A', 'A']\nA = 1\n", "lists a name twice"),
+    ],
+)
+def test_a_planted_surface_problem_is_reported(
+    tmp_path: Path, name: str, code: str, problem: str
+) -> None:
+    (tmp_path / name).write_text(code)
+    (reported,) = surface_problems(tmp_path / name)
+    assert problem in reported
+
+
+def test_a_package_may_re_export(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("from a.b import C\n__all__ = ['C', 'd']\nd = 1\n")
+    assert surface_problems(tmp_path / "__init__.py") == []
