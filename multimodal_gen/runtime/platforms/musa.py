@@ -11,7 +11,7 @@ from multimodal_gen.runtime.platforms.interface import (
 
 
 class MusaPlatform(Platform):
-    """Moore Threads GPUs: FlashAttention where installed, else SDPA; SageAttention when asked for."""
+    """Moore Threads GPUs: FlashAttention where installed, else SDPA; SageAttention on request."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.MUSA
     device_type: ClassVar[str] = "musa"

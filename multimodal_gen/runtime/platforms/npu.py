@@ -27,7 +27,7 @@ class NpuPlatform(Platform):
     def attention_priority(
         self, capability: DeviceCapability | None
     ) -> tuple[AttentionBackendEnum, ...]:
-        """Prefer SDPA; ring attention rules it out (no log-sum-exp there), so FlashAttention follows."""
+        """Prefer SDPA; ring attention needs a log-sum-exp, which only FlashAttention has here."""
         del capability
         return (
             AttentionBackendEnum.TORCH_SDPA,

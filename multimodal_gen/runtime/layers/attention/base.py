@@ -1,0 +1,342 @@
+"""What every attention layer shares: selection at construction, dispatch per call, the report.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
+from multimodal_gen.runtime.layers.attention.binding import Bound, LayerGeometry, Route, bind
+from multimodal_gen.runtime.layers.attention.compiled import attention_op, register_layer
+from multimodal_gen.runtime.layers.attention.masks import (
+    DenseMask,
+    KeyMask,
+    normalise_mask,
+    with_causal,
+    zero_masked_rows,
+)
+from multimodal_gen.runtime.layers.attention.report import LayerReport
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    AttentionRole,
+    Feature,
+)
+from multimodal_gen.runtime.layers.attention.scope import (
+    LayerSite,
+    SelectionScope,
+    claim_component_override,
+    current_component,
+    current_scope,
+    decide,
+    forced_backend,
+)
+from multimodal_gen.runtime.layers.attention.selector import environment_for, limit_priority
+from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta, build_varlen_mask_meta
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+
+
+class AttentionLayer(nn.Module):
+    """An attention layer without projections; subclasses give it a `forward`.
+
+    The backend is selected at construction, for `compute_dtype` on this process's device, so an
+    impossible request fails there. A call with another dtype or device, or after a backend was
+    forced, selects once more, once.
+
+    Args:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads; default `num_heads`.
+        softmax_scale: factor on q k^T; default `head_size ** -0.5`.
+        causal: mask out keys after the query, aligned to the last query and key.
+        supported_attention_backends: hint: automatic choice stays within this set.
+        default_attention_backend: the layer's preference, weaker than a user's request.
+        role: what the layer attends to.
+        compute_dtype: dtype of q, k and v; default torch's default dtype.
+        site: where the layer sits; default: the component under construction.
+        scope: what the user configured; default: the scope in use.
+
+    Raises:
+        UsageError: a size is not positive, or heads are not a multiple of key heads.
+        UnsupportedBackendError: the requested backend cannot serve the layer.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        *,
+        supported_attention_backends: set[AttentionBackendEnum] | None = None,
+        default_attention_backend: AttentionBackendEnum | None = None,
+        role: AttentionRole = AttentionRole.SELF,
+        compute_dtype: torch.dtype | None = None,
+        prefix: str = "",
+        site: LayerSite | None = None,
+        scope: SelectionScope | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(num_heads, head_size, num_kv_heads)
+        construction = current_component()
+        component = construction.name if construction else None
+        self.site = site or LayerSite(name=prefix, component=component, role=role)
+        self.dtype = compute_dtype or torch.get_default_dtype()
+        self.geometry = LayerGeometry(
+            num_heads=num_heads,
+            head_size=head_size,
+            num_kv_heads=num_kv_heads,
+            softmax_scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
+            causal=causal,
+        )
+        self._scope = scope or current_scope()
+        self._construction_override = claim_component_override(self.site.role)
+        self._supported = frozenset(supported_attention_backends or ())
+        self._layer_default = default_attention_backend
+        self._routes: dict[tuple[Any, ...], tuple[Route, ...]] = {}
+        self._device_type = current_platform().device_type
+        self._layer_id = register_layer(self)
+        self._planned_routes()
+
+    @property
+    def backend(self) -> AttentionBackendEnum:
+        """The backend that serves the layer's dtype now, at the last entry of its schedule."""
+        return self._planned_routes()[-1].primary.selection.backend
+
+    def report(self) -> LayerReport:
+        """Return what the layer ran so far, and why; before the first call, what it would run."""
+        ran = [routes for routes in self._routes.values() if _calls(routes)]
+        parts = [route.entries() for routes in ran or [self._planned_routes()] for route in routes]
+        return LayerReport(
+            component=self.site.component,
+            name=self.site.name,
+            role=self.site.role,
+            layer=self.site.layer,
+            entries=tuple(primary for primary, _ in parts),
+            detours=tuple(detour for _, detours in parts for detour in detours),
+        )
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend, as one opaque operator while `torch.compile` traces; see `attend`."""
+        if not torch.compiler.is_compiling():
+            return self.attend(query, key, value, attn_mask)
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+            return _attend_outside_the_graph(self, query, key, value, attn_mask)
+        return attention_op(query, key, value, attn_mask, self._layer_id)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        mask_meta: VarlenMaskMeta | None = None,
+    ) -> torch.Tensor:
+        """Return attention of `query` over `key` and `value` on the selected backend.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, Dv].
+            attn_mask: see `normalise_mask`.
+            mask_meta: packing of a 2-D `attn_mask`, when the caller has it already.
+
+        Returns:
+            [B, Sq, H, Dv]. Queries that see no key, and masked queries under a 2-D mask, are zero.
+
+        Raises:
+            UsageError: shapes do not fit, or a schedule by step runs outside a denoiser call.
+            UnsupportedBackendError: no backend can honour the call.
+        """
+        if query.shape[::3] != key.shape[::3] or key.shape[:3] != value.shape[:3]:
+            raise _misfit(query, key, value)
+        route = self._route(query)
+        if attn_mask is not None:
+            return self._attend_masked(route, query, key, value, attn_mask, mask_meta)
+        bound = route.primary
+        if torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad
+        ):
+            bound = route.trainable()
+        bound.calls += 1
+        return bound.impl.forward(query, key, value, current_forward_context())
+
+    def _planned_routes(self) -> tuple[Route, ...]:
+        key = (forced_backend(), self.dtype, self._device_type)
+        return self._routes.get(key) or self._bind(key)
+
+    def _route(self, query: torch.Tensor) -> Route:
+        key = (forced_backend(), query.dtype, query.device.type)
+        routes = self._routes.get(key) or self._bind(key)
+        if len(routes) == 1:
+            return routes[0]
+        context = current_forward_context()
+        if context is None:
+            raise UsageError(
+                "a schedule by denoising step must run inside a denoiser call, got none; wrap "
+                "the call in `with set_forward_context(step):`"
+            )
+        step = context.current_timestep
+        return next(route for route in routes if route.steps is None or step in route.steps)
+
+    def _bind(self, key: tuple[Any, ...]) -> tuple[Route, ...]:
+        forced, dtype, device_type = key
+        environment = environment_for(torch.device(device_type), current_environment())
+        geometry = self.geometry
+        request = AttentionRequest(
+            environment=limit_priority(environment, set(self._supported)),
+            head_size=geometry.head_size,
+            num_heads=geometry.num_heads,
+            num_kv_heads=geometry.num_kv_heads,
+            dtype=dtype,
+            role=self.site.role,
+            needs=frozenset({Feature.CAUSAL} if geometry.causal else ()),
+        )
+        schedule = decide(
+            self.site,
+            self._scope,
+            forced=forced,
+            construction=self._construction_override,
+            layer_default=self._layer_default,
+        )
+        self._routes[key] = bind(schedule, request, geometry, strict=self._scope.strict)
+        return self._routes[key]
+
+    def _attend_masked(
+        self,
+        route: Route,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor,
+        mask_meta: VarlenMaskMeta | None,
+    ) -> torch.Tensor:
+        if torch.is_grad_enabled() and query.requires_grad:
+            route.trainable()
+        self_attention = self.site.role is not AttentionRole.CROSS
+        mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
+        if isinstance(mask, KeyMask):
+            packs = not self.geometry.causal or mask.covers_queries
+            if packs and Feature.VARLEN in route.primary.features:
+                return _attend_packed(route.primary, query, key, value, attn_mask, mask, mask_meta)
+            out = self._attend_dense(route, query, key, value, mask.broadcastable())
+            return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
+        assert isinstance(mask, DenseMask)
+        return self._attend_dense(route, query, key, value, mask.mask)
+
+    def _attend_dense(
+        self,
+        route: Route,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        is_key_mask = mask.dtype is torch.bool and mask.shape[1] == mask.shape[2] == 1
+        feature = Feature.KEY_MASK if is_key_mask else Feature.DENSE_MASK
+        causal = self.geometry.causal
+        if causal:
+            mask = with_causal(mask, query.shape[1])
+            feature = Feature.DENSE_MASK
+        bound = route.honouring(feature, causal_in_mask=causal)
+        bound.calls += 1
+        context = current_forward_context()
+        return bound.impl.forward(query, key, value, context, attn_mask=mask)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # A copy is a layer of its own: its number in compiled graphs must not be the original's.
+        self._layer_id = register_layer(self)
+
+
+def _attend_packed(
+    bound: Bound,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    mask: KeyMask,
+    meta: VarlenMaskMeta | None,
+) -> torch.Tensor:
+    meta = meta or _shared_meta(attn_mask, mask)
+    batch, num_queries = query.shape[:2]
+    if mask.covers_queries:
+        packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens
+    else:
+        packed_query = query.flatten(0, 1)
+        cu_seqlens_q = torch.arange(
+            0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=query.device
+        )
+    bound.calls += 1
+    out = bound.impl.forward_varlen(
+        packed_query,
+        meta.pack(key),
+        meta.pack(value),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=meta.cu_seqlens,
+        max_seqlen_q=num_queries,
+        max_seqlen_k=meta.max_seqlen,
+    )
+    if mask.covers_queries:
+        return meta.unpack(out)
+    return out.view(batch, num_queries, *out.shape[1:])
+
+
+def _shared_meta(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
+    """Return the packing, built once per denoiser call for all layers that share a mask."""
+    context = current_forward_context()
+    if context is None:
+        return build_varlen_mask_meta(mask.keep)
+    # The mask is kept beside its packing, so that its id is not reused within the call.
+    slot = ("varlen", id(attn_mask), attn_mask._version)
+    if slot not in context.cache:
+        context.cache[slot] = (attn_mask, build_varlen_mask_meta(mask.keep))
+    meta: VarlenMaskMeta = context.cache[slot][1]
+    return meta
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_outside_the_graph(
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend where gradients are needed: autograd cannot look into the opaque operator."""
+    return layer.attend(query, key, value, attn_mask)
+
+
+def _calls(routes: tuple[Route, ...]) -> int:
+    parts = [route.entries() for route in routes]
+    return sum(primary.calls + sum(d.calls for d in detours) for primary, detours in parts)
+
+
+def _check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
+    sizes = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} must be at least 1, got {size}")
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+        )
+
+
+def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> UsageError:
+    return UsageError(
+        f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv], got "
+        f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+    )

@@ -1,0 +1,164 @@
+"""Binds a layer's schedule to implementations; runs once per layer, dtype and device, not per call.
+
+A schedule is a list of routes, tried in order; a route holds the implementation selection gave
+it, and those that serve the calls it cannot honour (a mask, a gradient).
+"""
+
+import logging
+from dataclasses import dataclass, replace
+
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.report import ReportEntry
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
+from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule
+from multimodal_gen.runtime.layers.attention.selector import (
+    Selection,
+    dense_for,
+    resolve,
+    warn_of_fallback,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGeometry:
+    """What an implementation is constructed with.
+
+    Attributes:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads.
+        softmax_scale: factor on q k^T.
+        causal: bottom-right aligned causality.
+    """
+
+    num_heads: int
+    head_size: int
+    num_kv_heads: int
+    softmax_scale: float
+    causal: bool
+
+
+class Bound:
+    """An implementation with the selection it came from and a count of its calls."""
+
+    __slots__ = ("calls", "features", "impl", "selection")
+
+    def __init__(
+        self, selection: Selection, request: AttentionRequest, geometry: LayerGeometry
+    ) -> None:
+        cls = find_backend(selection.backend, request.environment.platform)
+        variant = next(v for v in cls.variants if v.name == selection.variant)
+        same_backend = selection.asked.backend is selection.backend
+        self.selection = selection
+        self.features = variant.features
+        self.calls = 0
+        self.impl: AttentionImpl = cls.get_impl_cls()(
+            geometry.num_heads,
+            geometry.head_size,
+            geometry.softmax_scale,
+            geometry.causal,
+            geometry.num_kv_heads,
+            config=selection.asked.config if same_backend else None,
+            variant=selection.variant,
+        )
+
+
+class Route:
+    """The implementation of one step range, and the ones that stand in for it.
+
+    Attributes:
+        steps: denoising steps it serves, or None for all.
+        primary: the implementation selection gave.
+    """
+
+    __slots__ = ("_asked", "_detours", "_geometry", "_request", "primary", "steps")
+
+    def __init__(
+        self,
+        steps: IndexSelector | None,
+        asked: Asked,
+        request: AttentionRequest,
+        geometry: LayerGeometry,
+        *,
+        strict: bool,
+    ) -> None:
+        selection = resolve(request, asked, strict=strict)
+        warn_of_fallback(selection)
+        self.steps = steps
+        self.primary = Bound(selection, request, geometry)
+        self._asked = asked
+        self._request = request
+        self._geometry = geometry
+        self._detours: dict[tuple[Feature, bool], Bound] = {}
+
+    def honouring(self, feature: Feature, *, causal_in_mask: bool = False) -> Bound:
+        """Return the implementation for calls that need `feature`.
+
+        Args:
+            feature: what the call needs.
+            causal_in_mask: the caller folded causality into its mask.
+        """
+        if feature in self.primary.features and not causal_in_mask:
+            return self.primary
+        key = (feature, causal_in_mask)
+        if key not in self._detours:
+            self._detours[key] = self._detour(feature, causal_in_mask=causal_in_mask)
+        return self._detours[key]
+
+    def trainable(self) -> Bound:
+        """Return the implementation for calls that need gradients.
+
+        Raises:
+            UnsupportedBackendError: the backend was asked for and has no backward.
+        """
+        if Feature.BACKWARD in self.primary.features:
+            return self.primary
+        selection = self.primary.selection
+        if selection.source.explicit:
+            raise UnsupportedBackendError(
+                f"attention backend {selection.label} must not get inputs that require grad: it "
+                f"has no backward; call it under torch.no_grad() or choose another backend"
+            )
+        return self.honouring(Feature.BACKWARD)
+
+    def entries(self) -> tuple[ReportEntry, tuple[ReportEntry, ...]]:
+        """Return what ran: the primary implementation, and the detours that were taken."""
+        steps = None if self.steps is None else str(self.steps)
+        detours = (bound for bound in self._detours.values() if bound.calls)
+        return _entry(steps, self.primary), tuple(_entry(steps, bound) for bound in detours)
+
+    def _detour(self, feature: Feature, *, causal_in_mask: bool) -> Bound:
+        request, geometry = self._request, self._geometry
+        if causal_in_mask:
+            request = replace(request, needs=request.needs - {Feature.CAUSAL})
+            geometry = replace(geometry, causal=False)
+        selection = self.primary.selection
+        if feature in self.primary.features:
+            return Bound(selection, request, geometry)
+        reason = f"{selection.label} has no {feature}"
+        logger.info("%s; such calls run on another dense backend", reason)
+        return Bound(dense_for(request, self._asked, feature, reason=reason), request, geometry)
+
+
+def bind(
+    schedule: AskedSchedule,
+    request: AttentionRequest,
+    geometry: LayerGeometry,
+    *,
+    strict: bool,
+) -> tuple[Route, ...]:
+    """Select and construct the implementations of a schedule.
+
+    Raises:
+        UnsupportedBackendError: see `resolve`.
+    """
+    return tuple(Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule)
+
+
+def _entry(steps: str | None, bound: Bound) -> ReportEntry:
+    return ReportEntry(steps=steps, selection=bound.selection, calls=bound.calls)

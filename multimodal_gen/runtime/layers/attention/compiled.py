@@ -1,0 +1,60 @@
+"""A layer as one opaque operator under `torch.compile`.
+
+The operator takes the layer's identity as a 0-d CPU tensor: a graph input, not a constant, so any
+number of layers share one compiled graph, and what a layer does at run time (its denoising step, a
+forced backend) is never frozen into it.
+"""
+
+import itertools
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+
+# Process-wide, because a compiled graph can carry numbers but no Python objects.
+_LAYERS: "WeakValueDictionary[int, AttentionLayer]" = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def register_layer(layer: "AttentionLayer") -> torch.Tensor:
+    """Return the identity of `layer`: int64, 0-d, on the CPU wherever the layer lives."""
+    number = next(_NUMBERS)
+    _LAYERS[number] = layer
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("multimodal_gen::attention", mutates_args=())
+def attention_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    layer: torch.Tensor,
+) -> torch.Tensor:
+    """Run a registered layer.
+
+    Args:
+        query: [B, Sq, H, D].
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, Dv].
+        attn_mask: as `LocalAttention.forward` takes it.
+        layer: what `register_layer` returned.
+
+    Returns:
+        [B, Sq, H, Dv], contiguous.
+    """
+    return _LAYERS[int(layer)].attend(query, key, value, attn_mask).contiguous()
+
+
+@attention_op.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    layer: torch.Tensor,
+) -> torch.Tensor:
+    return query.new_empty((*query.shape[:3], value.shape[3]))

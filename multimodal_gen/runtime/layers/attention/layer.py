@@ -1,0 +1,388 @@
+"""The attention layers a model uses: `LocalAttention`, `UlyssesAttention`, `USPAttention`.
+
+Tensors are [B, S, H, D]. On one device the sequence-parallel layers compute what they compute on
+many: replicated tokens are part of the sequence, nothing is exchanged.
+"""
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+__all__ = ["LocalAttention", "USPAttention", "UlyssesAttention", "UlyssesAttention_VSA"]
+
+
+class LocalAttention(AttentionLayer):
+    """Attention over tokens that live on one device.
+
+    Args:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads; default `num_heads`.
+        softmax_scale: factor on q k^T; default `head_size ** -0.5`.
+        causal: mask out keys after the query, aligned to the last query and key.
+        supported_attention_backends: hint: automatic choice stays within this set.
+        default_attention_backend: the layer's preference, weaker than a user's request.
+        is_cross_attention: keys come from another sequence.
+        compute_dtype: dtype of q, k and v; default torch's default dtype.
+        site: where the layer sits; default: the component under construction.
+        scope: what the user configured; default: the scope in use.
+
+    Raises:
+        UsageError: a size is not positive, or heads are not a multiple of key heads.
+        UnsupportedBackendError: the requested backend cannot serve the layer.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        supported_attention_backends: set[AttentionBackendEnum] | None = None,
+        default_attention_backend: AttentionBackendEnum | None = None,
+        is_cross_attention: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        site: LayerSite | None = None,
+        scope: SelectionScope | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            num_kv_heads,
+            softmax_scale,
+            causal,
+            supported_attention_backends=supported_attention_backends,
+            default_attention_backend=default_attention_backend,
+            role=AttentionRole.CROSS if is_cross_attention else AttentionRole.SELF,
+            compute_dtype=compute_dtype,
+            site=site,
+            scope=scope,
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of `q` over `k` and `v`.
+
+        Args:
+            q: [B, Sq, H, D].
+            k: [B, Sk, Hkv, D].
+            v: [B, Sk, Hkv, Dv].
+            attn_mask: [B, Sk] key padding (masked queries come back as zeros in self-attention),
+                [B, Sq, Sk], or 4-D broadcastable to [B, H, Sq, Sk]; bool and integer masks keep
+                where non-zero, floating ones are added to the scores.
+
+        Returns:
+            [B, Sq, H, Dv].
+        """
+        return self.run(q, k, v, attn_mask)
+
+
+class UlyssesAttention(AttentionLayer):
+    """Attention whose heads are split over the devices of a Ulysses group.
+
+    Args:
+        num_heads: query heads, over all devices.
+        head_size: channels per head.
+        num_kv_heads: key and value heads; default `num_heads`.
+        softmax_scale: factor on q k^T; default `head_size ** -0.5`.
+        causal: mask out keys after the query, aligned to the last query and key.
+        supported_attention_backends: hint: automatic choice stays within this set.
+        prefix: dotted path of the layer in its model.
+        compute_dtype: dtype of q, k and v; default torch's default dtype.
+        site: where the layer sits; default: the component under construction.
+        scope: what the user configured; default: the scope in use.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        supported_attention_backends: set[AttentionBackendEnum] | None = None,
+        prefix: str = "",
+        *,
+        compute_dtype: torch.dtype | None = None,
+        site: LayerSite | None = None,
+        scope: SelectionScope | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            num_kv_heads,
+            softmax_scale,
+            causal,
+            supported_attention_backends=supported_attention_backends,
+            compute_dtype=compute_dtype,
+            prefix=prefix,
+            site=site,
+            scope=scope,
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        replicated_q: torch.Tensor | None = None,
+        replicated_k: torch.Tensor | None = None,
+        replicated_v: torch.Tensor | None = None,
+        seq_lens: list[int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return attention of the sharded tokens, with replicated ones joined at the end.
+
+        Args:
+            q: [B, S, H, D], this device's tokens.
+            k: [B, S, Hkv, D].
+            v: [B, S, Hkv, D].
+            replicated_q: [B, R, H, D] tokens every device holds, e.g. text; all three or none.
+            replicated_k: [B, R, Hkv, D].
+            replicated_v: [B, R, Hkv, D].
+            seq_lens: tokens per device when they differ; not together with replicated tokens.
+
+        Returns:
+            The output [B, S, H, D], and that of the replicated tokens [B, R, H, D] or None.
+        """
+        replicated = _all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
+        _check_seq_lens(seq_lens, q, exclusive=replicated is not None)
+        if replicated is None:
+            return self.run(q, k, v), None
+        joined = (torch.cat(pair, dim=1) for pair in zip((q, k, v), replicated, strict=True))
+        out = self.run(*joined)
+        return out[:, : q.shape[1]], out[:, q.shape[1] :]
+
+
+class UlyssesAttention_VSA(UlyssesAttention):  # noqa: N801  the name users import
+    """`UlyssesAttention` with the gate of Video Sparse Attention's coarse branch."""
+
+    def forward(  # type: ignore[override]  # the gate's signature is the documented one
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        replicated_q: torch.Tensor | None = None,
+        replicated_k: torch.Tensor | None = None,
+        replicated_v: torch.Tensor | None = None,
+        seq_lens: list[int] | None = None,
+        gate_compress: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of the sharded tokens.
+
+        Args:
+            q: [B, S, H, D], this device's tokens.
+            k: [B, S, H, D].
+            v: [B, S, H, D].
+            replicated_q: must be None; VSA clusters video tokens only.
+            replicated_k: must be None.
+            replicated_v: must be None.
+            seq_lens: tokens per device when they differ.
+            gate_compress: [B, S, H, D] weight of the coarse branch; None is weight 0.
+
+        Returns:
+            [B, S, H, D].
+
+        Raises:
+            UsageError: replicated tokens are given, or a gate that the backend cannot apply.
+        """
+        if any(x is not None for x in (replicated_q, replicated_k, replicated_v)):
+            raise UsageError(
+                "replicated_q, replicated_k and replicated_v must be None in UlyssesAttention_VSA; "
+                "use UlyssesAttention for joint sequences"
+            )
+        if gate_compress is not None and self.backend is not AttentionBackendEnum.VIDEO_SPARSE_ATTN:
+            raise UsageError(
+                f"gate_compress must be None unless the backend is video_sparse_attn, this layer "
+                f"runs {self.backend}, which has no coarse branch to weigh"
+            )
+        return super().forward(q, k, v, seq_lens=seq_lens)[0]
+
+
+class USPAttention(AttentionLayer):
+    """Attention under unified sequence parallelism: Ulysses, ring, or both.
+
+    Args:
+        num_heads: query heads, over all devices.
+        head_size: channels per head.
+        num_kv_heads: key and value heads; default `num_heads`.
+        softmax_scale: factor on q k^T; default `head_size ** -0.5`.
+        causal: mask out keys after the query, aligned to the last query and key.
+        supported_attention_backends: hint: automatic choice stays within this set.
+        default_attention_backend: the layer's preference, weaker than a user's request.
+        prefix: dotted path of the layer in its model.
+        dropout_rate: must be 0; attention kernels apply no dropout.
+        skip_sequence_parallel: never exchange tokens.
+        enable_packed_qkv_input_a2a: exchange q, k and v in one message.
+        is_cross_attention: keys come from another sequence.
+        compute_dtype: dtype of q, k and v; default torch's default dtype.
+        site: where the layer sits; default: the component under construction.
+        scope: what the user configured; default: the scope in use.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        supported_attention_backends: set[AttentionBackendEnum] | None = None,
+        default_attention_backend: AttentionBackendEnum | None = None,
+        prefix: str = "",
+        dropout_rate: float = 0.0,
+        skip_sequence_parallel: bool = False,
+        enable_packed_qkv_input_a2a: bool = False,
+        is_cross_attention: bool = False,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        site: LayerSite | None = None,
+        scope: SelectionScope | None = None,
+    ) -> None:
+        if dropout_rate != 0.0:
+            raise UsageError(f"dropout_rate must be 0.0, got {dropout_rate}; kernels apply none")
+        super().__init__(
+            num_heads,
+            head_size,
+            num_kv_heads,
+            softmax_scale,
+            causal,
+            supported_attention_backends=supported_attention_backends,
+            default_attention_backend=default_attention_backend,
+            role=AttentionRole.CROSS if is_cross_attention else AttentionRole.SELF,
+            compute_dtype=compute_dtype,
+            prefix=prefix,
+            site=site,
+            scope=scope,
+        )
+        self.skip_sequence_parallel = skip_sequence_parallel
+        self.enable_packed_qkv_input_a2a = enable_packed_qkv_input_a2a
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        num_replicated_prefix: int = 0,
+        num_replicated_suffix: int = 0,
+        num_replicated_kv_prefix: int = 0,
+        skip_sequence_parallel_override: bool = False,
+        attn_mask_meta: VarlenMaskMeta | None = None,
+        qkv_pre_all_to_all: bool = False,
+        seq_lens: list[int] | None = None,
+        q_prefix: torch.Tensor | None = None,
+        k_prefix: torch.Tensor | None = None,
+        v_prefix: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of this device's tokens.
+
+        Args:
+            q: [B, S, H, D].
+            k: [B, Sk, Hkv, D].
+            v: [B, Sk, Hkv, Dv].
+            attn_mask: as `LocalAttention.forward` takes it.
+            num_replicated_prefix: leading tokens of q, k and v that every device holds.
+            num_replicated_suffix: trailing tokens of q, k and v that every device holds.
+            num_replicated_kv_prefix: leading tokens of k and v alone that every device holds.
+            skip_sequence_parallel_override: exchange nothing in this call.
+            attn_mask_meta: packing of a 2-D `attn_mask`, from `build_varlen_mask_meta`.
+            qkv_pre_all_to_all: q, k and v already hold all tokens of this device's heads.
+            seq_lens: tokens per device when they differ; excludes masks and replicated tokens.
+            q_prefix: [B, P, H, D] tokens put in front of q; all three or none.
+            k_prefix: [B, P, Hkv, D].
+            v_prefix: [B, P, Hkv, Dv].
+
+        Returns:
+            [B, P + S, H, Dv].
+
+        Raises:
+            UsageError: arguments exclude each other, or sizes do not fit.
+        """
+        del skip_sequence_parallel_override, qkv_pre_all_to_all  # nothing is exchanged here
+        replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
+        _check_replicated(replicated, q, k)
+        _check_seq_lens(seq_lens, q, exclusive=attn_mask is not None or any(replicated))
+        prefix = _all_or_none(q_prefix, k_prefix, v_prefix, "", "_prefix")
+        if prefix is not None:
+            q, k, v = (torch.cat(pair, dim=1) for pair in zip(prefix, (q, k, v), strict=True))
+        if attn_mask_meta is not None and not torch.compiler.is_compiling():
+            return self.attend(q, k, v, attn_mask, attn_mask_meta)
+        return self.run(q, k, v, attn_mask)
+
+    def forward_with_replicated_kv_prefix(
+        self,
+        q: torch.Tensor,
+        k_prefix: torch.Tensor,
+        v_prefix: torch.Tensor,
+        k_suffix: torch.Tensor,
+        v_suffix: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return attention of `q` over keys every device holds followed by sharded ones.
+
+        Args:
+            q: [B, S, H, D].
+            k_prefix: [B, P, Hkv, D].
+            v_prefix: [B, P, Hkv, Dv].
+            k_suffix: [B, Sk, Hkv, D].
+            v_suffix: [B, Sk, Hkv, Dv].
+
+        Returns:
+            [B, S, H, Dv].
+        """
+        k = torch.cat((k_prefix, k_suffix), dim=1)
+        v = torch.cat((v_prefix, v_suffix), dim=1)
+        return self.forward(q, k, v, num_replicated_kv_prefix=k_prefix.shape[1])
+
+
+def _all_or_none(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    before: str,
+    after: str = "",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    if q is not None and k is not None and v is not None:
+        return q, k, v
+    if q is None and k is None and v is None:
+        return None
+    given = zip("qkv", (q, k, v), strict=True)
+    missing = ", ".join(f"{before}{name}{after}" for name, x in given if x is None)
+    raise UsageError(
+        f"{before}q{after}, {before}k{after} and {before}v{after} must be given together, "
+        f"missing {missing}"
+    )
+
+
+def _check_seq_lens(seq_lens: list[int] | None, q: torch.Tensor, *, exclusive: bool) -> None:
+    if seq_lens is None:
+        return
+    if exclusive:
+        raise UsageError("seq_lens must not be combined with masks or replicated tokens")
+    if list(seq_lens) != [q.shape[1]]:
+        raise UsageError(
+            f"seq_lens must hold one length per device, here [{q.shape[1]}], got {list(seq_lens)}"
+        )
+
+
+def _check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch.Tensor) -> None:
+    names = ("num_replicated_prefix", "num_replicated_suffix", "num_replicated_kv_prefix")
+    limits = (q.shape[1], q.shape[1], k.shape[1])
+    if sum(count != 0 for count in replicated) > 1:
+        raise UsageError(
+            f"at most one of {', '.join(names)} must be non-zero, got {list(replicated)}"
+        )
+    for name, count, limit in zip(names, replicated, limits, strict=True):
+        if not 0 <= count <= limit:
+            raise UsageError(f"{name} must be in [0, {limit}], got {count}")

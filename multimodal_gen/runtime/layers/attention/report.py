@@ -1,0 +1,136 @@
+"""What ran in every attention layer, and why."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.selector import Selection
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportEntry:
+    """One backend of a layer.
+
+    Attributes:
+        steps: denoising steps it serves, e.g. "0-9"; None for every (other) step.
+        selection: what runs and why.
+        calls: how often it ran.
+    """
+
+    steps: str | None
+    selection: Selection
+    calls: int
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return the entry as JSON data."""
+        return {"steps": self.steps, **selection_as_dict(self.selection), "calls": self.calls}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReport:
+    """One attention layer.
+
+    Attributes:
+        component: pipeline component, or None outside a pipeline.
+        name: dotted path of the attention module.
+        role: what the layer attends to.
+        layer: index among the layers of its role in its component, or None.
+        entries: its backends, in the order in which their steps are tried.
+        detours: calls another backend had to serve, e.g. because of a mask.
+    """
+
+    component: str | None
+    name: str
+    role: AttentionRole
+    layer: int | None
+    entries: tuple[ReportEntry, ...]
+    detours: tuple[ReportEntry, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        """Number of calls the layer served."""
+        return sum(entry.calls for entry in (*self.entries, *self.detours))
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return the layer as JSON data."""
+        return {
+            "component": self.component,
+            "name": self.name,
+            "role": str(self.role),
+            "layer": self.layer,
+            "entries": [entry.as_dict() for entry in self.entries],
+            "detours": [entry.as_dict() for entry in self.detours],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionReport:
+    """Every attention layer that was taken over.
+
+    Attributes:
+        layers: one report per layer.
+        notes: sentences about what was left alone, and why.
+    """
+
+    layers: tuple[LayerReport, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return the report as JSON data."""
+        return {
+            "layers": [layer.as_dict() for layer in self.layers],
+            "notes": list(self.notes),
+        }
+
+    def summary(self) -> str:
+        """Return one line per group of layers that ran the same way for the same reason."""
+        groups: dict[tuple[str, ...], list[LayerReport]] = {}
+        for layer in self.layers:
+            for key in _lines_of(layer):
+                groups.setdefault(key, []).append(layer)
+        lines = [_line(key, layers) for key, layers in groups.items()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def selection_as_dict(selection: Selection) -> dict[str, Json]:
+    """Return a selection as JSON data."""
+    return {
+        "backend": str(selection.backend),
+        "variant": selection.variant,
+        "source": str(selection.source),
+        "detail": selection.asked.detail,
+        "asked": str(selection.asked.backend) if selection.asked.backend else None,
+        "reason": selection.reason,
+        "fallback": selection.fallback,
+        "rejected": [
+            {"backend": str(rejected.backend), "reasons": list(rejected.reasons)}
+            for rejected in selection.rejected
+        ],
+    }
+
+
+def _lines_of(layer: LayerReport) -> Iterable[tuple[str, ...]]:
+    for kind, entries in (("", layer.entries), ("detour: ", layer.detours)):
+        for entry in entries:
+            selection = entry.selection
+            yield (
+                layer.component or "-",
+                str(layer.role),
+                entry.steps or "all" if len(layer.entries) == 1 else entry.steps or "other",
+                selection.label,
+                str(selection.source),
+                kind + selection.reason,
+                str(entry.calls),
+            )
+
+
+def _line(key: tuple[str, ...], layers: list[LayerReport]) -> str:
+    component, role, steps, label, source, reason, calls = key
+    count = f"{len(layers)} layer" + ("" if len(layers) == 1 else "s")
+    return (
+        f"{component}.{role} ({count}, steps {steps}, {calls} calls each): "
+        f"{label} [{source}] {reason}"
+    )
