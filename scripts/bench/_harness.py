@@ -1,0 +1,159 @@
+"""What the benchmarks share: interleaved timing, the CSV row, the correctness check before it.
+
+The GPU is power-capped, so kernels are compared in interleaved rounds of one process: each round
+runs every contender once, and figures are medians over rounds.
+"""
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a results file; times in milliseconds."""
+
+    date: str
+    gpu: str
+    torch: str
+    triton: str
+    commit: str
+    benchmark: str
+    case: str
+    shape: str
+    contender: str
+    version: str
+    flop: float
+    flop_formula: str
+    rounds: int
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    tflops: float
+    relative_error: float
+    ratio_to_best: float
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """Return the options every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--commit", required=True, help="commit that is measured")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    return parser.parse_args()
+
+
+def version_of(*distributions: str) -> str:
+    """Return "name version" for the first of `distributions` that is installed."""
+    for name in distributions:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "absent"
+
+
+def interleave(
+    contenders: dict[str, Callable[[], object]], *, rounds: int, repeat: int = 1
+) -> dict[str, list[float]]:
+    """Time every contender once per round with device events, after one warm-up each.
+
+    Args:
+        contenders: what to run, by name.
+        rounds: number of rounds.
+        repeat: calls per timing; short kernels need several.
+
+    Returns:
+        Milliseconds per call, per contender and round.
+    """
+    for run in contenders.values():
+        run()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(repeat):
+                run()
+            stop.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(stop) / repeat)
+    return times
+
+
+def rows_of(
+    times: dict[str, list[float]],
+    *,
+    commit: str,
+    benchmark: str,
+    case: str,
+    shape: str,
+    flop: float,
+    flop_formula: str,
+    errors: dict[str, float],
+    versions: dict[str, str],
+) -> list[Row]:
+    """Return one row per contender."""
+    best = min(statistics.median(t) for t in times.values())
+    rows = []
+    for name, samples in times.items():
+        median = statistics.median(samples)
+        ordered = sorted(samples)
+        rows.append(
+            Row(
+                date=datetime.date.today().isoformat(),
+                gpu=torch.cuda.get_device_name(),
+                torch=torch.__version__,
+                triton=version_of("triton").split()[-1],
+                commit=commit,
+                benchmark=benchmark,
+                case=case,
+                shape=shape,
+                contender=name,
+                version=versions.get(name, ""),
+                flop=flop,
+                flop_formula=flop_formula,
+                rounds=len(samples),
+                median_ms=round(median, 4),
+                p20_ms=round(ordered[int(0.2 * (len(ordered) - 1))], 4),
+                p80_ms=round(ordered[round(0.8 * (len(ordered) - 1))], 4),
+                tflops=round(flop / median / 1e9, 1),
+                relative_error=float(f"{errors.get(name, float('nan')):.3g}"),
+                ratio_to_best=round(median / best, 4),
+            )
+        )
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Append rows to a CSV file, with a header when it is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    for row in rows:
+        print(
+            f"{row.case:28} {row.contender:22} {row.median_ms:10.4f} ms {row.tflops:7.1f} TFLOP/s "
+            f"x{row.ratio_to_best:.3f} error {row.relative_error:.1e}",
+            flush=True,
+        )
+
+
+def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ||actual - reference|| / ||reference||, in fp64."""
+    reference = reference.double()
+    return float((actual.double() - reference).norm() / reference.norm())

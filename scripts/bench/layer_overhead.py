@@ -1,0 +1,101 @@
+"""Python time a layer adds per call over calling the kernel directly.
+
+Tensors are so small that the host, not the GPU, sets the pace: with the queue never full, the host
+time per call is what Python and the launch cost.
+
+    python3 scripts/bench/layer_overhead.py --commit HASH
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from _harness import parse_arguments, rows_of, version_of, write_rows
+
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+HEADS, HEAD_SIZE, TOKENS, CALLS = 4, 64, 128, 500
+
+
+def host_ms(run: Callable[[], object], *, rounds: int) -> list[float]:
+    """Return host milliseconds per call, one figure per round of `CALLS` calls."""
+    run()
+    samples = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            run()
+        samples.append((time.perf_counter() - start) / CALLS * 1e3)
+    return samples
+
+
+def main() -> None:
+    """Time layers and the kernels behind them, interleaved; append to `layer_overhead.csv`."""
+    arguments = parse_arguments(__doc__ or "")
+    shape = (1, TOKENS, HEADS, HEAD_SIZE)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
+        asked = Asked(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse(name))
+        layer = LocalAttention(
+            HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
+        )
+        if layer.backend is not asked.backend:
+            print(f"left out: {name}, {layer.report().entries[-1].selection.reason}")
+            continue
+        direct = direct_call(name, layer, q, k, v)
+        with torch.inference_mode():
+            expected, actual = direct(), layer(q, k, v)
+            torch.testing.assert_close(actual, expected.view_as(actual))
+            times = {
+                f"{name} direct": host_ms(direct, rounds=arguments.rounds),
+                f"{name} layer": host_ms(
+                    lambda layer=layer: layer(q, k, v), rounds=arguments.rounds
+                ),
+            }
+        rows = rows_of(
+            times,
+            commit=arguments.commit,
+            benchmark="layer_overhead",
+            case=f"host time per call, {name}",
+            shape=f"B1 H{HEADS} S{TOKENS} D{HEAD_SIZE} bf16",
+            flop=0.0,
+            flop_formula="host time only",
+            errors=dict.fromkeys(times, 0.0),
+            versions=dict.fromkeys(times, version_of("torch")),
+        )
+        write_rows(arguments.out / "layer_overhead.csv", rows)
+        added = (rows[1].median_ms - rows[0].median_ms) * 1e3
+        print(f"{name}: the layer adds {added:.1f} us per call")
+
+
+def direct_call(
+    name: str, layer: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Return the plain kernel call a careful user would write, with nothing around it."""
+    if name in ("torch_sdpa", "torch_cudnn_sdpa"):
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+
+        def run_sdpa() -> torch.Tensor:
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return sdpa(*heads_first).transpose(1, 2)
+
+        return run_sdpa
+    if name == "fa":
+        import fa3_fwd_interface
+
+        def run_fa() -> torch.Tensor:
+            out = fa3_fwd_interface.flash_attn_func(q, k, v)
+            return out[0] if isinstance(out, tuple) else out
+
+        return run_fa
+    import sageattention
+
+    # The kernel smooths K in place, so a careful caller hands it a copy.
+    return lambda: sageattention.sageattn(q, k.clone(), v, tensor_layout="NHD")
+
+
+if __name__ == "__main__":
+    main()
