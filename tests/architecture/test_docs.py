@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 
+from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.main import app
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
@@ -63,7 +64,7 @@ def command_problems(words: list[str], application: typer.Typer, repository: Pat
     if "--help" in arguments:
         arguments = arguments[: arguments.index("--help")]
     try:
-        _parse(arguments, application)
+        _parse(fold_dotted(arguments), application)
         if "--attention-backend" in arguments and "diffusers" not in arguments:
             AttentionBackendEnum.parse(arguments[arguments.index("--attention-backend") + 1])
     except Exception as error:
