@@ -13,6 +13,7 @@ SKELETON = (
     "cli",
     "integrations",
     "kernels/op",
+    "runtime/generator",
     "runtime/layers/attention/backends",
     "runtime/platforms",
     "testing",
@@ -202,7 +203,7 @@ def test_a_planted_import_breaks_its_contract(
     [
         ("kernels/op/kernel.py", "import triton\n"),
         ("integrations/diffusers.py", "import diffusers\n"),
-        ("runtime/generator.py", "import imageio\n"),
+        ("runtime/generator/save.py", "import imageio\n"),
         ("testing/tiny.py", "import transformers\n"),
         ("cli/generate.py", "from multimodal_gen.runtime.layers import attention\n"),
     ],
