@@ -144,6 +144,11 @@ def test_the_stable_names_exist(module: str, names: tuple[str, ...]) -> None:
     assert [name for name in names if not hasattr(loaded, name)] == []
 
 
+def test_the_version_is_the_packaged_one(repository: Path) -> None:
+    version = importlib.import_module("multimodal_gen").__version__
+    assert f'\nversion = "{version}"\n' in (repository / "pyproject.toml").read_text()
+
+
 def test_the_backend_names_of_the_documentation_are_enum_members() -> None:
     from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
