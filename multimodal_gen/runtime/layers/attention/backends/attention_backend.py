@@ -306,27 +306,45 @@ class AttentionBackend(ABC):
         return tuple(s for s in sizes if any(s in v.head_sizes for v in cls.variants))
 
     @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants a configuration leaves to choose from; usually all of them."""
+        del config
+        return cls.variants
+
+    @classmethod
     def choose_variant(
-        cls, request: AttentionRequest, *, only: Callable[[Variant], bool] | None = None
+        cls,
+        request: AttentionRequest,
+        config: BackendConfig | None = None,
+        *,
+        only: Callable[[Variant], bool] | None = None,
     ) -> Variant | None:
-        """Return the first variant that serves `request` and passes `only`, or None."""
-        for variant in cls.variants:
+        """Return the first variant `config` leaves that serves `request` and passes `only`."""
+        for variant in cls.variants_for(config):
             if not variant.unsupported_reasons(request) and (only is None or only(variant)):
                 return variant
         return None
 
     @classmethod
-    def unsupported_reasons(cls, request: AttentionRequest) -> tuple[str, ...]:
-        """Return every reason the backend cannot serve `request`; empty when it can."""
+    def unsupported_reasons(
+        cls, request: AttentionRequest, config: BackendConfig | None = None
+    ) -> tuple[str, ...]:
+        """Return every reason the backend, so configured, cannot serve `request`.
+
+        Variants for other platforms are left out where some serve the request's platform.
+        """
         if cls.not_in_this_build:
             return (cls.not_in_this_build,)
-        if cls.choose_variant(request) is not None:
+        if cls.choose_variant(request, config) is not None:
             return ()
-        if len(cls.variants) == 1:
-            return cls.variants[0].unsupported_reasons(request)
+        variants = cls.variants_for(config)
+        here = [v for v in variants if request.environment.platform in v.platforms]
+        considered = here or variants
+        if len(considered) == 1:
+            return considered[0].unsupported_reasons(request)
         return tuple(
             f"{variant.name}: {reason}"
-            for variant in cls.variants
+            for variant in considered
             for reason in variant.unsupported_reasons(request)
         )
 

@@ -1,0 +1,114 @@
+"""What several backends share: grouped heads, causal alignment, masks, strides.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from multimodal_gen.errors import UsageError
+
+
+def unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors, copied only where the last dimension is not densely laid out."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def expand_kv(x: torch.Tensor, num_heads: int, *, dim: int = 2) -> torch.Tensor:
+    """Repeat key or value heads for kernels that want as many of them as query heads.
+
+    Args:
+        x: tensor with Hkv heads in dimension `dim`.
+        num_heads: H, a multiple of Hkv.
+        dim: the head dimension.
+
+    Returns:
+        `x` with H heads: `x` itself when Hkv is H, a view when Hkv is 1, else a copy.
+    """
+    num_kv_heads = x.shape[dim]
+    if num_kv_heads == num_heads:
+        return x
+    if num_kv_heads == 1:
+        sizes = list(x.shape)
+        sizes[dim] = num_heads
+        return x.expand(sizes)
+    return x.repeat_interleave(num_heads // num_kv_heads, dim=dim)
+
+
+def align_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the last `num_rows` rows of [B, S, H, D], with zero rows in front where S is fewer.
+
+    Bottom-right causal attention of Sq queries over Sk keys is square causal attention of
+    `align_rows(q, Sk)`, whose result, aligned to Sq rows again, is zero where a query sees no key.
+    """
+    missing = num_rows - x.shape[1]
+    if missing <= 0:
+        return x[:, -missing:]
+    return F.pad(x, (0, 0, 0, 0, missing, 0))
+
+
+def align_lse(lse: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the last `num_rows` rows of [B, H, S], with -inf in front where S is fewer."""
+    missing = num_rows - lse.shape[2]
+    if missing <= 0:
+        return lse[:, :, -missing:]
+    return F.pad(lse, (missing, 0), value=-math.inf)
+
+
+def bottom_right_causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """Return bool [Sq, Sk]: True where the key is not after the query, both ends aligned."""
+    allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return allowed.tril(num_keys - num_queries)
+
+
+def with_causal(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Fold bottom-right causality into a mask.
+
+    Args:
+        mask: bool or additive, broadcastable to [B, H, Sq, Sk], or None.
+        query: [B, Sq, H, D].
+        key: [B, Sk, Hkv, D].
+
+    Returns:
+        A mask of the same kind; bool [Sq, Sk] when `mask` is None.
+    """
+    allowed = bottom_right_causal_mask(query.shape[1], key.shape[1], query.device)
+    if mask is None:
+        return allowed
+    if mask.dtype is torch.bool:
+        return mask & allowed
+    return mask.masked_fill(~allowed, -math.inf)
+
+
+def rows_that_see(mask: torch.Tensor) -> torch.Tensor:
+    """Return bool [..., Sq, 1]: whether a row of a bool or additive mask leaves any key."""
+    keeps = mask if mask.dtype is torch.bool else mask > -math.inf
+    return keeps.any(dim=-1, keepdim=True)
+
+
+def refuse_mask(attn_mask: torch.Tensor | None, backend: str) -> None:
+    """Raise when a mask reaches a backend that declares none.
+
+    Raises:
+        UsageError: `attn_mask` is given.
+    """
+    if attn_mask is not None:
+        raise UsageError(
+            f"attn_mask must be None on {backend}, got a mask of shape {list(attn_mask.shape)}; "
+            f"call it through a layer, which reroutes masked calls, or use torch_sdpa"
+        )
+
+
+def refuse_grad(backend: str, *tensors: torch.Tensor) -> None:
+    """Raise when a kernel without a backward would cut the graph silently.
+
+    Raises:
+        UsageError: gradients are recorded and a tensor requires them.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise UsageError(
+            f"query, key and value must not require grad on {backend}, which has no backward; "
+            f"call it under torch.no_grad() or use torch_sdpa"
+        )

@@ -1,0 +1,212 @@
+"""PyTorch FlexAttention: compiled once per process on GPUs, unfused on the CPU.
+
+Masks are score functions over the mask tensor, so nothing of size Sq x Sk is materialised on a
+GPU. Causality is a block mask, so blocks after the diagonal are skipped.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from multimodal_gen.runtime.layers.attention.backends._common import (
+    align_lse,
+    align_rows,
+    unit_stride,
+    with_causal,
+)
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    HALF_DTYPES,
+    AttentionBackend,
+    AttentionImpl,
+    HeadSizes,
+    Variant,
+)
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+_BLOCK = 128
+_FORWARD = frozenset(
+    {
+        Feature.GQA,
+        Feature.CAUSAL,
+        Feature.KEY_MASK,
+        Feature.DENSE_MASK,
+        Feature.LSE,
+        Feature.RING,
+    }
+)
+
+
+class FlexAttentionImpl(AttentionImpl):
+    """Attention through `torch.nn.attention.flex_attention.flex_attention`."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: "ForwardContext | None" = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward`."""
+        if attn_mask is not None:
+            mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
+            shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+            options = {"score_mod": _score_mod(mask.expand(shape))}
+            out: torch.Tensor = self._flex(query, key, value, **options)
+            return out.transpose(1, 2)
+        num_queries, num_keys = query.shape[1], key.shape[1]
+        if self.causal and num_queries > num_keys:
+            return align_rows(self.forward(align_rows(query, num_keys), key, value), num_queries)
+        out = self._flex(query, key, value, **self._causal_options(query, key))
+        return out.transpose(1, 2)
+
+    def forward_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionImpl.forward_lse`."""
+        num_queries, num_keys = query.shape[1], key.shape[1]
+        if self.causal and num_queries > num_keys:
+            out, lse = self.forward_lse(align_rows(query, num_keys), key, value)
+            return align_rows(out, num_queries), align_lse(lse, num_queries)
+        options = {**self._causal_options(query, key), **_lse_options()}
+        out, extra = self._flex(query, key, value, **options)
+        lse = extra if isinstance(extra, torch.Tensor) else extra.lse
+        return out.transpose(1, 2), lse
+
+    def _causal_options(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
+        if not self.causal:
+            return {}
+        return {"block_mask": _causal_blocks(query.shape[1], key.shape[1], query.device)}
+
+    def _flex(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> Any:
+        flex = _unfused() if query.device.type == "cpu" else _compiled()
+        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        grouped = query.shape[2] != key.shape[2]
+        return flex(q, k, v, scale=self.softmax_scale, enable_gqa=grouped, **options)
+
+
+class FlexAttentionBackend(AttentionBackend):
+    """PyTorch FlexAttention."""
+
+    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FLEX_ATTN
+    summary: ClassVar[str] = "PyTorch FlexAttention, compiled on first use"
+    variants: ClassVar[tuple[Variant, ...]] = (
+        Variant(
+            name="flex_attn",
+            platforms=frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.XPU}),
+            dtypes=HALF_DTYPES | {torch.float32},
+            head_sizes=HeadSizes(minimum=16, maximum=256, multiple_of=8),
+            features=_FORWARD | {Feature.BACKWARD},
+        ),
+        Variant(
+            name="unfused",
+            platforms=frozenset({PlatformEnum.CPU}),
+            dtypes=HALF_DTYPES | {torch.float32},
+            head_sizes=HeadSizes(),
+            features=_FORWARD,
+        ),
+    )
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """Return `FlexAttentionImpl`."""
+        return FlexAttentionImpl
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # fullgraph: past the recompilation limit this raises instead of silently running unfused,
+    # which would materialise all scores.
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+@cache
+def _unfused() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            # The unfused form is what the CPU gets on purpose.
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            return flex_attention(*args, **kwargs)
+
+    return run
+
+
+@cache
+def _lse_options() -> dict[str, Any]:
+    """Return the keyword that asks for the log-sum-exp; torch 2.9 renamed it."""
+    from torch.nn.attention import flex_attention as module
+
+    request = getattr(module, "AuxRequest", None)
+    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+
+
+def _score_mod(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return the score function of a bool or additive mask [B, H, Sq, Sk]; strides may be 0."""
+    if mask.dtype is torch.bool:
+
+        def keep(
+            score: torch.Tensor,
+            b: torch.Tensor,
+            h: torch.Tensor,
+            i: torch.Tensor,
+            j: torch.Tensor,
+        ) -> torch.Tensor:
+            return torch.where(mask[b, h, i, j], score, -math.inf)
+
+        return keep
+
+    def add(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor
+    ) -> torch.Tensor:
+        return score + mask[b, h, i, j]
+
+    return add
+
+
+@lru_cache(maxsize=32)
+def _causal_blocks(num_queries: int, num_keys: int, device: torch.device) -> "BlockMask":
+    """Return the block mask of bottom-right causality, by arithmetic instead of evaluation."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    offset = num_keys - num_queries
+
+    def allowed(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return i + offset >= j
+
+    first_row = torch.arange(0, num_queries, _BLOCK, device=device)[:, None]
+    last_row = (first_row + _BLOCK - 1).clamp(max=num_queries - 1)
+    first_key = torch.arange(0, num_keys, _BLOCK, device=device)[None, :]
+    last_key = (first_key + _BLOCK - 1).clamp(max=num_keys - 1)
+    full = last_key <= first_row + offset
+    partial = (first_key <= last_row + offset) & ~full
+    return BlockMask.from_kv_blocks(
+        *_as_lists(partial),
+        *_as_lists(full),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=allowed,
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def _as_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return counts [1, 1, Nq] and indices [1, 1, Nq, Nk], set blocks first, of bool [Nq, Nk]."""
+    order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    counts = blocks.sum(dim=-1)
+    return counts.to(torch.int32)[None, None], order.to(torch.int32)[None, None]

@@ -1,0 +1,119 @@
+"""Error budgets derived from the inputs, so that no test carries a tuned tolerance.
+
+A kernel in a given dtype may err at most twice as much as plain PyTorch code in that dtype does,
+plus a rounding band:
+
+    |kernel - fp64|  <=  2 * (|eager - fp64| + band)
+
+Both sides are compared per query row, by the largest error over the channels: a single element of
+the eager result may be exact by luck, a whole row is not. The band is what rounding the weights
+and the output to the dtype can cost, eps * sum_j p_j |v_j|.
+
+Kernels that quantise q, k or v to 8 bits or fewer cannot meet that; they are held to a cosine
+similarity of at least 0.999 and a relative L1 error of at most 0.03, over the whole output.
+"""
+
+import torch
+
+from multimodal_gen.testing.reference import eager_attention, reference_attention
+
+QUANTISED_MIN_COSINE = 0.999
+QUANTISED_MAX_RELATIVE_L1 = 0.03
+
+
+def assert_within_error_budget(
+    actual: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    quantised: bool = False,
+) -> None:
+    """Raise AssertionError when an attention output errs more than its budget.
+
+    Args:
+        actual: output under test, [B, Sq, H, Dv].
+        q: query it was computed from, [B, Sq, H, D].
+        k: key, [B, Sk, Hkv, D].
+        v: value, [B, Sk, Hkv, Dv].
+        scale: softmax scale that should have been used.
+        causal: whether bottom-right causality should have been used.
+        mask: mask that should have been used, as in `reference_attention`.
+        quantised: whether the kernel works on 8 bits or fewer.
+    """
+    q, k, v, actual = (x.detach() for x in (q, k, v, actual))
+    exact, _ = reference_attention(q, k, v, scale=scale, causal=causal, mask=mask)
+    assert actual.shape == exact.shape, f"shape is {list(actual.shape)}, want {list(exact.shape)}"
+    assert actual.dtype == q.dtype, f"dtype is {actual.dtype}, want the query's {q.dtype}"
+    if not actual.isfinite().all():
+        count = int((~actual.isfinite()).sum())
+        raise AssertionError(f"{count} of {actual.numel()} output elements are not finite")
+    blind = (exact == 0).all(dim=-1)
+    assert not actual[blind].any(), "rows that see no key must be zero"
+    if quantised:
+        _assert_close_enough_for_8_bits(actual.double(), exact)
+        return
+    eager = eager_attention(q, k, v, scale=scale, causal=causal, mask=mask).double()
+    weighted, _ = reference_attention(q, k, v.abs(), scale=scale, causal=causal, mask=mask)
+    band = torch.finfo(q.dtype).eps * weighted
+    _assert_rows(actual.double() - exact, 2 * (_row_max(eager - exact) + _row_max(band)))
+
+
+def assert_lse_within_error_budget(
+    actual: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    quantised: bool = False,
+) -> None:
+    """Raise AssertionError when a natural log-sum-exp [B, H, Sq] errs more than its budget.
+
+    Scores are sums of D exact products in fp32 or better, so the band is sqrt(D) roundings of the
+    largest |score| and of the result. On 8 bits a score errs by about one step of the quantiser:
+    1/127 of the row's range on either side.
+    """
+    q, k = q.detach(), k.detach()
+    _, exact = reference_attention(q, k, k, scale=scale, causal=causal)
+    assert actual.shape == exact.shape, f"shape is {list(actual.shape)}, want {list(exact.shape)}"
+    assert actual.dtype == torch.float32, f"dtype is {actual.dtype}, want float32"
+    blind = exact == -torch.inf
+    assert (actual[blind] == -torch.inf).all(), "the lse of rows that see no key must be -inf"
+    largest = abs(scale) * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+    step = 2 / 127 if quantised else torch.finfo(torch.float32).eps * q.shape[-1] ** 0.5
+    budget = 2 * step * (largest + exact[~blind].abs().max())
+    error = (actual.double() - exact)[~blind].abs().max()
+    assert error <= budget, f"lse errs by {error:.3e}, its budget is {budget:.3e}"
+
+
+def _row_max(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(dim=-1)
+
+
+def _assert_rows(error: torch.Tensor, budget: torch.Tensor) -> None:
+    row_error = _row_max(error)
+    excess = row_error - budget
+    if not (excess > 0).any():
+        return
+    worst = int(excess.flatten().argmax())
+    b, s, h = (int(i) for i in torch.unravel_index(torch.tensor(worst), excess.shape))
+    raise AssertionError(
+        f"{int((excess > 0).sum())} of {excess.numel()} rows exceed their error budget; the worst "
+        f"is batch {b}, token {s}, head {h}: error {row_error[b, s, h]:.3e}, "
+        f"budget {budget[b, s, h]:.3e}"
+    )
+
+
+def _assert_close_enough_for_8_bits(actual: torch.Tensor, exact: torch.Tensor) -> None:
+    cosine = torch.nn.functional.cosine_similarity(actual.flatten(), exact.flatten(), dim=0)
+    relative_l1 = (actual - exact).abs().sum() / exact.abs().sum()
+    assert cosine >= QUANTISED_MIN_COSINE, (
+        f"cosine similarity is {cosine:.6f}, must be at least {QUANTISED_MIN_COSINE}"
+    )
+    assert relative_l1 <= QUANTISED_MAX_RELATIVE_L1, (
+        f"relative L1 error is {relative_l1:.4f}, must be at most {QUANTISED_MAX_RELATIVE_L1}"
+    )
