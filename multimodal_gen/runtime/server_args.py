@@ -1,0 +1,375 @@
+"""What a run is asked for, checked and normalised once; field names are the flags' names.
+
+Importing this module imports neither torch nor diffusers.
+"""
+
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multimodal_gen.errors import ConfigError, NotInThisBuildError, nearest
+from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
+
+__all__ = [
+    "ServerArgs",
+    "check_exclusive",
+    "parse_attention_backend",
+    "parse_component_backends",
+    "parse_component_key",
+]
+
+ComponentBackends = dict[str, AttentionBackendEnum | None]
+
+_ROLES = ("self", "cross", "encoder")
+_PLUGIN_GROUP = "multimodal_gen.attention_backends"
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "backend": ("auto", "sglang", "diffusers"),
+    "dtype": ("auto", "float32", "float16", "bfloat16"),
+    "offload": ("none", "model", "sequential"),
+}
+_PARALLEL = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree")
+_MINIMUM: Mapping[str, int] = {
+    **dict.fromkeys(_PARALLEL, 1),
+    "height": 1,
+    "width": 1,
+    "num_frames": 1,
+    "num_inference_steps": 1,
+    "num_outputs": 1,
+    "seed": 0,
+    "fps": 1,
+}
+_NUMBERS = ("guidance_scale", "true_cfg_scale")
+_SWITCHES = (
+    "strict_attention",
+    "enable_torch_compile",
+    "overwrite",
+    "save_latents",
+    "vae_tiling",
+)
+_TEXTS = ("model_path", "prompt", "negative_prompt", "device")
+# None is allowed only where it is the default, which then means "the pipeline's own".
+_NEVER_NONE = frozenset({"model_path", "num_gpus", "num_outputs"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """The arguments of one run.
+
+    Attributes:
+        model_path: diffusers pipeline: a folder with `model_index.json`, or a hub id.
+        prompt: what to generate, or None where nothing is generated.
+        negative_prompt: what to keep out.
+        backend: `sglang` runs this package's layers, `diffusers` its own attention, `auto` decides.
+        attention_backend: backend of every layer, None for an automatic choice. With backend
+            `diffusers` it is one of diffusers' names, kept as text.
+        attention_backend_config: its parameters: path, JSON object, `k=v,k=v` or mapping.
+        component_attention_backends: backend by `component` or `component.role`, None for an
+            automatic choice; given as a mapping, a JSON object or `a=x,b=y`.
+        attention_config: structured selection: path, JSON object or mapping; excludes
+            `attention_backend`.
+        strict_attention: refuse the documented fallbacks too.
+        num_gpus: GPUs the pipeline is spread over.
+        sp_degree: GPUs that share one sequence.
+        ulysses_degree: GPUs the heads are split over.
+        ring_degree: GPUs in the ring over keys.
+        height: pixels; None: the pipeline's default, as for every None below.
+        width: pixels.
+        num_frames: frames of a video.
+        num_inference_steps: denoising steps.
+        guidance_scale: guidance of the kind the model has.
+        true_cfg_scale: classifier-free guidance of pipelines that have distilled guidance too.
+        num_outputs: images or videos to make.
+        seed: seed of the noise; None draws one.
+        fps: frames per second of a video.
+        output_path: file to write, or folder to choose a name in.
+        overwrite: replace existing files.
+        save_latents: also write the last latents.
+        enable_torch_compile: compile the denoisers' repeated blocks.
+        dtype: dtype of the weights; `auto` takes the device's best.
+        device: torch device, or None for this machine's accelerator.
+        offload: what stays in CPU memory while it does not run: nothing, models, or layers.
+        vae_tiling: decode in tiles.
+
+    Raises:
+        ConfigError: a value has the wrong type, is out of range or contradicts another.
+        NotInThisBuildError: several GPUs are asked for.
+    """
+
+    model_path: str
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    backend: str = "auto"
+    attention_backend: AttentionBackendEnum | str | None = None
+    attention_backend_config: str | Mapping[str, object] | None = None
+    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None = (
+        field(default_factory=dict)
+    )
+    attention_config: str | Mapping[str, object] | None = None
+    strict_attention: bool = False
+    num_gpus: int = 1
+    sp_degree: int | None = None
+    ulysses_degree: int | None = None
+    ring_degree: int | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    num_outputs: int = 1
+    seed: int | None = None
+    fps: int | None = None
+    output_path: str | Path = Path("outputs")
+    overwrite: bool = False
+    save_latents: bool = False
+    enable_torch_compile: bool = False
+    dtype: str = "auto"
+    device: str | None = None
+    offload: str = "none"
+    vae_tiling: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            self._set(name, _choice(name, getattr(self, name), choices))
+        for name, minimum in _MINIMUM.items():
+            _check_integer(name, getattr(self, name), minimum)
+        for name in _NUMBERS:
+            _check_number(name, getattr(self, name))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, "true or false", getattr(self, name))
+        for name in _TEXTS:
+            _check_text(name, getattr(self, name))
+        if not isinstance(self.output_path, (str, Path)) or not str(self.output_path).strip():
+            raise _wrong("output_path", "a file or folder", self.output_path)
+        self._set("output_path", Path(self.output_path))
+        self._normalise_attention()
+        for name in _PARALLEL:
+            if (getattr(self, name) or 1) > 1:
+                raise NotInThisBuildError(
+                    f"{_flag(name)} must be 1, got {getattr(self, name)}: running on several GPUs "
+                    f"is not in this build yet"
+                )
+
+    def _normalise_attention(self) -> None:
+        for name in ("attention_backend_config", "attention_config"):
+            value = getattr(self, name)
+            if not isinstance(value, (str, Mapping, type(None))):
+                raise _wrong(name, "a path, a JSON object, k=v,k=v or a mapping", value)
+            if isinstance(value, str) and not value.strip():
+                self._set(name, None)
+        components = parse_component_backends(self.component_attention_backends)
+        self._set("component_attention_backends", components)
+        if self.backend == "diffusers":
+            self._keep_diffusers_name()
+        else:
+            self._parse_our_name()
+        check_exclusive(
+            self.attention_backend, self.attention_backend_config, self.attention_config
+        )
+
+    def _parse_our_name(self) -> None:
+        try:
+            self._set("attention_backend", parse_attention_backend(self.attention_backend))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; names of diffusers' own backends need --backend diffusers"
+            ) from None
+
+    def _keep_diffusers_name(self) -> None:
+        ours = ("attention_backend_config", "component_attention_backends", "attention_config")
+        for name in ours:
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{_flag(name)} must not be given with --backend diffusers, whose attention "
+                    f"backends take no configuration; remove it, or use --backend sglang"
+                )
+        value = self.attention_backend
+        if value is None:
+            return
+        if not isinstance(value, (str, AttentionBackendEnum)) or not str(value).strip():
+            raise _wrong("attention_backend", "the name of a diffusers attention backend", value)
+        self._set("attention_backend", str(value).strip())
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def parse_attention_backend(
+    value: object, *, name: str = "--attention-backend"
+) -> AttentionBackendEnum | None:
+    """Return the backend `value` names; None and "auto" leave the choice to us.
+
+    Args:
+        value: what the user gave.
+        name: the flag or place it came from, for messages.
+
+    Raises:
+        ConfigError: no backend has that name.
+    """
+    if value is None or isinstance(value, AttentionBackendEnum):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be the name of an attention backend, got {value!r}")
+    if value.strip().lower() == "auto":
+        return None
+    # Names only: what the entry points load is looked at when a layer selects them.
+    for entry in importlib.metadata.entry_points(group=_PLUGIN_GROUP):
+        AttentionBackendEnum.register_plugin_name(entry.name)
+    try:
+        return AttentionBackendEnum.parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def parse_component_backends(
+    value: Mapping[str, object] | str | None,
+    *,
+    name: str = "--component-attention-backends",
+) -> ComponentBackends:
+    """Return backends by `component` or `component.role`, from any of the accepted forms.
+
+    Args:
+        value: a mapping, a JSON object or `a=x,b=y`; `-` in keys means `_`.
+        name: the flag or argument it came from, for messages.
+
+    Raises:
+        ConfigError: malformed text, a bad or repeated key, an unknown role or backend.
+    """
+    found: ComponentBackends = {}
+    for key, backend in _component_pairs(value, name):
+        component = parse_component_key(key, name=name)
+        if component in found:
+            raise ConfigError(f"{name} must name {component!r} once, got it twice")
+        if not isinstance(backend, (str, AttentionBackendEnum, type(None))):
+            raise ConfigError(f"{name} must give {component!r} a backend's name, got {backend!r}")
+        found[component] = parse_attention_backend(backend, name=f"{name}: {component}")
+    return found
+
+
+def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:
+    """Return a key such as `text_encoder` or `transformer.cross`, normalised.
+
+    Args:
+        key: what the user wrote.
+        name: the flag or place it came from, for messages.
+        roles: accept `component.role`, else `component` only.
+
+    Raises:
+        ConfigError: the key is empty, or its role is not one of self, cross and encoder.
+    """
+    if not isinstance(key, str):
+        raise ConfigError(f"{name} must have component names as keys, got {key!r}")
+    component, dot, role = key.strip().replace("-", "_").partition(".")
+    if not component.strip() or (dot and not roles):
+        form = "component or component.role" if roles else "component, without a role"
+        raise ConfigError(f"{name} must name a {form}, got {key!r}")
+    if dot and role not in _ROLES:
+        raise ConfigError(
+            f"{name} must name one of the roles {', '.join(_ROLES)} after the dot, got {key!r}"
+            f"{nearest(role, _ROLES)}"
+        )
+    return component + dot + role
+
+
+def check_exclusive(backend: object, backend_config: object, attention_config: object) -> None:
+    """Check that the ways to ask for a backend do not contradict each other.
+
+    Args:
+        backend: `--attention-backend`, None when not given.
+        backend_config: `--attention-backend-config`, None when not given.
+        attention_config: `--attention-config`, None when not given.
+
+    Raises:
+        ConfigError: `--attention-config` stands beside one of the others, or a backend's
+            parameters are given without the backend.
+    """
+    others = {"--attention-backend": backend, "--attention-backend-config": backend_config}
+    for flag, value in others.items():
+        if attention_config is not None and value is not None:
+            raise ConfigError(
+                f"--attention-config must not be given with {flag}; move the backend and its "
+                f"config into --attention-config, or remove one"
+            )
+    if backend_config is not None and backend is None:
+        raise ConfigError(
+            "--attention-backend-config needs --attention-backend, which says whose parameters "
+            "they are; add it"
+        )
+
+
+def _component_pairs(value: object, name: str) -> Iterable[tuple[object, object]]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {value!r}")
+    if value.lstrip().startswith("{"):
+        return _json_pairs(value, name)
+    pairs = [part.partition("=") for part in value.split(",")] if value.strip() else []
+    for key, equals, backend in pairs:
+        if not equals or not backend.strip():
+            raise ConfigError(
+                f"{name} must be component=backend pairs, a JSON object or a mapping, "
+                f"got {key + equals!r} in {value!r}"
+            )
+    return [(key, backend) for key, _, backend in pairs]
+
+
+def _json_pairs(text: str, name: str) -> Iterable[tuple[object, object]]:
+    try:
+        # Pairs instead of a dict, so that repeated keys can be refused.
+        pairs: list[tuple[object, object]] = json.loads(text, object_pairs_hook=list)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{name} must be component=backend pairs, a JSON object or a mapping, got {text!r}: "
+            f"{error}"
+        ) from None
+    return pairs
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    text = value.strip().lower() if isinstance(value, str) else ""
+    for choice in choices:
+        if choice == text:
+            return choice
+    hint = nearest(text, choices) if text else ""
+    raise ConfigError(f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def _check_integer(name: str, value: object, minimum: int) -> None:
+    if value is None and name not in _NEVER_NONE:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise _wrong(name, f"an integer >= {minimum}", value)
+
+
+def _check_number(name: str, value: object) -> None:
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
+        raise _wrong(name, "a number >= 0", value)
+
+
+def _check_text(name: str, value: object) -> None:
+    if value is None and name not in _NEVER_NONE:
+        return
+    if not isinstance(value, str):
+        raise _wrong(name, "text", value)
+    if name in ("model_path", "device") and not value.strip():
+        raise _wrong(name, "text that is not empty", value)
+
+
+def _wrong(name: str, expected: str, value: Any) -> ConfigError:
+    return ConfigError(f"{_flag(name)} must be {expected}, got {value!r}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
