@@ -4,12 +4,11 @@ Packages outside the tree add a platform with an entry point in the group
 `multimodal_gen.platforms` that names a `Platform` subclass.
 """
 
-import importlib.metadata
 from functools import cache
 
-from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.platforms.cpu import CpuPlatform
 from multimodal_gen.runtime.platforms.cuda import CudaPlatform
+from multimodal_gen.runtime.platforms.entry_points import registered
 from multimodal_gen.runtime.platforms.interface import (
     AttentionBackendEnum,
     DeviceCapability,
@@ -51,7 +50,7 @@ def detect_platform() -> Platform:
     """Return the first available platform; those registered by entry points come first.
 
     Raises:
-        ConfigError: an entry point does not name a `Platform` subclass.
+        ConfigError: an entry point does not load, or names no `Platform` subclass.
     """
     return next(platform for platform in _candidates() if platform.is_available())
 
@@ -63,13 +62,5 @@ def current_platform() -> Platform:
 
 
 def _candidates() -> list[Platform]:
-    found: list[Platform] = []
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        cls = entry.load()
-        if not (isinstance(cls, type) and issubclass(cls, Platform)):
-            raise ConfigError(
-                f"entry point {entry.name!r} in group {ENTRY_POINT_GROUP!r} must name a Platform "
-                f"subclass, got {cls!r}; fix or uninstall the package that declares it"
-            )
-        found.append(cls())
-    return found + [cls() for cls in BUILTIN_PLATFORMS]
+    plugins = [cls for _, cls in registered(ENTRY_POINT_GROUP, Platform)]
+    return [cls() for cls in (*plugins, *BUILTIN_PLATFORMS)]

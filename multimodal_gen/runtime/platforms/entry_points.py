@@ -1,0 +1,36 @@
+"""Reads what installed packages register by entry point."""
+
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any
+
+from multimodal_gen.errors import ConfigError
+
+
+def registered(group: str, base: type[Any]) -> Iterator[tuple[str, type[Any]]]:
+    """Yield name and class of every entry point of a group.
+
+    Args:
+        group: entry-point group.
+        base: class that what they name must derive from.
+
+    Raises:
+        ConfigError: an entry point cannot be loaded, or names something else.
+    """
+    for entry in importlib.metadata.entry_points(group=group):
+        try:
+            cls = entry.load()
+        except Exception as error:
+            raise _broken(entry.name, group, f"must load, got {error!r}") from error
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            raise _broken(
+                entry.name, group, f"must name a subclass of {base.__name__}, got {cls!r}"
+            )
+        yield entry.name, cls
+
+
+def _broken(name: str, group: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"entry point {name!r} in group {group!r} {problem}; fix or uninstall the package that "
+        f"declares it"
+    )
