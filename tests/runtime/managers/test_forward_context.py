@@ -14,7 +14,7 @@ from multimodal_gen.runtime.managers.forward_context import (
 
 def test_there_is_no_context_outside_a_denoiser_call():
     assert current_forward_context() is None
-    with pytest.raises(RuntimeError, match="no forward context is set; run the denoiser inside"):
+    with pytest.raises(RuntimeError, match=r"no forward context is set; run the denoiser inside"):
         get_forward_context()
 
 
@@ -50,7 +50,7 @@ def test_nested_calls_see_their_own_context_and_restore_the_outer_one():
 
 
 def test_an_exception_ends_the_context():
-    with pytest.raises(KeyError, match="inside"), set_forward_context(1):
+    with pytest.raises(KeyError, match=r"inside"), set_forward_context(1):
         raise KeyError("inside")
     assert current_forward_context() is None
 
@@ -64,14 +64,14 @@ def test_each_call_has_a_cache_of_its_own():
 
 def test_a_field_that_does_not_exist_is_refused():
     with (
-        pytest.raises(TypeError, match="unexpected keyword argument 'latent_gird'"),
+        pytest.raises(TypeError, match=r"unexpected keyword argument 'latent_gird'"),
         set_forward_context(0, latent_gird=(1, 1, 1)),
     ):
         pass
 
 
 def test_a_context_cannot_be_changed():
-    with pytest.raises(AttributeError, match="cannot assign to field"):
+    with pytest.raises(AttributeError, match=r"cannot assign to field"):
         ForwardContext(current_timestep=0).current_timestep = 1
 
 

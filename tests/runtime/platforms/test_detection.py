@@ -128,7 +128,7 @@ def test_a_registered_platform_without_its_device_is_passed_over(bare):
 @pytest.mark.usefixtures("importable")
 def test_an_entry_point_that_names_no_platform_is_an_error(bare):
     register(bare, bad="plugged_platform:number")
-    with pytest.raises(ConfigError, match="'bad' in group 'multimodal_gen.platforms' must name a"):
+    with pytest.raises(ConfigError, match=r"'bad' in group 'multimodal_gen.platforms' must name a"):
         platforms.detect_platform()
 
 
@@ -136,5 +136,5 @@ def test_an_entry_point_that_names_no_platform_is_an_error(bare):
 @pytest.mark.parametrize("value", ["exploding_platform:Good", "no_such_module_here:Good"])
 def test_an_entry_point_that_does_not_load_is_an_error_that_names_it(bare, value):
     register(bare, broken=value)
-    with pytest.raises(ConfigError, match="'broken' in group .* must load, got .*uninstall"):
+    with pytest.raises(ConfigError, match=r"'broken' in group .* must load, got .*uninstall"):
         platforms.detect_platform()

@@ -45,19 +45,19 @@ def test_an_alias_means_its_backend(alias, meaning):
 
 
 def test_an_unknown_backend_lists_the_names_and_the_nearest_one():
-    with pytest.raises(ConfigError, match="must be one of fa, torch_sdpa, .*got 'sage_atn', did"):
+    with pytest.raises(ConfigError, match=r"must be one of fa, torch_sdpa, .*got 'sage_atn', did"):
         AttentionBackendEnum.parse("sage_atn")
-    with pytest.raises(ConfigError, match="did you mean 'sage_attn'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'sage_attn'"):
         AttentionBackendEnum.parse("sage_atn")
 
 
 def test_a_name_like_nothing_known_gets_no_suggestion():
-    with pytest.raises(ConfigError, match="got 'zzz'$"):
+    with pytest.raises(ConfigError, match=r"got 'zzz'$"):
         AttentionBackendEnum.parse("zzz")
 
 
 def test_an_empty_name_is_refused():
-    with pytest.raises(ConfigError, match="got '  '"):
+    with pytest.raises(ConfigError, match=r"got '  '"):
         AttentionBackendEnum.parse("  ")
 
 
@@ -79,7 +79,7 @@ def test_a_plugin_name_becomes_a_member_that_iteration_does_not_list():
 
 def test_a_registered_plugin_name_is_listed_in_errors():
     AttentionBackendEnum.register_plugin_name("plugged_attn")
-    with pytest.raises(ConfigError, match="plugged_attn, got 'plugged_atn', did you mean"):
+    with pytest.raises(ConfigError, match=r"plugged_attn, got 'plugged_atn', did you mean"):
         AttentionBackendEnum.parse("plugged_atn")
 
 
@@ -89,7 +89,7 @@ def test_registering_a_builtin_name_returns_the_builtin():
 
 @pytest.mark.parametrize("name", ["", "two words", "1st", "a-b"])
 def test_a_plugin_name_that_is_no_identifier_is_refused(name):
-    with pytest.raises(ConfigError, match="must be an identifier, got"):
+    with pytest.raises(ConfigError, match=r"must be an identifier, got"):
         AttentionBackendEnum.register_plugin_name(name)
 
 

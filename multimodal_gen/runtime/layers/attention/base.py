@@ -34,7 +34,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     decide,
     forced_backend,
 )
-from multimodal_gen.runtime.layers.attention.selector import environment_for, limit_priority
+from multimodal_gen.runtime.layers.attention.selector import environment_for, prefer_supported
 from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta, build_varlen_mask_meta
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
@@ -53,7 +53,7 @@ class AttentionLayer(nn.Module):
         num_kv_heads: key and value heads; default `num_heads`.
         softmax_scale: factor on q k^T; default `head_size ** -0.5`.
         causal: mask out keys after the query, aligned to the last query and key.
-        supported_attention_backends: hint: automatic choice stays within this set.
+        supported_attention_backends: hint: automatic choice prefers this set.
         default_attention_backend: the layer's preference, weaker than a user's request.
         role: what the layer attends to.
         compute_dtype: dtype of q, k and v; default torch's default dtype.
@@ -132,7 +132,7 @@ class AttentionLayer(nn.Module):
         """Attend, as one opaque operator while `torch.compile` traces; see `attend`."""
         if not torch.compiler.is_compiling():
             return self.attend(query, key, value, attn_mask)
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        if _wants_gradient(query, key, value, attn_mask):
             return _attend_outside_the_graph(self, query, key, value, attn_mask)
         return attention_op(query, key, value, attn_mask, self._layer_id)
 
@@ -155,21 +155,20 @@ class AttentionLayer(nn.Module):
 
         Returns:
             [B, Sq, H, Dv]. Queries that see no key, and masked queries under a 2-D mask, are zero.
+            What masked positions of a 2-D mask hold, even NaN, has no influence.
 
         Raises:
             UsageError: shapes do not fit, or a schedule by step runs outside a denoiser call.
             UnsupportedBackendError: no backend can honour the call.
         """
-        if query.shape[::3] != key.shape[::3] or key.shape[:3] != value.shape[:3]:
-            raise _misfit(query, key, value)
+        if not _fits(query.shape, key.shape, value.shape, self.geometry):
+            raise _misfit(query, key, value, self.geometry)
         route = self._route(query)
         if attn_mask is not None:
             return self._attend_masked(route, query, key, value, attn_mask, mask_meta)
         bound = route.primary
-        if torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad
-        ):
-            bound = route.trainable()
+        if _wants_gradient(query, key, value):
+            bound = route.honouring(Feature.BACKWARD)
         bound.calls += 1
         return bound.impl.forward(query, key, value, current_forward_context())
 
@@ -196,7 +195,7 @@ class AttentionLayer(nn.Module):
         environment = environment_for(torch.device(device_type), current_environment())
         geometry = self.geometry
         request = AttentionRequest(
-            environment=limit_priority(environment, set(self._supported)),
+            environment=prefer_supported(environment, set(self._supported)),
             head_size=geometry.head_size,
             num_heads=geometry.num_heads,
             num_kv_heads=geometry.num_kv_heads,
@@ -223,18 +222,20 @@ class AttentionLayer(nn.Module):
         attn_mask: torch.Tensor,
         mask_meta: VarlenMaskMeta | None,
     ) -> torch.Tensor:
-        if torch.is_grad_enabled() and query.requires_grad:
-            route.trainable()
+        gradient = _wants_gradient(query, key, value, attn_mask)
+        training = (Feature.BACKWARD,) if gradient else ()
         self_attention = self.site.role is not AttentionRole.CROSS
         mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
-        if isinstance(mask, KeyMask):
-            packs = not self.geometry.causal or mask.covers_queries
-            if packs and Feature.VARLEN in route.primary.features:
-                return _attend_packed(route.primary, query, key, value, attn_mask, mask, mask_meta)
-            out = self._attend_dense(route, query, key, value, mask.broadcastable())
-            return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
-        assert isinstance(mask, DenseMask)
-        return self._attend_dense(route, query, key, value, mask.mask)
+        if isinstance(mask, DenseMask):
+            needs = (Feature.DENSE_MASK, *training)
+            return self._attend_dense(route, query, key, value, mask.mask, needs)
+        packs = not self.geometry.causal or mask.covers_queries
+        if packs and route.primary.features.issuperset((Feature.VARLEN, *training)):
+            return _attend_packed(route.primary, query, key, value, attn_mask, mask, mask_meta)
+        key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
+        needs = (Feature.KEY_MASK, *training)
+        out = self._attend_dense(route, query, key, value, mask.broadcastable(), needs)
+        return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
 
     def _attend_dense(
         self,
@@ -243,21 +244,24 @@ class AttentionLayer(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor,
+        needs: tuple[Feature, ...],
     ) -> torch.Tensor:
-        is_key_mask = mask.dtype is torch.bool and mask.shape[1] == mask.shape[2] == 1
-        feature = Feature.KEY_MASK if is_key_mask else Feature.DENSE_MASK
         causal = self.geometry.causal
         if causal:
             mask = with_causal(mask, query.shape[1])
-            feature = Feature.DENSE_MASK
-        bound = route.honouring(feature, causal_in_mask=causal)
+            needs = (Feature.DENSE_MASK, *needs[1:])
+        bound = route.honouring(*needs, causal_in_mask=causal)
         bound.calls += 1
         context = current_forward_context()
         return bound.impl.forward(query, key, value, context, attn_mask=mask)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is a layer of its own: it binds and counts anew, under its own number.
+        return {**self.__dict__, "_routes": {}, "_layer_id": None, "_device_type": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # A copy is a layer of its own: its number in compiled graphs must not be the original's.
+        self._device_type = current_platform().device_type
         self._layer_id = register_layer(self)
 
 
@@ -291,7 +295,7 @@ def _attend_packed(
     )
     if mask.covers_queries:
         return meta.unpack(out)
-    return out.view(batch, num_queries, *out.shape[1:])
+    return out.reshape(batch, num_queries, *out.shape[1:])
 
 
 def _shared_meta(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
@@ -299,8 +303,10 @@ def _shared_meta(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
     context = current_forward_context()
     if context is None:
         return build_varlen_mask_meta(mask.keep)
-    # The mask is kept beside its packing, so that its id is not reused within the call.
-    slot = ("varlen", id(attn_mask), attn_mask._version)
+    # The mask is kept beside its packing, so that its id is not reused within the call. One mask
+    # may be broadcast over calls of different batch sizes.
+    version = 0 if attn_mask.is_inference() else attn_mask._version
+    slot = ("varlen", id(attn_mask), version, mask.keep.shape[0])
     if slot not in context.cache:
         context.cache[slot] = (attn_mask, build_varlen_mask_meta(mask.keep))
     meta: VarlenMaskMeta = context.cache[slot][1]
@@ -319,6 +325,10 @@ def _attend_outside_the_graph(
     return layer.attend(query, key, value, attn_mask)
 
 
+def _wants_gradient(*inputs: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
 def _calls(routes: tuple[Route, ...]) -> int:
     parts = [route.entries() for route in routes]
     return sum(primary.calls + sum(d.calls for d in detours) for primary, detours in parts)
@@ -335,8 +345,25 @@ def _check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
         )
 
 
-def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> UsageError:
+def _fits(query: torch.Size, key: torch.Size, value: torch.Size, geometry: LayerGeometry) -> bool:
+    if not len(query) == len(key) == len(value) == 4:
+        return False
+    batch, _, heads, size = query
+    # Under sequence parallelism a device holds its share of the heads: only their ratio is fixed.
+    return (
+        size == key[3] == geometry.head_size
+        and batch == key[0] == value[0]
+        and heads * geometry.num_kv_heads == key[2] * geometry.num_heads
+        and key[2] == value[2]
+        and key[1] == value[1]
+    )
+
+
+def _misfit(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, geometry: LayerGeometry
+) -> UsageError:
     return UsageError(
-        f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv], got "
-        f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
+        f"{geometry.head_size} and {geometry.num_heads} query heads per {geometry.num_kv_heads} "
+        f"key heads, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
     )

@@ -76,7 +76,7 @@ class Route:
         primary: the implementation selection gave.
     """
 
-    __slots__ = ("_asked", "_detours", "_geometry", "_request", "primary", "steps")
+    __slots__ = ("_asked", "_geometry", "_request", "_substitutes", "primary", "steps")
 
     def __init__(
         self,
@@ -94,55 +94,58 @@ class Route:
         self._asked = asked
         self._request = request
         self._geometry = geometry
-        self._detours: dict[tuple[Feature, bool], Bound] = {}
+        self._substitutes: dict[tuple[frozenset[Feature], bool], Bound] = {}
 
-    def honouring(self, feature: Feature, *, causal_in_mask: bool = False) -> Bound:
-        """Return the implementation for calls that need `feature`.
+    def honouring(self, *features: Feature, causal_in_mask: bool = False) -> Bound:
+        """Return the implementation for calls that need `features`.
 
         Args:
-            feature: what the call needs.
+            *features: what the call needs beyond the layer's request.
             causal_in_mask: the caller folded causality into its mask.
-        """
-        if feature in self.primary.features and not causal_in_mask:
-            return self.primary
-        key = (feature, causal_in_mask)
-        if key not in self._detours:
-            self._detours[key] = self._detour(feature, causal_in_mask=causal_in_mask)
-        return self._detours[key]
-
-    def trainable(self) -> Bound:
-        """Return the implementation for calls that need gradients.
 
         Raises:
-            UnsupportedBackendError: the backend was asked for and has no backward.
+            UnsupportedBackendError: the call needs gradients and the backend that was asked for
+                has no backward, or no backend has the features.
         """
-        if Feature.BACKWARD in self.primary.features:
+        needs = frozenset(features)
+        if not causal_in_mask and needs <= self.primary.features:
             return self.primary
-        selection = self.primary.selection
-        if selection.source.explicit:
-            raise UnsupportedBackendError(
-                f"attention backend {selection.label} must not get inputs that require grad: it "
-                f"has no backward; call it under torch.no_grad() or choose another backend"
-            )
-        return self.honouring(Feature.BACKWARD)
+        key = (needs, causal_in_mask)
+        if key not in self._substitutes:
+            self._substitutes[key] = self._substitute(needs, causal_in_mask=causal_in_mask)
+        return self._substitutes[key]
 
     def entries(self) -> tuple[ReportEntry, tuple[ReportEntry, ...]]:
         """Return what ran: the primary implementation, and the detours that were taken."""
         steps = None if self.steps is None else str(self.steps)
-        detours = (bound for bound in self._detours.values() if bound.calls)
-        return _entry(steps, self.primary), tuple(_entry(steps, bound) for bound in detours)
+        selection, calls = self.primary.selection, self.primary.calls
+        detours = []
+        for bound in self._substitutes.values():
+            if bound.selection is selection:
+                calls += bound.calls
+            elif bound.calls:
+                detours.append(
+                    ReportEntry(steps=steps, selection=bound.selection, calls=bound.calls)
+                )
+        return ReportEntry(steps=steps, selection=selection, calls=calls), tuple(detours)
 
-    def _detour(self, feature: Feature, *, causal_in_mask: bool) -> Bound:
+    def _substitute(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> Bound:
         request, geometry = self._request, self._geometry
         if causal_in_mask:
             request = replace(request, needs=request.needs - {Feature.CAUSAL})
             geometry = replace(geometry, causal=False)
         selection = self.primary.selection
-        if feature in self.primary.features:
+        missing = needs - self.primary.features
+        if not missing:
             return Bound(selection, request, geometry)
-        reason = f"{selection.label} has no {feature}"
+        if Feature.BACKWARD in missing and _was_named(selection):
+            raise UnsupportedBackendError(
+                f"attention backend {selection.label} must not get inputs that require grad: it "
+                f"has no backward; call it under torch.no_grad() or choose another backend"
+            )
+        reason = f"{selection.label} has no {' and no '.join(sorted(str(f) for f in missing))}"
         logger.info("%s; such calls run on another dense backend", reason)
-        return Bound(dense_for(request, self._asked, feature, reason=reason), request, geometry)
+        return Bound(dense_for(request, self._asked, *needs, reason=reason), request, geometry)
 
 
 def bind(
@@ -160,5 +163,5 @@ def bind(
     return tuple(Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule)
 
 
-def _entry(steps: str | None, bound: Bound) -> ReportEntry:
-    return ReportEntry(steps=steps, selection=bound.selection, calls=bound.calls)
+def _was_named(selection: Selection) -> bool:
+    return selection.source.explicit and selection.asked.backend is selection.backend

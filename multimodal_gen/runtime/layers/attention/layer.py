@@ -7,6 +7,12 @@ many: replicated tokens are part of the sequence, nothing is exchanged.
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.arguments import (
+    all_or_none,
+    check_mask_meta,
+    check_replicated,
+    check_seq_lens,
+)
 from multimodal_gen.runtime.layers.attention.base import AttentionLayer
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
@@ -25,7 +31,7 @@ class LocalAttention(AttentionLayer):
         num_kv_heads: key and value heads; default `num_heads`.
         softmax_scale: factor on q k^T; default `head_size ** -0.5`.
         causal: mask out keys after the query, aligned to the last query and key.
-        supported_attention_backends: hint: automatic choice stays within this set.
+        supported_attention_backends: hint: automatic choice prefers this set.
         default_attention_backend: the layer's preference, weaker than a user's request.
         is_cross_attention: keys come from another sequence.
         compute_dtype: dtype of q, k and v; default torch's default dtype.
@@ -98,7 +104,7 @@ class UlyssesAttention(AttentionLayer):
         num_kv_heads: key and value heads; default `num_heads`.
         softmax_scale: factor on q k^T; default `head_size ** -0.5`.
         causal: mask out keys after the query, aligned to the last query and key.
-        supported_attention_backends: hint: automatic choice stays within this set.
+        supported_attention_backends: hint: automatic choice prefers this set.
         prefix: dotted path of the layer in its model.
         compute_dtype: dtype of q, k and v; default torch's default dtype.
         site: where the layer sits; default: the component under construction.
@@ -156,8 +162,8 @@ class UlyssesAttention(AttentionLayer):
         Returns:
             The output [B, S, H, D], and that of the replicated tokens [B, R, H, D] or None.
         """
-        replicated = _all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
-        _check_seq_lens(seq_lens, q, exclusive=replicated is not None)
+        replicated = all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
+        check_seq_lens(seq_lens, q, exclusive=replicated is not None)
         if replicated is None:
             return self.run(q, k, v), None
         joined = (torch.cat(pair, dim=1) for pair in zip((q, k, v), replicated, strict=True))
@@ -219,7 +225,7 @@ class USPAttention(AttentionLayer):
         num_kv_heads: key and value heads; default `num_heads`.
         softmax_scale: factor on q k^T; default `head_size ** -0.5`.
         causal: mask out keys after the query, aligned to the last query and key.
-        supported_attention_backends: hint: automatic choice stays within this set.
+        supported_attention_backends: hint: automatic choice prefers this set.
         default_attention_backend: the layer's preference, weaker than a user's request.
         prefix: dotted path of the layer in its model.
         dropout_rate: must be 0; attention kernels apply no dropout.
@@ -312,11 +318,12 @@ class USPAttention(AttentionLayer):
         """
         del skip_sequence_parallel_override, qkv_pre_all_to_all  # nothing is exchanged here
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
-        _check_replicated(replicated, q, k)
-        _check_seq_lens(seq_lens, q, exclusive=attn_mask is not None or any(replicated))
-        prefix = _all_or_none(q_prefix, k_prefix, v_prefix, "", "_prefix")
+        check_replicated(replicated, q, k)
+        check_seq_lens(seq_lens, q, exclusive=attn_mask is not None or any(replicated))
+        prefix = all_or_none(q_prefix, k_prefix, v_prefix, "", "_prefix")
         if prefix is not None:
             q, k, v = (torch.cat(pair, dim=1) for pair in zip(prefix, (q, k, v), strict=True))
+        check_mask_meta(attn_mask_meta, attn_mask, k)
         if attn_mask_meta is not None and not torch.compiler.is_compiling():
             return self.attend(q, k, v, attn_mask, attn_mask_meta)
         return self.run(q, k, v, attn_mask)
@@ -344,45 +351,3 @@ class USPAttention(AttentionLayer):
         k = torch.cat((k_prefix, k_suffix), dim=1)
         v = torch.cat((v_prefix, v_suffix), dim=1)
         return self.forward(q, k, v, num_replicated_kv_prefix=k_prefix.shape[1])
-
-
-def _all_or_none(
-    q: torch.Tensor | None,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    before: str,
-    after: str = "",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    if q is not None and k is not None and v is not None:
-        return q, k, v
-    if q is None and k is None and v is None:
-        return None
-    given = zip("qkv", (q, k, v), strict=True)
-    missing = ", ".join(f"{before}{name}{after}" for name, x in given if x is None)
-    raise UsageError(
-        f"{before}q{after}, {before}k{after} and {before}v{after} must be given together, "
-        f"missing {missing}"
-    )
-
-
-def _check_seq_lens(seq_lens: list[int] | None, q: torch.Tensor, *, exclusive: bool) -> None:
-    if seq_lens is None:
-        return
-    if exclusive:
-        raise UsageError("seq_lens must not be combined with masks or replicated tokens")
-    if list(seq_lens) != [q.shape[1]]:
-        raise UsageError(
-            f"seq_lens must hold one length per device, here [{q.shape[1]}], got {list(seq_lens)}"
-        )
-
-
-def _check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch.Tensor) -> None:
-    names = ("num_replicated_prefix", "num_replicated_suffix", "num_replicated_kv_prefix")
-    limits = (q.shape[1], q.shape[1], k.shape[1])
-    if sum(count != 0 for count in replicated) > 1:
-        raise UsageError(
-            f"at most one of {', '.join(names)} must be non-zero, got {list(replicated)}"
-        )
-    for name, count, limit in zip(names, replicated, limits, strict=True):
-        if not 0 <= count <= limit:
-            raise UsageError(f"{name} must be in [0, {limit}], got {count}")

@@ -32,7 +32,8 @@ class DenseMask:
     """Any other mask.
 
     Attributes:
-        mask: bool (True attends) or additive, broadcastable to [B, H, Sq, Sk].
+        mask: bool (True attends) or additive in the query's dtype, broadcastable to
+            [B, H, Sq, Sk].
     """
 
     mask: torch.Tensor
@@ -69,7 +70,9 @@ def normalise_mask(
     fits = all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
     if not fits or mask.shape[-1] != num_keys:
         raise _misfit(mask, batch, num_heads, num_queries, num_keys)
-    if additive or mask.shape[1] != 1 or mask.shape[2] != 1:
+    if additive:
+        return DenseMask(mask=mask.to(query.dtype))
+    if mask.shape[1] != 1 or mask.shape[2] != 1:
         return DenseMask(mask=mask)
     return KeyMask(
         keep=mask[:, 0, 0, :].expand(batch, num_keys),
@@ -92,12 +95,13 @@ def with_causal(mask: torch.Tensor, num_queries: int) -> torch.Tensor:
     allowed = allowed.tril(num_keys - num_queries)
     if mask.dtype is torch.bool:
         return mask & allowed
-    return torch.where(allowed, mask, torch.finfo(mask.dtype).min)
+    # -inf, not the lowest number: that is what masked keys may hold already.
+    return torch.where(allowed, mask, -torch.inf)
 
 
-def zero_masked_rows(out: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Return `out` [B, S, H, D] with the rows where `keep` [B, S] is False set to zero."""
-    return torch.where(keep[:, :, None, None], out, out.new_zeros(()))
+def zero_masked_rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Return `x` [B, S, H, D] with the rows where `keep` [B, S] is False set to zero."""
+    return torch.where(keep[:, :, None, None], x, 0.0)
 
 
 def _misfit(

@@ -186,4 +186,7 @@ def _parts(version: str) -> tuple[int, ...]:
         if not digits:
             break
         numbers.append(int(digits))
+    # 2.0 and 2.0.0 are the same version.
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
     return tuple(numbers)

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
-from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError
+from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -119,6 +121,17 @@ class SelectionScope:
     components: Mapping[str, Asked] = field(default_factory=lambda: MappingProxyType({}))
     rules: tuple[Rule, ...] = ()
     strict: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping cannot be copied or pickled, and models with their layers can be.
+        scope = partial(
+            SelectionScope,
+            default=self.default,
+            components=dict(self.components),
+            rules=self.rules,
+            strict=self.strict,
+        )
+        return scope, ()
 
     def component_override(self, site: LayerSite) -> tuple[str, Asked] | None:
         """Return the override that applies to `site` and its key; a role beats its component."""
@@ -283,6 +296,7 @@ def component_attn_backend_context_manager(
         backend_by_role: backend by role; stronger than `attn_backend`.
 
     Raises:
+        ConfigError: a key of `backend_by_role` names no role.
         ComponentAttentionBackendNotAppliedError: on exit, an override was given and the block
             constructed no layer that takes it.
     """
@@ -290,7 +304,7 @@ def component_attn_backend_context_manager(
     if attn_backend is not None:
         by_role[""] = _component_asked(attn_backend, component_name)
     for role, backend in (backend_by_role or {}).items():
-        key = str(AttentionRole(role) if isinstance(role, str) else role)
+        key = _role_name(role)
         by_role[key] = _component_asked(backend, f"{component_name}.{key}")
     construction = ComponentConstruction(name=component_name, by_role=MappingProxyType(by_role))
     token = _COMPONENT.set(construction)
@@ -304,6 +318,14 @@ def component_attn_backend_context_manager(
             f"one attention layer, it reached none; check the component's name, or construct its "
             f"layers inside the context manager"
         )
+
+
+def _role_name(role: str | AttentionRole) -> str:
+    try:
+        return str(AttentionRole(role))
+    except ValueError:
+        valid = ", ".join(str(member) for member in AttentionRole)
+        raise ConfigError(f"backend_by_role must have keys among {valid}, got {role!r}") from None
 
 
 def _component_asked(backend: AttentionBackendEnum, detail: str) -> Asked:

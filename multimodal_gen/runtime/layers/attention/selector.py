@@ -20,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     find_backend,
 )
+from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -150,12 +151,13 @@ def _resolve(request: AttentionRequest, asked: Asked, strict: bool) -> Selection
     environment = request.environment
     if environment.always and str(asked.backend) != environment.always:
         reason = f"{environment.platform} always runs {environment.always}"
-        return _fall_back(
-            request, asked, (Rejected(backend=asked.backend, reasons=(reason,)),), strict
-        )
-    cls, reasons = _look(asked.backend, request)
+        rejected = (Rejected(backend=asked.backend, reasons=(reason,)),)
+        if not asked.source.explicit:
+            return _automatic(request, asked, rejected)
+        return _fall_back(request, asked, rejected, strict)
+    cls, reasons = _look(asked.backend, request, asked.config)
     if not reasons:
-        return _chosen(cls, request, asked, _why(asked))
+        return _chosen(cls, request, asked, _why(asked), config=asked.config)
     rejected = (Rejected(backend=asked.backend, reasons=reasons),)
     if cls.not_in_this_build:
         raise _refused(request, asked, rejected)
@@ -201,6 +203,8 @@ def _automatic(
 ) -> Selection:
     for name in request.environment.priority:
         backend = AttentionBackendEnum(name)
+        if backend in {r.backend for r in rejected}:
+            continue
         cls, reasons = _look(backend, request)
         reasons = reasons or cls.reasons_against_auto(request)
         if not reasons:
@@ -215,11 +219,11 @@ def _automatic(
 
 
 def dense_for(request: AttentionRequest, asked: Asked, *needs: Feature, reason: str) -> Selection:
-    """Return the dense backend for calls that `asked`'s backend cannot honour by itself.
+    """Return the automatic choice for calls that the layer's own backend cannot honour.
 
     Args:
         request: the layer's request.
-        asked: the layer's ask; a dense one that meets `needs` is kept.
+        asked: the layer's ask, kept in the selection.
         *needs: features the call needs on top of the request's.
         reason: why the layer's own backend is not used, for the report.
 
@@ -231,10 +235,10 @@ def dense_for(request: AttentionRequest, asked: Asked, *needs: Feature, reason: 
 
 
 def _look(
-    backend: AttentionBackendEnum, request: AttentionRequest
+    backend: AttentionBackendEnum, request: AttentionRequest, config: BackendConfig | None = None
 ) -> tuple[type[AttentionBackend], tuple[str, ...]]:
     cls = find_backend(backend, request.environment.platform)
-    return cls, cls.unsupported_reasons(request)
+    return cls, cls.unsupported_reasons(request, config)
 
 
 def _chosen(
@@ -245,8 +249,9 @@ def _chosen(
     rejected: tuple[Rejected, ...] = (),
     *,
     fallback: bool = False,
+    config: BackendConfig | None = None,
 ) -> Selection:
-    variant: Variant | None = cls.choose_variant(request)
+    variant: Variant | None = cls.choose_variant(request, config)
     assert variant is not None, "a backend without reasons has a variant"
     return Selection(
         backend=cls.get_enum(),
@@ -315,7 +320,7 @@ def get_attn_backend(
     Args:
         head_size: channels per head.
         dtype: dtype of q, k and v.
-        supported_attention_backends: hint: automatic choice stays within this set.
+        supported_attention_backends: hint: automatic choice prefers this set.
         selected_attention_backend: request stronger than every other, or None.
         attention_requirements: what the layer needs beyond plain attention.
         default_attention_backend: the layer's own preference, weaker than a user's.
@@ -329,7 +334,7 @@ def get_attn_backend(
         needs.add(Feature.VARLEN)
     role = AttentionRole.CROSS if is_cross_attention else AttentionRole.SELF
     request = AttentionRequest(
-        environment=limit_priority(current_environment(), supported_attention_backends),
+        environment=prefer_supported(current_environment(), supported_attention_backends),
         head_size=head_size,
         num_heads=1,
         num_kv_heads=1,
@@ -352,19 +357,17 @@ def get_attn_backend(
     return find_backend(selection.backend, request.environment.platform)
 
 
-def limit_priority(
+def prefer_supported(
     environment: Environment, supported: set[AttentionBackendEnum] | None
 ) -> Environment:
-    """Return `environment` with automatic choices limited to `supported`, where that leaves any.
+    """Return `environment` with the automatic choices in `supported` before all others.
 
     A layer's supported set is a hint for the automatic choice, not an allow-list: an explicit
-    request outside it is honoured.
+    request outside it is honoured, and so is a call none of its members can serve.
     """
     names = {str(backend) for backend in supported or ()}
-    kept = tuple(name for name in environment.priority if name in names)
-    if not kept:
-        return environment
-    return replace(environment, priority=kept)
+    priority = sorted(environment.priority, key=lambda name: name not in names)
+    return replace(environment, priority=tuple(priority))
 
 
 def environment_for(device: torch.device, environment: Environment) -> Environment:

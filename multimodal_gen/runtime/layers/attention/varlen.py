@@ -38,7 +38,7 @@ class VarlenMaskMeta:
         """Return packed [B * S, H, D] as [B, S, H, D]; rows of masked tokens are zero."""
         batch, length = self.keep.shape
         rows = x.index_select(0, self.inv_indices).view(batch, length, *x.shape[1:])
-        return torch.where(self.keep[:, :, None, None], rows, rows.new_zeros(()))
+        return torch.where(self.keep[:, :, None, None], rows, 0.0)
 
 
 def build_varlen_mask_meta(key_mask: torch.Tensor) -> VarlenMaskMeta:

@@ -1,11 +1,11 @@
 """Finds backends by name: the built-in files of this folder, and installed plug-ins.
 
 A plug-in package declares an entry point in the group `multimodal_gen.attention_backends` whose
-name is the backend's name and whose object is an `AttentionBackend` subclass.
+name is the backend's name and whose object is an `AttentionBackend` subclass. Under a built-in name
+it serves the platforms that the built-in classes do not.
 """
 
 import importlib
-import importlib.metadata
 from functools import cache
 from types import MappingProxyType
 
@@ -17,6 +17,7 @@ from multimodal_gen.runtime.platforms import (
     PlatformEnum,
     current_platform,
 )
+from multimodal_gen.runtime.platforms.entry_points import registered
 
 ENTRY_POINT_GROUP = "multimodal_gen.attention_backends"
 
@@ -56,11 +57,16 @@ def backends_of(backend: AttentionBackendEnum) -> tuple[type[AttentionBackend], 
     """Return the classes registered under a name, the one users mean first.
 
     Raises:
-        ConfigError: a plug-in's entry point does not name an `AttentionBackend` subclass.
+        ConfigError: a plug-in is broken, or none registers `backend`.
     """
-    if backend in _BUILTIN:
-        return tuple(_load(path) for path in _BUILTIN[backend])
-    return (_plugins()[str(backend)],)
+    builtin = tuple(_load(path) for path in _BUILTIN.get(backend, ()))
+    classes = builtin + _plugins().get(str(backend), ())
+    if not classes:
+        raise ConfigError(
+            f"attention backend {backend} must be registered by an installed package, none "
+            f"declares it in the entry-point group {ENTRY_POINT_GROUP!r}"
+        )
+    return classes
 
 
 def find_backend(backend: AttentionBackendEnum, platform: PlatformEnum) -> type[AttentionBackend]:
@@ -74,7 +80,8 @@ def find_backend(backend: AttentionBackendEnum, platform: PlatformEnum) -> type[
 
 def all_backends() -> tuple[AttentionBackendEnum, ...]:
     """Return every known name: built-in ones in order of declaration, then plug-ins."""
-    return (*AttentionBackendEnum, *(AttentionBackendEnum(name) for name in _plugins()))
+    plugins = (AttentionBackendEnum(name) for name in _plugins())
+    return tuple(dict.fromkeys((*AttentionBackendEnum, *plugins)))
 
 
 def load_plugins() -> None:
@@ -113,14 +120,14 @@ def _load(path: str) -> type[AttentionBackend]:
 
 
 @cache
-def _plugins() -> MappingProxyType[str, type[AttentionBackend]]:
-    found: dict[str, type[AttentionBackend]] = {}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        cls = entry.load()
-        if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+def _plugins() -> MappingProxyType[str, tuple[type[AttentionBackend], ...]]:
+    found: dict[str, tuple[type[AttentionBackend], ...]] = {}
+    for entry_name, cls in registered(ENTRY_POINT_GROUP, AttentionBackend):
+        backend = AttentionBackendEnum.register_plugin_name(entry_name)
+        if cls.backend is not backend:
             raise ConfigError(
-                f"entry point {entry.name!r} in group {ENTRY_POINT_GROUP!r} must name an "
-                f"AttentionBackend subclass, got {cls!r}; fix or uninstall its package"
+                f"entry point {entry_name!r} in group {ENTRY_POINT_GROUP!r} must name a class "
+                f"whose `backend` is {backend}, {cls.__name__} has {cls.backend}"
             )
-        found[str(AttentionBackendEnum.register_plugin_name(entry.name))] = cls
+        found[str(backend)] = (*found.get(str(backend), ()), cls)
     return MappingProxyType(found)

@@ -1,0 +1,65 @@
+"""Checks of the arguments that the sequence-parallel layers take."""
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
+
+
+def all_or_none(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    before: str,
+    after: str = "",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Return the three tensors, or None when none is given; a part of them is an error."""
+    if q is not None and k is not None and v is not None:
+        return q, k, v
+    if q is None and k is None and v is None:
+        return None
+    given = zip("qkv", (q, k, v), strict=True)
+    missing = ", ".join(f"{before}{name}{after}" for name, x in given if x is None)
+    raise UsageError(
+        f"{before}q{after}, {before}k{after} and {before}v{after} must be given together, "
+        f"missing {missing}"
+    )
+
+
+def check_seq_lens(seq_lens: list[int] | None, q: torch.Tensor, *, exclusive: bool) -> None:
+    """Refuse `seq_lens` that do not describe this one device, or that exclude other inputs."""
+    if seq_lens is None:
+        return
+    if exclusive:
+        raise UsageError("seq_lens must not be combined with masks or replicated tokens")
+    if list(seq_lens) != [q.shape[1]]:
+        raise UsageError(
+            f"seq_lens must hold one length per device, here [{q.shape[1]}], got {list(seq_lens)}"
+        )
+
+
+def check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch.Tensor) -> None:
+    """Refuse counts of replicated tokens that exceed the sequence or exclude each other."""
+    names = ("num_replicated_prefix", "num_replicated_suffix", "num_replicated_kv_prefix")
+    limits = (q.shape[1], q.shape[1], k.shape[1])
+    if sum(count != 0 for count in replicated) > 1:
+        raise UsageError(
+            f"at most one of {', '.join(names)} must be non-zero, got {list(replicated)}"
+        )
+    for name, count, limit in zip(names, replicated, limits, strict=True):
+        if not 0 <= count <= limit:
+            raise UsageError(f"{name} must be in [0, {limit}], got {count}")
+
+
+def check_mask_meta(
+    meta: VarlenMaskMeta | None, attn_mask: torch.Tensor | None, k: torch.Tensor
+) -> None:
+    """Refuse a packing without its mask, or of another batch."""
+    if meta is None:
+        return
+    if attn_mask is None:
+        raise UsageError("attn_mask_meta must come with the attn_mask it packs, got no attn_mask")
+    if meta.keep.shape != k.shape[:2]:
+        raise UsageError(
+            f"attn_mask_meta must pack [B, Sk] = {list(k.shape[:2])}, got {list(meta.keep.shape)}"
+        )

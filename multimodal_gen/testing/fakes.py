@@ -1,0 +1,160 @@
+"""Stand-ins for backends, devices and installed packages.
+
+Rules that hardware or an optional package would decide can then be tested anywhere.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+    HeadSizes,
+    Variant,
+)
+from multimodal_gen.runtime.layers.attention.request import Environment, Feature
+from multimodal_gen.runtime.platforms import (
+    BUILTIN_PLATFORMS,
+    AttentionBackendEnum,
+    DeviceCapability,
+    PlatformEnum,
+)
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+ALL_FEATURES = frozenset(Feature)
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class PlainImpl(AttentionImpl):
+    """Attention by PyTorch on one sample or segment at a time; rows outside segments are NaN."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: "ForwardContext | None" = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward`."""
+        num_queries, num_keys = query.shape[1], key.shape[1]
+        if self.causal:
+            assert attn_mask is None, "layers fold causality into masks"
+            attn_mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+            attn_mask = attn_mask.tril(num_keys - num_queries)
+        out = scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            attn_mask=attn_mask,
+            scale=self.softmax_scale,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+        return out.transpose(1, 2)
+
+    def forward_varlen(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward_varlen`."""
+        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        out = query.new_full((*query.shape[:2], value.shape[2]), torch.nan)
+        for sample in range(len(starts_q) - 1):
+            rows = slice(starts_q[sample], starts_q[sample + 1])
+            columns = slice(starts_k[sample], starts_k[sample + 1])
+            assert rows.stop - rows.start <= max_seqlen_q
+            assert columns.stop - columns.start <= max_seqlen_k
+            if rows.stop == rows.start:
+                continue
+            if columns.stop == columns.start:
+                out[rows] = 0.0
+                continue
+            segment = (query[None, rows], key[None, columns], value[None, columns])
+            out[rows] = self.forward(*segment)[0]
+        return out
+
+
+def fake_backend(
+    name: str,
+    *,
+    impl: type[AttentionImpl] = PlainImpl,
+    features: Iterable[Feature] = ALL_FEATURES,
+    not_in_this_build: str | None = None,
+    variant: str | None = None,
+    **declared: Any,
+) -> type[AttentionBackend]:
+    """Return a backend that declares what it is told and computes with `impl`.
+
+    Args:
+        name: the backend's name; a new one is registered.
+        impl: what `get_impl_cls` returns.
+        features: features of its only variant.
+        not_in_this_build: why it cannot run, or None.
+        variant: name of its variant; default `name`.
+        **declared: further fields of the variant; by default it serves every platform, floating
+            dtype and head size.
+    """
+    fields: dict[str, Any] = {
+        "name": variant or name,
+        "platforms": frozenset(PlatformEnum),
+        "dtypes": FLOATS,
+        "head_sizes": HeadSizes(),
+        "features": frozenset(features),
+        **declared,
+    }
+    only_variant = Variant(**fields)
+    missing = not_in_this_build
+
+    class Fake(AttentionBackend):
+        backend = AttentionBackendEnum.register_plugin_name(name)
+        summary = f"stand-in for {name}"
+        variants = (only_variant,)
+        not_in_this_build = missing
+
+        @classmethod
+        def get_impl_cls(cls) -> type[AttentionImpl]:
+            return impl
+
+    return Fake
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeDevice:
+    """What `simulated_environment` pretends to run on.
+
+    Attributes:
+        platform: kind of device.
+        capability: compute capability, or None.
+        packages: (module, distribution, version) of installed packages.
+    """
+
+    platform: PlatformEnum
+    capability: tuple[int, int] | None = None
+    packages: frozenset[tuple[str, str, str]] = frozenset()
+
+
+def simulated_environment(device: FakeDevice) -> Environment:
+    """Return the environment selection would see on `device`, with the real platform's rules."""
+    platform = next(cls for cls in BUILTIN_PLATFORMS if cls.name is device.platform)()
+    capability = DeviceCapability(*device.capability) if device.capability else None
+    return Environment(
+        platform=platform.name,
+        device_name=f"simulated {platform.name}",
+        capability=capability,
+        priority=tuple(str(b) for b in platform.attention_priority(capability)),
+        always=str(platform.always) if platform.always else None,
+        dense_fallback=str(platform.dense_fallback) if platform.dense_fallback else None,
+        packages=device.packages,
+    )
