@@ -1,0 +1,267 @@
+"""`sglang attention`: which backends this machine has, and which ones a pipeline would run."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from multimodal_gen.cli.generate import server_args
+from multimodal_gen.cli.options import ExplainOptions, ListOptions, takes
+from multimodal_gen.cli.table import Row, table
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.report import (
+        AttentionReport,
+        LayerReport,
+        ReportEntry,
+    )
+    from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
+    from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Say which attention backends run here, and why.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command(name="list")
+@takes(ListOptions)
+def list_backends(options: ListOptions) -> None:
+    """List every attention backend: usable on this machine, or why not and what to install.
+
+    Whether a backend is usable depends on the layer it is for; the options describe that layer.
+    """
+    from multimodal_gen.runtime.layers.attention.backends.registry import (
+        all_backends,
+        current_environment,
+    )
+    from multimodal_gen.runtime.layers.attention.scope import AUTO
+    from multimodal_gen.runtime.layers.attention.selector import resolve
+
+    environment = current_environment()
+    request = _request(options, environment)
+    picked = resolve(request, AUTO)
+    found = [_status(backend, request) for backend in all_backends()]
+    if options.as_json:
+        document = {
+            "platform": _platform(environment),
+            "request": _request_as_dict(request),
+            "auto": {
+                "backend": str(picked.backend),
+                "variant": picked.variant,
+                "reason": picked.reason,
+            },
+            "backends": found,
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    typer.echo(f"platform: {_platform_line(environment)}")
+    typer.echo(f"layer:    {_request_line(request)}")
+    typer.echo(f"auto:     {picked.label}: {picked.reason}")
+    typer.echo("")
+    rows = [
+        Row(
+            (item["backend"], "yes" if item["usable"] else "no", item["variant"] or "-"),
+            [item["summary"]] if item["usable"] else item["reasons"],
+        )
+        for item in found
+    ]
+    _echo(table(("backend", "usable", "as"), rows))
+
+
+@app.command()
+@takes(ExplainOptions)
+def explain(options: ExplainOptions) -> None:
+    """Say which backend every attention layer of a pipeline would run, and why.
+
+    Reads the pipeline's configs only, never its weights, so it takes seconds on any model.
+    """
+    from multimodal_gen.integrations.diffusers import apply
+    from multimodal_gen.runtime.generator import PipelineIndex, load_skeleton, pick_device
+    from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
+    from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
+
+    args = server_args(options, backend="sglang")
+    scope = scope_from_args(args)
+    device = pick_device(args.device)
+    index = PipelineIndex.read(args.model_path)
+    handle = apply(load_skeleton(index, args.dtype, device), scope=scope)
+    report = handle.report()
+    handle.remove()
+    environment = current_environment()
+    groups = grouped(report)
+    if options.as_json:
+        document = {
+            "model_path": args.model_path,
+            "pipeline": index.name,
+            "platform": _platform(environment),
+            "groups": [group.as_dict() for group in groups],
+            **report.as_dict(),
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    typer.echo(f"platform: {_platform_line(environment)}")
+    typer.echo(f"pipeline: {index.name} ({len(report.layers)} attention layers)")
+    typer.echo("")
+    headings = ("component", "role", "layers", "steps", "backend", "source")
+    _echo(table(headings, [group.row() for group in groups]))
+    for note in report.notes:
+        typer.echo(f"note: {note}")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of one component that run the same way for the same reason.
+
+    Attributes:
+        component: pipeline component.
+        role: what the layers attend to.
+        steps: denoising steps, or "all".
+        entry: what runs in them, and why.
+        layers: their indices; empty when they have none.
+        count: how many they are.
+    """
+
+    component: str
+    role: str
+    steps: str
+    entry: "ReportEntry"
+    layers: tuple[int, ...]
+    count: int
+
+    def row(self) -> Row:
+        """Return the group as a table row, with reason and rejected candidates below it."""
+        selection = self.entry.selection
+        layers = ranges(self.layers) if self.layers else f"{self.count} unnumbered"
+        source = str(selection.source)
+        if selection.asked.detail:
+            source += f" ({selection.asked.detail})"
+        return Row(
+            (self.component, self.role, layers, self.steps, selection.label, source),
+            [
+                ("fallback: " if selection.fallback else "") + selection.reason,
+                *(f"rejected {candidate}" for candidate in selection.rejected),
+            ],
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the group as JSON data."""
+        entry = {k: v for k, v in self.entry.as_dict().items() if k not in ("steps", "calls")}
+        return {
+            "component": self.component,
+            "role": self.role,
+            "layers": list(self.layers),
+            "count": self.count,
+            "steps": self.steps,
+            **entry,
+        }
+
+
+def grouped(report: "AttentionReport") -> list[Group]:
+    """Put the layers of a report that run alike into groups, in order of appearance."""
+    found: dict[tuple[Any, ...], list[LayerReport]] = {}
+    for layer in report.layers:
+        for entry in layer.entries:
+            steps = entry.steps or ("all" if len(layer.entries) == 1 else "other")
+            key = (layer.component or "-", str(layer.role), steps, entry)
+            found.setdefault(key, []).append(layer)
+    return [
+        Group(
+            component,
+            role,
+            steps,
+            entry,
+            tuple(layer.layer for layer in layers if layer.layer is not None),
+            len(layers),
+        )
+        for (component, role, steps, entry), layers in found.items()
+    ]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return sorted numbers as text, e.g. "0-3,38"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _request(options: ListOptions, environment: "Environment") -> "AttentionRequest":
+    from multimodal_gen.runtime.generator import pick_device, pick_dtype
+    from multimodal_gen.runtime.layers.attention.request import AttentionRequest, AttentionRole
+
+    return AttentionRequest(
+        environment=environment,
+        head_size=options.head_size,
+        num_heads=options.heads,
+        num_kv_heads=options.heads,
+        dtype=pick_dtype(options.dtype.value, pick_device(None)),
+        role=AttentionRole(options.role.value),
+    )
+
+
+def _status(backend: "AttentionBackendEnum", request: "AttentionRequest") -> dict[str, Any]:
+    from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+
+    environment = request.environment
+    cls = find_backend(backend, environment.platform)
+    reasons = cls.unsupported_reasons(request)
+    variant = None if reasons else cls.choose_variant(request)
+    missing = [
+        probe.install
+        for candidate in cls.variants
+        for probe in candidate.packages
+        if probe.unsupported_reason(environment)
+    ]
+    return {
+        "backend": str(backend),
+        "usable": not reasons,
+        "variant": variant.name if variant else None,
+        "summary": cls.summary,
+        "reasons": list(reasons),
+        "install": list(dict.fromkeys(missing)) if reasons else [],
+    }
+
+
+def _platform(environment: "Environment") -> dict[str, Any]:
+    capability = environment.capability
+    return {
+        "name": str(environment.platform),
+        "device": environment.device_name,
+        "capability": capability.as_version_str() if capability else None,
+    }
+
+
+def _platform_line(environment: "Environment") -> str:
+    facts = _platform(environment)
+    text = facts["name"]
+    if facts["device"] and facts["device"] != text:
+        text += f", {facts['device']}"
+    return text + (f", compute capability {facts['capability']}" if facts["capability"] else "")
+
+
+def _request_as_dict(request: "AttentionRequest") -> dict[str, Any]:
+    return {
+        "role": str(request.role),
+        "heads": request.num_heads,
+        "head_size": request.head_size,
+        "dtype": str(request.dtype).removeprefix("torch."),
+    }
+
+
+def _request_line(request: "AttentionRequest") -> str:
+    facts = _request_as_dict(request)
+    return "{role} attention, {heads} heads of size {head_size}, {dtype}".format(**facts)
+
+
+def _echo(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)

@@ -1,0 +1,24 @@
+"""Runs a diffusers pipeline from its folder to a file: load, attach attention, run, save.
+
+Importing this package imports torch, and diffusers only when a pipeline is read.
+"""
+
+from multimodal_gen.runtime.generator.loading import PipelineIndex, pick_device, pick_dtype
+from multimodal_gen.runtime.generator.passthrough import DiffusersAttention, choose_backend
+from multimodal_gen.runtime.generator.run import Generated, generate
+from multimodal_gen.runtime.generator.session import Attach, AttentionSession, Report
+from multimodal_gen.runtime.generator.skeleton import load_skeleton
+
+__all__ = [
+    "Attach",
+    "AttentionSession",
+    "DiffusersAttention",
+    "Generated",
+    "PipelineIndex",
+    "Report",
+    "choose_backend",
+    "generate",
+    "load_skeleton",
+    "pick_device",
+    "pick_dtype",
+]

@@ -1,0 +1,198 @@
+"""One generation: load a pipeline, attach attention, run it, save the result."""
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator import media
+from multimodal_gen.runtime.generator.denoise import Denoised, denoise
+from multimodal_gen.runtime.generator.loading import (
+    PipelineIndex,
+    denoisers,
+    first_line,
+    load_pipeline,
+    pick_device,
+)
+from multimodal_gen.runtime.generator.output import OutputNames, OutputTarget, Staging
+from multimodal_gen.runtime.generator.record import Timings, record_json, versions
+from multimodal_gen.runtime.generator.sampling import Call, check_arguments, prepare_call
+from multimodal_gen.runtime.generator.session import Attach, Report
+from multimodal_gen.runtime.layers.attention.report import Json
+from multimodal_gen.runtime.server_args import ServerArgs
+
+__all__ = ["Generated", "generate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A finished generation.
+
+    Attributes:
+        media: the images or videos.
+        record: the JSON file beside them.
+        latents: the file with the last latents, or None.
+        seed: seed of the noise.
+        report: what the attention ran on.
+        notes: what the user should know.
+    """
+
+    media: tuple[Path, ...]
+    record: Path
+    latents: Path | None
+    seed: int
+    report: Report
+    notes: tuple[str, ...]
+
+
+def generate(
+    args: ServerArgs,
+    *,
+    attach: Attach,
+    facts: dict[str, Json] | None = None,
+) -> Generated:
+    """Generate an image or a video, and write it with a record of the run.
+
+    Everything that can be refused is refused before the weights are loaded. After an error or
+    Ctrl-C no file is left.
+
+    Args:
+        args: what to load, what to generate and where to write it; its attention arguments are
+            `attach`'s business.
+        attach: attaches attention backends to the loaded pipeline.
+        facts: further entries for the record, e.g. the command line's arguments.
+
+    Raises:
+        UsageError: an option does not fit the pipeline, the device or the disk; also when the
+            device runs out of memory.
+        MissingDependencyError: diffusers, or an encoder for videos, is not installed.
+    """
+    device = pick_device(args.device)
+    index = PipelineIndex.read(args.model_path)
+    check_arguments(index, args)
+    seed = secrets.randbelow(2**32) if args.seed is None else args.seed
+    args = replace(args, seed=seed)
+    target = _target(index, args)
+    timings = Timings(device)
+    with _out_of_memory_explained():
+        with timings.phase("load"):
+            pipe = load_pipeline(index, args, device)
+        call = prepare_call(pipe, index, args)
+        with timings.phase("attach"):
+            session = attach(pipe)
+        try:
+            notes = _compile(pipe) if args.enable_torch_compile else ()
+            run = denoise(pipe, call, timings)
+            report = session.report()
+        finally:
+            session.remove()
+    record: dict[str, Json] = {
+        "versions": versions(device),
+        **(facts or {}),
+        "pipeline": index.name,
+        "arguments": _arguments(args),
+        "attention": report.as_dict(),
+    }
+    names, more = _save(target, run, call, timings, record, notes=(*call.notes, *notes))
+    return Generated(
+        media=names.media,
+        record=names.record,
+        latents=names.latents,
+        seed=seed,
+        report=report,
+        notes=more,
+    )
+
+
+def _arguments(args: ServerArgs) -> dict[str, Json]:
+    """Return the arguments as JSON data; the seed is the one that was used."""
+    values = {field.name: getattr(args, field.name) for field in fields(args)}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: object) -> Json:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
+    """Settle where to write, and fail now if that cannot work."""
+    target = OutputTarget.plan(
+        Path(args.output_path),
+        index.kind,
+        stem=f"{Path(index.model_path).name}-seed{args.seed}",
+        overwrite=args.overwrite,
+        latents=args.save_latents,
+    )
+    target.names(args.num_outputs)
+    if index.kind == "video":
+        media.require_encoder()
+    return target
+
+
+def _compile(pipe: Any) -> tuple[str, ...]:
+    """Compile the repeated blocks of every denoiser; return a note for each that has none."""
+    notes = []
+    for name, model in denoisers(pipe).items():
+        if getattr(model, "_repeated_blocks", None):
+            model.compile_repeated_blocks(fullgraph=True)
+        else:
+            notes.append(
+                f"{name} was not compiled: {type(model).__name__} names no repeated blocks"
+            )
+    return tuple(notes)
+
+
+def _save(
+    target: OutputTarget,
+    run: Denoised,
+    call: Call,
+    timings: Timings,
+    record: dict[str, Json],
+    *,
+    notes: tuple[str, ...],
+) -> tuple[OutputNames, tuple[str, ...]]:
+    """Write everything, or nothing; return the names and all notes."""
+    names = target.names(len(run.pixels))
+    with Staging() as staging:
+        found = []
+        with timings.phase("save"):
+            for pixels, final in zip(run.pixels, names.media, strict=True):
+                if target.kind == "video":
+                    found.append(media.write_video(pixels, staging.path(final), call.fps))
+                else:
+                    media.write_image(pixels, staging.path(final))
+            if names.latents is not None:
+                media.write_latents(run.latents, staging.path(names.latents))
+        notes = (*notes, *dict.fromkeys(note for note in found if note))
+        complete = {
+            **record,
+            "outputs": [file.name for file in names.media],
+            "fps": call.fps if target.kind == "video" else None,
+            "timings_s": timings.as_dict(),
+            "notes": list(notes),
+        }
+        record_json(complete, staging.path(names.record))
+    return names, notes
+
+
+@contextmanager
+def _out_of_memory_explained() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # The CPU allocator raises a plain RuntimeError.
+        if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+            raise
+        raise UsageError(
+            f"the device ran out of memory ({first_line(error)}); try a smaller --height, --width "
+            f"or --num-frames, --dtype bfloat16, --vae-tiling, or --offload model (then sequential)"
+        ) from error

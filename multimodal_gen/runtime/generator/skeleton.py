@@ -1,0 +1,86 @@
+"""A pipeline without its weights: real modules on the meta device, built from their configs."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.loading import (
+    PipelineIndex,
+    first_line,
+    pick_dtype,
+)
+
+__all__ = ["load_skeleton"]
+
+
+def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any:
+    """Build a pipeline whose models have shapes and dtypes but no weights.
+
+    It takes seconds and next to no memory at any model size, which is enough to learn what its
+    attention layers are. Only the configs are read, or fetched from the hub.
+
+    Args:
+        index: the pipeline.
+        dtype: dtype the weights would be loaded in, or "auto".
+        device: where they would run; "auto" depends on it.
+
+    Returns:
+        An instance of the pipeline's class. Models are on the meta device; tokenizers, processors
+        and components that have no config are None.
+
+    Raises:
+        UsageError: a component's config is missing or does not fit its class.
+    """
+    # Constructors of pipelines want tokenizers, schedulers and so on; a skeleton needs none.
+    pipeline_class: Any = index.pipeline_class
+    pipe = pipeline_class.__new__(pipeline_class)
+    pipe.register_modules(**dict.fromkeys(_expected(pipeline_class)))
+    chosen = pick_dtype(dtype, device)
+    for name, (library, class_name) in index.components.items():
+        model = _build(index.model_path, name, library, class_name)
+        if model is not None:
+            # The plain cast: the libraries' own `to` warns about weights that are not there.
+            pipe.register_modules(**{name: torch.nn.Module.to(model, dtype=chosen).eval()})
+    return pipe
+
+
+def _expected(pipeline_class: Any) -> list[str]:
+    """Return the names of all components, those that this pipeline leaves out included."""
+    parameters = inspect.signature(pipeline_class).parameters.values()
+    required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+    return sorted({*required, *pipeline_class._optional_components})
+
+
+def _build(model_path: str, name: str, library: str, class_name: str) -> torch.nn.Module | None:
+    """Build one component on the meta device; None for what is no model."""
+    import diffusers
+    import transformers
+    from accelerate import init_empty_weights
+
+    module = {"diffusers": diffusers, "transformers": transformers}.get(library)
+    cls = getattr(module, class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        return None
+    try:
+        if library == "diffusers":
+            config = cls.load_config(model_path, subfolder=name)  # type: ignore[attr-defined]
+            with init_empty_weights():
+                return cls.from_config(config)  # type: ignore[attr-defined]
+        config = _transformers_config(cls, model_path, name)
+        with init_empty_weights():
+            return cls(config)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"component {name} of {model_path!r} must have a config for {class_name}, "
+            f"building it failed: {first_line(error)}"
+        ) from error
+
+
+def _transformers_config(cls: Any, model_path: str, name: str) -> Any:
+    """Read the config by the model's own config class, which part-models need."""
+    if Path(model_path).is_dir():
+        return cls.config_class.from_pretrained(Path(model_path) / name)
+    return cls.config_class.from_pretrained(model_path, subfolder=name)
