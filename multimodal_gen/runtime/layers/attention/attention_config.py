@@ -21,7 +21,7 @@ from types import MappingProxyType
 from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, build_config
-from multimodal_gen.runtime.layers.attention.config_fields import short
+from multimodal_gen.runtime.layers.attention.config_fields import read_selector, short
 from multimodal_gen.runtime.layers.attention.config_source import read_mapping
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -211,4 +211,4 @@ def _role(value: object, where: str) -> AttentionRole | None:
 
 
 def _selector(value: object, where: str) -> IndexSelector | None:
-    return None if value is None else IndexSelector.parse(value, name=where)
+    return None if value is None else read_selector(value, where)

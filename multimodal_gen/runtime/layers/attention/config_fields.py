@@ -97,6 +97,26 @@ def _parameters_of(config_cls: Any) -> Mapping[str, Parameter]:  # Any: mypy fin
     return MappingProxyType(found)
 
 
+def read_selector(value: object, name: str) -> IndexSelector:
+    """Return the selector `value` spells: text, an int, a list of ints, or one already read.
+
+    Raises:
+        ConfigError: `value` is none of these.
+    """
+    if isinstance(value, IndexSelector):
+        return value
+    # As a value of its own, -5 is the text "-5" read as a number; in a list it is a mistake.
+    listed = value if isinstance(value, (list, tuple)) else ()
+    if not any(isinstance(item, int) and item < 0 for item in listed):
+        try:
+            return IndexSelector.parse(value, name=name)
+        except ConfigError:
+            raise
+        except ValueError:  # more digits than Python converts
+            pass
+    raise ConfigError(f"{name} must be {_NAMES[IndexSelector]}, got {short(value)}")
+
+
 def short(value: object) -> str:
     """Return `repr(value)`, shortened to what fits in a one-line message."""
     try:
@@ -118,7 +138,7 @@ def _convert(value: object, annotation: Any, bounds: Parameter, label: str) -> o
     if origin is tuple:
         return _convert_list(value, get_args(annotation)[0], bounds, label)
     if annotation is IndexSelector:
-        return value if isinstance(value, IndexSelector) else _selector(value, label)
+        return read_selector(value, label)
     if annotation is NoneType and value is None:
         return None
     if annotation in (int, float):
@@ -146,6 +166,8 @@ def _convert_choice(value: object, choices: tuple[Any, ...]) -> object:
     for choice in choices:
         if type(choice) is type(value) and choice == value:
             return choice
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # `version=3` reads as a number
     if isinstance(value, str):
         name = value.strip().casefold()
         matches = [c for c in choices if isinstance(c, str) and c.casefold() == name]
@@ -176,15 +198,6 @@ def _convert_number(value: object, annotation: type, bounds: Parameter) -> objec
     if bounds.le is not None and number > bounds.le:
         raise _MismatchError
     return number
-
-
-def _selector(value: object, label: str) -> IndexSelector:
-    try:
-        return IndexSelector.parse(value, name=label)
-    except ConfigError:
-        raise
-    except ValueError:  # more digits than Python converts
-        raise _MismatchError from None
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
