@@ -1,0 +1,199 @@
+"""An attention module of a stock model, and the layers that do its attention.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.layers.attention.layer import LocalAttention
+from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """What a call must match to run on a layer built beforehand.
+
+    Attributes:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads.
+        scale: factor on q k^T; None for `head_size ** -0.5`.
+        causal: bottom-right aligned causality.
+    """
+
+    num_heads: int
+    head_size: int
+    num_kv_heads: int
+    scale: float | None = None
+    causal: bool = False
+
+
+class StockAttention(LocalAttention):
+    """`LocalAttention` that looks up what the denoiser call knows about its key padding.
+
+    `attend` runs inside the opaque operator under `torch.compile`, so what it reads is never
+    frozen into a graph.
+    """
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        mask_meta: VarlenMaskMeta | None = None,
+    ) -> torch.Tensor:
+        """Attend as `LocalAttention` does, on the valid keys alone where the padding is known."""
+        padding = None if attn_mask is None else KeyPadding.current(self.site.role, key)
+        if attn_mask is None or padding is None:
+            return super().attend(query, key, value, attn_mask, mask_meta)
+        if padding.valid is None:
+            both_sides = attn_mask.dim() == 2
+            mask = padding.keep() if both_sides else padding.keep_keys()
+            return super().attend(query, key, value, mask)
+        if padding.valid < key.shape[1]:
+            # Rows of padded queries get an output that nothing reads: their keys stay cut off.
+            key, value = key[:, : padding.valid], value[:, : padding.valid]
+        return super().attend(query, key, value)
+
+
+class AttachedLayer:
+    """The layers of one attention module: the one built for it, and one per unusual call.
+
+    Stock processors hand this object to the attention call as their `_attention_backend`.
+
+    Args:
+        site: where the module sits.
+        geometry: what its calls usually look like.
+        compute_dtype: dtype of its q, k and v.
+        scope: what the user configured.
+
+    Raises:
+        UnsupportedBackendError: the requested backend cannot serve the module.
+    """
+
+    def __init__(
+        self,
+        site: LayerSite,
+        geometry: Geometry,
+        compute_dtype: torch.dtype,
+        scope: SelectionScope,
+    ) -> None:
+        self.site = site
+        self.num_heads = geometry.num_heads
+        self.head_size = geometry.head_size
+        self.num_kv_heads = geometry.num_kv_heads
+        self.scale = geometry.head_size**-0.5 if geometry.scale is None else geometry.scale
+        self.causal = geometry.causal
+        self._compute_dtype = compute_dtype
+        self._scope = scope
+        self.layer = self._build(geometry)
+        self.others: dict[Geometry, StockAttention] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Return attention of `query` over `key` and `value`.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, Dv].
+            attn_mask: as `LocalAttention.forward` takes it.
+            causal: top-left aligned causality, as PyTorch's attention defines it.
+            scale: factor on q k^T; None for `head_size ** -0.5`.
+
+        Returns:
+            [B, Sq, H, Dv].
+        """
+        if causal and query.shape[1] != key.shape[1]:
+            allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=key.device)
+            attn_mask = _intersect(allowed.tril()[None, None], attn_mask)
+            causal = False
+        usual = (
+            query.shape[2] == self.num_heads
+            and query.shape[3] == self.head_size
+            and key.shape[2] == self.num_kv_heads
+            and causal == self.causal
+            and (query.shape[3] ** -0.5 if scale is None else scale) == self.scale
+        )
+        layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
+        return layer(query, key, value, attn_mask)
+
+    def report(self) -> LayerReport:
+        """Return what ran, over all layers of the module."""
+        ran = [layer for layer in (self.layer, *self.others.values()) if layer.report().calls]
+        reports = [layer.report() for layer in ran or [self.layer]]
+        return replace(
+            reports[0],
+            entries=_merged(entry for report in reports for entry in report.entries),
+            detours=_merged(detour for report in reports for detour in report.detours),
+        )
+
+    def _other(
+        self, query: torch.Tensor, key: torch.Tensor, *, causal: bool, scale: float | None
+    ) -> StockAttention:
+        geometry = Geometry(
+            num_heads=query.shape[2],
+            head_size=query.shape[3],
+            num_kv_heads=key.shape[2],
+            scale=scale,
+            causal=causal,
+        )
+        if geometry not in self.others:
+            if torch.compiler.is_compiling():
+                raise UsageError(
+                    f"the attention calls of {self.site.name} must look as they did before "
+                    f"torch.compile, got {geometry}; run one step before compiling"
+                )
+            self.others[geometry] = self._build(geometry)
+        return self.others[geometry]
+
+    def _build(self, geometry: Geometry) -> StockAttention:
+        return StockAttention(
+            geometry.num_heads,
+            geometry.head_size,
+            geometry.num_kv_heads,
+            geometry.scale,
+            geometry.causal,
+            is_cross_attention=self.site.role is AttentionRole.CROSS,
+            compute_dtype=self._compute_dtype,
+            site=self.site,
+            scope=self._scope,
+        )
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of a model is a model of its own: it is not attached to anything.
+        return type(None), ()
+
+
+def _intersect(allowed: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is None:
+        return allowed
+    if mask.dtype is torch.bool:
+        return mask & allowed
+    return torch.where(allowed, mask, torch.finfo(mask.dtype).min)
+
+
+def _merged(entries: Iterable[ReportEntry]) -> tuple[ReportEntry, ...]:
+    """Return the entries, adding up the calls of those that say the same."""
+    calls: dict[ReportEntry, int] = {}
+    for entry in entries:
+        key = replace(entry, calls=0)
+        calls[key] = calls.get(key, 0) + entry.calls
+    return tuple(replace(entry, calls=count) for entry, count in calls.items())

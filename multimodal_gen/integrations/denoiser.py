@@ -1,0 +1,153 @@
+"""Tells attention layers what they may know of each denoiser call, through `ForwardContext`.
+
+A forward pre-hook sets the context and a forward hook ends it, so it is there once per call and
+never outlives one. Both run outside of compiled graphs.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from multimodal_gen.integrations.models import ModelAdapter, ModelCall
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.steps import Step, StepTracker
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    current_forward_context,
+    use_forward_context,
+)
+
+_OPEN = "multimodal_gen.open_context"
+
+# The name a pipeline gave the running call by `cache_context`; per thread, like the context.
+_BRANCH: ContextVar[str | None] = ContextVar("multimodal_gen_branch", default=None)
+_BRANCHES: Mapping[str, str] = {"cond": "cond", "uncond": "uncond", "cond_uncond": "both"}
+
+
+class DenoiserHooks:
+    """The hooks of one denoiser.
+
+    Args:
+        model: the denoiser.
+        adapter: its family.
+        component: its name in the pipeline.
+        tracker: follows the pipeline's steps; the denoisers of a pipeline share one.
+        pipeline: the pipeline, or None for a bare model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        adapter: ModelAdapter,
+        component: str,
+        tracker: StepTracker,
+        pipeline: Any = None,
+    ) -> None:
+        self._adapter = adapter
+        self._component = component
+        self._tracker = tracker
+        self._pipeline = pipeline
+        self._config = getattr(model, "config", None)
+        self._names = [*inspect.signature(type(model).forward).parameters][1:]
+        self._memo = WeakTensorKeyDictionary()
+        # Dynamo must not trace what reads the schedule and sets context variables.
+        untraced: Callable[..., Callable[..., None]] = torch.compiler.disable
+        self._eager_enter = untraced(self._enter)
+        self._eager_leave = untraced(self._leave)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the context; a forward pre-hook with keyword arguments."""
+        del module
+        self._eager_enter(args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """End the context; a forward hook that is called after errors too."""
+        del module, args, output
+        self._eager_leave()
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
+        padding = self._adapter.padding(call)
+        step, timestep = self._locate(call, padding)
+        context = ForwardContext(
+            current_timestep=step.index,
+            timestep=timestep,
+            num_steps=step.num_steps,
+            latent_grid=self._adapter.grid(call),
+            text_span=self._adapter.text_span(call),
+            cfg_branch=self._branch(),
+            component=self._component,
+            request_id=step.request_id,
+        )
+        if padding is not None:
+            padding.store(context.cache)
+        opened = use_forward_context(context)
+        opened.__enter__()
+        context.cache[_OPEN] = self, opened
+
+    def _leave(self) -> None:
+        context = current_forward_context()
+        owner, opened = (None, None) if context is None else context.cache.get(_OPEN, (None, None))
+        if owner is self and isinstance(opened, AbstractContextManager):
+            opened.__exit__(None, None, None)
+
+    def _locate(self, call: ModelCall, padding: KeyPadding | None) -> tuple[Step, float]:
+        """Find the step and settle the padding, with one device synchronisation for both."""
+        value = call.arguments.get("timestep")
+        timestep = value if isinstance(value, torch.Tensor) else torch.tensor(float(value or 0))
+        # The tokens of an image to continue have timestep 0; the others have the step's.
+        facts = timestep.float().amax().reshape(1)
+        if padding is not None:
+            facts = torch.cat((facts, padding.facts().to(facts.device)))
+        number, *rest = facts.tolist()
+        if padding is not None:
+            padding.resolve(rest)
+        scale = self._adapter.timestep_scale
+        step = self._tracker.locate(number, timestep.dtype, scale)
+        return step, number / scale
+
+    def _branch(self) -> str | None:
+        name = _BRANCH.get()
+        if name is not None:
+            return _BRANCHES.get(name.removeprefix("pred_"))
+        if self._adapter.batches_guidance and self._pipeline is not None:
+            batched = getattr(self._pipeline, "do_classifier_free_guidance", None)
+            return None if batched is None else "both" if batched else "cond"
+        return None
+
+    def __reduce__(self) -> tuple[type["NoHooks"], tuple[()]]:
+        return NoHooks, ()
+
+
+class NoHooks:
+    """What the hooks of an attached model become in its copies: nothing."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """Do nothing."""
+
+
+class NamedCalls:
+    """Stands in for a model's `cache_context` and notes the name of the call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @contextmanager
+    def __call__(self, name: str, **kwargs: Any) -> Iterator[None]:
+        """Enter the model's own `cache_context` with the name noted."""
+        token = _BRANCH.set(name)
+        try:
+            with type(self._model).cache_context(self._model, name, **kwargs):  # type: ignore[attr-defined]
+                yield
+        finally:
+            _BRANCH.reset(token)

@@ -1,0 +1,153 @@
+"""`apply`: does the attention of a stock diffusers pipeline or model with this package's layers.
+
+Each attention module keeps its processor's code; only the attention call in it is replaced
+(`rebinding.py`). Nothing outside the target changes: not diffusers' global backend, no other
+pipeline. `AttentionHandle.remove` puts the very same objects back.
+
+A copy of an attached model, by `copy.deepcopy` or pickle, is a stock one. Calling diffusers' own
+`set_attention_backend` on an attached model hands its attention to diffusers until `remove`.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from multimodal_gen.errors import NothingAppliedError, UsageError
+from multimodal_gen.integrations.components import Component, Kind, find_components
+from multimodal_gen.integrations.scopes import check_overrides
+from multimodal_gen.integrations.steps import StepTracker
+from multimodal_gen.integrations.takeover import DenoiserPlan
+from multimodal_gen.integrations.transformers import EncoderPlan
+from multimodal_gen.runtime.layers.attention.attention_config import scope_from
+from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+__all__ = ["AttentionHandle", "apply"]
+
+
+class AttentionHandle:
+    """An attached pipeline or model; also a context manager that detaches it at the end.
+
+    Args:
+        plans: what to do, per component.
+        notes: sentences for the report.
+    """
+
+    def __init__(
+        self, plans: tuple[DenoiserPlan | EncoderPlan, ...], notes: tuple[str, ...]
+    ) -> None:
+        self._plans = plans
+        self._notes = notes
+        with ExitStack() as undo:
+            for plan in plans:
+                plan.install(undo)
+            self._undo = undo.pop_all()
+
+    def report(self) -> AttentionReport:
+        """Return what ran in every layer so far, and why; before the first call, what would."""
+        return AttentionReport(
+            layers=tuple(layer.report() for plan in self._plans for layer in plan.layers),
+            notes=(*self._notes, *(note for plan in self._plans for note in plan.notes())),
+        )
+
+    def remove(self) -> None:
+        """Put everything back as `apply` found it; a second call does nothing."""
+        self._undo.close()
+
+    def __enter__(self) -> "AttentionHandle":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def apply(
+    target: Any,
+    *,
+    attention_backend: AttentionBackendEnum | str | None = None,
+    attention_backend_config: str
+    | os.PathLike[str]
+    | Mapping[str, object]
+    | BackendConfig
+    | None = None,
+    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None]
+    | str
+    | None = None,
+    attention_config: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    strict: bool = False,
+    scope: SelectionScope | None = None,
+) -> AttentionHandle:
+    """Do the attention of a pipeline's denoisers and encoders with this package's layers.
+
+    Everything is checked before anything is changed. Autoencoders are left alone.
+
+    Args:
+        target: a diffusers pipeline, or one model of diffusers or transformers.
+        attention_backend: backend of every layer; None or "auto" for an automatic choice.
+        attention_backend_config: its parameters: a mapping, a path to a JSON or YAML file, a
+            JSON object, or `k=v,k=v`.
+        component_attention_backends: backend by `component` or `component.role`, e.g.
+            `{"transformer.cross": "torch_sdpa", "text_encoder": "fa"}`.
+        attention_config: rules over component, role, layers and steps; excludes
+            `attention_backend`.
+        strict: refuse the documented fallbacks too.
+        scope: all of the above, built already; excludes them.
+
+    Returns:
+        The handle; keep it to read the report and to take everything back.
+
+    Raises:
+        UsageError: the target is no pipeline or model, or is attached already.
+        ConfigError: a setting cannot be read or does not fit its backend.
+        UnsupportedBackendError: a requested backend cannot serve a layer.
+        ComponentAttentionBackendNotAppliedError: a component override reaches no attention layer.
+        NothingAppliedError: no attention module of a denoiser could be taken over.
+    """
+    settings: dict[str, Any] = {
+        "attention_backend": attention_backend,
+        "attention_backend_config": attention_backend_config,
+        "component_attention_backends": component_attention_backends,
+        "attention_config": attention_config,
+    }
+    if scope is None:
+        scope = scope_from(**settings, strict=strict)
+    elif strict or any(value is not None for value in settings.values()):
+        raise UsageError("scope must be given alone, got further settings beside it")
+    components = find_components(target)
+    plans, notes = _plan(target, components, scope)
+    sites = [layer.site for plan in plans for layer in plan.layers]
+    if not sites:
+        looked_at = ", ".join(f"{c.name} ({type(c.model).__name__})" for c in components)
+        raise NothingAppliedError(
+            f"apply() must find attention modules to take over, it looked at "
+            f"{looked_at or 'no model at all'} and found none"
+        )
+    check_overrides(scope, sites)
+    return AttentionHandle(plans, notes)
+
+
+def _plan(
+    target: Any, components: tuple[Component, ...], scope: SelectionScope
+) -> tuple[tuple[DenoiserPlan | EncoderPlan, ...], tuple[str, ...]]:
+    is_pipeline = not (len(components) == 1 and components[0].model is target)
+    pipeline = target if is_pipeline and hasattr(target, "components") else None
+    tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
+    plans: list[DenoiserPlan | EncoderPlan] = []
+    notes: list[str] = []
+    for component in components:
+        if component.kind is Kind.DENOISER:
+            plans.append(DenoiserPlan(component, scope, tracker, pipeline))
+        elif component.kind is Kind.ENCODER:
+            plans.append(EncoderPlan(component, scope))
+        else:
+            notes.append(f"{component.name}: {type(component.model).__name__} left alone")
+    return tuple(plans), tuple(notes)

@@ -1,0 +1,105 @@
+"""What has to be known of a model family: where the latent grid and the text are, and the roles.
+
+T, H, W are the frames, rows and columns of the latent after patching.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import TextSpan
+
+Grid: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """One call of a model's forward.
+
+    Attributes:
+        config: the model's configuration.
+        arguments: arguments by name, positional ones included.
+        memo: values derived from an argument's contents, kept as long as that tensor lives.
+    """
+
+    config: Any
+    arguments: Mapping[str, Any]
+    memo: WeakTensorKeyDictionary
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """Return an argument, or None where it is absent or no tensor."""
+        value = self.arguments.get(name)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def length(self, *names: str) -> int:
+        """Return the summed sizes of axis 1 of tensor arguments; absent ones count 0."""
+        tensors = (self.tensor(name) for name in names)
+        return sum(tensor.shape[1] for tensor in tensors if tensor is not None)
+
+
+def _by_name(name: str, module: nn.Module) -> AttentionRole:
+    """Tell the role from names that are in general use."""
+    last = name.rpartition(".")[2]
+    if getattr(module, "is_cross_attention", False) or last == "attn2" or "cross" in last:
+        return AttentionRole.CROSS
+    return AttentionRole.SELF
+
+
+def _unknown(call: ModelCall) -> None:
+    del call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAdapter:
+    """One model family.
+
+    Attributes:
+        classes: names of its diffusers classes.
+        role_of: role of an attention module, by its dotted name.
+        grid: latent grid of a call, or None when the call does not tell.
+        text_span: where text sits in joint sequences, or None when there are none.
+        padding: which keys are padding, or None when the call has no padding.
+        timestep_scale: factor between the scheduler's timesteps and the model's.
+        batches_guidance: its pipelines run both guidance branches in one batch.
+        replacements: globals of processors to replace, by processor class name.
+    """
+
+    classes: tuple[str, ...]
+    role_of: Callable[[str, nn.Module], AttentionRole] = _by_name
+    grid: Callable[[ModelCall], Grid | None] = _unknown
+    text_span: Callable[[ModelCall], TextSpan | None] = _unknown
+    padding: Callable[[ModelCall], KeyPadding | None] = _unknown
+    timestep_scale: float = 1.0
+    batches_guidance: bool = False
+    replacements: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+
+
+def video_grid(call: ModelCall, patch: tuple[int, int, int]) -> Grid | None:
+    """Return the grid of `hidden_states` [B, C, frames, height, width] cut into patches."""
+    latent = call.tensor("hidden_states")
+    if latent is None or latent.dim() != 5:
+        return None
+    sizes = latent.shape[2:]
+    return (sizes[0] // patch[0], sizes[1] // patch[1], sizes[2] // patch[2])
+
+
+def refiner_role(name: str, module: nn.Module) -> AttentionRole:
+    """Tell modules of a text refiner (`context_embedder`) from those of the denoiser."""
+    if name.startswith("context_embedder."):
+        return AttentionRole.ENCODER
+    return _by_name(name, module)
+
+
+def front_text(call: ModelCall) -> TextSpan | None:
+    """Return the span of `encoder_hidden_states` in front of the latent tokens."""
+    length = call.length("encoder_hidden_states")
+    return TextSpan(start=0, length=length) if length else None

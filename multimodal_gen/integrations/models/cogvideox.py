@@ -1,0 +1,25 @@
+"""CogVideoX: joint attention with the text in front, both guidance branches batched."""
+
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    front_text,
+)
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    latent = call.tensor("hidden_states")
+    if latent is None or latent.dim() != 5:
+        return None
+    frames, _, height, width = latent.shape[1:]
+    patch = call.config.patch_size
+    return (frames // (call.config.patch_size_t or 1), height // patch, width // patch)
+
+
+COGVIDEOX = ModelAdapter(
+    classes=("CogVideoXTransformer3DModel",),
+    grid=_grid,
+    text_span=front_text,
+    batches_guidance=True,
+)

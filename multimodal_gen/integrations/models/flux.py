@@ -1,0 +1,37 @@
+"""Flux.1: joint attention with the text in front of packed image tokens."""
+
+import torch
+
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    front_text,
+)
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    ids = call.tensor("img_ids")
+    if ids is None:
+        return None
+    if ids not in call.memo:
+        call.memo[ids] = _grid_of_ids(ids)
+    grid: Grid | None = call.memo[ids]
+    return grid
+
+
+def _grid_of_ids(ids: torch.Tensor) -> Grid | None:
+    """Read the grid off position ids [S, 3]; reference images of Kontext lie on no one grid."""
+    positions = ids[0] if ids.dim() == 3 else ids
+    is_reference, rows, columns = (int(top) for top in positions.amax(0).tolist())
+    if is_reference or (rows + 1) * (columns + 1) != positions.shape[0]:
+        return None
+    return (1, rows + 1, columns + 1)
+
+
+FLUX = ModelAdapter(
+    classes=("FluxTransformer2DModel",),
+    grid=_grid,
+    text_span=front_text,
+    timestep_scale=1e-3,
+)

@@ -1,0 +1,83 @@
+"""HunyuanVideo and HunyuanVideo-1.5: joint attention with the text, padded, behind the video."""
+
+import math
+from types import MappingProxyType
+
+import torch
+
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    refiner_role,
+    video_grid,
+)
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.pair_mask import FunctionalWithPairMask
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import TextSpan
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    patch = call.config.patch_size
+    return video_grid(call, (call.config.patch_size_t, patch, patch))
+
+
+def _rear_text(call: ModelCall, length: int) -> TextSpan | None:
+    grid = _grid(call)
+    if grid is None or not length:
+        return None
+    return TextSpan(start=math.prod(grid), length=length)
+
+
+def _span(call: ModelCall) -> TextSpan | None:
+    return _rear_text(call, call.length("encoder_hidden_states"))
+
+
+def _padding(call: ModelCall) -> KeyPadding | None:
+    mask, grid = call.tensor("encoder_attention_mask"), _grid(call)
+    if mask is None or grid is None:
+        return None
+    return _rear_padding(mask, grid)
+
+
+def _span_15(call: ModelCall) -> TextSpan | None:
+    names = ("image_embeds", "encoder_hidden_states_2", "encoder_hidden_states")
+    return _rear_text(call, call.length(*names))
+
+
+def _padding_15(call: ModelCall) -> KeyPadding | None:
+    masks = [call.tensor(f"encoder_attention_mask{suffix}") for suffix in ("_2", "")]
+    image, grid = call.tensor("image_embeds"), _grid(call)
+    if image is None or masks[0] is None or masks[1] is None or grid is None:
+        return None
+    # Without an image its embeddings are all zero, and the model masks them out.
+    has_image = (image != 0).any().expand(image.shape[:2])
+    text = torch.cat((has_image, *(mask != 0 for mask in masks if mask is not None)), dim=1)
+    return _rear_padding(text, grid)
+
+
+def _rear_padding(text: torch.Tensor, grid: Grid) -> KeyPadding:
+    return KeyPadding(AttentionRole.SELF, text, before=math.prod(grid), valid_first=True)
+
+
+HUNYUAN_VIDEO = ModelAdapter(
+    classes=("HunyuanVideoTransformer3DModel",),
+    role_of=refiner_role,
+    grid=_grid,
+    text_span=_span,
+    padding=_padding,
+)
+
+HUNYUAN_VIDEO_15 = ModelAdapter(
+    classes=("HunyuanVideo15Transformer3DModel",),
+    role_of=refiner_role,
+    grid=_grid,
+    text_span=_span_15,
+    padding=_padding_15,
+    replacements=MappingProxyType(
+        {
+            "HunyuanVideo15AttnProcessor2_0": MappingProxyType({"F": FunctionalWithPairMask}),
+        }
+    ),
+)

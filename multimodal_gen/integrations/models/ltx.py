@@ -1,0 +1,32 @@
+"""LTX-Video: packed latents, separate self and cross attention, both guidance branches batched."""
+
+import math
+
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    sizes = [call.arguments.get(name) for name in ("num_frames", "height", "width")]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    patches = (call.config.patch_size_t, call.config.patch_size, call.config.patch_size)
+    frames, height, width = (
+        int(size or 0) // patch for size, patch in zip(sizes, patches, strict=True)
+    )
+    # Conditioning frames are appended as further tokens, which lie on no grid.
+    on_grid = math.prod((frames, height, width)) == call.length("hidden_states")
+    return (frames, height, width) if on_grid else None
+
+
+def _padding(call: ModelCall) -> KeyPadding | None:
+    mask = call.tensor("encoder_attention_mask")
+    if mask is None or mask.dim() != 2:
+        return None
+    return KeyPadding(AttentionRole.CROSS, mask)
+
+
+LTX = ModelAdapter(
+    classes=("LTXVideoTransformer3DModel",), grid=_grid, padding=_padding, batches_guidance=True
+)

@@ -1,0 +1,38 @@
+"""Qwen-Image: joint attention with the text, perhaps padded, in front of packed image tokens."""
+
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    front_text,
+)
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    shapes = call.arguments.get("img_shapes")
+    if not shapes:
+        return None
+    images = shapes[0] if isinstance(shapes[0], list) else shapes
+    if len(images) != 1:
+        # Edit models put their reference images behind the image; together they are no grid.
+        return None
+    frames, height, width = images[0]
+    return (int(frames), int(height), int(width))
+
+
+def _padding(call: ModelCall) -> KeyPadding | None:
+    mask = call.tensor("encoder_hidden_states_mask")
+    if mask is None:
+        return None
+    return KeyPadding(AttentionRole.SELF, mask, after=call.length("hidden_states"))
+
+
+QWEN_IMAGE = ModelAdapter(
+    classes=("QwenImageTransformer2DModel",),
+    grid=_grid,
+    text_span=front_text,
+    padding=_padding,
+    timestep_scale=1e-3,
+)

@@ -1,0 +1,103 @@
+"""Which keys of a denoiser call are padding, found out once per call instead of once per layer.
+
+B batch, S tokens; k suffix = key side.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+_SLOT = "multimodal_gen.key_padding"
+
+
+class KeyPadding:
+    """The padding of the keys that attention modules of one role see.
+
+    Args:
+        role: role of those modules.
+        text: [B, L], non-zero for text tokens that may be attended to.
+        before: number of keys in front of the text, all valid.
+        after: number of keys behind the text, all valid.
+        valid_first: the model moves valid text tokens before padded ones.
+    """
+
+    def __init__(
+        self,
+        role: AttentionRole,
+        text: torch.Tensor,
+        *,
+        before: int = 0,
+        after: int = 0,
+        valid_first: bool = False,
+    ) -> None:
+        self.role = role
+        self.valid: int | None = None
+        self._text = text != 0
+        self._before = before
+        self._after = after
+        self._valid_first = valid_first
+        self._usable = False
+        self._counts: tuple[int, ...] = ()
+        self._keep: torch.Tensor | None = None
+        self._keep_keys: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, Sk)."""
+        return self._text.shape[0], self._before + self._text.shape[1] + self._after
+
+    def facts(self) -> torch.Tensor:
+        """Return what the host has to know: float32 [2 B], for `resolve`."""
+        text = self._text
+        ordered = (text[:, :-1] >= text[:, 1:]).all(1)
+        return torch.cat((text.sum(1), ordered)).float()
+
+    def resolve(self, facts: Sequence[float]) -> None:
+        """Take the values of `facts` and find `valid`.
+
+        `valid` is the number of leading keys to attend to, where that says everything: the same
+        in every sample, with only padding behind it. It is None where a mask is needed.
+        """
+        batch, length = self._text.shape
+        counts = [int(count) for count in facts[:batch]]
+        ordered = self._valid_first or all(facts[batch:])
+        if all(count == length for count in counts):
+            self.valid = self.shape[1]
+        elif len(set(counts)) == 1 and ordered and not self._after:
+            self.valid = self._before + counts[0]
+        # What a sample without any key gives is the model's own matter: its mask is left alone.
+        self._usable = self._before + self._after + min(counts) > 0
+        self._counts = tuple(counts)
+
+    def keep(self) -> torch.Tensor:
+        """Return bool [B, Sk], True for keys to attend to; built on first use."""
+        if self._keep is None:
+            text = self._text
+            if self._valid_first:
+                counts = torch.tensor(self._counts, device=text.device)
+                text = torch.arange(text.shape[1], device=text.device) < counts[:, None]
+            before, after = (text.new_ones(text.shape[0], n) for n in (self._before, self._after))
+            self._keep = torch.cat((before, text, after), dim=1)
+        return self._keep
+
+    def keep_keys(self) -> torch.Tensor:
+        """Return `keep` as [B, 1, 1, Sk]; the same tensor for every layer of the call."""
+        if self._keep_keys is None:
+            self._keep_keys = self.keep()[:, None, None, :]
+        return self._keep_keys
+
+    def store(self, cache: dict[object, object]) -> None:
+        """Make it known to the layers of a denoiser call, through `ForwardContext.cache`."""
+        cache[_SLOT] = self
+
+    @staticmethod
+    def current(role: AttentionRole, key: torch.Tensor) -> "KeyPadding | None":
+        """Return the running call's padding where it describes `key` [B, Sk, H, D]."""
+        context = current_forward_context()
+        padding = None if context is None else context.cache.get(_SLOT)
+        if not isinstance(padding, KeyPadding) or padding.role is not role:
+            return None
+        return padding if padding._usable and padding.shape == tuple(key.shape[:2]) else None

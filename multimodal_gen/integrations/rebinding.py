@@ -1,0 +1,316 @@
+"""Rebinds the attention call inside stock processor classes, leaving the rest of them as it is.
+
+A processor of diffusers projects, normalises and rotates q, k and v, then calls one attention
+function. A derived class keeps all of that: its methods are the stock ones on the same code, over
+a copy of their module's globals in which only that function is another one. Two spellings exist:
+
+- `dispatch_attention_fn(..., backend=self._attention_backend)` is a global to replace;
+- `F.scaled_dot_product_attention(...)` does not say whose call it is, so the method is compiled
+  from its source once more, with `self._attention_backend` as an additional first argument.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.attached import AttachedLayer
+from multimodal_gen.integrations.pair_mask import PairMask
+
+_DISPATCH = "dispatch_attention_fn"
+_SDPA = "scaled_dot_product_attention"
+_SDPA_HOOK = "_multimodal_gen_sdpa"
+_STOCK = "_multimodal_gen_stock"
+
+
+class CannotRebindError(Exception):
+    """A processor's attention call was not found, or cannot be replaced; the message says why."""
+
+
+def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
+    """Return a subclass of a processor class whose attention call takes an `AttachedLayer`.
+
+    Args:
+        stock: the processor's class.
+        replacements: further globals of its methods to replace, by name.
+
+    Raises:
+        CannotRebindError: the class calls no attention function that can be replaced.
+    """
+    return _derive(stock, tuple((replacements or {}).items()))
+
+
+def stock_class(processor: object) -> type | None:
+    """Return the class that the class of `processor` was derived from, or None."""
+    stock: type | None = getattr(type(processor), _STOCK, None)
+    return stock
+
+
+def attach(processor: object, layer: AttachedLayer, derived: type) -> Any:
+    """Return a processor of the derived class with the state of `processor`, bound to `layer`."""
+    new: Any = object.__new__(derived)
+    new.__dict__.update(vars(processor))
+    new.__dict__["_multimodal_gen_replaced"] = processor
+    new._attention_backend = layer
+    return new
+
+
+@cache
+def _derive(stock: type, replacements: tuple[tuple[str, Any], ...]) -> type:
+    methods = dict(_attention_methods(stock))
+    if not methods:
+        raise CannotRebindError(f"{stock.__name__} calls neither {_DISPATCH} nor {_SDPA}")
+    namespace: dict[str, Any] = {
+        name: _rebind(method, dict(replacements)) for name, method in methods.items()
+    }
+    namespace.update(
+        {
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+            "__reduce_ex__": _reduce_to_stock,
+            "_attention_backend": None,
+            _STOCK: stock,
+        }
+    )
+    return type(stock.__name__, (stock,), namespace)
+
+
+def _attention_methods(stock: type) -> Iterator[tuple[str, FunctionType]]:
+    for name, method in inspect.getmembers(stock, inspect.isfunction):
+        if _mentions(method.__code__, _SDPA) or _dispatch_names(method):
+            yield name, method
+
+
+def _dispatch_names(method: FunctionType) -> set[str]:
+    """Return the names under which a function's globals hold diffusers' dispatch function."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    names = set(_names(method.__code__))
+    return {name for name in names if method.__globals__.get(name) is dispatch_attention_fn}
+
+
+def _rebind(method: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
+    code = method.__code__
+    if hasattr(method, "__wrapped__") or code.co_freevars:
+        raise CannotRebindError(f"{method.__qualname__} is decorated or a closure")
+    replaced = {**dict.fromkeys(_dispatch_names(method), dispatch), **replacements}
+    if _mentions(code, _SDPA):
+        code = _with_sdpa_hook(method)
+        replaced[_SDPA_HOOK] = sdpa
+    # Dynamo looks globals up in the module called `__name__`, which would be the stock one, with
+    # the stock attention call. `__package__` stays: it is what relative imports go by.
+    scope = {key: value for key, value in method.__globals__.items() if key != "__name__"}
+    scope.update(replaced)
+    new = FunctionType(code, scope, method.__name__, method.__defaults__)
+    new.__kwdefaults__ = method.__kwdefaults__
+    new.__annotations__ = dict(method.__annotations__)
+    new.__qualname__ = method.__qualname__
+    new.__module__ = method.__module__
+    new.__doc__ = method.__doc__
+    return new
+
+
+def _with_sdpa_hook(method: FunctionType) -> CodeType:
+    """Compile a method from source with its attention calls given the processor's layer."""
+    try:
+        source = textwrap.dedent(inspect.getsource(method))
+    except OSError as error:
+        raise CannotRebindError(f"the source of {method.__qualname__} is not there") from error
+    tree = ast.parse(source)
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
+        raise CannotRebindError(f"{method.__qualname__} is not a plain method")
+    rewriter = _SdpaRewriter(definition.args.args[0].arg)
+    rewriter.visit(definition)
+    if not rewriter.count:
+        raise CannotRebindError(f"{method.__qualname__} does not call {_SDPA} itself")
+    ast.fix_missing_locations(tree)
+    ast.increment_lineno(tree, method.__code__.co_firstlineno - 1)
+    flags = method.__code__.co_flags & _future_flags()
+    module = compile(tree, method.__code__.co_filename, "exec", flags, dont_inherit=True)
+    return next(
+        const
+        for const in module.co_consts
+        if isinstance(const, CodeType) and const.co_name == method.__name__
+    )
+
+
+class _SdpaRewriter(ast.NodeTransformer):
+    """Turns `F.scaled_dot_product_attention(...)` into `hook(self._attention_backend, ...)`."""
+
+    def __init__(self, self_name: str) -> None:
+        self.self_name = self_name
+        self.count = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not (isinstance(node.func, ast.Attribute) and node.func.attr == _SDPA):
+            return node
+        self.count += 1
+        owner = ast.Name(self.self_name, ast.Load())
+        layer = ast.Attribute(owner, "_attention_backend", ast.Load())
+        node.func = ast.Name(_SDPA_HOOK, ast.Load())
+        node.args.insert(0, layer)
+        return node
+
+
+def dispatch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: "torch.Tensor | PairMask | None" = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    attention_kwargs: dict[str, Any] | None = None,
+    *,
+    backend: Any = None,
+    parallel_config: Any = None,
+) -> torch.Tensor:
+    """Stand in for diffusers' `dispatch_attention_fn`, whose arguments and [B, S, H, D] it has.
+
+    A `backend` that is not ours was set by diffusers' own `set_attention_backend` after `apply`:
+    the later word counts, so the call goes to diffusers.
+
+    Raises:
+        UsageError: the call asks for something the layers do not do.
+    """
+    if not isinstance(backend, AttachedLayer):
+        mask = attn_mask.dense() if isinstance(attn_mask, PairMask) else attn_mask
+        return _stock_dispatch()(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            attention_kwargs=attention_kwargs,
+            backend=backend,
+            parallel_config=parallel_config,
+        )
+    _refuse_dropout(backend, dropout_p)
+    if parallel_config is not None:
+        raise UsageError(
+            f"context parallelism of diffusers must be off under apply(), got {parallel_config} "
+            f"in {backend.site.name}; remove() the handle, or do not enable parallelism"
+        )
+    if attention_kwargs:
+        raise UsageError(
+            f"attention_kwargs must be empty, got {sorted(attention_kwargs)} in "
+            f"{backend.site.name}: they belong to one of diffusers' own backends"
+        )
+    if isinstance(attn_mask, PairMask):
+        attn_mask = attn_mask.keep
+    elif attn_mask is not None and attn_mask.dim() == 2:
+        # [B, Sk] to diffusers, which masks keys alone; to the layers it masks queries too.
+        attn_mask = attn_mask[:, None, None, :]
+    return backend.attend(query, key, value, attn_mask, causal=is_causal, scale=scale)
+
+
+def sdpa(
+    backend: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stand in for PyTorch's `scaled_dot_product_attention` in a processor's method.
+
+    Args:
+        backend: the processor's `_attention_backend`.
+        query: [B, H, Sq, D], or [B, Sq, D].
+        key: [B, Hkv, Sk, D], or [B, Sk, D].
+        value: as `key`.
+        attn_mask: broadcastable to [B, H, Sq, Sk].
+        dropout_p: must be 0.
+        is_causal: top-left aligned causality.
+        scale: factor on q k^T.
+        enable_gqa: whether Hkv may be smaller than H.
+
+    Returns:
+        The shape of `query`.
+
+    Raises:
+        UsageError: the call asks for something the layers do not do.
+    """
+    if not isinstance(backend, AttachedLayer):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    _refuse_dropout(backend, dropout_p)
+    if query.dim() == 3:
+        mask = None if attn_mask is None else attn_mask[..., None, :, :]
+        out = sdpa(
+            backend, query[:, None], key[:, None], value[:, None], mask, 0.0, is_causal, scale
+        )
+        return out[:, 0]
+    if attn_mask is not None and attn_mask.dim() < 4:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    out = backend.attend(query, key, value, attn_mask, causal=is_causal, scale=scale)
+    return out.transpose(1, 2)
+
+
+def _refuse_dropout(backend: AttachedLayer, dropout_p: float) -> None:
+    if dropout_p:
+        raise UsageError(
+            f"dropout_p must be 0.0 under apply(), got {dropout_p} in {backend.site.name}; "
+            f"attention kernels apply no dropout, call the model's eval()"
+        )
+
+
+def _stock_dispatch() -> Callable[..., torch.Tensor]:
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    function: Callable[..., torch.Tensor] = dispatch_attention_fn
+    return function
+
+
+def _reduce_to_stock(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Copy or pickle a derived processor as a stock one: copies of a model are not attached."""
+    del protocol
+    state = dict(vars(self))
+    replaced = state.pop("_multimodal_gen_replaced")
+    if isinstance(state["_attention_backend"], AttachedLayer):
+        del state["_attention_backend"]
+        if "_attention_backend" in vars(replaced):
+            state["_attention_backend"] = vars(replaced)["_attention_backend"]
+    return _stock_processor, (stock_class(self), state)
+
+
+def _stock_processor(stock: type, state: dict[str, Any]) -> Any:
+    processor: Any = object.__new__(stock)
+    processor.__dict__.update(state)
+    return processor
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    return name in set(_names(code))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)
+
+
+def _future_flags() -> int:
+    import __future__
+
+    features = (getattr(__future__, name) for name in __future__.all_feature_names)
+    return sum({feature.compiler_flag for feature in features})

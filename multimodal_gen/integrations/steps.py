@@ -1,0 +1,115 @@
+"""Finds the index of the denoising step a model call belongs to.
+
+Calls are never counted: guidance calls a model several times per step, caches skip calls, and two
+experts share one schedule. What counts is where the call's timestep sits in the schedule.
+"""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Where in a generation a model call is.
+
+    Attributes:
+        index: denoising step, from 0.
+        num_steps: number of steps, or None when there is no schedule to tell.
+        request_id: identifies the generation.
+    """
+
+    index: int
+    num_steps: int | None
+    request_id: str
+
+
+class StepTracker:
+    """Follows one pipeline, or one model outside a pipeline, through its generations.
+
+    Args:
+        scheduler: returns the pipeline's scheduler, or None.
+    """
+
+    def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:
+        self._scheduler = scheduler
+        self._schedule: torch.Tensor | None = None
+        self._timesteps: list[float] = []
+        self._request_id = ""
+        self._index = 0
+        self._value: float | None = None
+        self._direction = 0
+
+    def locate(self, timestep: float, dtype: torch.dtype, scale: float = 1.0) -> Step:
+        """Return the step of a call.
+
+        Args:
+            timestep: the value the model was called with.
+            dtype: what it was rounded to on its way there.
+            scale: factor between the scheduler's timesteps and the model's.
+        """
+        scheduler = self._scheduler()
+        self._follow(getattr(scheduler, "timesteps", None))
+        first = int(getattr(scheduler, "begin_index", None) or 0)
+        index = self._match(timestep, dtype, scale, getattr(scheduler, "step_index", None))
+        if index is None:
+            index, first = self._count(timestep), 0
+        elif index < self._index or not self._request_id:
+            self._start_request()
+        self._index, self._value = index, timestep
+        total = len(self._timesteps) - first
+        return Step(
+            index=max(index - first, 0),
+            num_steps=total if self._timesteps else None,
+            request_id=self._request_id,
+        )
+
+    def _follow(self, schedule: object) -> None:
+        """Take over a new schedule; a pipeline makes one per generation."""
+        if schedule is self._schedule:
+            return
+        self._schedule = schedule if isinstance(schedule, torch.Tensor) else None
+        self._timesteps = [] if self._schedule is None else self._schedule.double().tolist()
+        self._start_request()
+
+    def _start_request(self) -> None:
+        self._request_id = uuid.uuid4().hex[:12]
+        self._index, self._value, self._direction = 0, None, 0
+
+    def _match(
+        self, value: float, dtype: torch.dtype, scale: float, step_index: int | None
+    ) -> int | None:
+        expected = [timestep * scale for timestep in self._timesteps]
+        slack = 2 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        at_least = 1e-9 if dtype.is_floating_point else 0.5
+        near = {
+            index: abs(value - timestep)
+            for index, timestep in enumerate(expected)
+            if abs(value - timestep) <= max(slack * abs(timestep), at_least)
+        }
+        if step_index in near:
+            # Schedulers of order 2 repeat timesteps, and 16 bits round neighbours together.
+            return step_index
+        if not near:
+            return None
+        closest = min(near.values())
+        same = [index for index, distance in near.items() if distance == closest]
+        return next((index for index in same if index >= self._index), same[0])
+
+    def _count(self, value: float) -> int:
+        """Count changes of the timestep; one against their direction starts a generation."""
+        if self._value is None or not self._request_id:
+            if not self._request_id:
+                self._start_request()
+            return self._index
+        if value == self._value:
+            return self._index
+        direction = 1 if value > self._value else -1
+        if self._direction and direction != self._direction:
+            self._start_request()
+            return 0
+        self._direction = direction
+        return self._index + 1

@@ -1,0 +1,206 @@
+"""Plans and carries out the takeover of one denoiser's attention modules."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from multimodal_gen.errors import NothingAppliedError, UsageError
+from multimodal_gen.integrations.attached import AttachedLayer, Geometry
+from multimodal_gen.integrations.components import Component, compute_dtype
+from multimodal_gen.integrations.denoiser import DenoiserHooks, NamedCalls
+from multimodal_gen.integrations.models import ModelAdapter, find_adapter
+from multimodal_gen.integrations.rebinding import (
+    CannotRebindError,
+    attach,
+    derive,
+    stock_class,
+)
+from multimodal_gen.integrations.scopes import without_sparse
+from multimodal_gen.integrations.steps import StepTracker
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Takeover:
+    """One attention module: its processor as found, and the one that replaces it."""
+
+    name: str
+    module: nn.Module
+    found: Any
+    replacement: Any
+    layer: AttachedLayer
+
+
+class DenoiserPlan:
+    """What `apply` will do to a denoiser; making it changes nothing.
+
+    Args:
+        component: the denoiser.
+        scope: what the user configured.
+        tracker: follows the pipeline's steps.
+        pipeline: the pipeline, or None for a bare model.
+
+    Raises:
+        UsageError: the model is attached already, or under diffusers' context parallelism.
+        NothingAppliedError: the model has attention modules, and none could be taken over.
+        UnsupportedBackendError: a requested backend cannot serve one of them.
+    """
+
+    def __init__(
+        self,
+        component: Component,
+        scope: SelectionScope,
+        tracker: StepTracker,
+        pipeline: Any = None,
+    ) -> None:
+        adapter = find_adapter(component.model)
+        self._component = component
+        self._known = adapter is not None
+        self._adapter = adapter or ModelAdapter(classes=())
+        self._scope, self._dropped = (scope, False) if adapter else without_sparse(scope)
+        self._failures: list[str] = []
+        self._takeovers = tuple(self._plan())
+        if self._failures and not self._takeovers:
+            raise NothingAppliedError(
+                f"apply() must take over at least one attention module of "
+                f"{component.name} ({type(component.model).__name__}), it looked at "
+                f"{len(self._failures)}: {'; '.join(dict(Counter(self._failures)))}"
+            )
+        self._hooks = DenoiserHooks(
+            component.model, self._adapter, component.name, tracker, pipeline
+        )
+
+    @property
+    def layers(self) -> tuple[AttachedLayer, ...]:
+        """The layers, in the order of the model's modules."""
+        return tuple(takeover.layer for takeover in self._takeovers)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader of the report should know."""
+        name, cls = self._component.name, type(self._component.model).__name__
+        if not self._known and self._takeovers:
+            dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
+            yield f"{name}: {cls} has no adapter, its latent grid is unknown{dense}"
+        for reason, count in Counter(self._failures).items():
+            yield f"{name}: {count} modules left alone, {reason}"
+        for takeover in self._takeovers:
+            processor: object = takeover.module.processor
+            if processor is not takeover.replacement:
+                yield f"{name}: {takeover.name} got another processor after apply()"
+                continue
+            backend = getattr(takeover.replacement, "_attention_backend", None)
+            if backend is not takeover.layer:
+                yield f"{name}: {takeover.name} was handed to diffusers, its backend is {backend}"
+
+    def install(self, undo: ExitStack) -> None:
+        """Carry the plan out; `undo` takes the steps that take it back."""
+        model = self._component.model
+        for takeover in self._takeovers:
+            _register_like_stock(takeover)
+            takeover.module.processor = takeover.replacement
+            undo.callback(_restore, takeover)
+        if not self._takeovers:
+            return
+        before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
+        undo.callback(before.remove)
+        after = model.register_forward_hook(self._hooks.after, always_call=True)
+        undo.callback(after.remove)
+        if hasattr(type(model), "cache_context") and "cache_context" not in vars(model):
+            vars(model)["cache_context"] = NamedCalls(model)
+            undo.callback(vars(model).pop, "cache_context", None)
+
+    def _plan(self) -> Iterator[_Takeover]:
+        indices: Counter[AttentionRole] = Counter()
+        for path, module in self._component.model.named_modules():
+            processor = getattr(module, "processor", None)
+            if not callable(processor):
+                continue
+            name = path.replace("_orig_mod.", "")
+            self._check(name, processor)
+            role = self._adapter.role_of(name, module)
+            site = LayerSite(
+                name=name, component=self._component.name, role=role, layer=indices[role]
+            )
+            try:
+                takeover = self._take_over(site, module, processor)
+            except CannotRebindError as error:
+                self._failures.append(str(error))
+                continue
+            indices[role] += 1
+            yield takeover
+
+    def _take_over(self, site: LayerSite, module: nn.Module, processor: Any) -> _Takeover:
+        cls = type(processor)
+        derived = derive(cls, self._adapter.replacements.get(cls.__name__))
+        geometry = geometry_of(module)
+        if geometry is None:
+            raise CannotRebindError(f"{type(module).__name__} does not say its number of heads")
+        dtype = compute_dtype(module, self._component.model)
+        layer = AttachedLayer(site, geometry, dtype, self._scope)
+        return _Takeover(
+            name=site.name,
+            module=module,
+            found=processor,
+            replacement=attach(processor, layer, derived),
+            layer=layer,
+        )
+
+    def _check(self, name: str, processor: Any) -> None:
+        if stock_class(processor) is not None:
+            raise UsageError(
+                f"target must not be attached twice, {self._component.name}.{name} already is; "
+                f"call remove() on its handle first"
+            )
+        if getattr(processor, "_parallel_config", None) is not None:
+            raise UsageError(
+                f"target must not use diffusers' context parallelism, {self._component.name}."
+                f"{name} does; apply() before, or without, enable_parallelism()"
+            )
+
+
+def geometry_of(module: nn.Module) -> Geometry | None:
+    """Read heads and sizes off an attention module of diffusers, or return None."""
+    heads = _whole(module, "heads", "num_heads")
+    queries = _whole(getattr(module, "to_q", None), "out_features")
+    width = _whole(module, "inner_dim") or queries
+    size = _whole(module, "head_dim", "dim_head") or (width // heads if heads and width else None)
+    if not heads or not size:
+        return None
+    keys = _whole(module, "inner_kv_dim") or _whole(getattr(module, "to_k", None), "out_features")
+    kv_heads = keys // size if keys and keys % size == 0 else heads
+    return Geometry(
+        num_heads=heads,
+        head_size=size,
+        num_kv_heads=kv_heads if heads % (kv_heads or heads + 1) == 0 else heads,
+    )
+
+
+def _whole(owner: object, *names: str) -> int | None:
+    values = (getattr(owner, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _restore(takeover: _Takeover) -> None:
+    # A processor set after apply() is the user's, and stays.
+    if takeover.module.processor is takeover.replacement:
+        takeover.module.processor = takeover.found
+
+
+def _register_like_stock(takeover: _Takeover) -> None:
+    """Make the derived class known where diffusers' layer skipping looks the stock one up.
+
+    The registry is looked up by exact class, so an entry for a class of ours affects nothing else.
+    """
+    from diffusers.hooks._helpers import AttentionProcessorRegistry
+
+    stock = type(takeover.found)
+    try:
+        metadata = AttentionProcessorRegistry.get(stock)
+    except ValueError:
+        return
+    AttentionProcessorRegistry.register(type(takeover.replacement), metadata)
