@@ -118,9 +118,14 @@ def _yaml_scalar(loader: _PlainLoader, node: yaml.ScalarNode) -> object:
     return None if text in ("", "~") else read_scalar(text)
 
 
+def _yaml_tag(loader: _PlainLoader, node: yaml.Node) -> object:
+    raise MalformedError(f"tags are not accepted, got {node.tag}")
+
+
 _PlainLoader.add_constructor("tag:yaml.org,2002:map", _yaml_mapping)
 _PlainLoader.add_constructor("tag:yaml.org,2002:seq", _yaml_list)
 _PlainLoader.add_constructor("tag:yaml.org,2002:str", _yaml_scalar)
+_PlainLoader.add_constructor(None, _yaml_tag)
 
 
 def read_yaml(text: str) -> object:
