@@ -23,9 +23,10 @@ def _forget() -> None:
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pretend this machine has no accelerator."""
-    monkeypatch.setattr(platforms, "detect_platform", CpuPlatform)
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pretend this machine has no accelerator, except to tests that need it."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(platforms, "detect_platform", CpuPlatform)
     _forget()
     yield
     _forget()

@@ -57,7 +57,12 @@ class HeadSizes:
     def __str__(self) -> str:
         if self.listed:
             return "/".join(str(size) for size in self.listed)
-        text = "any" if self.maximum is None else f"<= {self.maximum}"
+        if self.maximum is None:
+            text = "any" if self.minimum <= self.multiple_of else f">= {self.minimum}"
+        elif self.minimum <= self.multiple_of:
+            text = f"<= {self.maximum}"
+        else:
+            text = f"{self.minimum} to {self.maximum}"
         return text if self.multiple_of == 1 else f"{text}, multiple of {self.multiple_of}"
 
 
@@ -197,10 +202,10 @@ class AttentionImpl(ABC):
             context: what is known of the running denoiser call, or None outside one.
             attn_mask: bool (True attends) or additive, broadcastable to [B, H, Sq, Sk]. Passed
                 only when the variant declares `dense_mask`, or `key_mask` and the mask is
-                [B, 1, 1, Sk].
+                [B, 1, 1, Sk]. An additive one has the dtype of `query`.
 
         Returns:
-            [B, Sq, H, Dv], dtype of `query`.
+            [B, Sq, H, Dv], dtype of `query`. Rows of queries that see no key are zero.
         """
 
     def forward_lse(
@@ -238,7 +243,7 @@ class AttentionImpl(ABC):
             max_seqlen_k: upper bound of the segments' key lengths.
 
         Returns:
-            [Tq, H, Dv].
+            [Tq, H, Dv]. Rows of queries whose segment has no key are zero.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no varlen")
 

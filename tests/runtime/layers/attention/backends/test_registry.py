@@ -1,0 +1,169 @@
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.layers.attention.backends import registry
+from multimodal_gen.runtime.layers.attention.layer import LocalAttention
+from multimodal_gen.runtime.layers.attention.request import PackageProbe
+from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.platforms import (
+    AttentionBackendEnum,
+    PlatformEnum,
+    entry_points,
+    interface,
+)
+from multimodal_gen.testing.fakes import fake_backend
+
+PLUGIN = """
+import torch
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.testing.fakes import PlainImpl, fake_backend
+
+class MeanImpl(PlainImpl):
+    def forward(self, query, key, value, context=None, *, attn_mask=None):
+        return value.mean(1, keepdim=True).expand_as(query)
+
+MeanBackend = fake_backend("mean_attn", impl=MeanImpl)
+ElsewhereFA = fake_backend("fa", platforms=frozenset({PlatformEnum.OOT}), variant="elsewhere")
+number = 3
+"""
+
+
+@pytest.fixture
+def plug(monkeypatch, tmp_path):
+    """Return a function that registers entry points into an importable plug-in."""
+    (tmp_path / "plugged_backends.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "plugged_backends", raising=False)
+    monkeypatch.setattr(interface, "_PLUGINS", {})
+
+    def forget() -> None:
+        registry._plugins.cache_clear()
+        registry.backends_of.cache_clear()
+        registry.current_environment.cache_clear()
+
+    def register(**named: str) -> None:
+        points = [EntryPoint(name, value, "any") for name, value in named.items()]
+        monkeypatch.setattr(
+            entry_points.importlib.metadata, "entry_points", lambda *, group: points
+        )
+        forget()
+
+    yield register
+    monkeypatch.undo()
+    forget()
+
+
+def test_every_builtin_name_has_a_backend_that_knows_its_name():
+    for name in AttentionBackendEnum:
+        for cls in registry.backends_of(name):
+            assert cls.get_enum() is name
+            assert cls.summary
+            assert cls.variants or cls.not_in_this_build
+
+
+def test_each_platform_gets_the_class_made_for_it():
+    fa = AttentionBackendEnum.FA
+    modules = {
+        platform: registry.find_backend(fa, PlatformEnum(platform)).__module__.rpartition(".")[2]
+        for platform in ("cuda", "rocm", "xpu", "musa", "npu", "mps", "cpu")
+    }
+    assert modules == {
+        "cuda": "flash_attn",
+        "rocm": "flash_attn",
+        "xpu": "xpu_flash_attn",
+        "musa": "musa_flash_attn",
+        "npu": "npu_flash_attn",
+        "mps": "flash_attn",
+        "cpu": "flash_attn",
+    }
+
+
+def test_a_plugin_backend_is_selected_by_name_and_computes(plug):
+    plug(mean_attn="plugged_backends:MeanBackend")
+    registry.load_plugins()
+    mean = AttentionBackendEnum.parse("mean-attn")
+    assert registry.all_backends() == (*AttentionBackendEnum, mean)
+    scope = SelectionScope(default=Asked(source=Source.COMMAND_LINE, backend=mean))
+    layer = LocalAttention(2, 4, scope=scope)
+    assert layer.backend is mean
+    q, k, v = torch.randn(3, 1, 5, 2, 4)
+    torch.testing.assert_close(layer(q, k, v), v.mean(1, keepdim=True).expand_as(q))
+
+
+def test_a_plugin_may_serve_a_builtin_name_on_another_platform(plug):
+    plug(fa="plugged_backends:ElsewhereFA")
+    fa = AttentionBackendEnum.FA
+    assert registry.find_backend(fa, PlatformEnum.OOT).variants[0].name == "elsewhere"
+    assert registry.find_backend(fa, PlatformEnum.CUDA).__module__.endswith(".flash_attn")
+    assert registry.all_backends() == tuple(AttentionBackendEnum)
+
+
+def test_a_plugin_that_names_no_backend_is_an_error(plug):
+    plug(bad_attn="plugged_backends:number")
+    with pytest.raises(
+        ConfigError, match=r"'bad_attn' .* must name a subclass of AttentionBackend, got 3; fix or"
+    ):
+        registry.load_plugins()
+
+
+def test_a_plugin_that_does_not_load_is_an_error(plug):
+    plug(gone_attn="plugged_backends:Gone")
+    with pytest.raises(ConfigError, match=r"'gone_attn' .* must load, got AttributeError"):
+        registry.load_plugins()
+
+
+def test_a_plugin_under_another_name_than_its_own_is_an_error(plug):
+    plug(median_attn="plugged_backends:MeanBackend")
+    with pytest.raises(ConfigError, match=r"whose `backend` is median_attn, Fake has mean_attn"):
+        registry.load_plugins()
+
+
+def test_a_plugin_name_that_is_no_identifier_is_an_error(plug):
+    plug(**{"mean attn": "plugged_backends:MeanBackend"})
+    with pytest.raises(ConfigError, match=r"must be an identifier, got 'mean attn'"):
+        registry.load_plugins()
+
+
+def test_a_name_no_package_declares_any_more_is_an_error(plug):
+    plug()
+    orphan = AttentionBackendEnum.register_plugin_name("orphan_attn")
+    with pytest.raises(
+        ConfigError, match=r"orphan_attn must be registered by an installed package"
+    ):
+        registry.backends_of(orphan)
+
+
+def test_the_environment_holds_only_packages_that_are_installed(use_backends, monkeypatch):
+    here = PackageProbe(module="torch", distribution="torch", install="")
+    gone = PackageProbe(module="surely_not_here", distribution="surely-not-here", install="")
+    use_backends(fake_backend("torch_sdpa", packages=(here, gone)))
+    packages = registry.current_environment().packages
+    assert [(module, name) for module, name, _ in packages] == [("torch", "torch")]
+
+
+def test_looking_at_every_backend_imports_no_optional_package(tmp_path):
+    names = ("flash_attn", "sageattention", "aiter", "xformers", "flashinfer", "sageattn3")
+    for name in (*names, "flash_attn_interface"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise AssertionError('imported')\n")
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from multimodal_gen.runtime.layers.attention import LocalAttention\n"
+        "from multimodal_gen.runtime.layers.attention.backends import registry\n"
+        "found = {module for module, _, _ in registry.current_environment().packages}\n"
+        "assert 'sageattention' in found, found\n"
+        "LocalAttention(2, 64)\n"
+        "print(sorted(set(sys.argv[2:]) & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), *names],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
