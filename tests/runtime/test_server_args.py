@@ -1,0 +1,215 @@
+"""The arguments of a run: normalised once, each error naming its flag."""
+
+import pickle
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal_gen.errors import ConfigError, NotInThisBuildError
+from multimodal_gen.runtime import server_args
+from multimodal_gen.runtime.layers.attention.backends.registry import ENTRY_POINT_GROUP
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.server_args import ServerArgs, parse_component_backends
+
+FA = AttentionBackendEnum.FA
+SDPA = AttentionBackendEnum.TORCH_SDPA
+
+
+def args(**given_):
+    return ServerArgs(model_path="m", **given_)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("fa3", FA),
+        ("FA4", FA),
+        (" Torch-SDPA ", SDPA),
+        (FA, FA),
+        ("auto", None),
+        (None, None),
+    ],
+)
+def test_a_backend_is_known_by_all_its_spellings(name, backend):
+    assert args(attention_backend=name).attention_backend is backend
+
+
+def test_a_diffusers_backend_keeps_the_name_that_diffusers_gives_it():
+    given_ = args(backend="Diffusers", attention_backend=" _flash_3_hub ")
+    assert given_.backend == "diffusers"
+    assert given_.attention_backend == "_flash_3_hub"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"text-encoder": "torch_sdpa", "transformer.cross": "fa3", "vae": "auto"},
+        {"text_encoder": SDPA, "transformer.cross": FA, "vae": None},
+        '{"text_encoder": "sdpa", "transformer.cross": "fa", "vae": "auto"}',
+        " text-encoder = torch_sdpa , transformer.cross=FA,vae=auto",
+    ],
+    ids=str,
+)
+def test_component_overrides_take_every_form(form):
+    expected = {"text_encoder": SDPA, "transformer.cross": FA, "vae": None}
+    assert args(component_attention_backends=form).component_attention_backends == expected
+
+
+@pytest.mark.parametrize("nothing", [None, "", {}, "{}"])
+def test_no_component_overrides_are_an_empty_mapping(nothing):
+    assert args(component_attention_backends=nothing).component_attention_backends == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("text_encoder", "must be component=backend pairs, .* got 'text_encoder' in 'text_enco"),
+        ("a=fa,", "must be component=backend pairs, .* got '' in 'a=fa,'"),
+        ("a=", "must be component=backend pairs, .* got 'a=' in 'a='"),
+        ("=fa", "must name a component or component.role, got ''"),
+        (".cross=fa", "must name a component or component.role, got '.cross'"),
+        ("a=fa,a=fa", "must name 'a' once, got it twice"),
+        ("text-encoder=fa,text_encoder=fa", "must name 'text_encoder' once, got it twice"),
+        ('{"a": "fa", "a": "fa"}', "must name 'a' once, got it twice"),
+        ("a.b=fa", "must name one of the roles self, cross, encoder after the dot, got 'a.b'"),
+        ("a.corss=fa", "got 'a.corss', did you mean 'cross'"),
+        ("a=fb", "--component-attention-backends: a: attention backend must be one of fa"),
+        ('{"a": 1}', "must give 'a' a backend's name, got 1"),
+        ('{"a": {"b": "fa"}}', "must give 'a' a backend's name, got "),
+        ('{"a": ', "must be component=backend pairs, a JSON object or a mapping, got .*Expecting"),
+        ('{"a":' * 100_000, "must be component=backend pairs, a JSON object or a mapping"),
+        ({1: "fa"}, "must have component names as keys, got 1"),
+        (["a=fa"], "must be a mapping, a JSON object or a=x,b=y, got"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_wrong_component_override_is_quoted(value, message):
+    with pytest.raises(ConfigError, match=message):
+        args(component_attention_backends=value)
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"backend": "diffuser"}, "--backend must be one of auto, .* did you mean 'diffusers'"),
+        ({"backend": None}, "--backend must be one of auto, sglang, diffusers, got None"),
+        ({"dtype": "fp16"}, "--dtype must be one of auto, float32, float16, bfloat16, got 'fp16'"),
+        ({"offload": "cpu"}, "--offload must be one of none, model, sequential, got 'cpu'"),
+        (
+            {"attention_backend": "native"},
+            "must be one of fa, .* got 'native'.* own backends need --backend diffusers",
+        ),
+        ({"attention_backend": 3}, "--attention-backend must be the name of an attention backend"),
+        (
+            {"backend": "diffusers", "attention_backend": " "},
+            "--attention-backend must be the name of a diffusers attention backend, got ' '",
+        ),
+        (
+            {"backend": "diffusers", "attention_backend_config": "a=1"},
+            "--attention-backend-config must not be given with --backend diffusers",
+        ),
+        (
+            {"backend": "diffusers", "component_attention_backends": "vae=fa"},
+            "--component-attention-backends must not be given with --backend diffusers",
+        ),
+        (
+            {"backend": "diffusers", "attention_config": "backend=fa"},
+            "--attention-config must not be given with --backend diffusers",
+        ),
+        (
+            {"attention_backend": "fa", "attention_config": "backend=fa"},
+            "--attention-config must not be given with --attention-backend; ",
+        ),
+        ({"attention_backend_config": "a=1"}, "--attention-backend-config needs --attention-ba"),
+        ({"attention_config": 3}, "--attention-config must be a path, a JSON object, k=v,k=v or"),
+        ({"height": 0}, "--height must be an integer >= 1, got 0"),
+        ({"width": 1.5}, "--width must be an integer >= 1, got 1.5"),
+        ({"num_frames": True}, "--num-frames must be an integer >= 1, got True"),
+        ({"num_inference_steps": "4"}, "--num-inference-steps must be an integer >= 1, got '4'"),
+        ({"num_outputs": None}, "--num-outputs must be an integer >= 1, got None"),
+        ({"num_gpus": 0}, "--num-gpus must be an integer >= 1, got 0"),
+        ({"seed": -1}, "--seed must be an integer >= 0, got -1"),
+        ({"fps": 0}, "--fps must be an integer >= 1, got 0"),
+        ({"guidance_scale": -0.5}, "--guidance-scale must be a number >= 0, got -0.5"),
+        ({"guidance_scale": float("nan")}, "--guidance-scale must be a number >= 0, got nan"),
+        ({"true_cfg_scale": True}, "--true-cfg-scale must be a number >= 0, got True"),
+        ({"enable_torch_compile": 1}, "--enable-torch-compile must be true or false, got 1"),
+        ({"prompt": 5}, "--prompt must be text, got 5"),
+        ({"device": ""}, "--device must be text that is not empty, got ''"),
+        ({"output_path": ""}, "--output-path must be a file or folder, got ''"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_flag(given_, message):
+    with pytest.raises(ConfigError, match=message):
+        args(**given_)
+
+
+def test_a_model_path_must_not_be_empty():
+    with pytest.raises(ConfigError, match="--model-path must be text that is not empty, got ' '"):
+        ServerArgs(model_path=" ")
+
+
+@pytest.mark.parametrize("name", ["num_gpus", "sp_degree", "ulysses_degree", "ring_degree"])
+def test_several_gpus_are_not_in_this_build(name):
+    flag = "--" + name.replace("_", "-")
+    assert getattr(args(**{name: 1}), name) == 1
+    with pytest.raises(NotInThisBuildError, match=f"^{flag} must be 1, got 2: .*not in this build"):
+        args(**{name: 2})
+
+
+def test_an_empty_configuration_is_none_at_all():
+    given_ = args(attention_backend_config=" ", attention_config="")
+    assert (given_.attention_backend_config, given_.attention_config) == (None, None)
+
+
+def test_an_output_path_becomes_a_path():
+    assert args(output_path="out/video.mp4").output_path == Path("out/video.mp4")
+
+
+def test_arguments_are_frozen_and_can_be_sent_to_another_process():
+    given_ = args(component_attention_backends="vae=fa", attention_backend="fa")
+    assert pickle.loads(pickle.dumps(given_)) == given_
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'seed'"):
+        given_.seed = 3
+
+
+def test_the_roles_of_keys_are_the_roles_of_layers():
+    keys = ",".join(f"transformer.{role}=fa" for role in AttentionRole)
+    assert len(parse_component_backends(keys)) == len(AttentionRole)
+
+
+def test_the_name_of_an_installed_plugin_is_accepted_without_loading_it(monkeypatch):
+    entry = EntryPoint("plugged_attn", "does.not.exist:Backend", ENTRY_POINT_GROUP)
+    monkeypatch.setattr(
+        server_args.importlib.metadata,
+        "entry_points",
+        lambda group: [entry] if group == ENTRY_POINT_GROUP else [],
+    )
+    monkeypatch.setattr("multimodal_gen.runtime.platforms.interface._PLUGINS", {})
+    assert str(args(attention_backend="Plugged-Attn").attention_backend) == "plugged_attn"
+
+
+def test_importing_the_arguments_loads_neither_torch_nor_diffusers():
+    code = (
+        "import sys, multimodal_gen.runtime.server_args; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=30) | st.text('{}[]":,=.- afx_', max_size=30))
+def test_arbitrary_component_text_is_read_or_refused(text):
+    try:
+        found = parse_component_backends(text)
+    except ConfigError:
+        return
+    assert all("-" not in key and key for key in found)
