@@ -7,11 +7,14 @@ plus a rounding band:
 
 Both sides are compared per query row, by the largest error over the channels: a single element of
 the eager result may be exact by luck, a whole row is not. The band is what rounding the weights
-and the output to the dtype can cost, eps * sum_j p_j |v_j|.
+and the output to the dtype can cost, eps * sum_j p_j |v_j|, plus what summing a score's D products
+in fp32, in any order, can: sqrt(D) roundings of the row's largest |score|.
 
 Kernels that quantise q, k or v to 8 bits or fewer cannot meet that; they are held to a cosine
 similarity of at least 0.999 and a relative L1 error of at most 0.03, over the whole output.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -58,7 +61,8 @@ def assert_within_error_budget(
         return
     eager = eager_attention(q, k, v, scale=scale, causal=causal, mask=mask).double()
     weighted, _ = reference_attention(q, k, v.abs(), scale=scale, causal=causal, mask=mask)
-    band = torch.finfo(q.dtype).eps * weighted
+    step = torch.finfo(q.dtype).eps + _score_step(q, k, scale)
+    band = step * weighted
     _assert_rows(actual.double() - exact, 2 * (_row_max(eager - exact) + _row_max(band)))
 
 
@@ -74,8 +78,9 @@ def assert_lse_within_error_budget(
     """Raise AssertionError when a natural log-sum-exp [B, H, Sq] errs more than its budget.
 
     Scores are sums of D exact products in fp32 or better, so the band is sqrt(D) roundings of the
-    largest |score| and of the result. On 8 bits a score errs by about one step of the quantiser:
-    1/127 of the row's range on either side.
+    largest |score| and of the result. Kernels may evaluate exponentials to the inputs' precision
+    only, which moves the logarithm of their sum by half an eps. On 8 bits a score errs by about one
+    step of the quantiser: 1/127 of the row's range on either side.
     """
     q, k = q.detach(), k.detach()
     _, exact = reference_attention(q, k, k, scale=scale, causal=causal)
@@ -85,9 +90,67 @@ def assert_lse_within_error_budget(
     assert (actual[blind] == -torch.inf).all(), "the lse of rows that see no key must be -inf"
     largest = abs(scale) * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
     step = 2 / 127 if quantised else torch.finfo(torch.float32).eps * q.shape[-1] ** 0.5
-    budget = 2 * step * (largest + exact[~blind].abs().max())
+    budget = 2 * step * (largest + exact[~blind].abs().max()) + torch.finfo(q.dtype).eps / 2
     error = (actual.double() - exact)[~blind].abs().max()
     assert error <= budget, f"lse errs by {error:.3e}, its budget is {budget:.3e}"
+
+
+def assert_gradients_within_error_budget(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> None:
+    """Raise AssertionError when the gradients of `attend` err more than their budget.
+
+    Args:
+        attend: function of q, k and v under test.
+        q: query, [B, Sq, H, D].
+        k: key, [B, Sk, H, D].
+        v: value, [B, Sk, H, Dv].
+        scale: softmax scale that should have been used.
+        causal: whether bottom-right causality should have been used.
+        mask: mask that should have been used, as in `reference_attention`.
+
+    The budget of each gradient is that of the output, over the whole tensor: at most twice the
+    largest error of plain PyTorch code in the same dtype, plus an eps of the largest gradient.
+    """
+    generator = torch.Generator().manual_seed(1)
+    upstream = torch.randn(*q.shape[:3], v.shape[3], generator=generator).to(q)
+    expected = {"scale": scale, "causal": causal, "mask": mask}
+
+    def gradients(
+        function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = function(*leaves)
+        return torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+
+    got = gradients(attend, q, k, v)
+    exact = gradients(
+        lambda *x: reference_attention(*x, **expected)[0], q.double(), k.double(), v.double()
+    )
+    eager = gradients(lambda *x: eager_attention(*x, **expected), q, k, v)
+    for name, mine, theirs, plain in zip("qkv", got, exact, eager, strict=True):
+        band = torch.finfo(q.dtype).eps * theirs.abs().max()
+        budget = 2 * ((plain.double() - theirs).abs().max() + band)
+        error = (mine.double() - theirs).abs().max()
+        assert error <= budget, (
+            f"the gradient of {name} errs by {error:.3e}, its budget is {budget:.3e}"
+        )
+
+
+def _score_step(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the rounding of the scores of each row, [B, Sq, H, 1]."""
+    keys = k.double().transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+    scores = scale * (q.double().transpose(1, 2) @ keys.mT)
+    precision = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
+    largest = scores.abs().amax(dim=-1, keepdim=True).transpose(1, 2)
+    return precision * q.shape[-1] ** 0.5 * largest
 
 
 def _row_max(x: torch.Tensor) -> torch.Tensor:

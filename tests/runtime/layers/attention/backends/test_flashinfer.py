@@ -1,0 +1,37 @@
+import math
+
+import pytest
+
+from multimodal_gen.runtime.layers.attention.backends.flashinfer import FlashInferBackend
+
+
+@pytest.fixture
+def flashinfer(fake_package, compute):
+    def single_prefill_with_kv_cache(
+        q,
+        k,
+        v,
+        scale_q=None,
+        scale_k=None,
+        scale_v=None,
+        o_dtype=None,
+        custom_mask=None,
+        packed_custom_mask=None,
+        causal=False,
+        kv_layout="NHD",
+        pos_encoding_mode="NONE",
+        use_fp16_qk_reduction=False,
+        sm_scale=None,
+        return_lse=False,
+    ):
+        assert q.dim() == 3, "one sample a call"
+        assert kv_layout == "NHD"
+        out, lse = compute(q[None], k[None], v[None], sm_scale, causal)
+        # [S, H] in base 2, as the package documents
+        return (out[0], lse[0].T / math.log(2)) if return_lse else out[0]
+
+    fake_package("flashinfer", single_prefill_with_kv_cache=single_prefill_with_kv_cache)
+
+
+def test_it_honours_every_call(call, flashinfer, assert_honours):
+    assert_honours(FlashInferBackend, "flashinfer", call)
