@@ -121,7 +121,6 @@ def assert_gradients_within_error_budget(
     """
     generator = torch.Generator().manual_seed(1)
     upstream = torch.randn(*q.shape[:3], v.shape[3], generator=generator).to(q)
-    expected = {"scale": scale, "causal": causal, "mask": mask}
 
     def gradients(
         function: Callable[..., torch.Tensor], *inputs: torch.Tensor
@@ -132,9 +131,12 @@ def assert_gradients_within_error_budget(
 
     got = gradients(attend, q, k, v)
     exact = gradients(
-        lambda *x: reference_attention(*x, **expected)[0], q.double(), k.double(), v.double()
+        lambda *x: reference_attention(*x, scale=scale, causal=causal, mask=mask)[0],
+        *(x.double() for x in (q, k, v)),
     )
-    eager = gradients(lambda *x: eager_attention(*x, **expected), q, k, v)
+    eager = gradients(
+        lambda *x: eager_attention(*x, scale=scale, causal=causal, mask=mask), q, k, v
+    )
     for name, mine, theirs, plain in zip("qkv", got, exact, eager, strict=True):
         band = torch.finfo(q.dtype).eps * theirs.abs().max()
         budget = 2 * ((plain.double() - theirs).abs().max() + band)
