@@ -51,6 +51,9 @@ MUTABLE_CALLS = {
     "set",
 }
 
+# mypy refuses to change what is annotated so.
+READ_ONLY = re.compile(r"(?:Final\[)?(?:Mapping|Sequence|Collection|AbstractSet)\b")
+
 PRIVATE_PATH = re.compile(r"(?<![\w.])/(?:work|tmp|home|root|Users)/\w")
 REMINDER = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
@@ -107,8 +110,8 @@ def _is_mutable(value: ast.expr | None) -> bool:
 def mutable_globals(folder: Path) -> set[tuple[str, str]]:
     """Return (file, name) of every module-level name bound to a mutable container.
 
-    Wrap a constant in `tuple`, `frozenset` or `MappingProxyType`; `__all__` is a list by custom.
-    A `global` statement is reported under the names it rebinds.
+    Wrap a constant in `tuple`, `frozenset` or `MappingProxyType`, or annotate it as `Mapping`;
+    `__all__` is a list by custom. A `global` statement is reported under the names it rebinds.
     """
     found = set()
     for path in sorted(folder.rglob("*.py")):
@@ -118,8 +121,9 @@ def mutable_globals(folder: Path) -> set[tuple[str, str]]:
             targets: list[ast.expr] = []
             if isinstance(statement, ast.Assign):
                 targets = statement.targets
-            elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
-                targets = [statement.target]
+            elif isinstance(statement, ast.AnnAssign):
+                read_only = READ_ONLY.match(ast.unparse(statement.annotation))
+                targets = [] if read_only else [statement.target]
             if targets and _is_mutable(getattr(statement, "value", None)):
                 found |= {(name, target.id) for target in targets if isinstance(target, ast.Name)}
         for node in ast.walk(tree):
@@ -188,6 +192,7 @@ def test_a_planted_environment_read_is_reported(tmp_path: Path, code: str) -> No
     [
         "_CACHE = {}",
         "_CACHE: dict[str, int] = dict()",
+        "_CACHE: MutableMapping[str, int] = {}",
         "if True:\n    _CACHE = [1]",
         "try:\n    x = 1\nexcept ValueError:\n    _CACHE = {1}",
         "_CACHE = collections.defaultdict(list)",
@@ -205,6 +210,8 @@ def test_a_planted_mutable_global_is_reported(tmp_path: Path, code: str) -> None
     [
         "A = (1, 2)",
         "A = MappingProxyType({})",
+        "A: Mapping[str, int] = {}",
+        "A: Final[Mapping[str, int]] = {}",
         "A = frozenset({1})",
         "__all__ = ['A']",
         "def f():\n    x = []",
