@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.errors import ConfigError
@@ -20,10 +21,10 @@ __all__ = ["fold_dotted"]
 
 _CONFIG = "--attention-config"
 _COMPONENTS = "--component-attention-backends"
-_FLAGS = {_CONFIG: _CONFIG, "-ac": _CONFIG, _COMPONENTS: _COMPONENTS}
+_FLAGS = MappingProxyType({_CONFIG: _CONFIG, "-ac": _CONFIG, _COMPONENTS: _COMPONENTS})
 
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_WORDS = {"true": True, "false": False, "null": None}
+_WORDS = MappingProxyType({"true": True, "false": False, "null": None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.errors import ConfigError, NotInThisBuildError, nearest
@@ -22,27 +23,21 @@ __all__ = [
     "parse_component_key",
 ]
 
-ComponentBackends = dict[str, AttentionBackendEnum | None]
+_ComponentBackends = dict[str, AttentionBackendEnum | None]
 
 _ROLES = ("self", "cross", "encoder")
 _PLUGIN_GROUP = "multimodal_gen.attention_backends"
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "backend": ("auto", "sglang", "diffusers"),
-    "dtype": ("auto", "float32", "float16", "bfloat16"),
-    "offload": ("none", "model", "sequential"),
-}
+_CHOICES = MappingProxyType(
+    {
+        "backend": ("auto", "sglang", "diffusers"),
+        "dtype": ("auto", "float32", "float16", "bfloat16"),
+        "offload": ("none", "model", "sequential"),
+    }
+)
 _PARALLEL = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree")
-_MINIMUM: Mapping[str, int] = {
-    **dict.fromkeys(_PARALLEL, 1),
-    "height": 1,
-    "width": 1,
-    "num_frames": 1,
-    "num_inference_steps": 1,
-    "num_outputs": 1,
-    "seed": 0,
-    "fps": 1,
-}
+_SIZES = ("height", "width", "num_frames", "num_inference_steps", "num_outputs", "fps")
+_MINIMUM = MappingProxyType({**dict.fromkeys(_PARALLEL + _SIZES, 1), "seed": 0})
 _NUMBERS = ("guidance_scale", "true_cfg_scale")
 _SWITCHES = (
     "strict_attention",
@@ -231,7 +226,7 @@ def parse_component_backends(
     value: Mapping[str, object] | str | None,
     *,
     name: str = "--component-attention-backends",
-) -> ComponentBackends:
+) -> _ComponentBackends:
     """Return backends by `component` or `component.role`, from any of the accepted forms.
 
     Args:
@@ -241,7 +236,7 @@ def parse_component_backends(
     Raises:
         ConfigError: malformed text, a bad or repeated key, an unknown role or backend.
     """
-    found: ComponentBackends = {}
+    found: _ComponentBackends = {}
     for key, backend in _component_pairs(value, name):
         component = parse_component_key(key, name=name)
         if component in found:

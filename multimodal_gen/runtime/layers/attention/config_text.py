@@ -9,7 +9,8 @@ finite are refused.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import yaml
@@ -60,7 +61,7 @@ def _refuse_constant(text: str) -> object:
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
-_WORDS: Mapping[str, object] = {"true": True, "false": False, "null": None}
+_WORDS = MappingProxyType({"true": True, "false": False, "null": None})
 
 
 def read_scalar(text: str) -> object:
