@@ -56,8 +56,9 @@ def normalise_mask(
     """
     batch, num_queries, num_heads = query.shape[:3]
     num_keys = key.shape[1]
-    if mask.dim() not in (2, 3, 4):
-        raise _misfit(mask, batch, num_heads, num_queries, num_keys)
+    given = list(mask.shape)
+    if len(given) not in (2, 3, 4):
+        raise _misfit(given, batch, num_heads, num_queries, num_keys)
     additive = mask.dtype.is_floating_point
     if not additive and mask.dtype is not torch.bool:
         mask = mask != 0
@@ -69,7 +70,7 @@ def normalise_mask(
     wanted = (batch, num_heads, num_queries, num_keys)
     fits = all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
     if not fits or mask.shape[-1] != num_keys:
-        raise _misfit(mask, batch, num_heads, num_queries, num_keys)
+        raise _misfit(given, batch, num_heads, num_queries, num_keys)
     if additive:
         return DenseMask(mask=mask.to(query.dtype))
     if mask.shape[1] != 1 or mask.shape[2] != 1:
@@ -105,10 +106,10 @@ def zero_masked_rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 
 def _misfit(
-    mask: torch.Tensor, batch: int, num_heads: int, num_queries: int, num_keys: int
+    given: list[int], batch: int, num_heads: int, num_queries: int, num_keys: int
 ) -> UsageError:
     return UsageError(
         f"attn_mask must be [B, Sk] = {[batch, num_keys]}, [B, Sq, Sk] = "
         f"{[batch, num_queries, num_keys]} or broadcastable to [B, H, Sq, Sk] = "
-        f"{[batch, num_heads, num_queries, num_keys]}, got {list(mask.shape)}"
+        f"{[batch, num_heads, num_queries, num_keys]}, got {given}"
     )

@@ -129,8 +129,9 @@ def _lines_of(layer: LayerReport) -> Iterable[tuple[str, ...]]:
 
 def _line(key: tuple[str, ...], layers: list[LayerReport]) -> str:
     component, role, steps, label, source, reason, calls = key
-    count = f"{len(layers)} layer" + ("" if len(layers) == 1 else "s")
-    return (
-        f"{component}.{role} ({count}, steps {steps}, {calls} calls each): "
-        f"{label} [{source}] {reason}"
-    )
+    counts = f"{_number(len(layers), 'layer')}, steps {steps}, {_number(int(calls), 'call')} each"
+    return f"{component}.{role} ({counts}): {label} [{source}] {reason}"
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,104 @@
+import json
+
+import pytest
+
+from multimodal_gen.runtime.layers.attention.report import (
+    AttentionReport,
+    LayerReport,
+    ReportEntry,
+)
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import AUTO, Asked, Source
+from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
+CHOSEN = Selection(
+    backend=FA,
+    variant="fa3",
+    asked=Asked(source=Source.COMPONENT, backend=FA, detail="transformer"),
+    reason="asked for",
+)
+FALLEN = Selection(
+    backend=SDPA,
+    variant="torch_sdpa",
+    asked=Asked(source=Source.COMMAND_LINE, backend=FA),
+    reason="fa cannot serve this layer: no",
+    rejected=(Rejected(backend=FA, reasons=("no", "nor this")),),
+    fallback=True,
+)
+DETOUR = Selection(backend=SDPA, variant="torch_sdpa", asked=AUTO, reason="fa has no dense_mask")
+
+
+def entry(selection, calls=2, steps=None) -> ReportEntry:
+    return ReportEntry(steps=steps, selection=selection, calls=calls)
+
+
+def layer(index, *entries, detours=(), role=AttentionRole.SELF, component="transformer"):
+    return LayerReport(
+        component=component,
+        name=f"blocks.{index}.attn1",
+        role=role,
+        layer=index,
+        entries=entries,
+        detours=detours,
+    )
+
+
+@pytest.fixture
+def report():
+    return AttentionReport(
+        layers=(
+            layer(0, entry(CHOSEN)),
+            layer(1, entry(CHOSEN)),
+            layer(2, entry(CHOSEN, 1, "0-3"), entry(FALLEN, 5)),
+            layer(3, entry(CHOSEN), detours=(entry(DETOUR, 4),)),
+            layer(None, entry(FALLEN, 1), role=AttentionRole.CROSS, component=None),
+        ),
+        notes=("vae was left alone: no adapter",),
+    )
+
+
+def test_a_summary_groups_layers_that_ran_the_same_way(report):
+    assert report.summary().splitlines() == [
+        "transformer.self (3 layers, steps all, 2 calls each): fa (fa3) [component] asked for",
+        "transformer.self (1 layer, steps 0-3, 1 call each): fa (fa3) [component] asked for",
+        "transformer.self (1 layer, steps other, 5 calls each): torch_sdpa [command line] "
+        "fa cannot serve this layer: no",
+        "transformer.self (1 layer, steps all, 4 calls each): torch_sdpa [auto] "
+        "detour: fa has no dense_mask",
+        "-.cross (1 layer, steps all, 1 call each): torch_sdpa [command line] "
+        "fa cannot serve this layer: no",
+        "note: vae was left alone: no adapter",
+    ]
+
+
+def test_a_report_without_layers_has_an_empty_summary():
+    assert AttentionReport(layers=()).summary() == ""
+
+
+def test_the_dictionary_is_json_and_complete(report):
+    data = json.loads(json.dumps(report.as_dict()))
+    assert data["notes"] == ["vae was left alone: no adapter"]
+    assert len(data["layers"]) == 5
+    fallen = data["layers"][2]["entries"][1]
+    assert fallen == {
+        "steps": None,
+        "backend": "torch_sdpa",
+        "variant": "torch_sdpa",
+        "source": "command line",
+        "detail": "",
+        "asked": "fa",
+        "reason": "fa cannot serve this layer: no",
+        "fallback": True,
+        "rejected": [{"backend": "fa", "reasons": ["no", "nor this"]}],
+        "calls": 5,
+    }
+    (detour,) = data["layers"][3]["detours"]
+    assert (detour["asked"], detour["calls"]) == (None, 4)
+    cross = data["layers"][4]
+    assert (cross["component"], cross["role"], cross["layer"]) == (None, "cross", None)
+
+
+def test_calls_of_a_layer_count_its_detours(report):
+    assert [each.calls for each in report.layers] == [2, 2, 6, 6, 1]
