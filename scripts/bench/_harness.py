@@ -1,15 +1,17 @@
 """What the benchmarks share: interleaved timing, the CSV row, the correctness check before it.
 
 The GPU is power-capped, so kernels are compared in interleaved rounds of one process: each round
-runs every contender once, and figures are medians over rounds.
+runs every contender once, in an order drawn anew (a kernel after a hungry one finds lower clocks),
+and figures are medians over rounds.
 """
 
 import argparse
 import csv
 import datetime
 import importlib.metadata
+import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -80,16 +82,29 @@ def interleave(
         run()
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(repeat):
-                run()
-            stop.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(stop) / repeat)
+    for name in shuffled_rounds(contenders, rounds):
+        times[name].append(event_ms(contenders[name], repeat=repeat))
     return times
+
+
+def shuffled_rounds(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Yield every name once per round, in an order drawn anew for each round."""
+    order = list(names)
+    draw = random.Random(0)
+    for _ in range(rounds):
+        draw.shuffle(order)
+        yield from order
+
+
+def event_ms(run: Callable[[], object], *, repeat: int = 1) -> float:
+    """Return milliseconds per call between two device events."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeat):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / repeat
 
 
 def rows_of(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from _harness import parse_arguments, rows_of, version_of, write_rows
+from _harness import parse_arguments, rows_of, shuffled_rounds, version_of, write_rows
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
@@ -19,17 +19,20 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 HEADS, HEAD_SIZE, TOKENS, CALLS = 4, 64, 128, 500
 
 
-def host_ms(run: Callable[[], object], *, rounds: int) -> list[float]:
-    """Return host milliseconds per call, one figure per round of `CALLS` calls."""
-    run()
-    samples = []
-    for _ in range(rounds):
+def host_ms(contenders: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
+    """Return host milliseconds per call; a figure per round is the mean of `CALLS` calls."""
+    for run in contenders.values():
+        for _ in range(CALLS):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for name in shuffled_rounds(contenders, rounds):
+        run = contenders[name]
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(CALLS):
             run()
-        samples.append((time.perf_counter() - start) / CALLS * 1e3)
-    return samples
+        times[name].append((time.perf_counter() - start) / CALLS * 1e3)
+    return times
 
 
 def main() -> None:
@@ -45,16 +48,15 @@ def main() -> None:
         if layer.backend is not asked.backend:
             print(f"left out: {name}, {layer.report().entries[-1].selection.reason}")
             continue
-        direct = direct_call(name, layer, q, k, v)
+        direct = direct_call(name, q, k, v)
         with torch.inference_mode():
             expected, actual = direct(), layer(q, k, v)
             torch.testing.assert_close(actual, expected.view_as(actual))
-            times = {
-                f"{name} direct": host_ms(direct, rounds=arguments.rounds),
-                f"{name} layer": host_ms(
-                    lambda layer=layer: layer(q, k, v), rounds=arguments.rounds
-                ),
+            contenders = {
+                f"{name} direct": direct,
+                f"{name} layer": lambda layer=layer: layer(q, k, v),
             }
+            times = host_ms(contenders, rounds=arguments.rounds)
         rows = rows_of(
             times,
             commit=arguments.commit,
@@ -72,10 +74,10 @@ def main() -> None:
 
 
 def direct_call(
-    name: str, layer: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """Return the plain kernel call a careful user would write, with nothing around it."""
-    if name in ("torch_sdpa", "torch_cudnn_sdpa"):
+    if name == "torch_sdpa":
         sdpa = torch.nn.functional.scaled_dot_product_attention
 
         def run_sdpa() -> torch.Tensor:
@@ -83,6 +85,14 @@ def direct_call(
             return sdpa(*heads_first).transpose(1, 2)
 
         return run_sdpa
+    if name == "torch_cudnn_sdpa":
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+        def run_cudnn() -> torch.Tensor:
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return cudnn(*heads_first, None, True)[0].transpose(1, 2)
+
+        return run_cudnn
     if name == "fa":
         import fa3_fwd_interface
 

@@ -10,7 +10,15 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-from _harness import parse_arguments, relative_error, rows_of, version_of, write_rows
+from _harness import (
+    event_ms,
+    parse_arguments,
+    relative_error,
+    rows_of,
+    shuffled_rounds,
+    version_of,
+    write_rows,
+)
 from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
 
@@ -107,22 +115,11 @@ def measure(
         if not error < 5e-2:
             raise SystemExit(f"{case.name} {mode}: {name} is wrong, relative error {error:.2e}")
     times: dict[str, list[float]] = {name: [] for name in contexts}
-    for _ in range(rounds):
-        for name, context in contexts.items():
-            with torch.inference_mode(), context():
-                run = {name: lambda: model(**inputs, return_dict=False)}
-                # No warm-up forward inside a round: the outputs above were one.
-                times[name] += _once(run[name])
+    for name in shuffled_rounds(contexts, rounds):
+        # The outputs above were the warm-up; attaching is outside the timed region.
+        with torch.inference_mode(), contexts[name]():
+            times[name].append(event_ms(lambda: model(**inputs, return_dict=False)))
     return times, errors
-
-
-def _once(run: Callable[[], object]) -> list[float]:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    stop.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(stop)]
 
 
 def main() -> None:
