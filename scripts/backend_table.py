@@ -1,0 +1,175 @@
+"""Write the tables of the attention README from the declarations they describe.
+
+python scripts/backend_table.py          rewrites the tables
+python scripts/backend_table.py --check  exits 1 with the differences, writes nothing
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+# A checkout works without being installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    ALL_ROLES,
+    AttentionBackend,
+    Variant,
+)
+from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.selector import FALLBACKS
+from multimodal_gen.runtime.platforms import (
+    BUILTIN_PLATFORMS,
+    AttentionBackendEnum,
+    DeviceCapability,
+    Platform,
+    PlatformEnum,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+README = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
+
+# Variants the tests run for real; the others are called against stand-ins with the same signature.
+RUN_FOR_REAL = {
+    ("torch_sdpa", "torch_sdpa"): "CPU, SM90",
+    ("torch_cudnn_sdpa", "torch_cudnn_sdpa"): "SM90",
+    ("flex_attn", "flex_attn"): "SM90",
+    ("flex_attn", "unfused"): "CPU",
+    ("fa", "fa3_fwd"): "SM90",
+    ("fa", "fa4"): "SM90",
+    ("sage_attn", "sage1"): "SM90",
+}
+CUDA_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
+FEATURES = {
+    Feature.GQA: "gqa",
+    Feature.CAUSAL: "causal",
+    Feature.KEY_MASK: "key mask",
+    Feature.DENSE_MASK: "dense mask",
+    Feature.VARLEN: "varlen",
+    Feature.LSE: "lse",
+    Feature.BACKWARD: "backward",
+    Feature.RING: "ring",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status (1: `--check` found differences)."""
+    parser = argparse.ArgumentParser(description="Write the tables of the attention README.")
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    args = parser.parse_args(argv)
+    old = README.read_text()
+    new = filled_in(old)
+    if new == old:
+        return 0
+    if not args.check:
+        README.write_text(new)
+        return 0
+    name = str(README.relative_to(REPOSITORY))
+    sys.stdout.writelines(
+        difflib.unified_diff(
+            old.splitlines(keepends=True), new.splitlines(keepends=True), name, "declarations"
+        )
+    )
+    print("run scripts/backend_table.py and commit the result", file=sys.stderr)
+    return 1
+
+
+def filled_in(text: str) -> str:
+    """Return the page with every table between its markers replaced."""
+    tables = {"support": support(), "fallbacks": fallbacks(), "automatic": automatic()}
+    for name, rows in tables.items():
+        start, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->"
+        head, found, rest = text.partition(start)
+        _, closed, tail = rest.partition(end)
+        if not (found and closed):
+            raise SystemExit(f"error: {README.name} must hold the markers of the table {name!r}")
+        text = f"{head}{start}{markdown(rows)}{end}{tail}"
+    return text
+
+
+def markdown(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows as a table; the first is the heading."""
+    heading, *body = rows
+    lines = [heading, ["---"] * len(heading), *body]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def support() -> Iterator[Sequence[str]]:
+    """Yield one row per variant."""
+    names = list(FEATURES.values())
+    yield [
+        *("backend", "variant", "dtypes", "head sizes", "roles", *names),
+        *("capability", "platforms", "tested on", "package"),
+    ]
+    for name in AttentionBackendEnum:
+        for backend in backends_of(name):
+            if backend.__module__.startswith("multimodal_gen."):
+                yield from (row(backend, variant) for variant in backend.variants)
+
+
+def row(backend: type[AttentionBackend], variant: Variant) -> Sequence[str]:
+    """Return the cells of one variant."""
+    roles = "all" if variant.roles == ALL_ROLES else joined(variant.roles)
+    marks = ["yes" if feature in variant.features else "no" for feature in FEATURES]
+    cuda = PlatformEnum.CUDA in variant.platforms
+    tested = RUN_FOR_REAL.get((str(backend.backend), variant.name), "simulation")
+    return [
+        str(backend.backend),
+        variant.name,
+        ", ".join(sorted(short(dtype) for dtype in variant.dtypes)),
+        str(variant.head_sizes),
+        roles,
+        *marks,
+        str(variant.capability) if cuda else "-",
+        joined(variant.platforms),
+        "not in this build" if backend.not_in_this_build else tested,
+        "; ".join(f"`{p.module}` ({p.install})" for p in variant.packages) or "torch",
+    ]
+
+
+def fallbacks() -> Iterator[Sequence[str]]:
+    """Yield one row per documented fallback."""
+    yield ["asked for", "where", "runs instead"]
+    for asked, instead in FALLBACKS.items():
+        yield [f"`{asked}`", "everywhere", f"`{instead}`"]
+    for platform in BUILTIN_PLATFORMS:
+        if platform.always:
+            yield ["any", str(platform.name), f"`{platform.always}`, always"]
+        elif platform.dense_fallback:
+            yield ["any other", str(platform.name), f"`{platform.dense_fallback}`"]
+
+
+def automatic() -> Iterator[Sequence[str]]:
+    """Yield the automatic choices of each platform."""
+    yield ["platform", "compute capability", "tried in order"]
+    for cls in BUILTIN_PLATFORMS:
+        platform = cls()
+        if platform.name is not PlatformEnum.CUDA:
+            yield [str(platform.name), "-", order(platform, None)]
+            continue
+        for capability in CUDA_CAPABILITIES:
+            found = DeviceCapability(*capability)
+            yield [str(platform.name), found.as_version_str(), order(platform, found)]
+
+
+def order(platform: Platform, capability: DeviceCapability | None) -> str:
+    """Return the names of the automatic choices."""
+    return ", ".join(f"`{name}`" for name in platform.attention_priority(capability))
+
+
+def joined(values: Iterable[object]) -> str:
+    """Return names in alphabetical order."""
+    return ", ".join(sorted(str(value) for value in values))
+
+
+def short(dtype: object) -> str:
+    """Return "bf16" for torch.bfloat16."""
+    name = str(dtype).removeprefix("torch.")
+    return name.replace("bfloat", "bf").replace("float", "fp")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The generated tables of the attention README."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "backend_table.py"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    spec = importlib.util.spec_from_file_location("backend_table", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def page(script, tmp_path, monkeypatch):
+    copy = tmp_path / "README.md"
+    copy.write_text(script.README.read_text())
+    monkeypatch.setattr(script, "README", copy)
+    monkeypatch.setattr(script, "REPOSITORY", tmp_path)
+    return copy
+
+
+def test_the_committed_tables_are_up_to_date(script, capsys):
+    assert script.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_variant_of_every_backend_has_a_row(script):
+    _, *rows = script.support()
+    listed = [(row[0], row[1]) for row in rows]
+    declared = [
+        (str(name), variant.name)
+        for name in AttentionBackendEnum
+        for backend in backends_of(name)
+        for variant in backend.variants
+    ]
+    assert listed == declared
+
+
+def test_every_variant_said_to_run_for_real_exists(script):
+    _, *rows = script.support()
+    assert set(script.RUN_FOR_REAL) <= {(row[0], row[1]) for row in rows}
+
+
+def test_check_shows_the_difference_and_writes_nothing(script, page, capsys):
+    stale = page.read_text().replace("| fa | fa3 | bf16, fp16 |", "| fa | fa3 | fp32 |")
+    page.write_text(stale)
+    assert script.main(["--check"]) == 1
+    shown = capsys.readouterr()
+    assert "-| fa | fa3 | fp32 |" in shown.out
+    assert "+| fa | fa3 | bf16, fp16 |" in shown.out
+    assert "run scripts/backend_table.py" in shown.err
+    assert page.read_text() == stale
+
+
+def test_writing_repairs_a_stale_table(script, page):
+    good = page.read_text()
+    page.write_text(good.replace("| yes |", "| perhaps |"))
+    assert script.main([]) == 0
+    assert page.read_text() == good
+
+
+def test_a_page_without_markers_is_an_error(script, page):
+    page.write_text("# nothing here\n")
+    with pytest.raises(SystemExit, match=r"README.md must hold the markers of the table 'support'"):
+        script.main([])
