@@ -5,6 +5,7 @@ Importing this module imports nothing heavy, so the command line can list names 
 
 from abc import ABC, abstractmethod
 from enum import Enum
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 from multimodal_gen.errors import ConfigError, nearest
@@ -86,13 +87,15 @@ class AttentionBackendEnum(Enum):
 # Names added by installed plug-ins: process-wide, because enum members are.
 _PLUGINS: dict[str, AttentionBackendEnum] = {}
 
-_ALIASES = {
-    "fa3": "fa",
-    "fa4": "fa",
-    "flash_attn": "fa",
-    "sdpa": "torch_sdpa",
-    "cudnn_sdpa": "torch_cudnn_sdpa",
-}
+_ALIASES = MappingProxyType(
+    {
+        "fa3": "fa",
+        "fa4": "fa",
+        "flash_attn": "fa",
+        "sdpa": "torch_sdpa",
+        "cudnn_sdpa": "torch_cudnn_sdpa",
+    }
+)
 
 _SPARSE = frozenset(
     {

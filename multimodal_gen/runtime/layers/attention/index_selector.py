@@ -17,7 +17,7 @@ class IndexSelector:
 
     @classmethod
     def parse(cls, value: object, *, name: str = "selector") -> "IndexSelector":
-        """Read a selector from text (`0-3,38`, `10-`, `-5`), an int, or a list of ints.
+        """Read a selector from text (`0-3,38`, `10-`, `-5`), an int, or a list of both.
 
         Raises:
             ConfigError: `value` is none of these, or a range runs backwards.
@@ -25,8 +25,11 @@ class IndexSelector:
         if isinstance(value, bool):
             raise _malformed(name, value)
         if isinstance(value, int):
-            value = str(value)
+            value = [value]
         if isinstance(value, (list, tuple)):
+            # A negative int would read as a range that starts at 0.
+            if not all(isinstance(i, str) or (type(i) is int and i >= 0) for i in value):
+                raise _malformed(name, value)
             value = ",".join(str(item) for item in value)
         if not isinstance(value, str) or not value.strip():
             raise _malformed(name, value)
@@ -44,7 +47,9 @@ class IndexSelector:
 def _parse_range(part: str, name: str, value: object) -> tuple[int, int | None]:
     first, dash, last = part.partition("-")
     first, last = first.strip(), last.strip()
-    numbers_ok = all(text.isascii() and text.isdigit() for text in (first, last) if text)
+    # Nine digits are plenty for an index, and Python refuses to read thousands.
+    given = [text for text in (first, last) if text]
+    numbers_ok = all(text.isascii() and text.isdigit() and len(text) <= 9 for text in given)
     if not numbers_ok or not (first or last):
         raise _malformed(name, value)
     if not dash:
