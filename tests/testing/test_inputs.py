@@ -1,0 +1,26 @@
+import torch
+
+from multimodal_gen.testing.inputs import make_qkv
+
+
+def test_shapes_and_dtype_are_as_asked():
+    q, k, v = make_qkv(2, 5, 4, 16, num_keys=7, num_kv_heads=2, dtype=torch.float16)
+    assert q.shape == (2, 5, 4, 16)
+    assert k.shape == v.shape == (2, 7, 2, 16)
+    assert {x.dtype for x in (q, k, v)} == {torch.float16}
+
+
+def test_the_same_seed_gives_the_same_numbers_and_leaves_the_global_generator_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, second = make_qkv(1, 4, 2, 8, seed=3), make_qkv(1, 4, 2, 8, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first.query, make_qkv(1, 4, 2, 8, seed=4).query)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_logits_are_as_spread_as_in_a_diffusion_transformer():
+    for head_size in (64, 128):
+        q, k, _ = make_qkv(1, 256, 4, head_size)
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * head_size**-0.5
+        assert 1.0 < logits.std() < 3.0
