@@ -2,21 +2,16 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from multimodal_gen.cli.generate import server_args
 from multimodal_gen.cli.options import ExplainOptions, ListOptions, takes
-from multimodal_gen.cli.table import Row, table
+from multimodal_gen.cli.report import Footnotes, condensed, grouped
+from multimodal_gen.cli.table import Row, table, wrapped
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.layers.attention.report import (
-        AttentionReport,
-        LayerReport,
-        ReportEntry,
-    )
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
     from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -67,7 +62,7 @@ def list_backends(options: ListOptions) -> None:
     rows = [
         Row(
             (item["backend"], "yes" if item["usable"] else "no", item["variant"] or "-"),
-            [item["summary"]] if item["usable"] else item["reasons"],
+            [item["summary"]] if item["usable"] else condensed(item["reasons"]),
         )
         for item in found
     ]
@@ -108,90 +103,15 @@ def explain(options: ExplainOptions) -> None:
     typer.echo(f"platform: {_platform_line(environment)}")
     typer.echo(f"pipeline: {index.name} ({len(report.layers)} attention layers)")
     typer.echo("")
-    headings = ("component", "role", "layers", "steps", "backend", "source")
-    _echo(table(headings, [group.row() for group in groups]))
-    for note in report.notes:
-        typer.echo(f"note: {note}")
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Layers of one component that run the same way for the same reason.
-
-    Attributes:
-        component: pipeline component.
-        role: what the layers attend to.
-        steps: denoising steps, or "all".
-        entry: what runs in them, and why.
-        layers: their indices; empty when they have none.
-        count: how many they are.
-    """
-
-    component: str
-    role: str
-    steps: str
-    entry: "ReportEntry"
-    layers: tuple[int, ...]
-    count: int
-
-    def row(self) -> Row:
-        """Return the group as a table row, with reason and rejected candidates below it."""
-        selection = self.entry.selection
-        layers = ranges(self.layers) if self.layers else f"{self.count} unnumbered"
-        source = str(selection.source)
-        if selection.asked.detail:
-            source += f" ({selection.asked.detail})"
-        return Row(
-            (self.component, self.role, layers, self.steps, selection.label, source),
-            [
-                ("fallback: " if selection.fallback else "") + selection.reason,
-                *(f"rejected {candidate}" for candidate in selection.rejected),
-            ],
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the group as JSON data."""
-        entry = {k: v for k, v in self.entry.as_dict().items() if k not in ("steps", "calls")}
-        return {
-            "component": self.component,
-            "role": self.role,
-            "layers": list(self.layers),
-            "count": self.count,
-            "steps": self.steps,
-            **entry,
-        }
-
-
-def grouped(report: "AttentionReport") -> list[Group]:
-    """Put the layers of a report that run alike into groups, in order of appearance."""
-    found: dict[tuple[Any, ...], list[LayerReport]] = {}
-    for layer in report.layers:
-        for entry in layer.entries:
-            steps = entry.steps or ("all" if len(layer.entries) == 1 else "other")
-            key = (layer.component or "-", str(layer.role), steps, entry)
-            found.setdefault(key, []).append(layer)
-    return [
-        Group(
-            component,
-            role,
-            steps,
-            entry,
-            tuple(layer.layer for layer in layers if layer.layer is not None),
-            len(layers),
-        )
-        for (component, role, steps, entry), layers in found.items()
-    ]
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return sorted numbers as text, e.g. "0-3,38"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    footnotes = Footnotes()
+    rows = []
+    for group in groups:
+        selection = group.entry.selection
+        cells = (group.component, group.role, group.layers_text, group.steps, selection.label)
+        rows.append(Row((*cells, group.source), [footnotes.reason(selection)]))
+    _echo(table(("component", "role", "layers", "steps", "backend", "source"), rows))
+    for text in (*(f"note: {note}" for note in report.notes), *footnotes.lines()):
+        _echo(wrapped(text))
 
 
 def _request(options: ListOptions, environment: "Environment") -> "AttentionRequest":
@@ -215,19 +135,15 @@ def _status(backend: "AttentionBackendEnum", request: "AttentionRequest") -> dic
     cls = find_backend(backend, environment.platform)
     reasons = cls.unsupported_reasons(request)
     variant = None if reasons else cls.choose_variant(request)
-    missing = [
-        probe.install
-        for candidate in cls.variants
-        for probe in candidate.packages
-        if probe.unsupported_reason(environment)
-    ]
+    commands = [probe.install for candidate in cls.variants for probe in candidate.packages]
+    missing = [command for command in commands if any(command in reason for reason in reasons)]
     return {
         "backend": str(backend),
         "usable": not reasons,
         "variant": variant.name if variant else None,
         "summary": cls.summary,
         "reasons": list(reasons),
-        "install": list(dict.fromkeys(missing)) if reasons else [],
+        "install": list(dict.fromkeys(missing)),
     }
 
 

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Row", "table"]
+__all__ = ["Row", "table", "wrapped"]
 
 _INDENT = " " * 4
 _MINIMUM_WIDTH = 80
@@ -25,8 +25,7 @@ class Row:
 
 
 def table(headings: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a table, at least 80 columns wide where its details need them."""
-    width = max(_MINIMUM_WIDTH, shutil.get_terminal_size((100, 24)).columns)
+    """Yield the lines of a table."""
     widths = [
         max(len(cells[column]) for cells in (headings, *(row.cells for row in rows)))
         for column in range(len(headings))
@@ -36,15 +35,23 @@ def table(headings: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         yield _line(row.cells, widths)
         for detail in row.details:
-            # Words are never broken: install commands are copied from here.
-            yield from textwrap.wrap(
-                detail,
-                width,
-                initial_indent=_INDENT,
-                subsequent_indent=_INDENT + "  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            yield from wrapped(detail, indent=_INDENT)
+
+
+def wrapped(text: str, *, indent: str = "") -> list[str]:
+    """Return `text` wrapped to the terminal, which counts as 80 columns wide at least.
+
+    Words are never broken: install commands are copied from here.
+    """
+    width = max(_MINIMUM_WIDTH, shutil.get_terminal_size((100, 24)).columns)
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -1,0 +1,153 @@
+"""Attention reports for reading: layers that run alike share a line, rejections a footnote."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.report import (
+        AttentionReport,
+        LayerReport,
+        ReportEntry,
+    )
+    from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
+
+__all__ = ["Footnotes", "Group", "condensed", "grouped", "ranges", "summary"]
+
+# "fa3: needs ...": how a backend of several variants says which one a reason is about.
+_OF_VARIANT = re.compile(r"(\w+): (.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of one component that run the same way for the same reason.
+
+    Attributes:
+        component: pipeline component.
+        role: what the layers attend to.
+        steps: denoising steps, "all", or "other" for those that no rule names.
+        entry: what runs in them, why, and how often it ran.
+        detour: whether it stood in for the layers' own backend on single calls.
+        layers: their indices; empty when they have none.
+        count: how many they are.
+    """
+
+    component: str
+    role: str
+    steps: str
+    entry: "ReportEntry"
+    detour: bool
+    layers: tuple[int, ...]
+    count: int
+
+    @property
+    def layers_text(self) -> str:
+        """The layers as a selector, e.g. "0-3,38", or how many they are."""
+        return ranges(self.layers) if self.layers else f"{self.count} unnumbered"
+
+    @property
+    def source(self) -> str:
+        """Who asked, e.g. "component (transformer.cross)"."""
+        asked = self.entry.selection.asked
+        return f"{asked.source} ({asked.detail})" if asked.detail else str(asked.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the group as JSON data."""
+        entry = {k: v for k, v in self.entry.as_dict().items() if k != "steps"}
+        return {
+            "component": self.component,
+            "role": self.role,
+            "layers": list(self.layers),
+            "count": self.count,
+            "steps": self.steps,
+            "detour": self.detour,
+            **entry,
+        }
+
+
+class Footnotes:
+    """Numbers rejected candidates, so that each long list of reasons is printed once."""
+
+    def __init__(self) -> None:
+        self._rejected: list[Rejected] = []
+
+    def reason(self, selection: "Selection") -> str:
+        """Return why a backend runs, with the numbers of what was rejected for it."""
+        marks = "".join(f" [{self._number(rejected)}]" for rejected in selection.rejected)
+        if selection.fallback:
+            return f"fallback, because {selection.asked.backend} cannot serve this layer{marks}"
+        return selection.reason + marks
+
+    def lines(self) -> list[str]:
+        """Return the footnotes, one text per number."""
+        return [
+            f"[{number}] {rejected.backend} rejected: {'; '.join(condensed(rejected.reasons))}"
+            for number, rejected in enumerate(self._rejected, start=1)
+        ]
+
+    def _number(self, rejected: "Rejected") -> int:
+        if rejected not in self._rejected:
+            self._rejected.append(rejected)
+        return self._rejected.index(rejected) + 1
+
+
+def grouped(report: "AttentionReport") -> list[Group]:
+    """Put the layers of a report that run alike into groups, in order of appearance."""
+    found: dict[tuple[Any, ...], list[LayerReport]] = {}
+    for layer in report.layers:
+        where = (layer.component or "-", str(layer.role))
+        for entry in layer.entries:
+            steps = entry.steps or ("all" if len(layer.entries) == 1 else "other")
+            found.setdefault((*where, steps, entry, False), []).append(layer)
+        for entry in layer.detours:
+            found.setdefault((*where, entry.steps or "all", entry, True), []).append(layer)
+    return [
+        Group(
+            component,
+            role,
+            steps,
+            entry,
+            detour,
+            tuple(layer.layer for layer in layers if layer.layer is not None),
+            len(layers),
+        )
+        for (component, role, steps, entry, detour), layers in found.items()
+    ]
+
+
+def summary(report: "AttentionReport") -> list[str]:
+    """Return one line per group of layers, then notes, then footnotes."""
+    footnotes = Footnotes()
+    lines = []
+    for group in grouped(report):
+        steps = "" if group.steps == "all" else f", steps {group.steps}"
+        detour = "detour to " if group.detour else ""
+        selection, calls = group.entry.selection, group.entry.calls
+        lines.append(
+            f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
+            f"{detour}{selection.label} [{group.source}], "
+            f"{calls} {'call' if calls == 1 else 'calls'} each; {footnotes.reason(selection)}"
+        )
+    return [*lines, *(f"note: {note}" for note in report.notes), *footnotes.lines()]
+
+
+def condensed(reasons: Sequence[str]) -> list[str]:
+    """Return reasons with variants that share one put together: "fa3, fa4: needs ..."."""
+    variants: dict[str, list[str]] = {}
+    for reason in reasons:
+        match = _OF_VARIANT.fullmatch(reason)
+        name, text = match.groups() if match else ("", reason)
+        variants.setdefault(text, []).extend([name] if name else [])
+    return [f"{', '.join(names)}: {text}" if names else text for text, names in variants.items()]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text, e.g. "0-3,38"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,181 @@
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from multimodal_gen.runtime.layers.attention.backends.registry import all_backends
+from multimodal_gen.testing.tiny_models import FAMILIES
+
+
+def test_list_names_every_backend_with_its_state(sglang) -> None:
+    outcome = sglang("attention", "list", "--json")
+    assert outcome.code == 0, outcome.err
+    document = json.loads(outcome.out)
+    backends = {item["backend"]: item for item in document["backends"]}
+    assert list(backends) == [str(backend) for backend in all_backends()]
+    for item in backends.values():
+        assert item["usable"] == (not item["reasons"]) == (item["variant"] is not None)
+        assert item["summary"]
+    assert backends["torch_sdpa"]["usable"]
+    assert document["platform"]["name"]
+
+
+def test_list_says_what_auto_picks_for_the_layer(sglang) -> None:
+    document = json.loads(sglang("attention", "list", "--json").out)
+    picked = document["auto"]
+    (item,) = [b for b in document["backends"] if b["backend"] == picked["backend"]]
+    assert item["usable"]
+    assert item["variant"] == picked["variant"]
+    assert "automatic choices" in picked["reason"]
+
+
+def test_list_starts_with_the_platform_and_explains_what_is_missing(sglang) -> None:
+    lines = sglang("attention", "list").out.splitlines()
+    assert lines[0].startswith("platform: ")
+    assert lines[1].startswith("layer:    self attention, 24 heads of size 128, ")
+    assert lines[2].startswith("auto:     ")
+    text = " ".join(" ".join(lines).split())
+    assert "pip install sageattention" in text or "sage_attn yes" in text
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_list_is_about_the_layer_asked_for(sglang) -> None:
+    arguments = ("--head-size", "96", "--heads", "7", "--dtype", "float16", "--role", "cross")
+    document = json.loads(sglang("attention", "list", "--json", *arguments).out)
+    assert document["request"] == {
+        "role": "cross",
+        "heads": 7,
+        "head_size": 96,
+        "dtype": "float16",
+    }
+    (sparse,) = [b for b in document["backends"] if b["backend"] == "video_sparse_attn"]
+    assert not sparse["usable"]
+
+
+def test_install_commands_come_with_what_is_missing(sglang) -> None:
+    document = json.loads(sglang("attention", "list", "--json").out)
+    for item in document["backends"]:
+        absent = [reason for reason in item["reasons"] if "not installed" in reason]
+        assert bool(item["install"]) == bool(absent)
+        assert all(any(f"({line})" in reason for reason in absent) for line in item["install"])
+
+
+def _by_name(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(layers, key=lambda layer: (layer["component"], layer["name"]))
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_explain_finds_the_layers_that_a_run_uses(family: str, tiny_pipeline, sglang) -> None:
+    from diffusers import DiffusionPipeline
+
+    import multimodal_gen
+
+    folder = tiny_pipeline(family)
+    outcome = sglang("attention", "explain", "--model-path", folder, "--json")
+    assert outcome.code == 0, outcome.err
+    document = json.loads(outcome.out)
+    assert document["pipeline"] == FAMILIES[family].pipeline_class
+
+    with multimodal_gen.apply(DiffusionPipeline.from_pretrained(folder)) as handle:
+        loaded = json.loads(json.dumps(handle.report().as_dict()))
+    # Components come in no particular order; within one, layers come in the model's.
+    assert _by_name(document["layers"]) == _by_name(loaded["layers"])
+    assert sum(group["count"] for group in document["groups"]) == len(loaded["layers"])
+
+
+def test_explain_reads_no_weights(tiny_pipeline, sglang, tmp_path) -> None:
+    source = tiny_pipeline("wan22")
+    configs = [path for path in source.rglob("*.json") if "index" not in path.name]
+    for path in (*configs, source / "model_index.json"):
+        target = tmp_path / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(path.read_text())
+    assert not list(tmp_path.rglob("*.safetensors"))
+    outcome = sglang("attention", "explain", "--model-path", tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert "pipeline: WanPipeline (10 attention layers)" in outcome.out
+
+
+def test_explain_shows_who_asked_for_what(tiny_pipeline, sglang) -> None:
+    outcome = sglang(
+        *("attention", "explain", "--model-path", tiny_pipeline("wan"), "--json"),
+        *("--component-attention-backends.transformer.cross", "torch_sdpa"),
+        *("-ac.rules.0.steps", "0-3", "-ac.rules.0.role", "self"),
+        *("-ac.rules.0.backend", "torch_sdpa"),
+    )
+    assert outcome.code == 0, outcome.err
+    found = {
+        (group["component"], group["role"], group["steps"]): (group["source"], group["detail"])
+        for group in json.loads(outcome.out)["groups"]
+    }
+    assert found == {
+        ("text_encoder", "encoder", "all"): ("auto", ""),
+        ("transformer", "self", "0-3"): ("command line", "rule 1"),
+        ("transformer", "self", "other"): ("auto", ""),
+        ("transformer", "cross", "all"): ("component", "transformer.cross"),
+    }
+
+
+def test_explain_prints_a_table_that_pipes_well(tiny_pipeline) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "multimodal_gen", "attention", "explain"),
+            *("--model-path", tiny_pipeline("wan"), "--attention-backend", "fa"),
+            *("--device", "cpu"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={"COLUMNS": "80", "FORCE_COLOR": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[3].split() == ["component", "role", "layers", "steps", "backend", "source"]
+    assert lines[5].split() == [
+        "text_encoder",
+        "encoder",
+        "0-1",
+        "all",
+        "torch_sdpa",
+        "command",
+        "line",
+    ]
+    assert lines[6] == "    fallback, because fa cannot serve this layer [1]"
+    assert sum(line.startswith("[1] fa rejected: ") for line in lines) == 1
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--strict-attention", "--attention-backend", "fa"), "attention backend fa (command"),
+        (("--attention-backend", "native"), "need --backend diffusers"),
+        (("--component-attention-backends", "unet=fa"), "unet"),
+        (("--attention-backend-config", "a=1"), "needs --attention-backend"),
+        (("--attention-config", "nowhere.json"), "nowhere.json"),
+        (("--device", "toaster"), "--device must be a torch device of this machine"),
+    ],
+)
+def test_explain_refuses_what_generate_refuses(
+    flags: tuple[str, ...], message: str, tiny_pipeline, sglang
+) -> None:
+    if torch.cuda.is_available() and "fa" in flags:
+        pytest.skip("fa may be usable here")
+    outcome = sglang("attention", "explain", "--model-path", tiny_pipeline("wan"), *flags)
+    assert outcome.code == 2
+    (line,) = [text for text in outcome.err.splitlines() if text.startswith("error: ")]
+    assert message in line
+
+
+def test_explain_names_a_component_without_a_config(tiny_pipeline, sglang, tmp_path) -> None:
+    index = tiny_pipeline("wan") / "model_index.json"
+    (tmp_path / "model_index.json").write_text(index.read_text())
+    outcome = sglang("attention", "explain", "--model-path", tmp_path)
+    assert outcome.code == 2
+    assert "component text_encoder of" in outcome.err
+    assert "must have a config for UMT5EncoderModel" in outcome.err
