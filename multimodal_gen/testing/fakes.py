@@ -49,8 +49,11 @@ class PlainImpl(AttentionImpl):
             assert attn_mask is None, "layers fold causality into masks"
             attn_mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
             attn_mask = attn_mask.tril(num_keys - num_queries)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out = scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)),
+            q,
+            k,
+            v,
             attn_mask=attn_mask,
             scale=self.softmax_scale,
             enable_gqa=self.num_heads != self.num_kv_heads,

@@ -40,6 +40,8 @@ def check_seq_lens(seq_lens: list[int] | None, q: torch.Tensor, *, exclusive: bo
 
 def check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch.Tensor) -> None:
     """Refuse counts of replicated tokens that exceed the sequence or exclude each other."""
+    if replicated == (0, 0, 0):
+        return
     names = ("num_replicated_prefix", "num_replicated_suffix", "num_replicated_kv_prefix")
     limits = (q.shape[1], q.shape[1], k.shape[1])
     if sum(count != 0 for count in replicated) > 1:
