@@ -19,6 +19,7 @@ from multimodal_gen.runtime.server_args import ServerArgs
 __all__ = [
     "PipelineIndex",
     "denoisers",
+    "first_line",
     "import_diffusers",
     "load_pipeline",
     "pick_device",

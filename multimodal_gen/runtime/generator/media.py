@@ -6,7 +6,7 @@ from typing import Any
 
 from multimodal_gen.errors import MissingDependencyError
 
-__all__ = ["require_encoder", "write_image", "write_latents", "write_video"]
+__all__ = ["require_encoder", "to_uint8", "write_image", "write_latents", "write_video"]
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from multimodal_gen.errors import UsageError
 
-__all__ = ["Kind", "OutputNames", "OutputTarget", "Staging"]
+__all__ = ["Kind", "OutputNames", "OutputTarget", "Staging", "media_suffix"]
 
 Kind = Literal["image", "video"]
 

@@ -1,0 +1,150 @@
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.generator.loading import (
+    PipelineIndex,
+    denoisers,
+    import_diffusers,
+    load_pipeline,
+    pick_device,
+    pick_dtype,
+)
+from multimodal_gen.runtime.server_args import ServerArgs
+
+CPU = torch.device("cpu")
+
+
+def test_the_index_tells_class_kind_and_components(tiny_pipeline) -> None:
+    index = PipelineIndex.read(str(tiny_pipeline("wan")))
+    assert (index.name, index.kind) == ("WanPipeline", "video")
+    assert index.components["transformer"] == ("diffusers", "WanTransformer3DModel")
+    assert "transformer_2" not in index.components
+    assert PipelineIndex.read(str(tiny_pipeline("flux"))).kind == "image"
+
+
+def test_a_home_folder_is_expanded(tiny_pipeline, monkeypatch) -> None:
+    folder = tiny_pipeline("wan")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert PipelineIndex.read(f"~/{folder.name}").model_path == str(folder)
+
+
+def test_a_missing_diffusers_is_named_with_its_install_command(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(MissingDependencyError, match=r"needs diffusers .*pip install 'multimodal_"):
+        import_diffusers()
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_weights_are_loaded_in_the_dtype_asked_for(name: str, tiny_pipeline) -> None:
+    path = str(tiny_pipeline("flux"))
+    args = ServerArgs(model_path=path, dtype=name)
+    pipe = load_pipeline(PipelineIndex.read(path), args, CPU)
+    assert pipe.transformer.dtype == pipe.vae.dtype == getattr(torch, name)
+
+
+def test_auto_is_float32_on_the_cpu_and_half_elsewhere(monkeypatch) -> None:
+    assert pick_dtype("auto", CPU) is torch.float32
+    assert pick_dtype("auto", torch.device("xpu")) is torch.bfloat16
+    for supported, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, s=supported, **k: s)
+        assert pick_dtype("auto", torch.device("cuda")) is dtype
+
+
+def test_an_automatic_dtype_keeps_the_autoencoder_of_wan_precise(
+    tiny_pipeline, monkeypatch
+) -> None:
+    from multimodal_gen.runtime.generator import loading
+
+    monkeypatch.setattr(loading, "pick_dtype", lambda dtype, device: torch.bfloat16)
+    path = str(tiny_pipeline("wan"))
+    pipe = load_pipeline(PipelineIndex.read(path), ServerArgs(model_path=path), CPU)
+    assert (pipe.transformer.dtype, pipe.vae.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--dtype must be one of auto, float32, .* got 'int8'"):
+        pick_dtype("int8", CPU)
+
+
+@pytest.mark.parametrize("device", ["toaster", "cuda:99"])
+def test_a_device_this_machine_lacks_is_refused(device: str) -> None:
+    with pytest.raises(UsageError, match=f"must be a torch device of this .* got '{device}'"):
+        pick_device(device)
+
+
+def test_the_default_device_is_the_platforms(monkeypatch) -> None:
+    from multimodal_gen.runtime.generator import loading
+
+    monkeypatch.setattr(loading, "current_platform", lambda: SimpleNamespace(device_type="xpu"))
+    assert pick_device(None) == torch.device("xpu")
+    assert pick_device("cpu") == CPU
+
+
+def test_tiling_is_turned_on_where_the_autoencoder_can(tiny_pipeline) -> None:
+    path = str(tiny_pipeline("wan"))
+    index = PipelineIndex.read(path)
+    assert load_pipeline(index, ServerArgs(model_path=path, vae_tiling=True), CPU).vae.use_tiling
+    assert not load_pipeline(index, ServerArgs(model_path=path), CPU).vae.use_tiling
+
+
+def test_tiling_without_support_is_refused(tiny_pipeline, monkeypatch) -> None:
+    from diffusers import AutoencoderKL
+
+    monkeypatch.setattr(AutoencoderKL, "enable_tiling", None)
+    path = str(tiny_pipeline("flux"))
+    args = ServerArgs(model_path=path, vae_tiling=True)
+    with pytest.raises(UsageError, match="--vae-tiling must be left out for FluxPipeline"):
+        load_pipeline(PipelineIndex.read(path), args, CPU)
+
+
+@pytest.mark.parametrize(
+    ("offload", "method"),
+    [
+        ("none", "to"),
+        ("model", "enable_model_cpu_offload"),
+        ("sequential", "enable_sequential_cpu_offload"),
+    ],
+)
+def test_offloading_is_left_to_the_pipeline(
+    offload: str, method: str, tiny_pipeline, monkeypatch
+) -> None:
+    from diffusers import FluxPipeline
+
+    calls = []
+    for name in ("to", "enable_model_cpu_offload", "enable_sequential_cpu_offload"):
+        monkeypatch.setattr(
+            FluxPipeline, name, lambda self, *a, name=name, **k: calls.append((name, a, k))
+        )
+    path = str(tiny_pipeline("flux"))
+    args = ServerArgs(model_path=path, offload=offload, dtype="float32")
+    device = torch.device("meta")
+    load_pipeline(PipelineIndex.read(path), args, device)
+    ((called, positional, keyword),) = calls
+    assert called == method
+    assert (*positional, *keyword.values()) == (device,)
+
+
+def test_loading_bars_stay_out_of_logs_and_settings_come_back(tiny_pipeline, capfd) -> None:
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    before = [
+        library.is_progress_bar_enabled() for library in (diffusers_logging, transformers_logging)
+    ]
+    path = str(tiny_pipeline("flux"))
+    capfd.readouterr()
+    load_pipeline(PipelineIndex.read(path), ServerArgs(model_path=path), CPU)
+    assert "Loading" not in capfd.readouterr().err
+    assert before == [
+        library.is_progress_bar_enabled() for library in (diffusers_logging, transformers_logging)
+    ]
+
+
+def test_denoisers_are_the_models_with_attention_that_decode_nothing(tiny_pipeline) -> None:
+    path = str(tiny_pipeline("wan22"))
+    pipe = load_pipeline(PipelineIndex.read(path), ServerArgs(model_path=path), CPU)
+    assert sorted(denoisers(pipe)) == ["transformer", "transformer_2"]

@@ -1,0 +1,119 @@
+from pathlib import Path
+
+import pytest
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.output import OutputTarget, Staging
+
+
+def _plan(path, kind="image", **options) -> OutputTarget:
+    return OutputTarget.plan(Path(path), kind, stem="a model/7", **options)
+
+
+def test_a_media_suffix_makes_a_file(tmp_path) -> None:
+    names = _plan(tmp_path / "fox.PNG").names()
+    assert names.media == (tmp_path / "fox.png",)
+    assert names.record == tmp_path / "fox.json"
+    assert names.latents is None
+
+
+def test_anything_else_is_a_folder_with_a_name_made_of_the_stem(tmp_path) -> None:
+    names = _plan(tmp_path / "out.d", "video", latents=True).names()
+    assert names.media == (tmp_path / "out.d" / "a-model-7.mp4",)
+    assert names.latents == tmp_path / "out.d" / "a-model-7.safetensors"
+
+
+def test_an_existing_folder_may_look_like_a_file(tmp_path) -> None:
+    folder = tmp_path / "fox.png"
+    folder.mkdir()
+    assert _plan(folder).names().media == (folder / "a-model-7.png",)
+
+
+def test_several_results_are_numbered_and_share_a_record(tmp_path) -> None:
+    names = _plan(tmp_path / "fox.png").names(3)
+    assert [file.name for file in names.media] == ["fox_1.png", "fox_2.png", "fox_3.png"]
+    assert names.record.name == "fox.json"
+
+
+@pytest.mark.parametrize("taken", ["a-model-7.png", "a-model-7.json", "a-model-7.safetensors"])
+def test_a_folder_takes_the_next_name_when_any_file_of_it_exists(tmp_path, taken: str) -> None:
+    (tmp_path / taken).touch()
+    (tmp_path / "a-model-7-2.png").touch()
+    names = _plan(tmp_path, latents=True).names()
+    assert names.media == (tmp_path / "a-model-7-3.png",)
+
+
+def test_overwriting_keeps_the_first_name(tmp_path) -> None:
+    (tmp_path / "a-model-7.png").touch()
+    assert _plan(tmp_path, overwrite=True).names().media == (tmp_path / "a-model-7.png",)
+
+
+@pytest.mark.parametrize("taken", ["fox_2.png", "fox.json"])
+def test_a_file_whose_neighbours_exist_is_refused(tmp_path, taken: str) -> None:
+    (tmp_path / taken).touch()
+    target = _plan(tmp_path / "fox.png")
+    with pytest.raises(UsageError, match=rf"must not exist yet, got .*with {taken} there; choose"):
+        target.names(2)
+    assert _plan(tmp_path / "fox.png", overwrite=True).names(2).taken == (tmp_path / taken,)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rule"),
+    [
+        (
+            "fox.mp4",
+            "image",
+            r"must end in \.png or be a folder, because this pipeline makes images",
+        ),
+        (
+            "fox.png",
+            "video",
+            r"must end in \.mp4 or be a folder, because this pipeline makes a vid",
+        ),
+        ("fox.webm", "video", r"must end in \.mp4"),
+    ],
+)
+def test_a_suffix_of_another_kind_is_refused(tmp_path, name: str, kind, rule: str) -> None:
+    with pytest.raises(UsageError, match=rule):
+        _plan(tmp_path / name, kind)
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"must lie in a folder, got .*file' is a file"):
+        _plan(tmp_path / "file" / "deeper")
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(UsageError, match="--output-path must be writable, got"):
+        _plan(tmp_path / "new")
+
+
+def test_planning_creates_nothing(tmp_path) -> None:
+    _plan(tmp_path / "new").names()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_staged_files_appear_together_when_the_block_ends(tmp_path) -> None:
+    finals = [tmp_path / "deep" / "a.png", tmp_path / "deep" / "a.json"]
+    with Staging() as staging:
+        for final in finals:
+            temporary = staging.path(final)
+            assert temporary.suffix == final.suffix
+            temporary.write_text(final.name)
+        assert not any(final.exists() for final in finals)
+    assert sorted((tmp_path / "deep").iterdir()) == sorted(finals)
+    assert [final.read_text() for final in finals] == ["a.png", "a.json"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_after_an_error_no_staged_file_is_left_and_old_ones_are_kept(tmp_path, error) -> None:
+    old = tmp_path / "a.png"
+    old.write_text("old")
+    with pytest.raises(error), Staging() as staging:  # noqa: PT012
+        staging.path(old).write_text("new")
+        staging.path(tmp_path / "b.json")
+        raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert old.read_text() == "old"

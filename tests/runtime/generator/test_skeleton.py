@@ -1,0 +1,64 @@
+import json
+
+import pytest
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.loading import PipelineIndex, denoisers
+from multimodal_gen.runtime.generator.skeleton import load_skeleton
+from multimodal_gen.testing.tiny_models import FAMILIES
+
+CPU = torch.device("cpu")
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    # Weights that a loaded model shares are separate on the meta device.
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.shape for name, parameter in parameters}
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_skeleton_has_the_modules_of_the_pipeline_and_no_weights(
+    family: str, tiny_pipeline
+) -> None:
+    from diffusers import DiffusionPipeline
+
+    folder = tiny_pipeline(family)
+    skeleton = load_skeleton(PipelineIndex.read(str(folder)), "bfloat16", CPU)
+    loaded = DiffusionPipeline.from_pretrained(folder)
+    assert type(skeleton) is type(loaded)
+    assert set(skeleton.components) == set(loaded.components)
+    for name, model in loaded.components.items():
+        if isinstance(model, torch.nn.Module):
+            bare = skeleton.components[name]
+            assert type(bare) is type(model)
+            assert not bare.training
+            assert _shapes(bare) == _shapes(model)
+            assert {value.device.type for value in bare.parameters()} == {"meta"}
+            assert {value.dtype for value in bare.parameters()} == {torch.bfloat16}
+    assert set(denoisers(skeleton)) == set(denoisers(loaded))
+
+
+def test_a_model_of_many_gigabytes_takes_no_memory(tiny_pipeline, tmp_path) -> None:
+    source = tiny_pipeline("wan")
+    index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    config = json.loads((source / "transformer" / "config.json").read_text())
+    config |= {
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+    }
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    pipe = load_skeleton(PipelineIndex.read(str(tmp_path)), "auto", CPU)
+    assert sum(p.numel() for p in pipe.transformer.parameters()) > 13e9
+    assert pipe.vae is None
+
+
+def test_a_config_that_does_not_fit_is_named(tmp_path) -> None:
+    index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"component transformer of .* must have a config for Wan"):
+        load_skeleton(PipelineIndex.read(str(tmp_path)), "auto", CPU)
