@@ -7,8 +7,9 @@ plus a rounding band:
 
 Both sides are compared per query row, by the largest error over the channels: a single element of
 the eager result may be exact by luck, a whole row is not. The band is what rounding the weights
-and the output to the dtype can cost, eps * sum_j p_j |v_j|, plus what summing a score's D products
-in fp32, in any order, can: sqrt(D) roundings of the row's largest |score|.
+and the output to the dtype can cost, eps * sum_j p_j |v_j|, plus what a score in fp32 can:
+sqrt(D) + 3 roundings of the row's largest |score|, for the sum of D products in any order, the
+scale, the change to base 2 and the subtraction of the maximum.
 
 Kernels that quantise q, k or v to 8 bits or fewer cannot meet that; they are held to a cosine
 similarity of at least 0.999 and a relative L1 error of at most 0.03, over the whole output.
@@ -154,7 +155,7 @@ def _score_step(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     scores = scale * (q.double().transpose(1, 2) @ keys.mT)
     precision = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
     largest = scores.abs().amax(dim=-1, keepdim=True).transpose(1, 2)
-    return precision * q.shape[-1] ** 0.5 * largest
+    return precision * (q.shape[-1] ** 0.5 + 3) * largest
 
 
 def _row_max(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,11 @@ from multimodal_gen.testing.tolerance import (
     assert_within_error_budget,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's compiler and FlashAttention 4 use what their own dependencies deprecate.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 BATCH, NUM_HEADS, SCALE = 2, 4, 0.2
 QUERIES, MORE_KEYS = 203, 299
@@ -40,7 +44,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SIZES = (8, 16, 40, 64, 80, 128, 192, 256)
 # These compile every new combination for seconds: all features run at one dtype and head size, the
 # other dtypes and head sizes run the plain call.
-COMPILED_PER_CALL = frozenset({"flex_attn", "fa4", "fa4_sm100"})
+COMPILED_PER_CALL = frozenset({"flex_attn"})
 QUANTISED = frozenset({"sage1", "sage2", "sage3"})
 
 

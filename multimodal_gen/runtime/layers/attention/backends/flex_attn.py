@@ -7,6 +7,7 @@ GPU. Causality is a block mask, so blocks after the diagonal are skipped.
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,6 +50,10 @@ _FORWARD = frozenset(
 class FlexAttentionImpl(AttentionImpl):
     """Attention through `torch.nn.attention.flex_attention.flex_attention`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._compiled_for: set[object] = set()
+
     def forward(
         self,
         query: torch.Tensor,
@@ -62,8 +67,9 @@ class FlexAttentionImpl(AttentionImpl):
         if attn_mask is not None:
             mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
             shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-            options = {"score_mod": _score_mod(mask.expand(shape))}
-            out: torch.Tensor = self._flex(query, key, value, **options)
+            mask = mask.expand(shape)
+            kind = (mask.dtype, mask.stride())
+            out: torch.Tensor = self._flex(query, key, value, kind, score_mod=_score_mod(mask))
             return out.transpose(1, 2)
         num_queries, num_keys = query.shape[1], key.shape[1]
         if self.causal and num_queries > num_keys:
@@ -90,12 +96,24 @@ class FlexAttentionImpl(AttentionImpl):
         return {"block_mask": _causal_blocks(query.shape[1], key.shape[1], query.device)}
 
     def _flex(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask_kind: object = None,
+        **options: Any,
     ) -> Any:
-        flex = _unfused() if query.device.type == "cpu" else _compiled()
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
-        grouped = query.shape[2] != key.shape[2]
-        return flex(q, k, v, scale=self.softmax_scale, enable_gqa=grouped, **options)
+        options["scale"] = self.softmax_scale
+        options["enable_gqa"] = query.shape[2] != key.shape[2]
+        if query.device.type == "cpu":
+            return _unfused()(q, k, v, **options)
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        kind = (q.shape, k.shape, v.shape, q.dtype, grad, mask_kind, *options)
+        with nullcontext() if kind in self._compiled_for else _no_recompilation_limit():
+            out = _compiled()(q, k, v, **options)
+        self._compiled_for.add(kind)
+        return out
 
 
 class FlexAttentionBackend(AttentionBackend):
@@ -130,9 +148,16 @@ class FlexAttentionBackend(AttentionBackend):
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph: past the recompilation limit this raises instead of silently running unfused,
-    # which would materialise all scores.
+    # fullgraph: what cannot be compiled raises instead of silently running unfused, which would
+    # materialise all scores.
     return torch.compile(flex_attention, fullgraph=True)
+
+
+def _no_recompilation_limit() -> AbstractContextManager[None]:
+    """Lift torch's limit of compilations per function, which layers of every kind share here."""
+    from torch._dynamo.utils import disable_cache_limit
+
+    return disable_cache_limit()
 
 
 @cache

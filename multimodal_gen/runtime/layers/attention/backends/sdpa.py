@@ -161,7 +161,7 @@ class CudnnSDPAImpl(AttentionImpl):
     ) -> torch.Tensor:
         """See `AttentionImpl.forward`."""
         if attn_mask is None:
-            return self._attend(query, key, value)[0]
+            return self._attend(query, key, value, lse=_needs_grad(query, key, value))[0]
         mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
         sees = rows_that_see(mask)
         if mask.dtype is torch.bool:
@@ -169,22 +169,26 @@ class CudnnSDPAImpl(AttentionImpl):
         else:
             bias = mask.masked_fill(~sees, 0.0).to(query.dtype)
         bias = bias.expand(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        out, _ = self._call(query, key, value, bias, causal=False)
+        lse = _needs_grad(query, key, value)
+        out, _ = self._call(query, key, value, bias, causal=False, lse=lse)
         return torch.where(sees.transpose(1, 2), out, out.new_zeros(()))
 
     def forward_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse`."""
-        return self._attend(query, key, value)
+        return self._attend(query, key, value, lse=True)
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Partial:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> Partial:
         num_queries, num_keys = query.shape[1], key.shape[1]
         if not self.causal or num_queries == num_keys:
-            return self._call(query, key, value, None, causal=self.causal)
+            return self._call(query, key, value, None, causal=self.causal, lse=lse)
         # cuDNN aligns causality to the top left; bottom right is a square problem.
-        out, lse = self._call(align_rows(query, num_keys), key, value, None, causal=True)
-        return align_rows(out, num_queries), align_lse(lse, num_queries)
+        square = align_rows(query, num_keys)
+        out, stats = self._call(square, key, value, None, causal=True, lse=lse)
+        return align_rows(out, num_queries), align_lse(stats, num_queries) if lse else stats
 
     def _call(
         self,
@@ -194,10 +198,13 @@ class CudnnSDPAImpl(AttentionImpl):
         bias: torch.Tensor | None,
         *,
         causal: bool,
+        lse: bool,
     ) -> Partial:
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
-        out, lse = _cudnn(q, k, v, causal, self.softmax_scale, bias)
-        return out.transpose(1, 2), lse
+        out, stats = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            q, k, v, bias, lse, 0.0, causal, False, scale=self.softmax_scale
+        )[:2]
+        return out.transpose(1, 2), stats.view(out.shape[:3]) if lse else stats
 
 
 class CudnnSDPABackend(AttentionBackend):
@@ -212,9 +219,17 @@ class CudnnSDPABackend(AttentionBackend):
             name="torch_cudnn_sdpa",
             platforms=frozenset({PlatformEnum.CUDA}),
             dtypes=HALF_DTYPES,
+            head_sizes=HeadSizes(minimum=8, maximum=256, multiple_of=8),
+            features=_EVERYWHERE | {Feature.LSE, Feature.RING},
+            capability=Capability(minimum=(9, 0)),
+        ),
+        Variant(
+            name="sm80",
+            platforms=frozenset({PlatformEnum.CUDA}),
+            dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(minimum=8, maximum=128, multiple_of=8),
             features=_EVERYWHERE | {Feature.LSE, Feature.RING},
-            capability=Capability(minimum=(8, 0)),
+            capability=Capability(minimum=(8, 0), below=(9, 0)),
         ),
     )
 
@@ -222,6 +237,10 @@ class CudnnSDPABackend(AttentionBackend):
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return `CudnnSDPAImpl`."""
         return CudnnSDPAImpl
+
+
+def _needs_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _takes_grouped_heads(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -296,22 +315,17 @@ def _kernel_with_lse(
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> Partial:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention.default(
         q, k, v, 0.0, causal, False, scale=scale
     )[:2]
     return out, lse
 
 
 def _cudnn(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    bias: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> Partial:
-    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, bias, True, 0.0, causal, False, scale=scale
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
     )[:2]
     return out, lse.view(out.shape[:3])
 
@@ -320,7 +334,7 @@ def _efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> Partial:
     k, v = (expand_kv(x, q.shape[1], dim=1) for x in (k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
+    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention.default(
         q, k, v, None, True, 0.0, causal, scale=scale
     )[:2]
     return out, lse[:, :, : q.shape[2]]  # rows are padded to a multiple of 32
@@ -329,7 +343,7 @@ def _efficient(
 def _flash_for_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> Partial:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, causal, scale=scale
     )
     return out, lse.float()
