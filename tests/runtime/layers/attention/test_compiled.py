@@ -15,7 +15,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.fakes import fake_backend
+from multimodal_gen.testing.fakes import PlainImpl, fake_backend
 from multimodal_gen.testing.inputs import make_qkv
 
 FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
@@ -145,13 +145,27 @@ def test_what_a_layer_does_is_not_frozen_into_the_graph(x):
 
 
 @torch.no_grad()
-def test_a_layer_whose_output_needs_copying_agrees_too():
-    # Keys and queries of unlike length, grouped heads, and views of a larger tensor.
+def test_views_unlike_lengths_and_grouped_heads_compile():
     layer = LocalAttention(4, SIZE, 2, causal=True)
     q, k, v = make_qkv(2, 3, 4, SIZE, num_keys=6, num_kv_heads=2)
     k, v = torch.cat((k, v), dim=-1).split(SIZE, dim=-1)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
+
+
+class HeadsFirstImpl(PlainImpl):
+    """Lays its output out as [B, H, S, D], as many kernels do."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_the_operator_gives_the_layout_it_promises_whatever_the_kernel_does(use_backends):
+    use_backends(fake_backend("torch_sdpa", impl=HeadsFirstImpl))
+    layer = LocalAttention(HEADS, SIZE)
+    q, k, v = make_qkv(2, 4, HEADS, SIZE)
+    assert not layer(q, k, v).is_contiguous()
+    assert attention_op(q, k, v, None, layer._layer_id).is_contiguous()
 
 
 @torch.no_grad()
