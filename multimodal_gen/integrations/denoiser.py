@@ -4,8 +4,9 @@ A forward pre-hook sets the context and a forward hook ends it, so it is there o
 never outlives one. Both run outside of compiled graphs.
 """
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -27,7 +28,7 @@ _OPEN = "multimodal_gen.open_context"
 
 # The name a pipeline gave the running call by `cache_context`; per thread, like the context.
 _BRANCH: ContextVar[str | None] = ContextVar("multimodal_gen_branch", default=None)
-_BRANCHES: Mapping[str, str] = {"cond": "cond", "uncond": "uncond", "cond_uncond": "both"}
+_BATCHED = "cond_uncond"
 
 
 class DenoiserHooks:
@@ -58,20 +59,12 @@ class DenoiserHooks:
         self._memo = WeakTensorKeyDictionary()
         # Dynamo must not trace what reads the schedule and sets context variables.
         untraced: Callable[..., Callable[..., None]] = torch.compiler.disable
-        self._eager_enter = untraced(self._enter)
-        self._eager_leave = untraced(self._leave)
+        self.before = _Hook(untraced(self._before))
+        self.after = _Hook(untraced(self._after))
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the context; a forward pre-hook with keyword arguments."""
         del module
-        self._eager_enter(args, kwargs)
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """End the context; a forward hook that is called after errors too."""
-        del module, args, output
-        self._eager_leave()
-
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
         padding = self._adapter.padding(call)
@@ -92,7 +85,9 @@ class DenoiserHooks:
         opened.__enter__()
         context.cache[_OPEN] = self, opened
 
-    def _leave(self) -> None:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """End the context; a forward hook that is called after errors too."""
+        del module, args, output
         context = current_forward_context()
         owner, opened = (None, None) if context is None else context.cache.get(_OPEN, (None, None))
         if owner is self and isinstance(opened, AbstractContextManager):
@@ -114,26 +109,34 @@ class DenoiserHooks:
         return step, number / scale
 
     def _branch(self) -> str | None:
-        name = _BRANCH.get()
-        if name is not None:
-            return _BRANCHES.get(name.removeprefix("pred_"))
-        if self._adapter.batches_guidance and self._pipeline is not None:
-            batched = getattr(self._pipeline, "do_classifier_free_guidance", None)
-            return None if batched is None else "both" if batched else "cond"
-        return None
+        name = (_BRANCH.get() or "").removeprefix("pred_")
+        if name in ("cond", "uncond"):
+            return name
+        if name != _BATCHED and not self._adapter.batches_guidance:
+            return None
+        # Pipelines use the name for a batch of both branches without guidance, too.
+        guided = getattr(self._pipeline, "do_classifier_free_guidance", None)
+        if guided is None:
+            return "both" if name == _BATCHED else None
+        return "both" if guided else "cond"
 
-    def __reduce__(self) -> tuple[type["NoHooks"], tuple[()]]:
-        return NoHooks, ()
+
+class _Hook(functools.partial[None]):
+    """A hook without a Python frame of its own, which `torch.compile` would try to trace.
+
+    In a copy of the model it does nothing: copies are not attached.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
 
 
-class NoHooks:
-    """What the hooks of an attached model become in its copies: nothing."""
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do nothing."""
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """Do nothing."""
+def _do_nothing(*args: object, **kwargs: object) -> None:
+    del args, kwargs
 
 
 class NamedCalls:

@@ -14,8 +14,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from torch import nn
+
 from multimodal_gen.errors import NothingAppliedError, UsageError
-from multimodal_gen.integrations.components import Component, Kind, find_components
+from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.takeover import DenoiserPlan
@@ -138,8 +140,7 @@ def apply(
 def _plan(
     target: Any, components: tuple[Component, ...], scope: SelectionScope
 ) -> tuple[tuple[DenoiserPlan | EncoderPlan, ...], tuple[str, ...]]:
-    is_pipeline = not (len(components) == 1 and components[0].model is target)
-    pipeline = target if is_pipeline and hasattr(target, "components") else None
+    pipeline = None if isinstance(unwrap(target), nn.Module) else target
     tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
     plans: list[DenoiserPlan | EncoderPlan] = []
     notes: list[str] = []

@@ -72,7 +72,8 @@ class StepTracker:
         if schedule is self._schedule:
             return
         self._schedule = schedule if isinstance(schedule, torch.Tensor) else None
-        self._timesteps = [] if self._schedule is None else self._schedule.double().tolist()
+        timesteps = [] if self._schedule is None else self._schedule.tolist()
+        self._timesteps = [float(timestep) for timestep in timesteps]
         self._start_request()
 
     def _start_request(self) -> None:

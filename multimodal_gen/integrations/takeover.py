@@ -64,6 +64,7 @@ class DenoiserPlan:
         self._adapter = adapter or ModelAdapter(classes=())
         self._scope, self._dropped = (scope, False) if adapter else without_sparse(scope)
         self._failures: list[str] = []
+        self._installed = False
         self._takeovers = tuple(self._plan())
         if self._failures and not self._takeovers:
             raise NothingAppliedError(
@@ -88,7 +89,7 @@ class DenoiserPlan:
             yield f"{name}: {cls} has no adapter, its latent grid is unknown{dense}"
         for reason, count in Counter(self._failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
-        for takeover in self._takeovers:
+        for takeover in self._takeovers if self._installed else ():
             processor: object = takeover.module.processor
             if processor is not takeover.replacement:
                 yield f"{name}: {takeover.name} got another processor after apply()"
@@ -106,6 +107,8 @@ class DenoiserPlan:
             undo.callback(_restore, takeover)
         if not self._takeovers:
             return
+        self._installed = True
+        undo.callback(setattr, self, "_installed", False)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
         after = model.register_forward_hook(self._hooks.after, always_call=True)

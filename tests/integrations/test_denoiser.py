@@ -1,0 +1,264 @@
+import pytest
+import torch
+
+from multimodal_gen.integrations.attached import StockAttention
+from multimodal_gen.integrations.denoiser import DenoiserHooks
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import TextSpan, current_forward_context
+from multimodal_gen.testing.tiny_models import FAMILIES
+from tests.integrations.conftest import generate
+
+# Family: guidance branches, and the text span that each branch sees.
+JOINT = {
+    "wan": (["cond", "uncond"], None),
+    "wan22": (["cond", "uncond"], None),
+    "hunyuan_video": (["cond"], TextSpan(start=72, length=256)),
+    "hunyuan_video_15": (["cond", "uncond"], TextSpan(start=72, length=1985)),
+    "ltx": (["both"], None),
+    "flux": (["cond"], TextSpan(start=0, length=512)),
+    "qwen_image": (["cond", "uncond"], ...),
+    "cogvideox": (["both"], TextSpan(start=0, length=226)),
+}
+ROLES = {
+    "wan": {"self": 2, "cross": 2},
+    "wan22": {"self": 4, "cross": 4},
+    "hunyuan_video": {"self": 4, "encoder": 2},
+    "hunyuan_video_15": {"self": 2, "encoder": 2},
+    "ltx": {"self": 2, "cross": 2},
+    "flux": {"self": 4},
+    "qwen_image": {"self": 2},
+    "cogvideox": {"self": 2},
+}
+
+
+def denoiser_calls(calls):
+    return [call for call in calls if call.context is not None]
+
+
+def steps_of(calls):
+    return [call.context.current_timestep for call in denoiser_calls(calls)]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_layers_are_told_the_grid_the_text_and_their_place(family, fresh, calls):
+    tiny = FAMILIES[family]
+    pipe = fresh(family)
+    with apply(pipe, attention_backend="torch_sdpa"):
+        generate(pipe, family)
+    seen = denoiser_calls(calls)
+    branches, span = JOINT[family]
+    assert {call.context.latent_grid for call in seen} == {tiny.latent_grid}
+    assert {call.context.num_steps for call in seen} == {tiny.num_inference_steps}
+    assert {call.context.cfg_branch for call in seen} == set(branches)
+    assert steps_of(calls) == sorted(steps_of(calls))
+    assert set(steps_of(calls)) == set(range(tiny.num_inference_steps))
+    assert len({call.context.request_id for call in seen}) == 1
+    if span is not ...:
+        assert {call.context.text_span for call in seen} == {span}
+    sites = {call.site for call in seen}
+    counts = {role: sum(str(s.role) == role for s in sites) for role in ROLES[family]}
+    assert counts == ROLES[family]
+    for site in sites:
+        assert site.layer in range(counts[str(site.role)])
+    assert all(call.context.component == call.site.component for call in seen)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_grid_and_text_add_up_to_the_sequence(family, fresh, calls):
+    pipe = fresh(family)
+    with apply(pipe):
+        generate(pipe, family)
+    for call in denoiser_calls(calls):
+        if call.site.role is AttentionRole.SELF:
+            frames, height, width = call.context.latent_grid
+            text = call.context.text_span
+            length = 0 if text is None else text.length
+            assert call.query[1] == frames * height * width + length
+
+
+def test_timesteps_are_the_schedulers(fresh, calls):
+    pipe = fresh("flux")
+    with apply(pipe):
+        generate(pipe, "flux")
+    seen = {call.context.timestep for call in denoiser_calls(calls)}
+    assert sorted(seen, reverse=True) == pytest.approx(pipe.scheduler.timesteps.tolist(), rel=1e-4)
+
+
+def test_two_experts_share_the_steps(fresh, calls):
+    pipe = fresh("wan22")
+    with apply(pipe):
+        generate(pipe, "wan22")
+    seen = {(call.context.component, call.context.current_timestep) for call in denoiser_calls(calls)}
+    assert seen == {
+        ("transformer", 0),
+        ("transformer", 1),
+        ("transformer_2", 2),
+        ("transformer_2", 3),
+    }
+
+
+def test_every_generation_is_a_request_of_its_own(fresh, calls):
+    pipe = fresh("wan")
+    with apply(pipe):
+        generate(pipe, "wan")
+        first = {call.context.request_id for call in denoiser_calls(calls)}
+        calls.clear()
+        generate(pipe, "wan")
+    second = {call.context.request_id for call in denoiser_calls(calls)}
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert set(steps_of(calls)) == {0, 1, 2}
+
+
+def test_without_guidance_a_batching_family_runs_the_conditional_branch(fresh, calls):
+    pipe = fresh("ltx")
+    with apply(pipe):
+        generate(pipe, "ltx", guidance_scale=1.0)
+    assert {call.context.cfg_branch for call in denoiser_calls(calls)} == {"cond"}
+
+
+def test_steps_are_right_where_a_cache_skips_blocks(fresh, calls):
+    from diffusers.hooks import FirstBlockCacheConfig
+
+    pipe = fresh("wan")
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e6))
+    with apply(pipe):
+        generate(pipe, "wan")
+    last = [call for call in denoiser_calls(calls) if call.site.name == "blocks.1.attn1"]
+    first = [call for call in denoiser_calls(calls) if call.site.name == "blocks.0.attn1"]
+    assert [call.context.current_timestep for call in last] == [0, 0]
+    assert [call.context.current_timestep for call in first] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_cache_enabled_after_apply_does_no_harm(fresh, calls):
+    from diffusers.hooks import FirstBlockCacheConfig
+
+    stock, pipe = fresh("wan"), fresh("wan")
+    stock.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e6))
+    with apply(pipe):
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e6))
+        latents = generate(pipe, "wan")
+    assert (latents - generate(stock, "wan")).abs().max() <= 1e-5
+    assert steps_of(calls)[-1] == 2
+
+
+def test_diffusers_finds_the_taken_over_processors_where_it_looks_stock_ones_up(fresh):
+    from diffusers.hooks._helpers import AttentionProcessorRegistry
+
+    model = fresh("flux").transformer
+    module = model.transformer_blocks[0].attn
+    stock = AttentionProcessorRegistry.get(type(module.processor))
+    with apply(model):
+        assert AttentionProcessorRegistry.get(type(module.processor)) is stock
+        assert type(module.processor).__name__ == "FluxAttnProcessor"
+
+
+def test_a_heun_schedule_counts_each_of_its_half_steps(fresh, calls):
+    from diffusers import FlowMatchHeunDiscreteScheduler
+
+    pipe = fresh("wan")
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    with apply(pipe):
+        generate(pipe, "wan")
+    assert sorted(set(steps_of(calls))) == list(range(len(pipe.scheduler.timesteps)))
+    assert len(pipe.scheduler.timesteps) == 5
+
+
+def wan_inputs(**overrides):
+    return {
+        "hidden_states": torch.randn(1, 16, 3, 8, 12),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 7, 64),
+        **overrides,
+    }
+
+
+def test_tokens_of_a_given_frame_do_not_hide_the_step(fresh, calls):
+    model = fresh("wan").transformer
+    per_token = torch.full((1, 72), 500.0)
+    per_token[:, :24] = 0.0
+    with torch.no_grad(), apply(model):
+        model(**wan_inputs(timestep=per_token))
+        model(**wan_inputs(timestep=per_token / 2))
+    assert [(c.context.current_timestep, c.context.timestep) for c in calls][::4] == [
+        (0, 500.0),
+        (1, 250.0),
+    ]
+    assert {(c.context.num_steps, c.context.cfg_branch) for c in calls} == {(None, None)}
+
+
+def test_the_context_ends_with_the_call(fresh, calls):
+    model = fresh("wan").transformer
+    with torch.no_grad(), apply(model):
+        model(**wan_inputs())
+        assert current_forward_context() is None
+        with pytest.raises(RuntimeError):  # noqa: PT011  the model's own shape error
+            model(**wan_inputs(encoder_hidden_states=torch.randn(1, 7, 3)))
+        assert current_forward_context() is None
+        model(**wan_inputs())
+    assert len(calls) == 8
+
+
+def test_an_outer_context_is_there_again_afterwards(fresh):
+    from multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+    model = fresh("wan").transformer
+    with torch.no_grad(), apply(model), set_forward_context(17) as outer:
+        model(**wan_inputs())
+        assert current_forward_context() is outer
+
+
+def test_the_name_of_a_call_ends_with_it(fresh, calls):
+    model = fresh("wan").transformer
+    with torch.no_grad(), apply(model):
+        with model.cache_context("uncond"):
+            model(**wan_inputs())
+        model(**wan_inputs())
+    assert [call.context.cfg_branch for call in calls] == ["uncond"] * 4 + [None] * 4
+
+
+def looks_inside(monkeypatch, owner, method):
+    """Record what brings values of tensors to the host while a method runs."""
+    inside, looks = [], []
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__"):
+        stock = getattr(torch.Tensor, name)
+
+        def look(tensor, stock=stock, name=name):
+            if inside:
+                looks.append(name)
+            return stock(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, look)
+    wrapped = getattr(owner, method)
+
+    def run(*args, **kwargs):
+        inside.append(method)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(owner, method, run)
+    return looks
+
+
+@pytest.mark.parametrize("family", ["hunyuan_video", "hunyuan_video_15", "ltx", "qwen_image"])
+def test_a_denoiser_call_looks_at_the_device_once(family, fresh, monkeypatch, calls):
+    looks = looks_inside(monkeypatch, DenoiserHooks, "_before")
+    pipe = fresh(family)
+    with apply(pipe):
+        generate(pipe, family)
+    runs = sum(call.site.role is AttentionRole.SELF for call in denoiser_calls(calls))
+    modules = ROLES[family]["self"]
+    # One more for the schedule, which is read when it is new.
+    assert looks == ["tolist"] * (runs // modules + 1)
+
+
+@pytest.mark.parametrize("family", ["hunyuan_video", "hunyuan_video_15", "ltx", "qwen_image"])
+def test_no_layer_looks_at_the_device(family, fresh, monkeypatch):
+    pipe = fresh(family)
+    looks = looks_inside(monkeypatch, StockAttention, "attend")
+    with apply(pipe):
+        generate(pipe, family)
+    assert looks == []

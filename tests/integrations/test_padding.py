@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from multimodal_gen.integrations.attached import AttachedLayer, Geometry
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+
+def padding_of(rows, role=AttentionRole.SELF, **kwargs):
+    padding = KeyPadding(role, torch.tensor(rows), **kwargs)
+    padding.resolve(padding.facts().tolist())
+    return padding
+
+
+@pytest.mark.parametrize(
+    ("rows", "kwargs", "valid"),
+    [
+        ([[1, 1, 1], [1, 1, 1]], {"before": 4}, 7),
+        ([[1, 1, 1]], {"after": 4}, 7),
+        ([[1, 1, 0], [1, 1, 0]], {"before": 4}, 6),
+        ([[1, 1, 0], [1, 0, 0]], {"before": 4}, None),
+        ([[0, 1, 1]], {"before": 4}, None),
+        ([[0, 1, 1]], {"before": 4, "valid_first": True}, 6),
+        ([[1, 1, 0]], {"after": 4}, None),
+        ([[0, 0, 0]], {"before": 4}, 4),
+    ],
+)
+def test_the_valid_prefix_is_found_where_it_says_everything(rows, kwargs, valid):
+    assert padding_of(rows, **kwargs).valid == valid
+
+
+def test_the_mask_covers_what_is_around_the_text():
+    padding = padding_of([[1, 0, 1], [1, 1, 0]], before=2, after=1)
+    assert padding.keep().int().tolist() == [[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 1]]
+    assert padding.shape == (2, 6)
+    assert padding.keep_keys() is padding.keep_keys()
+    assert padding.keep_keys().shape == (2, 1, 1, 6)
+
+
+def test_text_that_the_model_sorts_is_masked_as_sorted():
+    padding = padding_of([[0, 1, 1], [0, 0, 1]], before=1, valid_first=True)
+    assert padding.keep().int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+
+
+def test_it_speaks_of_keys_of_its_role_and_size_only():
+    padding = padding_of([[1, 0]], before=3)
+    key = torch.zeros(1, 5, 2, 4)
+    with set_forward_context(0) as context:
+        assert KeyPadding.current(AttentionRole.SELF, key) is None
+        padding.store(context.cache)
+        assert KeyPadding.current(AttentionRole.SELF, key) is padding
+        assert KeyPadding.current(AttentionRole.CROSS, key) is None
+        assert KeyPadding.current(AttentionRole.SELF, key[:, :4]) is None
+    assert KeyPadding.current(AttentionRole.SELF, key) is None
+
+
+def test_a_sample_without_any_key_is_left_to_the_models_mask():
+    padding = padding_of([[0, 0], [1, 1]])
+    with set_forward_context(0) as context:
+        padding.store(context.cache)
+        assert KeyPadding.current(AttentionRole.SELF, torch.zeros(2, 2, 1, 4)) is None
+
+
+@pytest.mark.parametrize("rows", [[[1, 1, 1]] * 2, [[1, 1, 0]] * 2, [[1, 1, 0], [1, 0, 0]]])
+def test_attention_is_that_of_the_models_own_mask(rows):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 7, 2, 16) for _ in range(3))
+    site = LayerSite(role=AttentionRole.SELF)
+    geometry = Geometry(num_heads=2, head_size=16, num_kv_heads=2)
+    layer = AttachedLayer(site, geometry, torch.float32, SelectionScope())
+    padding = padding_of(rows, before=4)
+    mask = padding.keep_keys()
+    expected = layer.attend(query, key, value, mask)
+    with set_forward_context(0) as context:
+        padding.store(context.cache)
+        out = layer.attend(query, key, value, mask)
+        plain = layer.attend(query, key, value)
+    assert (out - expected).abs().max() <= 1e-6
+    # A call without a mask is one that the padding does not concern.
+    assert torch.equal(plain, layer.attend(query, key, value))
