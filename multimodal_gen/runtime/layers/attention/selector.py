@@ -48,9 +48,11 @@ __all__ = [
     "Selection",
     "component_attn_backend_context_manager",
     "dense_for",
+    "environment_for",
     "get_attn_backend",
     "global_force_attn_backend",
     "global_force_attn_backend_context_manager",
+    "prefer_supported",
     "resolve",
     "warn_of_fallback",
 ]
