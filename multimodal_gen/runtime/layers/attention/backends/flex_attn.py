@@ -106,6 +106,10 @@ class FlexAttentionImpl(AttentionImpl):
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
         options["scale"] = self.softmax_scale
         options["enable_gqa"] = query.shape[2] != key.shape[2]
+        if torch.compiler.is_compiling():
+            from torch.nn.attention.flex_attention import flex_attention
+
+            return flex_attention(q, k, v, **options)
         if query.device.type == "cpu":
             return _unfused()(q, k, v, **options)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

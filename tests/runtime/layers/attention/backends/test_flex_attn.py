@@ -72,6 +72,13 @@ def test_the_unfused_form_warns_nobody():
     assert out.shape == q.shape
 
 
+def test_it_joins_a_graph_that_is_being_compiled():
+    impl = FlexAttentionImpl(4, 32, SCALE, num_kv_heads=2)
+    q, k, v = make_qkv(1, 12, 4, 32, num_kv_heads=2)
+    compiled = torch.compile(impl.forward, backend="eager", fullgraph=True)
+    assert_within_error_budget(compiled(q, k, v), q, k, v, scale=SCALE)
+
+
 def test_the_cpu_form_declares_no_backward_and_refuses_it(request_on):
     assert FlexAttentionBackend.unsupported_reasons(
         request_on(PlatformEnum.CPU, needs=(Feature.BACKWARD,))
