@@ -107,8 +107,12 @@ def measure(
     contexts = contenders(model)
     outputs = {}
     for name, context in contexts.items():
-        with torch.inference_mode(), context():
+        with torch.inference_mode(), context() as handle:
             outputs[name] = model(**inputs, return_dict=False)[0]
+            if isinstance(handle, multimodal_gen.AttentionHandle):
+                idle = [layer.name for layer in handle.report().layers if layer.calls != 1]
+                if idle:
+                    raise SystemExit(f"{case.name} {mode}: {name} did not run in {idle}")
     expected = outputs["stock native"]
     errors = {name: relative_error(out, expected) for name, out in outputs.items()}
     for name, error in errors.items():
