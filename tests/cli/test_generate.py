@@ -427,11 +427,12 @@ def test_running_out_of_memory_says_what_to_try(
     assert _files(tmp_path) == []
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), NotImplementedError("a defect")])
 def test_a_defect_while_denoising_keeps_its_traceback_and_leaves_no_file(
-    tiny_pipeline, sglang, tmp_path, monkeypatch
+    error, tiny_pipeline, sglang, tmp_path, monkeypatch
 ) -> None:
-    _raise_in_step(monkeypatch, RuntimeError("a defect"))
-    with pytest.raises(RuntimeError, match="a defect"):
+    _raise_in_step(monkeypatch, error)
+    with pytest.raises(type(error), match="a defect"):
         sglang(
             *("generate", "--model-path", tiny_pipeline("flux")),
             *("--output-path", tmp_path / "a.png", "--height", "32", "--width", "32", *SMALL),

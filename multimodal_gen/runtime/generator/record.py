@@ -45,7 +45,9 @@ class Timings:
 
     def now(self) -> float:
         """Return the time once the device is idle."""
-        torch.get_device_module(self._device).synchronize()
+        synchronize = torch.get_device_module(self._device).synchronize
+        # Not every kind of device takes an argument here; the current one is the default.
+        synchronize(*([] if self._device.index is None else [self._device]))
         return time.perf_counter()
 
     def start_steps(self) -> None:

@@ -188,9 +188,10 @@ def _save(
 def _out_of_memory_explained() -> Iterator[None]:
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        # The CPU allocator raises a plain RuntimeError.
-        if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator raises a plain RuntimeError.
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not known and "can't allocate memory" not in str(error):
             raise
         raise UsageError(
             f"the device ran out of memory ({first_line(error)}); try a smaller --height, --width "
