@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from multimodal_gen import __version__
 from multimodal_gen.cli.options import AttentionOptions, GenerateOptions, takes
 from multimodal_gen.cli.report import summary
 
@@ -31,7 +32,11 @@ def generate(options: GenerateOptions) -> None:
         generated = generator.generate(
             args,
             attach=_attach(args, explicit=options.backend.value != "auto"),
-            facts={"backend": args.backend, "backend_reason": reason},
+            facts={
+                "multimodal_gen": __version__,
+                "backend": args.backend,
+                "backend_reason": reason,
+            },
         )
     except KeyboardInterrupt:
         typer.echo("interrupted; no file was written", err=True)

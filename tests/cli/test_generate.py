@@ -108,7 +108,7 @@ def test_the_record_holds_what_is_needed_to_repeat_the_run(tiny_pipeline, sglang
     assert outcome.code == 0, outcome.err
     assert _files(tmp_path) == ["fox.json", "fox.mp4"]
     record = json.loads((tmp_path / "fox.json").read_text())
-    assert record["versions"]["multimodal_gen"] == __version__
+    assert record["multimodal_gen"] == __version__
     assert record["versions"]["torch"] == torch.__version__
     assert {"python", "diffusers", "transformers", "device"} <= set(record["versions"])
     assert record["pipeline"] == "WanPipeline"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from multimodal_gen import __version__
 from multimodal_gen.runtime.layers.attention.report import Json
 
 __all__ = ["Timings", "record_json", "versions"]
@@ -73,8 +72,8 @@ class Timings:
 
 
 def versions(device: torch.device) -> dict[str, Json]:
-    """Return versions of this package, its libraries, Python, and the device's name."""
-    found: dict[str, Json] = {"multimodal_gen": __version__, "python": platform.python_version()}
+    """Return versions of Python and the libraries, and the device's name."""
+    found: dict[str, Json] = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)

@@ -65,7 +65,7 @@ def generate(
         args: what to load, what to generate and where to write it; its attention arguments are
             `attach`'s business.
         attach: attaches attention backends to the loaded pipeline.
-        facts: further entries for the record, e.g. the command line's arguments.
+        facts: further entries for the record, e.g. this package's version.
 
     Raises:
         UsageError: an option does not fit the pipeline, the device or the disk; also when the
@@ -92,8 +92,8 @@ def generate(
         finally:
             session.remove()
     record: dict[str, Json] = {
-        "versions": versions(device),
         **(facts or {}),
+        "versions": versions(device),
         "pipeline": index.name,
         "arguments": _arguments(args),
         "attention": report.as_dict(),
