@@ -4,7 +4,8 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +18,8 @@ from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionSc
 from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
-    """What a call must match to run on a layer built beforehand.
+class Geometry(NamedTuple):
+    """What a call must match to run on a layer built beforehand; a key `torch.compile` can trace.
 
     Attributes:
         num_heads: query heads.
@@ -75,6 +75,7 @@ class AttachedLayer:
         geometry: what its calls usually look like.
         compute_dtype: dtype of its q, k and v.
         scope: what the user configured.
+        also: what other calls look like, as far as that is known.
 
     Raises:
         UnsupportedBackendError: the requested backend cannot serve the module.
@@ -86,17 +87,18 @@ class AttachedLayer:
         geometry: Geometry,
         compute_dtype: torch.dtype,
         scope: SelectionScope,
+        also: tuple[Geometry, ...] = (),
     ) -> None:
         self.site = site
         self.num_heads = geometry.num_heads
         self.head_size = geometry.head_size
         self.num_kv_heads = geometry.num_kv_heads
-        self.scale = geometry.head_size**-0.5 if geometry.scale is None else geometry.scale
+        self.scale = _scale(geometry.head_size, geometry.scale)
         self.causal = geometry.causal
         self._compute_dtype = compute_dtype
         self._scope = scope
         self.layer = self._build(geometry)
-        self.others: dict[Geometry, StockAttention] = {}
+        self.others = {_resolved(other): self._build(other) for other in also}
 
     def attend(
         self,
@@ -130,7 +132,7 @@ class AttachedLayer:
             and query.shape[3] == self.head_size
             and key.shape[2] == self.num_kv_heads
             and causal == self.causal
-            and (query.shape[3] ** -0.5 if scale is None else scale) == self.scale
+            and _scale(query.shape[3], scale) == self.scale
         )
         layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
         return layer(query, key, value, attn_mask)
@@ -152,14 +154,14 @@ class AttachedLayer:
             num_heads=query.shape[2],
             head_size=query.shape[3],
             num_kv_heads=key.shape[2],
-            scale=scale,
+            scale=_scale(query.shape[3], scale),
             causal=causal,
         )
         if geometry not in self.others:
             if torch.compiler.is_compiling():
                 raise UsageError(
                     f"the attention calls of {self.site.name} must look as they did before "
-                    f"torch.compile, got {geometry}; run one step before compiling"
+                    f"torch.compile, got {tuple(geometry)}; run one step before compiling"
                 )
             self.others[geometry] = self._build(geometry)
         return self.others[geometry]
@@ -180,6 +182,14 @@ class AttachedLayer:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A copy of a model is a model of its own: it is not attached to anything.
         return type(None), ()
+
+
+def _scale(head_size: int, scale: float | None) -> float:
+    return float(head_size**-0.5) if scale is None else scale
+
+
+def _resolved(geometry: Geometry) -> Geometry:
+    return geometry._replace(scale=_scale(geometry.head_size, geometry.scale))
 
 
 def _intersect(allowed: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -91,7 +91,9 @@ class EncoderPlan:
             layer=len(self._modules),
         )
         dtype = compute_dtype(module, self._component.model)
-        self._modules.append((module, AttachedLayer(site, geometry, dtype, scope)))
+        # A causal module gets its causality in the mask where there is padding.
+        also = (geometry._replace(causal=False),) if geometry.causal else ()
+        self._modules.append((module, AttachedLayer(site, geometry, dtype, scope, also)))
 
 
 def attention_forward(
