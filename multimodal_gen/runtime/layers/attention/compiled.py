@@ -6,7 +6,7 @@ forced backend) is never frozen into it.
 """
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,7 +26,14 @@ def register_layer(layer: "AttentionLayer") -> torch.Tensor:
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("multimodal_gen::attention", mutates_args=())
+def _never_captured() -> dict[str, Any]:
+    # A CUDA graph would replay the kernels of one denoising step for ever. Versions of torch
+    # without the tag capture no graph that takes a tensor of the CPU, as the layer's identity is.
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    return {} if tag is None else {"tags": (tag,)}
+
+
+@torch.library.custom_op("multimodal_gen::attention", mutates_args=(), **_never_captured())
 def attention_op(
     query: torch.Tensor,
     key: torch.Tensor,

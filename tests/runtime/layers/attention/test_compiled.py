@@ -49,8 +49,9 @@ class Model(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler(use_backends):
-    use_backends(fake_backend("torch_sdpa"), fake_backend("fa"))
+def _fresh_compiler(request, use_backends):
+    if request.node.get_closest_marker("gpu") is None:
+        use_backends(fake_backend("torch_sdpa"), fake_backend("fa"))
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
@@ -220,3 +221,21 @@ def test_the_operators_shape_follows_query_and_value():
     k = torch.empty(2, 6, HEADS, SIZE, device="meta")
     v = torch.empty(2, 6, HEADS, 3, device="meta")
     assert attention_op(q, k, v, None, layer._layer_id).shape == (2, 4, HEADS, 3)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_cuda_graph_does_not_freeze_the_step(mode):
+    rule = Rule(backend=AttentionBackendEnum.TORCH_CUDNN_SDPA, steps=IndexSelector.parse("0"))
+    default = Asked(source=Source.COMMAND_LINE, backend=SDPA)
+    scope = SelectionScope(rules=(rule,), default=default)
+    layer = LocalAttention(HEADS, 64, compute_dtype=torch.bfloat16, scope=scope)
+    q, k, v = make_qkv(1, 256, HEADS, 64, dtype=torch.bfloat16, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    for _ in range(3):
+        for step in range(3):
+            with set_forward_context(step):
+                torch.testing.assert_close(compiled(q, k, v).clone(), layer(q, k, v))
+    calls = [entry.calls for entry in layer.report().entries]
+    assert calls == [6, 12]
