@@ -9,7 +9,7 @@ from multimodal_gen.cli import main as main_module
 from multimodal_gen.cli.main import main
 from multimodal_gen.errors import UsageError
 
-HEAVY = ("torch", "diffusers", "transformers", "numpy", "rich")
+HEAVY = ("torch", "diffusers", "transformers", "numpy")
 
 LIST_HEAVY = f"""
 import sys

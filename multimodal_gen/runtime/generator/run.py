@@ -58,8 +58,9 @@ def generate(
 ) -> Generated:
     """Generate an image or a video, and write it with a record of the run.
 
-    Everything that can be refused is refused before the weights are loaded. After an error or
-    Ctrl-C no file is left.
+    Options that do not fit the pipeline, the device or the disk are refused before the weights
+    are loaded, backends that cannot serve a layer before the first step. After an error or Ctrl-C
+    no file is left.
 
     Args:
         args: what to load, what to generate and where to write it; its attention arguments are
