@@ -40,6 +40,7 @@ RUN_FOR_REAL = {
     ("flex_attn", "unfused"): "CPU",
     ("fa", "fa3_fwd"): "SM90",
     ("fa", "fa4"): "SM90",
+    ("fa", "fa4_fwd"): "SM90",
     ("sage_attn", "sage1"): "SM90",
 }
 CUDA_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))

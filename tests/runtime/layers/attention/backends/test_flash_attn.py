@@ -148,12 +148,12 @@ def fa4(fake_package, compute, compute_packed):
     fake_package("flash_attn.cute", **{f.__name__: f for f in functions})
 
 
-VARIANTS = ["fa2", "fa3", "fa3_fwd", "fa4", "fa4_sm100"]
+VARIANTS = ["fa2", "fa3", "fa3_fwd", "fa4", "fa4_fwd", "fa4_sm100"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_version_honours_every_call(variant, call, assert_honours, request):
-    request.getfixturevalue(variant.removesuffix("_sm100"))
+    request.getfixturevalue("fa4" if variant.startswith("fa4") else variant)
     assert_honours(FlashAttentionBackend, variant, call)
 
 
@@ -200,6 +200,8 @@ def test_the_best_version_for_the_gpu_is_chosen(request_on):
     assert on((9, 0), (FA2, FA4)) == "fa4"
     assert on((9, 0), (FA3_FWD, FA4), dtype=torch.float16) == "fa4"
     assert on((9, 0), (FA3_FWD, FA4), needs=(Feature.BACKWARD,)) == "fa4"
+    assert on((9, 0), (FA4,), head_size=80) == "fa4_fwd"
+    assert on((9, 0), (FA2, FA4), head_size=80, needs=(Feature.BACKWARD,)) == "fa2"
     assert on((10, 0)) == "fa4_sm100"
     assert on((10, 0), head_size=256) == "fa2"
     assert on((8, 0)) == "fa2"
