@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
     from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["app"]
+__all__ = ["app", "explain", "list_backends"]
 
 app = typer.Typer(
     help="Say which attention backends run here, and why.",

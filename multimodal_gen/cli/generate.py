@@ -83,9 +83,13 @@ def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
         return lambda pipe: DiffusersAttention(pipe, name)
 
     from multimodal_gen.integrations.diffusers import apply
-    from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
+    from multimodal_gen.runtime.layers.attention.attention_config import (
+        refuse_not_in_this_build,
+        scope_from_args,
+    )
 
     scope = scope_from_args(args)
+    refuse_not_in_this_build(scope)
     nothing_asked = not (explicit or scope.default or scope.components or scope.rules)
 
     def attach(pipe: Any) -> AttentionSession:

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends
+from multimodal_gen.runtime.platforms import PlatformEnum
+from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 
@@ -37,9 +40,23 @@ def test_list_starts_with_the_platform_and_explains_what_is_missing(sglang) -> N
     assert lines[0].startswith("platform: ")
     assert lines[1].startswith("layer:    self attention, 24 heads of size 128, ")
     assert lines[2].startswith("auto:     ")
-    text = " ".join(" ".join(lines).split())
-    assert "pip install sageattention" in text or "sage_attn yes" in text
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_list_says_how_to_install_what_would_run_on_this_gpu(sglang, monkeypatch) -> None:
+    gpu = simulated_environment(FakeDevice(platform=PlatformEnum.CUDA, capability=(9, 0)))
+    monkeypatch.setattr(registry, "current_environment", lambda: gpu)
+    text = " ".join(sglang("attention", "list", "--dtype", "bfloat16").out.split())
+    assert "sage_attn no - " in text
+    assert "pip install sageattention" in text
+    assert "sage_attn_3 no - needs compute capability 12.0 or 12.1, this GPU has 9.0" in text
+
+
+def test_list_gives_the_platform_alone_where_it_rules_a_backend_out(sglang, monkeypatch) -> None:
+    machine = simulated_environment(FakeDevice(platform=PlatformEnum.CPU))
+    monkeypatch.setattr(registry, "current_environment", lambda: machine)
+    text = " ".join(sglang("attention", "list").out.split())
+    assert "sage_attn no - needs platform cuda or musa, this is cpu sage_attn_3 " in text
 
 
 def test_list_is_about_the_layer_asked_for(sglang) -> None:

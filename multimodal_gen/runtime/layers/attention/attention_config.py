@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from multimodal_gen.errors import ConfigError, nearest
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, nearest
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, build_config
 from multimodal_gen.runtime.layers.attention.config_fields import read_selector, short
@@ -35,9 +35,9 @@ from multimodal_gen.runtime.server_args import (
     parse_component_key,
 )
 
-__all__ = ["scope_from", "scope_from_args"]
+__all__ = ["refuse_not_in_this_build", "scope_from", "scope_from_args"]
 
-RawConfig = str | os.PathLike[str] | Mapping[str, object]
+_RawConfig = str | os.PathLike[str] | Mapping[str, object]
 
 _TOP_KEYS = ("backend", "config", "strict", "rules")
 _RULE_KEYS = ("component", "role", "layers", "steps", "backend", "config")
@@ -63,11 +63,11 @@ def scope_from_args(args: ServerArgs) -> SelectionScope:
 def scope_from(
     *,
     attention_backend: AttentionBackendEnum | str | None = None,
-    attention_backend_config: RawConfig | BackendConfig | None = None,
+    attention_backend_config: _RawConfig | BackendConfig | None = None,
     component_attention_backends: Mapping[str, AttentionBackendEnum | str | None]
     | str
     | None = None,
-    attention_config: RawConfig | None = None,
+    attention_config: _RawConfig | None = None,
     strict: bool = False,
 ) -> SelectionScope:
     """Return the scope these settings ask for.
@@ -108,6 +108,25 @@ def scope_from(
     )
 
 
+def refuse_not_in_this_build(scope: SelectionScope) -> None:
+    """Refuse a scope whose backends cannot run yet, before anything expensive is done for it.
+
+    Raises:
+        UnsupportedBackendError: a backend asked for is not in this build.
+    """
+    asked = [scope.default, *scope.components.values()]
+    backends = [ask.backend for ask in asked if ask] + [rule.backend for rule in scope.rules]
+    for backend in backends:
+        if backend is None:
+            continue
+        missing = find_backend(backend, current_platform().name).not_in_this_build
+        if missing:
+            raise UnsupportedBackendError(
+                f"attention backend must be one that runs in this build, got {backend}: {missing}. "
+                f"`sglang attention list` shows what runs here"
+            )
+
+
 def _asked(backend: AttentionBackendEnum | None, config: BackendConfig | None) -> Asked | None:
     if backend is None:
         return None
@@ -116,7 +135,7 @@ def _asked(backend: AttentionBackendEnum | None, config: BackendConfig | None) -
 
 def _config(
     backend: AttentionBackendEnum | None,
-    raw: RawConfig | BackendConfig | None,
+    raw: _RawConfig | BackendConfig | None,
     *,
     name: str = "--attention-backend-config",
 ) -> BackendConfig | None:
@@ -136,7 +155,7 @@ def _config(
     return build_config(cls.config_cls, mapping, backend=str(backend))
 
 
-def _structured(raw: RawConfig) -> tuple[Asked | None, tuple[Rule, ...], bool]:
+def _structured(raw: _RawConfig) -> tuple[Asked | None, tuple[Rule, ...], bool]:
     name = "--attention-config"
     mapping = read_mapping(raw, name=name)
     _check_keys(mapping, _TOP_KEYS, name)

@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention.attention_config import scope_from, scope_from_args
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError
+from multimodal_gen.runtime.layers.attention.attention_config import (
+    refuse_not_in_this_build,
+    scope_from,
+    scope_from_args,
+)
 from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -257,3 +261,26 @@ def test_an_arbitrary_structured_configuration_is_read_or_refused(config):
         return
     assert isinstance(scope, SelectionScope)
     assert len(scope.rules) == len(config.get("rules") or ())
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"attention_backend": "vmoba_attn"},
+        {"component_attention_backends": {"transformer.self": "vmoba_attn"}},
+        {"attention_config": {"rules": [{"steps": "3-", "backend": "vmoba_attn"}]}},
+    ],
+)
+def test_a_backend_that_is_not_in_this_build_is_refused_wherever_it_is_named(asked):
+    scope = scope_from(**asked)
+    with pytest.raises(
+        UnsupportedBackendError, match=r"got vmoba_attn: V-MoBA is not in this build yet\."
+    ):
+        refuse_not_in_this_build(scope)
+
+
+def test_a_scope_of_dense_backends_is_not_refused():
+    scope = scope_from(
+        attention_config={"backend": "auto", "rules": [{"role": "cross", "backend": "torch_sdpa"}]}
+    )
+    assert refuse_not_in_this_build(scope) is None

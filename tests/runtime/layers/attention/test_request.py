@@ -155,7 +155,7 @@ def test_trailing_zeros_of_a_version_do_not_matter(found, minimum):
         (
             {"platforms": frozenset({PlatformEnum.ROCM, PlatformEnum.XPU})},
             {},
-            "needs platform rocm, xpu, this is cuda",
+            "needs platform rocm or xpu, this is cuda",
         ),
         (
             {"capability": Capability(minimum=(9, 0))},

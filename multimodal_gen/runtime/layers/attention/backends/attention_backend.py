@@ -131,8 +131,8 @@ class Variant:
         environment = request.environment
         reasons: list[str | None] = []
         if environment.platform not in self.platforms:
-            wanted = ", ".join(sorted(str(p) for p in self.platforms))
-            reasons.append(f"needs platform {wanted}, this is {environment.platform}")
+            served = sorted(str(name) for name in self.platforms)
+            reasons.append(_needs_platform(served, environment.platform))
         elif environment.platform is PlatformEnum.CUDA:
             reasons.append(self.capability.unsupported_reason(environment.capability))
         reasons += [probe.unsupported_reason(environment) for probe in self.packages]
@@ -336,20 +336,24 @@ class AttentionBackend(ABC):
     ) -> tuple[str, ...]:
         """Return every reason the backend, so configured, cannot serve `request`.
 
-        Variants for other platforms are left out where some serve the request's platform.
+        Variants for other platforms are left out where some serve the request's platform. Where
+        none does, the platform is the only reason given: no remedy changes it.
         """
         if cls.not_in_this_build:
             return (cls.not_in_this_build,)
         if cls.choose_variant(request, config) is not None:
             return ()
         variants = cls.variants_for(config)
-        here = [v for v in variants if request.environment.platform in v.platforms]
-        considered = here or variants
-        if len(considered) == 1:
-            return considered[0].unsupported_reasons(request)
+        platform = request.environment.platform
+        here = [variant for variant in variants if platform in variant.platforms]
+        if not here:
+            served = sorted({str(name) for variant in variants for name in variant.platforms})
+            return (_needs_platform(served, platform),)
+        if len(here) == 1:
+            return here[0].unsupported_reasons(request)
         return tuple(
             f"{variant.name}: {reason}"
-            for variant in considered
+            for variant in here
             for reason in variant.unsupported_reasons(request)
         )
 
@@ -363,6 +367,10 @@ class AttentionBackend(ABC):
     def supports(cls, feature: Feature) -> bool:
         """Whether at least one variant declares `feature`."""
         return any(feature in variant.features for variant in cls.variants)
+
+
+def _needs_platform(served: list[str], actual: PlatformEnum) -> str:
+    return f"needs platform {' or '.join(served)}, this is {actual}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
