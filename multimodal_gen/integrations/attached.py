@@ -166,6 +166,7 @@ class AttachedLayer:
             self.others[geometry] = self._build(geometry)
         return self.others[geometry]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _build(self, geometry: Geometry) -> StockAttention:
         return StockAttention(
             geometry.num_heads,

@@ -126,14 +126,15 @@ def apply(
         raise UsageError("scope must be given alone, got further settings beside it")
     components = find_components(target)
     plans, notes = _plan(target, components, scope)
-    sites = [layer.site for plan in plans for layer in plan.layers]
-    if not sites:
+    # A pipeline is about its denoisers: taking over nothing but its encoders is not enough.
+    denoisers = [plan for plan in plans if isinstance(plan, DenoiserPlan)]
+    if not any(plan.layers for plan in denoisers or plans):
         looked_at = ", ".join(f"{c.name} ({type(c.model).__name__})" for c in components)
         raise NothingAppliedError(
             f"apply() must find attention modules to take over, it looked at "
-            f"{looked_at or 'no model at all'} and found none"
+            f"{looked_at or 'no model at all'} and found none that it can"
         )
-    check_overrides(scope, sites)
+    check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     return AttentionHandle(plans, notes)
 
 

@@ -100,4 +100,8 @@ class KeyPadding:
         padding = None if context is None else context.cache.get(_SLOT)
         if not isinstance(padding, KeyPadding) or padding.role is not role:
             return None
-        return padding if padding._usable and padding.shape == tuple(key.shape[:2]) else None
+        if not padding._usable or padding.shape != tuple(key.shape[:2]):
+            return None
+        # An offloaded pipeline may keep its masks elsewhere; the model brought its own along.
+        near = padding.valid is not None or padding._text.device == key.device
+        return padding if near else None

@@ -1,6 +1,6 @@
 """Pipelines to attach to, and what their attention layers get to know."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,7 +58,7 @@ def stock_latents(fresh: Callable[[str], Any]) -> Callable[[str], torch.Tensor]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Record every call that reaches a layer of an attached model."""
     recorded: list[Call] = []
     attend = StockAttention.attend
@@ -76,4 +76,4 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
         return attend(self, query, key, value, attn_mask, mask_meta)
 
     monkeypatch.setattr(StockAttention, "attend", record)
-    yield recorded
+    return recorded

@@ -1,16 +1,16 @@
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.attached import AttachedLayer, Geometry
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from tests.integrations.conftest import generate
 
 # More than the number of recompilations that torch.compile puts up with for one piece of code.
-NUM_BLOCKS = 10
+NUM_BLOCKS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def clean_dynamo():
     torch._dynamo.reset()
 
 
-def deep_model():
+def model_of(num_blocks=3):
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
@@ -31,7 +31,7 @@ def deep_model():
         text_dim=32,
         freq_dim=32,
         ffn_dim=32,
-        num_layers=NUM_BLOCKS,
+        num_layers=num_blocks,
     ).eval()
 
 
@@ -49,11 +49,12 @@ def run(model, timestep=900.0):
         return model(**inputs(timestep))[0]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
 def test_regional_compilation_shares_one_graph_and_never_recompiles(backend, calls):
-    model = deep_model()
+    model = model_of(NUM_BLOCKS)
     expected = [run(model, timestep) for timestep in (900.0, 500.0, 100.0)]
     with apply(model, attention_backend="torch_sdpa") as handle:
         model.compile_repeated_blocks(fullgraph=True, backend=backend)
@@ -70,10 +71,11 @@ def test_regional_compilation_shares_one_graph_and_never_recompiles(backend, cal
     assert order == [(name, step) for step in range(3) for name in names]
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.parametrize(
+    ("how", "fullgraph"), [("wrapped", False), ("wrapped", True), ("in place", True)]
+)
 def test_compiling_the_whole_model_keeps_context_and_layers_apart(how, fullgraph, calls):
-    model = deep_model()
+    model = model_of()
     expected = run(model, 500.0)
     with apply(model, attention_backend="torch_sdpa"):
         if how == "wrapped":
@@ -86,47 +88,49 @@ def test_compiling_the_whole_model_keeps_context_and_layers_apart(how, fullgraph
             out = run(compiled, 500.0)
     assert (out - expected).abs().max() <= 1e-5
     seen = [(c.site.name, c.context.current_timestep, c.context.latent_grid) for c in calls]
-    names = [f"blocks.{block}.attn{part}" for block in range(NUM_BLOCKS) for part in (1, 2)]
+    names = [f"blocks.{block}.attn{part}" for block in range(3) for part in (1, 2)]
     assert seen == [(name, step, (3, 2, 2)) for step in range(2) for name in names]
 
 
 def test_a_model_compiled_before_apply_is_taken_over(calls):
-    model = deep_model()
+    model = model_of()
     compiled = torch.compile(model, backend="eager")
     expected = run(compiled)
     with apply(compiled, attention_backend="torch_sdpa") as handle:
         assert (run(compiled) - expected).abs().max() <= 1e-5
-        assert len(calls) == len(handle.report().layers) == 2 * NUM_BLOCKS
+        assert len(calls) == len(handle.report().layers) == 6
     calls.clear()
     assert torch.equal(run(compiled), expected)
     assert calls == []
 
 
 @pytest.mark.parametrize(
-    "family", ["wan", "hunyuan_video", "hunyuan_video_15", "ltx", "flux", "qwen_image"]
+    "family", ["hunyuan_video", "hunyuan_video_15", "ltx", "flux", "qwen_image"]
 )
-def test_families_compile_by_block_with_the_same_latents(family, fresh, stock_latents, calls):
+def test_families_compile_by_block_with_the_same_latents(family, fresh, calls):
     pipe = fresh(family)
+    expected = generate(pipe, family, num_inference_steps=2)
     with apply(pipe, attention_backend="torch_sdpa") as handle:
         pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
-        latents = generate(pipe, family)
+        latents = generate(pipe, family, num_inference_steps=2)
         first = counters["stats"]["unique_graphs"]
         calls.clear()
         with torch.compiler.set_stance("fail_on_recompile"):
-            again = generate(pipe, family)
+            again = generate(pipe, family, num_inference_steps=2)
         layers = [r for r in handle.report().layers if r.component == "transformer"]
-    assert (latents - stock_latents(family)).abs().max() <= 1e-5
+    assert (latents - expected).abs().max() <= 1e-5
     assert torch.equal(again, latents)
     assert counters["stats"]["unique_graphs"] == first
     assert len({call.site for call in calls if call.context}) == len(layers)
 
 
-def test_cogvideox_compiles_whole(fresh, stock_latents):
+def test_cogvideox_compiles_whole(fresh):
     pipe = fresh("cogvideox")
+    expected = generate(pipe, "cogvideox", num_inference_steps=2)
     with apply(pipe, attention_backend="torch_sdpa"):
         pipe.transformer = torch.compile(pipe.transformer, backend="eager")
-        latents = generate(pipe, "cogvideox")
-    assert (latents - stock_latents("cogvideox")).abs().max() <= 1e-5
+        latents = generate(pipe, "cogvideox", num_inference_steps=2)
+    assert (latents - expected).abs().max() <= 1e-5
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -154,8 +158,9 @@ def test_a_mask_that_comes_and_goes_between_calls_is_seen_at_run_time(fresh, cal
             assert (out - reference).abs().max() <= 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_gradients_flow_through_a_compiled_model():
-    model = deep_model()
+    model = model_of()
     reference = torch.autograd.grad(model(**inputs())[0].sum(), model.proj_out.weight)[0]
     with apply(model):
         model.compile_repeated_blocks(backend="eager")
@@ -172,8 +177,22 @@ def test_a_call_first_met_while_compiling_asks_for_a_step_before():
     def scaled(x):
         return layer.attend(x, x, x, scale=0.5)
 
-    with pytest.raises(UsageError, match=r"blocks\.0\.attn .*run one step before compiling"):
-        torch.compile(scaled, backend="eager")(q)
+    compiled = torch.compile(scaled, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match=r"blocks\.0\.attn .*run one step before compiling"):
+        compiled(q)
     expected = scaled(q)
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(scaled, backend="eager", fullgraph=True)(q), expected)
+    assert torch.equal(compiled(q), expected)
+
+
+def test_a_call_first_met_while_compiling_runs_outside_a_graph_that_may_break():
+    geometry = Geometry(num_heads=2, head_size=16, num_kv_heads=2)
+    layer = AttachedLayer(LayerSite(), geometry, torch.float32, SelectionScope())
+    q = torch.randn(1, 5, 2, 16)
+
+    def scaled(x):
+        return layer.attend(x, x, x, scale=0.5) + 1
+
+    out = torch.compile(scaled, backend="eager")(q)
+    assert torch.equal(out, scaled(q))
+    assert layer.report().calls == 2

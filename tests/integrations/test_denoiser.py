@@ -89,7 +89,9 @@ def test_two_experts_share_the_steps(fresh, calls):
     pipe = fresh("wan22")
     with apply(pipe):
         generate(pipe, "wan22")
-    seen = {(call.context.component, call.context.current_timestep) for call in denoiser_calls(calls)}
+    seen = {
+        (call.context.component, call.context.current_timestep) for call in denoiser_calls(calls)
+    }
     assert seen == {
         ("transformer", 0),
         ("transformer", 1),
@@ -193,7 +195,7 @@ def test_the_context_ends_with_the_call(fresh, calls):
     with torch.no_grad(), apply(model):
         model(**wan_inputs())
         assert current_forward_context() is None
-        with pytest.raises(RuntimeError):  # noqa: PT011  the model's own shape error
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
             model(**wan_inputs(encoder_hidden_states=torch.randn(1, 7, 3)))
         assert current_forward_context() is None
         model(**wan_inputs())

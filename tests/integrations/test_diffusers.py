@@ -191,7 +191,9 @@ def test_rules_by_layer_and_step_hold(fresh, stock_latents):
     ]
 
 
-@pytest.mark.parametrize("name", ["transformer_3", "transformer.encoder", "vae", "text_encoder.self"])
+@pytest.mark.parametrize(
+    "name", ["transformer_3", "transformer.encoder", "vae", "text_encoder.self"]
+)
 def test_an_override_that_reaches_nothing_names_the_components(name, fresh):
     pipe = fresh("wan")
     before = state_of(pipe)
@@ -280,6 +282,84 @@ def test_a_bare_model_is_attached_too(fresh):
     assert {layer.calls for layer in handle.report().layers} == {2}
 
 
+def wan(cls="WanTransformer3DModel", **config):
+    import diffusers
+
+    torch.manual_seed(0)
+    sizes = {
+        "num_attention_heads": 2, "attention_head_dim": 16, "text_dim": 32, "freq_dim": 32,
+        "ffn_dim": 32, "num_layers": 2,
+    }  # fmt: skip
+    return getattr(diffusers, cls)(**sizes, **config).eval()
+
+
+def compare(model, inputs, **settings):
+    """Return the report of one call under `apply`, and by how much its output differs."""
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with apply(model, **settings) as handle:
+            out = model(**inputs)[0]
+    return handle.report(), (out - expected).abs().max()
+
+
+def test_the_second_cross_attention_call_on_image_tokens_is_served():
+    model = wan(image_dim=24, added_kv_proj_dim=32)
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 3, 4, 4),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 512, 32),
+        "encoder_hidden_states_image": torch.randn(1, 257, 24),
+    }
+    report, difference = compare(model, inputs, attention_backend="torch_sdpa")
+    assert difference <= 1e-5
+    assert {(str(layer.role), layer.calls) for layer in report.layers} == {
+        ("self", 1),
+        ("cross", 2),
+    }
+
+
+def test_vace_runs_its_control_blocks_on_layers_too():
+    model = wan("WanVACETransformer3DModel", vace_layers=[0], vace_in_channels=8)
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 3, 4, 4),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 7, 32),
+        "control_hidden_states": torch.randn(1, 8, 3, 4, 4),
+    }
+    report, difference = compare(model, inputs, attention_backend="torch_sdpa")
+    assert difference <= 1e-5
+    assert report.notes == ()
+    assert Counter((str(layer.role), layer.calls) for layer in report.layers) == {
+        ("self", 1): 3,
+        ("cross", 1): 3,
+    }
+
+
+def test_an_ip_adapter_of_flux_keeps_its_image_tokens(fresh):
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    model = fresh("flux").transformer
+    torch.manual_seed(0)
+    for block in model.transformer_blocks:
+        block.attn.processor = FluxIPAdapterAttnProcessor(128, 16, num_tokens=(4,), scale=0.7)
+    ids = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(6.0))
+    inputs = {
+        "hidden_states": torch.randn(1, 24, 64),
+        "encoder_hidden_states": torch.randn(1, 5, model.config.joint_attention_dim),
+        "pooled_projections": torch.randn(1, model.config.pooled_projection_dim),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": ids,
+        "txt_ids": torch.zeros(5, 3),
+        "guidance": torch.tensor([3.5]),
+        "joint_attention_kwargs": {"ip_hidden_states": [torch.randn(1, 1, 4, 16)]},
+    }
+    weights = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    report, difference = compare(model, inputs, attention_backend="torch_sdpa")
+    assert difference <= 1e-5
+    assert Counter(layer.calls for layer in report.layers) == {2: 2, 1: 2}
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == weights
+
+
 @pytest.mark.parametrize("target", [None, "folder", nn.Linear(2, 2)])
 def test_a_target_that_is_no_pipeline_is_named(target):
     with pytest.raises(UsageError, match=type(target).__name__):
@@ -349,6 +429,16 @@ def test_a_target_without_attention_is_refused(fresh):
 
     with pytest.raises(NothingAppliedError, match=r"vae \(AutoencoderKL\)"):
         apply(AutoencoderKL(block_out_channels=(8,), norm_num_groups=4))
+
+
+def test_a_pipeline_whose_denoiser_has_no_attention_is_refused(fresh):
+    pipe = fresh("wan")
+    before = state_of(pipe)
+    for block in pipe.transformer.blocks:
+        del block.attn1, block.attn2
+    with pytest.raises(NothingAppliedError, match=r"transformer \(WanTransformer3DModel\)"):
+        apply(pipe)
+    assert state_of(pipe)["text_encoder", ""] == before["text_encoder", ""]
 
 
 def test_a_deep_copy_is_a_stock_pipeline(fresh, stock_latents):

@@ -63,6 +63,15 @@ def test_a_sample_without_any_key_is_left_to_the_models_mask():
         assert KeyPadding.current(AttentionRole.SELF, torch.zeros(2, 2, 1, 4)) is None
 
 
+def test_a_mask_on_another_device_is_left_to_the_model():
+    padding = padding_of([[1, 1], [1, 0]], before=1)
+    with set_forward_context(0) as context:
+        padding.store(context.cache)
+        assert KeyPadding.current(AttentionRole.SELF, torch.zeros(2, 3, 1, 4)) is padding
+        key = torch.zeros(2, 3, 1, 4, device="meta")
+        assert KeyPadding.current(AttentionRole.SELF, key) is None
+
+
 @pytest.mark.parametrize("rows", [[[1, 1, 1]] * 2, [[1, 1, 0]] * 2, [[1, 1, 0], [1, 0, 0]]])
 def test_attention_is_that_of_the_models_own_mask(rows):
     torch.manual_seed(0)

@@ -84,9 +84,7 @@ def text(length):
         ),
         (
             "CogVideoXTransformer3DModel",
-            call(
-                {"patch_size": 2, "patch_size_t": 2}, hidden_states=latents(2, 22, 16, 96, 170)
-            ),
+            call({"patch_size": 2, "patch_size_t": 2}, hidden_states=latents(2, 22, 16, 96, 170)),
             (11, 48, 85),
         ),
     ],
