@@ -29,6 +29,10 @@ class Call:
     mask: tuple[int, ...] | None
 
 
+# HunyuanVideo-1.5 runs its glyph encoder on the quoted words of a prompt, and only then.
+PROMPT = 'A shop window with a sign that says "open" in large letters'
+
+
 def load(folder: Path) -> Any:
     from diffusers import DiffusionPipeline
 
@@ -40,7 +44,8 @@ def load(folder: Path) -> Any:
 def generate(pipe: Any, family: str, **overrides: Any) -> torch.Tensor:
     """Return the latents of one run with seed 0."""
     generator = torch.Generator().manual_seed(0)
-    kwargs = {**FAMILIES[family].generate_kwargs, "output_type": "latent", **overrides}
+    defaults = {**FAMILIES[family].generate_kwargs, "prompt": PROMPT, "output_type": "latent"}
+    kwargs = {**defaults, **overrides}
     latents: torch.Tensor = pipe(generator=generator, **kwargs)[0]
     return latents
 
