@@ -66,14 +66,15 @@ def version_of(*distributions: str) -> str:
 
 
 def interleave(
-    contenders: dict[str, Callable[[], object]], *, rounds: int, repeat: int = 1
+    contenders: dict[str, Callable[[], object]], *, rounds: int, block_ms: float = 150.0
 ) -> dict[str, list[float]]:
     """Time every contender once per round with device events, after one warm-up each.
 
     Args:
         contenders: what to run, by name.
         rounds: number of rounds.
-        repeat: calls per timing; short kernels need several.
+        block_ms: a timing repeats the call until it lasts about this long, so that clocks and
+            power settle on the contender itself rather than on the one before it.
 
     Returns:
         Milliseconds per call, per contender and round.
@@ -81,9 +82,10 @@ def interleave(
     for run in contenders.values():
         run()
     torch.cuda.synchronize()
+    repeats = {n: max(1, round(block_ms / event_ms(run))) for n, run in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for name in shuffled_rounds(contenders, rounds):
-        times[name].append(event_ms(contenders[name], repeat=repeat))
+        times[name].append(event_ms(contenders[name], repeat=repeats[name]))
     return times
 
 
