@@ -224,6 +224,7 @@ def test_the_operators_shape_follows_query_and_value():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # older torch's compiler uses such
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_cuda_graph_does_not_freeze_the_step(mode):
