@@ -58,17 +58,23 @@ CASES = (
     Case(name="vsa bench", tokens=49_152, heads=16),
 )
 
+# Which distribution a variant comes from; the others come with torch.
 DISTRIBUTIONS = {
-    "fa": ("fa3-fwd", "flash_attn_3", "flash-attn-4", "flash-attn"),
-    "sage_attn": ("sageattention",),
-    "flashinfer": ("flashinfer-python",),
-    "xformers": ("xformers",),
+    "fa3": "flash_attn_3",
+    "fa3_fwd": "fa3-fwd",
+    "fa4": "flash-attn-4",
+    "fa4_fwd": "flash-attn-4",
+    "fa2": "flash-attn",
+    "sage1": "sageattention",
+    "sage2": "sageattention",
 }
 BACKENDS = ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn", "flex_attn")
 
 
-def contenders_of(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], tuple]:
-    """Return the layers to time, and their inputs."""
+def contenders_of(
+    case: Case,
+) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str], tuple[torch.Tensor, ...]]:
+    """Return the layers to time, the variant each runs, and their inputs."""
     torch.manual_seed(0)
     shape = (case.batch, case.tokens, case.heads, HEAD_SIZE)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -84,7 +90,9 @@ def contenders_of(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], tu
         except UnsupportedBackendError as error:
             print(f"left out: {error}")
     layers |= _other_flash_versions(case.heads)
-    return {name: lambda layer=layer: layer(q, k, v) for name, layer in layers.items()}, (q, k, v)
+    runs = {name: lambda layer=layer: layer(q, k, v) for name, layer in layers.items()}
+    variants = {n: layer.report().entries[-1].selection.variant for n, layer in layers.items()}
+    return runs, variants, (q, k, v)
 
 
 def _pinned(heads: int, backend: AttentionBackendEnum, config: object = None) -> LocalAttention:
@@ -128,7 +136,7 @@ def main() -> None:
     for case in CASES:
         if arguments.only not in case.name:
             continue
-        runs, (q, k, v) = contenders_of(case)
+        runs, variants, (q, k, v) = contenders_of(case)
         rows = torch.randint(0, case.tokens, (64,), device="cuda")
         expected = reference_rows(q, k, v, rows)
         errors = {name: relative_error(run()[:, rows], expected) for name, run in runs.items()}
@@ -138,7 +146,6 @@ def main() -> None:
             if not error < bound:
                 raise SystemExit(f"{case.name}: {name} is wrong, relative error {error:.2e}")
         times = interleave(runs, rounds=arguments.rounds)
-        versions = {name: version_of(*DISTRIBUTIONS.get(name.split()[0], ())) for name in runs}
         write_rows(
             arguments.out / "dense.csv",
             rows_of(
@@ -150,7 +157,9 @@ def main() -> None:
                 flop=case.flop,
                 flop_formula="4*B*H*S*S*D",
                 errors=errors,
-                versions=versions,
+                versions={
+                    name: version_of(DISTRIBUTIONS.get(v, "torch")) for name, v in variants.items()
+                },
             ),
         )
         del runs, q, k, v
