@@ -18,7 +18,11 @@ from _harness import (
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.flash_attn import FlashAttnConfig
 from multimodal_gen.runtime.layers.attention.scope import (
+    Asked,
+    SelectionScope,
+    Source,
     global_force_attn_backend_context_manager,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -96,8 +100,6 @@ def contenders_of(
 
 
 def _pinned(heads: int, backend: AttentionBackendEnum, config: object = None) -> LocalAttention:
-    from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
-
     asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
     return LocalAttention(
         heads, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
@@ -105,8 +107,6 @@ def _pinned(heads: int, backend: AttentionBackendEnum, config: object = None) ->
 
 
 def _other_flash_versions(heads: int) -> dict[str, LocalAttention]:
-    from multimodal_gen.runtime.layers.attention.backends.flash_attn import FlashAttnConfig
-
     found = {}
     for version in ("2", "3", "4"):
         layer = None
