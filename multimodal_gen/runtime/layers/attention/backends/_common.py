@@ -57,6 +57,24 @@ def align_lse(lse: torch.Tensor, num_rows: int) -> torch.Tensor:
     return F.pad(lse, (missing, 0), value=-math.inf)
 
 
+def attend_to_nothing(
+    query: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and log-sum-exp of queries that see no key: zeros and -inf.
+
+    Args:
+        query: [B, Sq, H, D].
+        value: [B, Sk, Hkv, Dv].
+
+    Returns:
+        [B, Sq, H, Dv] in the dtype of `query`, and fp32 [B, H, Sq].
+    """
+    batch, num_queries, num_heads = query.shape[:3]
+    out = query.new_zeros(batch, num_queries, num_heads, value.shape[-1])
+    lse = query.new_full((batch, num_heads, num_queries), -math.inf, dtype=torch.float32)
+    return out, lse
+
+
 def bottom_right_causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
     """Return bool [Sq, Sk]: True where the key is not after the query, both ends aligned."""
     allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from multimodal_gen.runtime.layers.attention.backends._common import (
     align_lse,
     align_rows,
+    attend_to_nothing,
     expand_kv,
     rows_that_see,
     unit_stride,
@@ -107,6 +108,8 @@ class SDPAImpl(AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse`."""
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)  # the CPU operator divides by zero
         num_queries, num_keys = query.shape[1], key.shape[1]
         if self.causal and num_queries > num_keys:
             out, lse = self.forward_lse(align_rows(query, num_keys), key, value)
@@ -177,6 +180,8 @@ class CudnnSDPAImpl(AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse`."""
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)
         return self._attend(query, key, value, lse=True)
 
     def _attend(
