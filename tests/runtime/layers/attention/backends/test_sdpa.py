@@ -41,8 +41,8 @@ def test_float64_works_with_its_log_sum_exp():
 def test_without_queries_or_keys_the_output_is_zero_and_its_weight_nothing(
     backend, num_queries, num_keys, causal
 ):
-    q, k, _ = make_qkv(2, num_queries, 4, 32, num_keys=num_keys, dtype=torch.bfloat16)
-    v = q.new_ones(2, num_keys, 4, 24)
+    q = torch.ones(2, num_queries, 4, 32, dtype=torch.bfloat16)
+    k, v = q.new_ones(2, num_keys, 4, 32), q.new_ones(2, num_keys, 4, 24)
     out, lse = backend.get_impl_cls()(4, 32, SCALE, causal).forward_lse(q, k, v)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(out, torch.zeros(2, num_queries, 4, 24, dtype=torch.bfloat16))
