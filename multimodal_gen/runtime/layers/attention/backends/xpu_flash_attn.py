@@ -117,4 +117,4 @@ class XpuFlashAttentionBackend(AttentionBackend):
 
 
 def _starts(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length

@@ -117,6 +117,16 @@ def test_xpu_honours_every_call(call, assert_honours):
     assert_honours(XpuFlashAttentionBackend, "xpu", call)
 
 
+@pytest.mark.usefixtures("sgl_kernel")
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 5), (0, 0), (5, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_xpu_takes_a_batch_without_queries_or_keys(num_queries, num_keys, causal):
+    impl = XpuFlashAttentionBackend.get_impl_cls()(4, 64, 0.2, causal, variant="xpu")
+    q = torch.ones(2, num_queries, 4, 64, dtype=torch.bfloat16)
+    k = torch.ones(2, num_keys, 4, 64, dtype=torch.bfloat16)
+    assert torch.equal(impl.forward(q, k, k), torch.zeros_like(q))
+
+
 @pytest.mark.usefixtures("torch_npu")
 def test_npu_honours_every_call(call, assert_honours):
     assert_honours(NpuFlashAttentionBackend, "npu", call)
