@@ -1,8 +1,9 @@
-"""Checks of the arguments that the sequence-parallel layers take."""
+"""Checks of the arguments that the layers take."""
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.layers.attention.binding import LayerGeometry
 from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
 
 
@@ -65,3 +66,41 @@ def check_mask_meta(
         raise UsageError(
             f"attn_mask_meta must pack [B, Sk] = {list(k.shape[:2])}, got {list(meta.keep.shape)}"
         )
+
+
+def check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
+    """Refuse sizes no attention has."""
+    sizes = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} must be at least 1, got {size}")
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+        )
+
+
+def fits(query: torch.Size, key: torch.Size, value: torch.Size, geometry: LayerGeometry) -> bool:
+    """Whether the shapes of q, k and v belong together and to the layer."""
+    if not len(query) == len(key) == len(value) == 4:
+        return False
+    batch, _, heads, size = query
+    # Under sequence parallelism a device holds its share of the heads: only their ratio is fixed.
+    return (
+        size == key[3] == geometry.head_size
+        and batch == key[0] == value[0]
+        and heads * geometry.num_kv_heads == key[2] * geometry.num_heads
+        and key[2] == value[2]
+        and key[1] == value[1]
+    )
+
+
+def misfit(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, geometry: LayerGeometry
+) -> UsageError:
+    """Return the error of inputs that do not fit."""
+    return UsageError(
+        f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
+        f"{geometry.head_size} and {geometry.num_heads} query heads per {geometry.num_kv_heads} "
+        f"key heads, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+    )

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.arguments import check_sizes, fits, misfit
 from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
-from multimodal_gen.runtime.layers.attention.binding import Bound, LayerGeometry, Route, bind
+from multimodal_gen.runtime.layers.attention.binding import (
+    Bound,
+    LayerGeometry,
+    Route,
+    bind,
+    plannable_dtype,
+)
 from multimodal_gen.runtime.layers.attention.compiled import attention_op, register_layer
 from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
@@ -26,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
+    AskedSchedule,
     LayerSite,
     SelectionScope,
     claim_component_override,
@@ -44,8 +52,9 @@ class AttentionLayer(nn.Module):
     """An attention layer without projections; subclasses give it a `forward`.
 
     The backend is selected at construction, for `compute_dtype` on this process's device, so an
-    impossible request fails there. A call with another dtype or device, or after a backend was
-    forced, selects once more, once.
+    impossible request fails there. Without `compute_dtype` construction refuses only what no dtype
+    makes possible: a model may be cast before it runs. A call with another dtype or device, or
+    after a backend was forced, selects once more, once.
 
     Args:
         num_heads: query heads.
@@ -56,7 +65,7 @@ class AttentionLayer(nn.Module):
         supported_attention_backends: hint: automatic choice prefers this set.
         default_attention_backend: the layer's preference, weaker than a user's request.
         role: what the layer attends to.
-        compute_dtype: dtype of q, k and v; default torch's default dtype.
+        compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
 
@@ -83,11 +92,10 @@ class AttentionLayer(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(num_heads, head_size, num_kv_heads)
+        check_sizes(num_heads, head_size, num_kv_heads)
         construction = current_component()
         component = construction.name if construction else None
         self.site = site or LayerSite(name=prefix, component=component, role=role)
-        self.dtype = compute_dtype or torch.get_default_dtype()
         self.geometry = LayerGeometry(
             num_heads=num_heads,
             head_size=head_size,
@@ -100,13 +108,22 @@ class AttentionLayer(nn.Module):
         self._supported = frozenset(supported_attention_backends or ())
         self._layer_default = default_attention_backend
         self._routes: dict[tuple[Any, ...], tuple[Route, ...]] = {}
-        self._device_type = current_platform().device_type
         self._layer_id = register_layer(self)
-        self._planned_routes()
+        # Dtype and device type of the last call; a list, which a call can change cheaply.
+        self._last = [(compute_dtype or torch.get_default_dtype(), current_platform().device_type)]
+        if compute_dtype is not None:
+            self._planned_routes()
+        else:
+            self._last = [(self._plan_dtype(), self._last[0][1])]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of q, k and v in the last call; before the first one, the planned dtype."""
+        return self._last[0][0]
 
     @property
     def backend(self) -> AttentionBackendEnum:
-        """The backend that serves the layer's dtype now, at the last entry of its schedule."""
+        """The backend that serves `dtype` now, at the last entry of the layer's schedule."""
         return self._planned_routes()[-1].primary.selection.backend
 
     def report(self) -> LayerReport:
@@ -161,8 +178,8 @@ class AttentionLayer(nn.Module):
             UsageError: shapes do not fit, or a schedule by step runs outside a denoiser call.
             UnsupportedBackendError: no backend can honour the call.
         """
-        if not _fits(query.shape, key.shape, value.shape, self.geometry):
-            raise _misfit(query, key, value, self.geometry)
+        if not fits(query.shape, key.shape, value.shape, self.geometry):
+            raise misfit(query, key, value, self.geometry)
         route = self._route(query)
         if attn_mask is not None:
             return self._attend_masked(route, query, key, value, attn_mask, mask_meta)
@@ -173,11 +190,12 @@ class AttentionLayer(nn.Module):
         return bound.impl.forward(query, key, value, current_forward_context())
 
     def _planned_routes(self) -> tuple[Route, ...]:
-        key = (forced_backend(), self.dtype, self._device_type)
+        key = (forced_backend(), *self._last[0])
         return self._routes.get(key) or self._bind(key)
 
     def _route(self, query: torch.Tensor) -> Route:
-        key = (forced_backend(), query.dtype, query.device.type)
+        last = self._last[0] = (query.dtype, query.device.type)
+        key = (forced_backend(), *last)
         routes = self._routes.get(key) or self._bind(key)
         if len(routes) == 1:
             return routes[0]
@@ -190,7 +208,16 @@ class AttentionLayer(nn.Module):
         step = context.current_timestep
         return next(route for route in routes if route.steps is None or step in route.steps)
 
+    def _plan_dtype(self) -> torch.dtype:
+        key = (forced_backend(), *self._last[0])
+        return plannable_dtype(*self._ask(key), strict=self._scope.strict)
+
     def _bind(self, key: tuple[Any, ...]) -> tuple[Route, ...]:
+        schedule, request = self._ask(key)
+        self._routes[key] = bind(schedule, request, self.geometry, strict=self._scope.strict)
+        return self._routes[key]
+
+    def _ask(self, key: tuple[Any, ...]) -> tuple[AskedSchedule, AttentionRequest]:
         forced, dtype, device_type = key
         environment = environment_for(torch.device(device_type), current_environment())
         geometry = self.geometry
@@ -210,8 +237,7 @@ class AttentionLayer(nn.Module):
             construction=self._construction_override,
             layer_default=self._layer_default,
         )
-        self._routes[key] = bind(schedule, request, geometry, strict=self._scope.strict)
-        return self._routes[key]
+        return schedule, request
 
     def _attend_masked(
         self,
@@ -257,11 +283,11 @@ class AttentionLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
-        return {**self.__dict__, "_routes": {}, "_layer_id": None, "_device_type": None}
+        return {**self.__dict__, "_routes": {}, "_layer_id": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._device_type = current_platform().device_type
+        self._last = [(self.dtype, current_platform().device_type)]
         self._layer_id = register_layer(self)
 
 
@@ -343,38 +369,3 @@ def _wants_gradient(
 def _calls(routes: tuple[Route, ...]) -> int:
     parts = [route.entries() for route in routes]
     return sum(primary.calls + sum(d.calls for d in detours) for primary, detours in parts)
-
-
-def _check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
-    sizes = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{name} must be at least 1, got {size}")
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
-        )
-
-
-def _fits(query: torch.Size, key: torch.Size, value: torch.Size, geometry: LayerGeometry) -> bool:
-    if not len(query) == len(key) == len(value) == 4:
-        return False
-    batch, _, heads, size = query
-    # Under sequence parallelism a device holds its share of the heads: only their ratio is fixed.
-    return (
-        size == key[3] == geometry.head_size
-        and batch == key[0] == value[0]
-        and heads * geometry.num_kv_heads == key[2] * geometry.num_heads
-        and key[2] == value[2]
-        and key[1] == value[1]
-    )
-
-
-def _misfit(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, geometry: LayerGeometry
-) -> UsageError:
-    return UsageError(
-        f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
-        f"{geometry.head_size} and {geometry.num_heads} query heads per {geometry.num_kv_heads} "
-        f"key heads, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
-    )

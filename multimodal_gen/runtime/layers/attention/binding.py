@@ -7,6 +7,8 @@ it, and those that serve the calls it cannot honour (a mask, a gradient).
 import logging
 from dataclasses import dataclass, replace
 
+import torch
+
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
@@ -20,6 +22,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
     resolve,
     warn_of_fallback,
 )
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +164,50 @@ def bind(
         UnsupportedBackendError: see `resolve`.
     """
     return tuple(Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule)
+
+
+def plannable_dtype(
+    schedule: AskedSchedule, request: AttentionRequest, *, strict: bool
+) -> torch.dtype:
+    """Return the dtype to plan with for a layer that is yet to learn its own.
+
+    That is the request's where every backend asked for takes it; else one they all take; else one
+    for which their fallbacks do.
+
+    Raises:
+        UnsupportedBackendError: the schedule cannot be served in any dtype.
+    """
+    served: list[torch.dtype] = []
+    refused: list[UnsupportedBackendError] = []
+    for dtype in _dtypes_of(schedule, request):
+        typed = replace(request, dtype=dtype)
+        try:
+            selections = [resolve(typed, asked, strict=strict) for _, asked in schedule]
+        except UnsupportedBackendError as error:
+            refused.append(error)
+            continue
+        if not any(selection.fallback for selection in selections):
+            return dtype
+        served.append(dtype)
+    if served:
+        return served[0]
+    # The backend's own dtypes come first: its refusal then gives the reasons a cast cannot mend.
+    raise refused[0]
+
+
+def _dtypes_of(schedule: AskedSchedule, request: AttentionRequest) -> list[torch.dtype]:
+    names = [asked.backend for _, asked in schedule if asked.backend is not None]
+    if len(names) < len(schedule):
+        names += [AttentionBackendEnum(name) for name in request.environment.priority]
+    declared = {
+        dtype
+        for name in names
+        for variant in find_backend(name, request.environment.platform).variants
+        for dtype in variant.dtypes
+    }
+    return sorted(declared, key=lambda dtype: (dtype is not request.dtype, str(dtype))) or [
+        request.dtype
+    ]
 
 
 def _was_named(selection: Selection) -> bool:

@@ -34,7 +34,7 @@ class LocalAttention(AttentionLayer):
         supported_attention_backends: hint: automatic choice prefers this set.
         default_attention_backend: the layer's preference, weaker than a user's request.
         is_cross_attention: keys come from another sequence.
-        compute_dtype: dtype of q, k and v; default torch's default dtype.
+        compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
 
@@ -106,7 +106,7 @@ class UlyssesAttention(AttentionLayer):
         causal: mask out keys after the query, aligned to the last query and key.
         supported_attention_backends: hint: automatic choice prefers this set.
         prefix: dotted path of the layer in its model.
-        compute_dtype: dtype of q, k and v; default torch's default dtype.
+        compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
     """
@@ -232,7 +232,7 @@ class USPAttention(AttentionLayer):
         skip_sequence_parallel: never exchange tokens.
         enable_packed_qkv_input_a2a: exchange q, k and v in one message.
         is_cross_attention: keys come from another sequence.
-        compute_dtype: dtype of q, k and v; default torch's default dtype.
+        compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
     """

@@ -12,6 +12,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import HeadSizes
 from multimodal_gen.runtime.layers.attention.compiled import _LAYERS
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
@@ -183,6 +184,7 @@ def test_selection_is_not_on_the_path_of_a_call(two, monkeypatch):
 
     layer = LocalAttention(2, 8)
     q, k, v = make_qkv(1, 3, 2, 8)
+    layer(q, k, v)
 
     def never(*args, **kwargs):
         raise AssertionError("selection must not run per call")
@@ -191,7 +193,7 @@ def test_selection_is_not_on_the_path_of_a_call(two, monkeypatch):
     monkeypatch.setattr(base, "decide", never)
     for _ in range(3):
         layer(q, k, v)
-    assert served(layer) == [("torch_sdpa", 3)]
+    assert served(layer) == [("torch_sdpa", 4)]
 
 
 def test_the_layers_preferences_steer_the_automatic_choice(two):
@@ -350,7 +352,8 @@ def test_a_fallback_does_not_get_the_configuration_of_the_backend_it_replaces(
 ):
     absent = fake_backend("fa", dtypes=HALF)
     use_backends(fake_backend("torch_sdpa", impl=RecordingImpl), absent)
-    LocalAttention(2, 8, scope=SelectionScope(default=asked(FA, config=BackendConfig())))
+    scope = SelectionScope(default=asked(FA, config=BackendConfig()))
+    LocalAttention(2, 8, compute_dtype=torch.float32, scope=scope)
     assert [impl.config for impl in recording] == [None]
 
 
@@ -408,3 +411,51 @@ def test_a_layer_can_be_built_under_a_default_device():
         layer = LocalAttention(2, 8)
     assert layer._layer_id.device.type == "cpu"
     assert _LAYERS[int(layer._layer_id)] is layer
+
+
+class TestDtypeLearntLater:
+    """Layers built before their model is cast."""
+
+    @pytest.fixture(autouse=True)
+    def _backends(self, use_backends):
+        use_backends(
+            fake_backend("torch_sdpa"),
+            fake_backend("fa", dtypes=HALF, head_sizes=HeadSizes(maximum=64)),
+        )
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_a_named_backend_that_takes_another_dtype_is_neither_refused_nor_replaced(
+        self, strict, caplog
+    ):
+        layer = LocalAttention(2, 8, scope=SelectionScope(default=asked(FA), strict=strict))
+        assert (layer.backend, layer.dtype, caplog.records) == (FA, torch.bfloat16, [])
+        layer(*make_qkv(1, 3, 2, 8, dtype=torch.float16))
+        assert (layer.dtype, served(layer), caplog.records) == (torch.float16, [("fa", 1)], [])
+
+    def test_the_first_call_refuses_or_warns_for_its_own_dtype(self, caplog):
+        strict = LocalAttention(2, 8, scope=SelectionScope(default=asked(FA), strict=True))
+        with pytest.raises(UnsupportedBackendError, match=r"needs dtype bfloat16 or float16, got"):
+            strict(*make_qkv(1, 3, 2, 8))
+        lenient = LocalAttention(2, 8, scope=SelectionScope(default=asked(FA)))
+        lenient(*make_qkv(1, 3, 2, 8))
+        assert (lenient.backend, served(lenient)) == (SDPA, [("torch_sdpa", 1)])
+        assert len(caplog.records) == 1
+
+    def test_what_no_dtype_makes_possible_is_refused_at_construction(self):
+        scope = SelectionScope(default=asked(FA), strict=True)
+        with pytest.raises(UnsupportedBackendError, match=r"fa: needs head size <= 64, got 128\."):
+            LocalAttention(2, 128, scope=scope)
+
+    def test_a_given_dtype_is_held_to_at_construction(self):
+        scope = SelectionScope(default=asked(FA), strict=True)
+        with pytest.raises(UnsupportedBackendError, match=r"needs dtype bfloat16 or float16, got"):
+            LocalAttention(2, 8, compute_dtype=torch.float32, scope=scope)
+
+    def test_the_backend_is_that_of_the_last_call(self, use_backends):
+        use_backends(fake_backend("fa", dtypes=HALF), fake_backend("torch_sdpa"))
+        layer = LocalAttention(2, 8)
+        seen = [layer.backend]
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            layer(*make_qkv(1, 3, 2, 8, dtype=dtype))
+            seen.append(layer.backend)
+        assert seen == [SDPA, FA, SDPA, FA]
