@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.backends._common import (
     align_rows,
     refuse_grad,
@@ -32,6 +33,12 @@ class XpuFlashAttentionImpl(AttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # A declaration cannot say this; calls on other GPUs raise NotImplementedError in the package.
+        if not torch.xpu.get_device_properties().has_fp64:
+            raise UnsupportedBackendError(
+                "backend fa (xpu) needs a GPU with fp64 support, this GPU has none; "
+                "use torch_sdpa, or a data-center GPU"
+            )
         module = importlib.import_module("sgl_kernel.flash_attn")
         self._varlen = module.flash_attn_varlen_func
 

@@ -1,8 +1,11 @@
 """FlashAttention of platforms without hardware here, against packages with their signatures."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.backends.musa_flash_attn import (
     MusaFlashAttentionBackend,
 )
@@ -55,7 +58,15 @@ def mate(fake_package, compute, compute_packed):
 
 
 @pytest.fixture
-def sgl_kernel(fake_package, compute_packed):
+def xpu(monkeypatch):
+    """Return the properties of a simulated GPU."""
+    properties = SimpleNamespace(has_fp64=True)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device=None: properties)
+    return properties
+
+
+@pytest.fixture
+def sgl_kernel(fake_package, compute_packed, xpu):
     def flash_attn_varlen_func(
         q,
         k,
@@ -125,6 +136,15 @@ def test_xpu_takes_a_batch_without_queries_or_keys(num_queries, num_keys, causal
     q = torch.ones(2, num_queries, 4, 64, dtype=torch.bfloat16)
     k = torch.ones(2, num_keys, 4, 64, dtype=torch.bfloat16)
     assert torch.equal(impl.forward(q, k, k), torch.zeros_like(q))
+
+
+@pytest.mark.usefixtures("sgl_kernel")
+def test_xpu_refuses_a_gpu_without_fp64_before_the_first_call(xpu):
+    xpu.has_fp64 = False
+    with pytest.raises(
+        UnsupportedBackendError, match=r"needs a GPU with fp64 .* has none; use torch_sdpa"
+    ):
+        XpuFlashAttentionBackend.get_impl_cls()(4, 64, 0.2, variant="xpu")
 
 
 @pytest.mark.usefixtures("torch_npu")
