@@ -133,8 +133,8 @@ class Variant:
         if environment.platform not in self.platforms:
             served = sorted(str(name) for name in self.platforms)
             reasons.append(_needs_platform(served, environment.platform))
-        elif environment.platform is PlatformEnum.CUDA:
-            reasons.append(self.capability.unsupported_reason(environment.capability))
+        else:
+            reasons.append(self.capability_reason(request))
         reasons += [probe.unsupported_reason(environment) for probe in self.packages]
         if request.dtype not in self.dtypes:
             reasons.append(f"needs dtype {_names(self.dtypes)}, got {_dtype_name(request.dtype)}")
@@ -149,6 +149,13 @@ class Variant:
         missing = sorted(str(feature) for feature in needs - self.features)
         reasons += [f"does not support {feature}" for feature in missing]
         return tuple(reason for reason in reasons if reason)
+
+    def capability_reason(self, request: AttentionRequest) -> str | None:
+        """Return what the GPU of `request` lacks, or None when it will do or is not by NVIDIA."""
+        environment = request.environment
+        if environment.platform is not PlatformEnum.CUDA:
+            return None
+        return self.capability.unsupported_reason(environment.capability)
 
 
 class AttentionImpl(ABC):
@@ -336,8 +343,9 @@ class AttentionBackend(ABC):
     ) -> tuple[str, ...]:
         """Return every reason the backend, so configured, cannot serve `request`.
 
-        Variants for other platforms are left out where some serve the request's platform. Where
-        none does, the platform is the only reason given: no remedy changes it.
+        Variants for other platforms are left out where some serve the request's platform, and
+        variants for other GPUs where some are for the request's GPU. Where none serves the
+        platform, that is the only reason given: no remedy changes it.
         """
         if cls.not_in_this_build:
             return (cls.not_in_this_build,)
@@ -349,6 +357,7 @@ class AttentionBackend(ABC):
         if not here:
             served = sorted({str(name) for variant in variants for name in variant.platforms})
             return (_needs_platform(served, platform),)
+        here = [v for v in here if v.capability_reason(request) is None] or here
         if len(here) == 1:
             return here[0].unsupported_reasons(request)
         return tuple(

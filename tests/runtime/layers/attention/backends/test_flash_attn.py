@@ -253,6 +253,26 @@ def test_reasons_leave_out_variants_for_other_platforms(request_on):
     )
 
 
+def test_reasons_leave_out_variants_for_other_gpus(request_on):
+    def named(capability):
+        request = request_on(PlatformEnum.CUDA, capability=capability)
+        reasons = FlashAttentionBackend.unsupported_reasons(request)
+        return [reason.partition(":")[0] for reason in reasons]
+
+    assert named((9, 0)) == ["fa3", "fa3_fwd", "fa4", "fa4_fwd", "fa2"]
+    assert named((10, 0)) == ["fa4_sm100", "fa2"]
+
+
+def test_reasons_name_every_variant_where_none_is_for_the_gpu(request_on):
+    packages = (FA2, FA3, FA3_FWD, FA4)
+    request = request_on(PlatformEnum.CUDA, capability=(7, 5), packages=packages)
+    reasons = FlashAttentionBackend.unsupported_reasons(request)
+    assert [reason.partition(":")[0] for reason in reasons] == [
+        variant.name for variant in FlashAttentionBackend.variants
+    ]
+    assert all("needs compute capability" in reason for reason in reasons)
+
+
 def test_a_wrong_version_names_the_valid_ones():
     with pytest.raises(ConfigError, match=r"version.*'5'"):
         build_config(FlashAttnConfig, {"version": "5"}, backend="fa")
