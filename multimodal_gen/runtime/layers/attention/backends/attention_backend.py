@@ -372,11 +372,6 @@ class AttentionBackend(ABC):
         del request
         return ()
 
-    @classmethod
-    def supports(cls, feature: Feature) -> bool:
-        """Whether at least one variant declares `feature`."""
-        return any(feature in variant.features for variant in cls.variants)
-
 
 def _needs_platform(served: list[str], actual: PlatformEnum) -> str:
     return f"needs platform {' or '.join(served)}, this is {actual}"

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import Variant
+from multimodal_gen.runtime.layers.attention.backends.flashinfer import FlashInferBackend
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends, backends_of
+from multimodal_gen.runtime.layers.attention.backends.sdpa import CudnnSDPABackend, SDPABackend
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -87,6 +89,12 @@ def test_everything_undeclared_is_refused_with_one_reason(variant):
 @variants
 def test_ring_is_declared_only_with_a_log_sum_exp(variant):
     assert Feature.RING not in variant.features or Feature.LSE in variant.features
+
+
+def test_supported_head_sizes_are_those_of_any_variant():
+    assert FlashInferBackend.get_supported_head_sizes() == (64, 128, 256)
+    assert CudnnSDPABackend.get_supported_head_sizes() == tuple(range(8, 257, 8))
+    assert SDPABackend.get_supported_head_sizes() == tuple(range(8, 513, 8))
 
 
 @pytest.mark.parametrize("cls", sorted({c for c, _ in DECLARED}, key=str), ids=lambda c: c.__name__)
