@@ -14,6 +14,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HeadSizes,
     Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.flash_attn import FLASH_ATTN_4
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRole,
     Feature,
@@ -37,9 +38,6 @@ SPAS_SAGE_ATTN = PackageProbe(
     install="pip install git+https://github.com/thu-ml/SpargeAttn.git --no-build-isolation",
 )
 
-_FA4 = PackageProbe(
-    module="flash_attn.cute", distribution="flash-attn-4", install="pip install --pre flash-attn-4"
-)
 _HEAD_SIZES = HeadSizes(minimum=32, maximum=256, multiple_of=16)
 _HOPPER = Capability(exact=((9, 0),))
 
@@ -68,7 +66,7 @@ def engine_variants(features: Iterable[Feature]) -> tuple[Variant, ...]:
             dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 96, 128)),
             features=shared,
-            packages=(_FA4,),
+            packages=(FLASH_ATTN_4,),
             capability=Capability(exact=((9, 0), (10, 0))),
             roles=SELF_ONLY,
         ),

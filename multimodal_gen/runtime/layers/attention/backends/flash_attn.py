@@ -36,7 +36,7 @@ _FORWARD = frozenset({Feature.GQA, Feature.CAUSAL, Feature.VARLEN, Feature.LSE, 
 _UP_TO_256 = HeadSizes(minimum=8, maximum=256, multiple_of=8)
 _CUDA = frozenset({PlatformEnum.CUDA})
 
-_FA4_PACKAGE = PackageProbe(
+FLASH_ATTN_4 = PackageProbe(
     module="flash_attn.cute",
     distribution="flash-attn-4",
     install="pip install --pre flash-attn-4",
@@ -208,7 +208,7 @@ class FlashAttentionBackend(AttentionBackend):
             dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 96, 128, 192, 256)),
             features=_FORWARD | {Feature.BACKWARD},
-            packages=(_FA4_PACKAGE,),
+            packages=(FLASH_ATTN_4,),
             capability=Capability(exact=((9, 0),)),
         ),
         Variant(
@@ -217,7 +217,7 @@ class FlashAttentionBackend(AttentionBackend):
             dtypes=HALF_DTYPES,
             head_sizes=_UP_TO_256,
             features=_FORWARD,
-            packages=(_FA4_PACKAGE,),
+            packages=(FLASH_ATTN_4,),
             capability=Capability(exact=((9, 0),)),
         ),
         Variant(
@@ -226,7 +226,7 @@ class FlashAttentionBackend(AttentionBackend):
             dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 96, 128)),
             features=_FORWARD | {Feature.BACKWARD},
-            packages=(_FA4_PACKAGE,),
+            packages=(FLASH_ATTN_4,),
             capability=Capability(minimum=(10, 0), below=(12, 0)),
         ),
         Variant(
