@@ -5,6 +5,7 @@ it, and those that serve the calls it cannot honour (a mask, a gradient).
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,10 @@ from multimodal_gen.runtime.layers.attention.selector import (
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 logger = logging.getLogger(__name__)
+
+# Process-wide, because imports are: what is wrong with installed packages that do not import.
+_BROKEN: dict[str, str] = {}
+_NOT_IMPORTED = "is installed but does not import"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +95,11 @@ class Route:
         *,
         strict: bool,
     ) -> None:
-        selection = resolve(request, asked, strict=strict)
-        warn_of_fallback(selection)
         self.steps = steps
-        self.primary = Bound(selection, request, geometry)
+        self.primary = _bind_first_that_imports(
+            lambda known: resolve(known, asked, strict=strict), request, geometry
+        )
+        warn_of_fallback(self.primary.selection)
         self._asked = asked
         self._request = request
         self._geometry = geometry
@@ -148,7 +154,9 @@ class Route:
             )
         reason = f"{selection.label} has no {' and no '.join(sorted(str(f) for f in missing))}"
         logger.info("%s; such calls run on another dense backend", reason)
-        return Bound(dense_for(request, self._asked, *needs, reason=reason), request, geometry)
+        return _bind_first_that_imports(
+            lambda known: dense_for(known, self._asked, *needs, reason=reason), request, geometry
+        )
 
 
 def bind(
@@ -164,6 +172,41 @@ def bind(
         UnsupportedBackendError: see `resolve`.
     """
     return tuple(Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule)
+
+
+def _bind_first_that_imports(
+    choose: Callable[[AttentionRequest], Selection],
+    request: AttentionRequest,
+    geometry: LayerGeometry,
+) -> Bound:
+    """Bind what `choose` selects, without the packages that turn out not to import.
+
+    Raises:
+        UnsupportedBackendError: a user named the backend and only broken packages provide it.
+    """
+    while True:
+        environment = replace(request.environment, broken=frozenset(_BROKEN.items()))
+        selection = choose(replace(request, environment=environment))
+        rejected = [r for r in selection.rejected if r.backend is selection.asked.backend]
+        broken = [reason for r in rejected for reason in r.reasons if _NOT_IMPORTED in reason]
+        if selection.fallback and broken:
+            raise UnsupportedBackendError(f"{rejected[0].backend}: {'; '.join(broken)}")
+        try:
+            return Bound(selection, request, geometry)
+        except (ImportError, OSError) as error:
+            if not _note_broken(selection, request, error):
+                raise
+
+
+def _note_broken(selection: Selection, request: AttentionRequest, error: Exception) -> bool:
+    """Remember which packages of a selection do not import; whether that says anything new."""
+    cls = find_backend(selection.backend, request.environment.platform)
+    variant = next(v for v in cls.variants if v.name == selection.variant)
+    modules = {probe.module for probe in variant.packages} - _BROKEN.keys()
+    for module in modules:
+        _BROKEN[module] = f"{_NOT_IMPORTED}: {error}; reinstall it for this torch"
+        logger.warning("%s %s", module, _BROKEN[module])
+    return bool(modules)
 
 
 def plannable_dtype(

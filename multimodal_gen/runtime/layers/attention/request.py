@@ -69,6 +69,9 @@ class PackageProbe:
     def unsupported_reason(self, environment: "Environment") -> str | None:
         """Return why the package is not usable in `environment`, or None when it is."""
         version = environment.version(self)
+        error = dict(environment.broken).get(self.module)
+        if error is not None:
+            return f"{self.module} {error}"
         if version is None:
             return f"needs the package {self.module}, which is not installed ({self.install})"
         if version and self.minimum and _parts(version) < _parts(self.minimum):
@@ -90,6 +93,7 @@ class Environment:
         always: backend that serves every request on this platform, or None.
         dense_fallback: what unsupported explicit requests fall back to here, or None.
         packages: (module, distribution, version) of every probed package that is installed.
+        broken: (module, what is wrong) of packages that are installed and turned out unusable.
     """
 
     platform: PlatformEnum
@@ -99,6 +103,7 @@ class Environment:
     always: str | None = None
     dense_fallback: str | None = None
     packages: frozenset[tuple[str, str, str]] = frozenset()
+    broken: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def of(cls, platform: Platform, probes: Iterable[PackageProbe]) -> "Environment":
