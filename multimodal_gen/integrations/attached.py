@@ -41,7 +41,13 @@ class StockAttention(LocalAttention):
 
     `attend` runs inside the opaque operator under `torch.compile`, so what it reads is never
     frozen into a graph.
+
+    Attributes:
+        masks_padding: every mask of a call says which keys are padding and nothing else, so that
+            what is known of the padding may stand in for it.
     """
+
+    masks_padding = False
 
     def attend(
         self,
@@ -52,8 +58,10 @@ class StockAttention(LocalAttention):
         mask_meta: VarlenMaskMeta | None = None,
     ) -> torch.Tensor:
         """Attend as `LocalAttention` does, on the valid keys alone where the padding is known."""
-        padding = None if attn_mask is None else KeyPadding.current(self.site.role, key)
-        if attn_mask is None or padding is None:
+        if attn_mask is None or not self.masks_padding or not _masks_keys_alone(attn_mask):
+            return super().attend(query, key, value, attn_mask, mask_meta)
+        padding = KeyPadding.current(self.site.role, key)
+        if padding is None:
             return super().attend(query, key, value, attn_mask, mask_meta)
         if padding.valid is None:
             both_sides = attn_mask.dim() == 2
@@ -76,6 +84,7 @@ class AttachedLayer:
         compute_dtype: dtype of its q, k and v.
         scope: what the user configured.
         also: what other calls look like, as far as that is known.
+        masks_padding: see `StockAttention`.
 
     Raises:
         UnsupportedBackendError: the requested backend cannot serve the module.
@@ -88,6 +97,8 @@ class AttachedLayer:
         compute_dtype: torch.dtype,
         scope: SelectionScope,
         also: tuple[Geometry, ...] = (),
+        *,
+        masks_padding: bool = False,
     ) -> None:
         self.site = site
         self.num_heads = geometry.num_heads
@@ -97,6 +108,7 @@ class AttachedLayer:
         self.causal = geometry.causal
         self._compute_dtype = compute_dtype
         self._scope = scope
+        self._masks_padding = masks_padding
         self.layer = self._build(geometry)
         self.others = {_resolved(other): self._build(other) for other in also}
 
@@ -168,7 +180,7 @@ class AttachedLayer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _build(self, geometry: Geometry) -> StockAttention:
-        return StockAttention(
+        layer = StockAttention(
             geometry.num_heads,
             geometry.head_size,
             geometry.num_kv_heads,
@@ -179,10 +191,17 @@ class AttachedLayer:
             site=self.site,
             scope=self._scope,
         )
+        layer.masks_padding = self._masks_padding
+        return layer
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A copy of a model is a model of its own: it is not attached to anything.
         return type(None), ()
+
+
+def _masks_keys_alone(mask: torch.Tensor) -> bool:
+    """Whether a mask is the [B, Sk] of a `PairMask`, or one row for all queries."""
+    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[2] == 1)
 
 
 def _scale(head_size: int, scale: float | None) -> float:

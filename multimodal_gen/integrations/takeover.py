@@ -139,12 +139,20 @@ class DenoiserPlan:
 
     def _take_over(self, site: LayerSite, module: nn.Module, processor: Any) -> _Takeover:
         cls = type(processor)
-        derived = derive(cls, self._adapter.replacements.get(cls.__name__))
+        stock = _is_diffusers(cls)
+        replacements = self._adapter.replacements.get(cls.__name__) if stock else None
+        derived = derive(cls, replacements)
         geometry = geometry_of(module)
         if geometry is None:
             raise CannotRebindError(f"{type(module).__name__} does not say its number of heads")
         dtype = compute_dtype(module, self._component.model)
-        layer = AttachedLayer(site, geometry, dtype, self._scope)
+        # A forward or a processor of the user's own may mean something else by its mask.
+        masks_padding = (
+            stock
+            and cls.__name__ in self._adapter.masks_padding
+            and _is_diffusers(type(self._component.model).forward)
+        )
+        layer = AttachedLayer(site, geometry, dtype, self._scope, masks_padding=masks_padding)
         return _Takeover(
             name=site.name,
             module=module,
@@ -164,6 +172,10 @@ class DenoiserPlan:
                 f"target must not use diffusers' context parallelism, {self._component.name}."
                 f"{name} does; apply() before, or without, enable_parallelism()"
             )
+
+
+def _is_diffusers(code: Any) -> bool:
+    return str(code.__module__).startswith("diffusers.")
 
 
 def geometry_of(module: nn.Module) -> Geometry | None:

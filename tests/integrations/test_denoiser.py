@@ -257,3 +257,27 @@ def test_a_denoiser_call_looks_at_the_device_once_and_its_layers_never(family, f
     # One more for the schedule, which is read when it is new.
     assert hook_looks == ["tolist"] * (calls.pop() + 1)
     assert layer_looks == []
+
+
+@pytest.mark.parametrize("padded", [0, 2])
+def test_the_mask_of_a_users_own_processor_is_kept(padded, fresh):
+    from tests.integrations.processors import Regional
+
+    model = fresh("qwen_image").transformer
+    model.set_attn_processor(Regional())
+    torch.manual_seed(0)
+    mask = torch.ones(1, 8, dtype=torch.long)
+    mask[:, 8 - padded :] = 0
+    inputs = {
+        "hidden_states": torch.randn(1, 24, model.config.in_channels),
+        "encoder_hidden_states": torch.randn(1, 8, model.config.joint_attention_dim),
+        "encoder_hidden_states_mask": mask,
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, 4, 6)]],
+    }
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with apply(model, attention_backend="torch_sdpa") as handle:
+            out = model(**inputs)[0]
+    assert {layer.calls for layer in handle.report().layers} == {1}
+    assert (out - expected).abs().max() <= 1e-5

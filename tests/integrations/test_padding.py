@@ -78,7 +78,7 @@ def test_attention_is_that_of_the_models_own_mask(rows):
     query, key, value = (torch.randn(2, 7, 2, 16) for _ in range(3))
     site = LayerSite(role=AttentionRole.SELF)
     geometry = Geometry(num_heads=2, head_size=16, num_kv_heads=2)
-    layer = AttachedLayer(site, geometry, torch.float32, SelectionScope())
+    layer = AttachedLayer(site, geometry, torch.float32, SelectionScope(), masks_padding=True)
     padding = padding_of(rows, before=4)
     mask = padding.keep_keys()
     expected = layer.attend(query, key, value, mask)
@@ -89,3 +89,21 @@ def test_attention_is_that_of_the_models_own_mask(rows):
     assert (out - expected).abs().max() <= 1e-6
     # A call without a mask is one that the padding does not concern.
     assert torch.equal(plain, layer.attend(query, key, value))
+
+
+@pytest.mark.parametrize("stock", [True, False])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_mask_that_says_more_than_the_padding_is_kept(rows, stock):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 7, 2, 16) for _ in range(3))
+    mask = torch.rand(2, 1, rows, 7) > 0.4
+    mask[..., 0] = True
+    geometry = Geometry(num_heads=2, head_size=16, num_kv_heads=2)
+    layer = AttachedLayer(
+        LayerSite(), geometry, torch.float32, SelectionScope(), masks_padding=stock and rows > 1
+    )
+    expected = layer.attend(query, key, value, mask)
+    with set_forward_context(0) as context:
+        padding_of([[1, 1, 1], [1, 1, 0]], before=4).store(context.cache)
+        out = layer.attend(query, key, value, mask)
+    assert torch.equal(out, expected)

@@ -68,7 +68,8 @@ class ModelAdapter:
         padding: which keys are padding, or None when the call has no padding.
         timestep_scale: factor between the scheduler's timesteps and the model's.
         batches_guidance: its pipelines run both guidance branches in one batch.
-        replacements: globals of processors to replace, by processor class name.
+        masks_padding: stock processor classes whose masks tell the padding and nothing else.
+        replacements: globals of stock processors to replace, by class name.
     """
 
     classes: tuple[str, ...]
@@ -78,6 +79,7 @@ class ModelAdapter:
     padding: Callable[[ModelCall], KeyPadding | None] = _unknown
     timestep_scale: float = 1.0
     batches_guidance: bool = False
+    masks_padding: tuple[str, ...] = ()
     replacements: Mapping[str, Mapping[str, Any]] = field(
         default_factory=lambda: MappingProxyType({})
     )

@@ -67,6 +67,7 @@ HUNYUAN_VIDEO = ModelAdapter(
     grid=_grid,
     text_span=_span,
     padding=_padding,
+    masks_padding=("HunyuanVideoAttnProcessor2_0",),
 )
 
 HUNYUAN_VIDEO_15 = ModelAdapter(
@@ -75,6 +76,7 @@ HUNYUAN_VIDEO_15 = ModelAdapter(
     grid=_grid,
     text_span=_span_15,
     padding=_padding_15,
+    masks_padding=("HunyuanVideo15AttnProcessor2_0",),
     replacements=MappingProxyType(
         {
             "HunyuanVideo15AttnProcessor2_0": MappingProxyType({"F": FunctionalWithPairMask}),

@@ -28,5 +28,9 @@ def _padding(call: ModelCall) -> KeyPadding | None:
 
 
 LTX = ModelAdapter(
-    classes=("LTXVideoTransformer3DModel",), grid=_grid, padding=_padding, batches_guidance=True
+    classes=("LTXVideoTransformer3DModel",),
+    grid=_grid,
+    padding=_padding,
+    batches_guidance=True,
+    masks_padding=("LTXVideoAttnProcessor",),
 )

@@ -34,5 +34,6 @@ QWEN_IMAGE = ModelAdapter(
     grid=_grid,
     text_span=front_text,
     padding=_padding,
+    masks_padding=("QwenDoubleStreamAttnProcessor2_0",),
     timestep_scale=1e-3,
 )
