@@ -22,6 +22,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.attached import AttachedLayer
 from multimodal_gen.integrations.pair_mask import PairMask
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 _DISPATCH = "dispatch_attention_fn"
 _SDPA = "scaled_dot_product_attention"
@@ -213,8 +214,24 @@ def dispatch(
         attn_mask = attn_mask.keep
     elif attn_mask is not None and attn_mask.dim() == 2:
         # [B, Sk] to diffusers, which masks keys alone; to the layers it masks queries too.
-        attn_mask = attn_mask[:, None, None, :]
+        attn_mask = _over_keys(attn_mask)
     return backend.attend(query, key, value, attn_mask, causal=is_causal, scale=scale)
+
+
+def _over_keys(mask: torch.Tensor) -> torch.Tensor:
+    """Return [B, Sk] as [B, 1, 1, Sk], for all layers of a denoiser call as the same tensor.
+
+    The layers know a mask they have packed by its identity.
+    """
+    context = None if torch.compiler.is_compiling() else current_forward_context()
+    if context is None:
+        return mask[:, None, None, :]
+    # The mask is kept beside its view, so that its id is not reused within the call.
+    _, view = context.cache.setdefault(
+        ("multimodal_gen.over_keys", id(mask)), (mask, mask[:, None, None, :])
+    )
+    same: torch.Tensor = view
+    return same
 
 
 def sdpa(

@@ -18,6 +18,7 @@ from multimodal_gen.integrations.rebinding import (
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
 SITE = LayerSite(name="blocks.3.attn", component="transformer")
 
@@ -229,3 +230,19 @@ def test_a_mask_beside_top_left_causality_is_kept():
     for mask in (keep, additive):
         out = layer.attend(query, key, value, mask, causal=True)
         assert torch.allclose(out, expected, atol=1e-6)
+
+
+def test_the_layers_of_a_call_see_a_two_dimensional_mask_as_one_tensor(monkeypatch):
+    seen = []
+    layers = [layer_of(), layer_of()]
+    for layer in layers:
+        monkeypatch.setattr(layer, "attend", lambda q, k, v, mask, **kwargs: seen.append(mask))
+    query, key, value = (x.transpose(1, 2) for x in tensors())
+    mask, other = torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)
+    with set_forward_context(0):
+        for given in (mask, mask, other):
+            for layer in layers:
+                dispatch(query, key, value, given, backend=layer)
+    assert [x is seen[0] for x in seen] == [True] * 4 + [False] * 2
+    assert seen[0].shape == (2, 1, 1, 5)
+    assert torch.equal(seen[-1][:, 0, 0], other)
