@@ -259,6 +259,9 @@ class AttentionLayer(nn.Module):
         if packs and route.primary.features.issuperset((Feature.VARLEN, *training)):
             return _attend_packed(route.primary, query, key, value, attn_mask, mask, mask_meta)
         key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
+        if gradient and mask.covers_queries:
+            # The gradients of K and V sum over all queries: zero times NaN would reach every row.
+            query = zero_masked_rows(query, mask.keep)
         needs = (Feature.KEY_MASK, *training)
         out = self._attend_dense(route, query, key, value, mask.broadcastable(), needs)
         return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
@@ -306,9 +309,8 @@ def _attend_packed(
         packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens
     else:
         packed_query = query.flatten(0, 1)
-        cu_seqlens_q = torch.arange(
-            0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=query.device
-        )
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+        cu_seqlens_q = starts * num_queries
     bound.calls += 1
     out = bound.impl.forward_varlen(
         packed_query,

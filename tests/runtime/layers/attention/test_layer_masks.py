@@ -283,3 +283,25 @@ def test_a_mask_that_does_not_fit_is_refused():
         UsageError, match=r"attn_mask must be \[B, Sk\] = \[2, 4\], .* got \[2, 5\]"
     ):
         LocalAttention(2, 8)(q, k, v, torch.ones(2, 5))
+
+
+def test_what_masked_positions_hold_does_not_reach_the_gradients_of_others(path):
+    layer = LocalAttention(2, 8)
+    mask = torch.tensor([[True] * 4 + [False] * 2])
+    gradients = []
+    for filler in (0.0, torch.nan):
+        tensors = make_qkv(1, 6, 2, 8)
+        for x in tensors:
+            x[:, 4:] = filler
+            x.requires_grad_()
+        layer(*tensors, mask)[:, :4].square().sum().backward()
+        gradients.append(torch.stack([x.grad[:, :4] for x in tensors]))
+    assert gradients[0].abs().sum() > 0
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_no_queries_give_an_empty_output_under_a_mask(path, cross):
+    layer = LocalAttention(2, 8, is_cross_attention=cross)
+    q, k, v = make_qkv(2, 1, 2, 8, num_keys=3)
+    assert layer(q[:, :0], k, v, torch.ones(2, 3).bool()).shape == (2, 0, 2, 8)
