@@ -149,6 +149,9 @@ class AttentionLayer(nn.Module):
         """Attend, as one opaque operator while `torch.compile` traces; see `attend`."""
         if not torch.compiler.is_compiling():
             return self.attend(query, key, value, attn_mask)
+        # Here too: the traced operator's output has the dtype of the query it is given.
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = _autocast(query, key, value)
         if _wants_gradient(query, key, value, attn_mask):
             return _attend_outside_the_graph(self, query, key, value, attn_mask)
         return attention_op(query, key, value, attn_mask, self._layer_id)
@@ -171,7 +174,8 @@ class AttentionLayer(nn.Module):
             mask_meta: packing of a 2-D `attn_mask`, when the caller has it already.
 
         Returns:
-            [B, Sq, H, Dv]. Queries that see no key, and masked queries under a 2-D mask, are zero.
+            [B, Sq, H, Dv], under autocast in its dtype. Queries that see no key, and masked
+            queries under a 2-D mask, are zero.
             What masked positions of a 2-D mask hold, even NaN, has no influence.
 
         Raises:
@@ -180,6 +184,8 @@ class AttentionLayer(nn.Module):
         """
         if not fits(query.shape, key.shape, value.shape, self.geometry):
             raise misfit(query, key, value, self.geometry)
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = _autocast(query, key, value)
         route = self._route(query)
         if attn_mask is not None:
             return self._attend_masked(route, query, key, value, attn_mask, mask_meta)
@@ -351,6 +357,16 @@ def _attend_outside_the_graph(
 ) -> torch.Tensor:
     """Attend where gradients are needed: autograd cannot look into the opaque operator."""
     return layer.attend(query, key, value, attn_mask)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast as autocast does for torch's own attention: selection then sees what kernels get."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    # Autocast leaves doubles alone.
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
+        for x in tensors
+    )
 
 
 def _wants_gradient(

@@ -459,3 +459,22 @@ class TestDtypeLearntLater:
             layer(*make_qkv(1, 3, 2, 8, dtype=dtype))
             seen.append(layer.backend)
         assert seen == [SDPA, FA, SDPA, FA]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_decides_the_dtype_that_selection_and_the_kernel_see(use_backends, compiled):
+    use_backends(fake_backend("fa", dtypes=HALF), fake_backend("torch_sdpa"))
+    layer = LocalAttention(2, 8)
+    q, k, v = make_qkv(1, 3, 2, 8)
+
+    def attend(q, k, v):
+        return layer(q, k, v, torch.zeros(1, 3, 3)) + 1
+
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = run(q, k, v)
+        doubles = layer(q.double(), k.double(), v.double())
+    assert (out.dtype, doubles.dtype) == (torch.bfloat16, torch.float64)
+    assert sorted(served(layer)) == [("fa", 1), ("torch_sdpa", 1)]
+    expected = attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    torch.testing.assert_close(out, expected)
