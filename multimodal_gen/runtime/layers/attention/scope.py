@@ -87,7 +87,9 @@ class Rule:
         component: component name, with or without its numbered suffix.
         role: layer role.
         layers: layer indices.
-        steps: denoising steps.
+        steps: denoising steps; a rule with some speaks of no encoder. Text and image encoders run
+            before the first step. A text refiner inside a denoiser has their role and works on
+            the prompt alone, so what it runs does not change from step to step either.
     """
 
     backend: AttentionBackendEnum | None
@@ -102,6 +104,8 @@ class Rule:
         if self.component is not None and self.component not in component_names(site.component):
             return False
         if self.role is not None and self.role is not site.role:
+            return False
+        if self.steps is not None and site.role is AttentionRole.ENCODER:
             return False
         return self.layers is None or (site.layer is not None and site.layer in self.layers)
 
@@ -216,11 +220,13 @@ class ComponentConstruction:
         name: component name.
         by_role: override per role name; the key "" holds for every role.
         used: number of layers that took an override.
+        used_keys: the keys of `by_role` that a layer took.
     """
 
     name: str
     by_role: Mapping[str, Asked]
     used: int = 0
+    used_keys: set[str] = field(default_factory=set)
 
 
 _COMPONENT: ContextVar[ComponentConstruction | None] = ContextVar(
@@ -276,9 +282,11 @@ def claim_component_override(role: AttentionRole) -> Asked | None:
     construction = _COMPONENT.get()
     if construction is None:
         return None
-    asked = construction.by_role.get(str(role), construction.by_role.get(""))
+    key = str(role) if str(role) in construction.by_role else ""
+    asked = construction.by_role.get(key)
     if asked is not None:
         construction.used += 1
+        construction.used_keys.add(key)
     return asked
 
 
@@ -297,8 +305,8 @@ def component_attn_backend_context_manager(
 
     Raises:
         ConfigError: a key of `backend_by_role` names no role.
-        ComponentAttentionBackendNotAppliedError: on exit, an override was given and the block
-            constructed no layer that takes it.
+        ComponentAttentionBackendNotAppliedError: on exit, for every override given that no layer
+            constructed in the block took.
     """
     by_role: dict[str, Asked] = {}
     if attn_backend is not None:
@@ -312,11 +320,12 @@ def component_attn_backend_context_manager(
         yield construction
     finally:
         _COMPONENT.reset(token)
-    if by_role and construction.used == 0:
+    idle = [asked.detail for key, asked in by_role.items() if key not in construction.used_keys]
+    if idle:
         raise ComponentAttentionBackendNotAppliedError(
-            f"the attention backend override of component {component_name!r} must reach at least "
-            f"one attention layer, it reached none; check the component's name, or construct its "
-            f"layers inside the context manager"
+            f"each attention backend override of component {component_name!r} must reach at least "
+            f"one attention layer, none was reached by {', '.join(idle)}; check the component's "
+            f"name, or construct its layers inside the context manager"
         )
 
 

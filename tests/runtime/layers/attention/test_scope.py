@@ -142,6 +142,12 @@ def test_a_rule_matches_by_component_role_and_layer(rule, matching, others):
         assert last(decide(place, rules(rule))) == (Source.COMMAND_LINE, SDPA)
 
 
+def test_a_rule_with_steps_speaks_of_no_encoder():
+    rule = Rule(backend=None, steps=IndexSelector.parse("0-3"))
+    assert rule.matches(site(role=AttentionRole.SELF))
+    assert not rule.matches(site(role=AttentionRole.ENCODER))
+
+
 def test_the_first_matching_rule_wins_and_says_its_number():
     scope = rules(
         Rule(backend=FLEX, component="vae"), Rule(backend=FA), Rule(backend=SAGE, layers=None)
@@ -289,7 +295,7 @@ def test_nested_components_keep_their_overrides_apart(use_backends):
 
 
 def test_an_override_that_reaches_no_layer_is_an_error():
-    message = r"component 'vae' must reach at least one attention layer, it reached none"
+    message = r"component 'vae' must reach at least one attention layer, none was reached by vae"
     with (
         pytest.raises(ComponentAttentionBackendNotAppliedError, match=message),
         component_attn_backend_context_manager(SDPA, "vae"),
@@ -300,6 +306,25 @@ def test_an_override_that_reaches_no_layer_is_an_error():
         component_attn_backend_context_manager(None, "vae", {"cross": SDPA}),
     ):
         LocalAttention(2, 8)
+
+
+def test_each_role_override_must_reach_a_layer():
+    message = r"none was reached by transformer\.cross, transformer\.encoder; check"
+    roles = {"self": SDPA, "cross": SDPA, "encoder": SDPA}
+    with (
+        pytest.raises(ComponentAttentionBackendNotAppliedError, match=message),
+        component_attn_backend_context_manager(None, "transformer", roles) as built,
+    ):
+        LocalAttention(2, 8)
+    assert (built.used, built.used_keys) == (1, {"self"})
+
+
+def test_an_override_that_roles_leave_nothing_of_is_an_error():
+    with (
+        pytest.raises(ComponentAttentionBackendNotAppliedError, match=r"reached by transformer;"),
+        component_attn_backend_context_manager(SDPA, "transformer", {"cross": SDPA}),
+    ):
+        LocalAttention(2, 8, is_cross_attention=True)
 
 
 def test_a_component_without_override_may_hold_no_layer():
