@@ -41,6 +41,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     current_scope,
     decide,
     forced_backend,
+    layer_of,
 )
 from multimodal_gen.runtime.layers.attention.selector import environment_for, prefer_supported
 from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta, build_varlen_mask_meta
@@ -66,6 +67,7 @@ class AttentionLayer(nn.Module):
         default_attention_backend: the layer's preference, weaker than a user's request.
         role: what the layer attends to.
         compute_dtype: dtype of q, k and v; default: whichever the first call has.
+        prefix: dotted path of the layer; its first number is what `layers:` rules go by.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
 
@@ -95,7 +97,9 @@ class AttentionLayer(nn.Module):
         check_sizes(num_heads, head_size, num_kv_heads)
         construction = current_component()
         component = construction.name if construction else None
-        self.site = site or LayerSite(name=prefix, component=component, role=role)
+        self.site = site or LayerSite(
+            name=prefix, component=component, role=role, layer=layer_of(prefix)
+        )
         self.geometry = LayerGeometry(
             num_heads=num_heads,
             head_size=head_size,

@@ -105,7 +105,8 @@ class UlyssesAttention(AttentionLayer):
         softmax_scale: factor on q k^T; default `head_size ** -0.5`.
         causal: mask out keys after the query, aligned to the last query and key.
         supported_attention_backends: hint: automatic choice prefers this set.
-        prefix: dotted path of the layer in its model.
+        prefix: dotted path of the layer in its model; its first number is what `layers:` rules
+            go by.
         compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
@@ -227,7 +228,8 @@ class USPAttention(AttentionLayer):
         causal: mask out keys after the query, aligned to the last query and key.
         supported_attention_backends: hint: automatic choice prefers this set.
         default_attention_backend: the layer's preference, weaker than a user's request.
-        prefix: dotted path of the layer in its model.
+        prefix: dotted path of the layer in its model; its first number is what `layers:` rules
+            go by.
         dropout_rate: must be 0; attention kernels apply no dropout.
         skip_sequence_parallel: never exchange tokens.
         enable_packed_qkv_input_a2a: exchange q, k and v in one message.

@@ -68,7 +68,8 @@ class LayerSite:
         name: dotted path of the attention module within its component.
         component: key of `model_index.json`, e.g. "transformer_2", or None outside a pipeline.
         role: what the layer attends to.
-        layer: index of the layer among those of its role in its component, or None.
+        layer: index of the layer among those of its role in its component, or None. Layers built
+            with a `prefix` and no site have the first number of that path: 2 in `blocks.2.attn1`.
     """
 
     name: str = ""
@@ -156,6 +157,11 @@ def component_names(component: str | None) -> tuple[str, ...]:
         return ()
     stem, _, number = component.rpartition("_")
     return (component, stem) if stem and number.isdigit() else (component,)
+
+
+def layer_of(prefix: str) -> int | None:
+    """Return the first number among the parts of a dotted path, or None."""
+    return next((int(p) for p in prefix.split(".") if p.isascii() and p.isdigit()), None)
 
 
 def decide(

@@ -7,7 +7,11 @@ import pytest
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
-from multimodal_gen.runtime.layers.attention.layer import LocalAttention
+from multimodal_gen.runtime.layers.attention.layer import (
+    LocalAttention,
+    UlyssesAttention,
+    USPAttention,
+)
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
@@ -347,3 +351,14 @@ def test_an_unknown_role_lists_the_roles():
         component_attn_backend_context_manager(None, "transformer", {"crss": SDPA}),
     ):
         pass
+
+
+@pytest.mark.parametrize("cls", [USPAttention, UlyssesAttention])
+def test_rules_by_layer_go_by_the_first_number_of_a_layers_path(use_backends, cls):
+    use_backends(fake_backend("torch_sdpa"), fake_backend("fa"))
+    rule = Rule(backend=FA, layers=IndexSelector.parse("2-3"))
+    paths = ("blocks.2.attn1", "blocks.4.attns.2", "3", "blocks.attn2", "")
+    with use_scope(SelectionScope(rules=(rule,))):
+        layers = [cls(2, 8, prefix=path) for path in paths]
+    assert [layer.site.layer for layer in layers] == [2, 4, 3, None, None]
+    assert [layer.backend for layer in layers] == [FA, SDPA, FA, SDPA, SDPA]
