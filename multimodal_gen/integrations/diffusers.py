@@ -111,7 +111,8 @@ def apply(
         UsageError: the target is no pipeline or model, or is attached already.
         ConfigError: a setting cannot be read or does not fit its backend.
         UnsupportedBackendError: a requested backend cannot serve a layer.
-        ComponentAttentionBackendNotAppliedError: a component override reaches no attention layer.
+        ComponentAttentionBackendNotAppliedError: a component override, or a rule,
+            reaches no attention layer.
         NothingAppliedError: no attention module of a denoiser could be taken over.
     """
     settings: dict[str, Any] = {

@@ -5,10 +5,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, nearest
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
     LayerSite,
+    Rule,
     SelectionScope,
     component_names,
 )
@@ -46,16 +46,15 @@ def _dense(asked: Asked) -> Asked:
 
 
 def check_overrides(scope: SelectionScope, sites: Sequence[LayerSite]) -> None:
-    """Refuse component overrides that reach no attention layer.
+    """Refuse component overrides and rules that reach no attention layer.
 
     Raises:
-        ComponentAttentionBackendNotAppliedError: names the override and the components there are.
+        ComponentAttentionBackendNotAppliedError: names the override or the rule, and what there is.
     """
-    roles: dict[str, set[AttentionRole]] = {}
-    for site in sites:
-        for name in component_names(site.component):
-            roles.setdefault(name, set()).add(site.role)
-    reached = set(roles) | {f"{name}.{role}" for name, found in roles.items() for role in found}
+    components = {name for site in sites for name in component_names(site.component)}
+    reached = components | {
+        f"{name}.{site.role}" for site in sites for name in component_names(site.component)
+    }
     for key in scope.components:
         if key not in reached:
             raise ComponentAttentionBackendNotAppliedError(
@@ -63,3 +62,28 @@ def check_overrides(scope: SelectionScope, sites: Sequence[LayerSite]) -> None:
                 f"layer, it reaches none; components with attention layers: "
                 f"{', '.join(sorted(reached))}{nearest(key, reached)}"
             )
+    for index, rule in enumerate(scope.rules):
+        if any(rule.matches(site) for site in sites):
+            continue
+        named = rule.component is not None and rule.component not in components
+        hint = nearest(rule.component or "", components) if named else ""
+        steps = " (encoders have no steps)" if rule.steps is not None else ""
+        raise ComponentAttentionBackendNotAppliedError(
+            f"rules[{index}] must match at least one attention layer, {_conditions(rule)} matches "
+            f"none{hint}; there are: {_inventory(sites)}{steps}"
+        )
+
+
+def _conditions(rule: Rule) -> str:
+    fields = ("component", "role", "layers", "steps")
+    asked = ((name, getattr(rule, name)) for name in fields)
+    return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or "any"
+
+
+def _inventory(sites: Sequence[LayerSite]) -> str:
+    """Return the attention layers there are, as "transformer.self layers 0-29, ..."."""
+    last: dict[str, int] = {}
+    for site in sites:
+        key = f"{site.component}.{site.role}"
+        last[key] = max(last.get(key, 0), site.layer or 0)
+    return ", ".join(f"{key} layers 0-{layer}" for key, layer in sorted(last.items()))

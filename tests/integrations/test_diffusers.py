@@ -192,6 +192,40 @@ def test_an_override_that_reaches_nothing_names_the_components(name, fresh):
     assert state_of(pipe) == before
 
 
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"component": "transfomer"}, r"rules\[1\] .*component=transfomer .*mean 'transformer'"),
+        ({"layers": "100-200"}, r"layers=100-200 matches none; .*transformer\.cross layers 0-1"),
+        ({"component": "text_encoder", "role": "cross"}, r"rules\[1\] .*text_encoder\.encoder"),
+        ({"component": "text_encoder", "steps": "0"}, r"steps=0 .*encoders have no steps"),
+    ],
+)
+def test_a_rule_that_reaches_nothing_is_refused(rule, message, fresh):
+    pipe = fresh("wan")
+    before = state_of(pipe)
+    rules = [{"role": "self", "backend": "flex_attn"}, {**rule, "backend": "torch_sdpa"}]
+    with pytest.raises(ComponentAttentionBackendNotAppliedError, match=message):
+        apply(pipe, attention_config={"rules": rules})
+    assert state_of(pipe) == before
+
+
+@pytest.mark.parametrize("family", ["wan", "hunyuan_video"])
+def test_a_rule_by_step_alone_leaves_encoders_to_the_default(family, fresh):
+    pipe = fresh(family)
+    config = {"backend": "torch_sdpa", "rules": [{"steps": "0", "backend": "flex_attn"}]}
+    with apply(pipe, attention_config=config) as handle:
+        generate(pipe, family)
+    ran = {
+        (str(layer.role), entry.steps, str(entry.selection.backend))
+        for layer in handle.report().layers
+        for entry in layer.entries
+        if entry.calls
+    }
+    assert ("self", "0", "flex_attn") in ran
+    assert {entry for entry in ran if entry[0] == "encoder"} == {("encoder", None, "torch_sdpa")}
+
+
 def test_a_numbered_component_answers_to_its_stem(fresh):
     handle = apply(fresh("wan22"), component_attention_backends={"transformer": "flex_attn"})
     backends = {
