@@ -49,12 +49,14 @@ class Asked:
         backend: the backend, or None for an automatic choice.
         config: the backend's configuration, or None for its defaults.
         detail: what exactly asked, e.g. "transformer.cross" or "rule 2".
+        narrow: a rule that names the component or the role it is for.
     """
 
     source: Source
     backend: AttentionBackendEnum | None = None
     config: BackendConfig | None = None
     detail: str = ""
+    narrow: bool = False
 
 
 AUTO = Asked(source=Source.AUTO)
@@ -196,6 +198,7 @@ def decide(
                 backend=rule.backend,
                 config=rule.config,
                 detail=f"rule {number}",
+                narrow=rule.component is not None or rule.role is not None,
             )
             schedule.append((rule.steps, asked))
             if rule.steps is None:

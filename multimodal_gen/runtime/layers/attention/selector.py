@@ -163,14 +163,24 @@ def _resolve(request: AttentionRequest, asked: Asked, strict: bool) -> Selection
     rejected = (Rejected(backend=asked.backend, reasons=reasons),)
     if cls.not_in_this_build:
         raise _refused(request, asked, rejected)
-    if asked.backend.is_sparse and request.role is not AttentionRole.SELF:
-        selection = _automatic(request, asked, rejected)
-        return _because(
-            selection, f"{asked.backend} is sparse and this is {request.role} attention"
-        )
+    excuse = _excuse(asked.backend, request, asked, strict)
+    if excuse is not None:
+        return _because(_automatic(request, asked, rejected), excuse)
     if not asked.source.explicit:
         return _automatic(request, asked, rejected)
     return _fall_back(request, asked, rejected, strict)
+
+
+def _excuse(
+    backend: AttentionBackendEnum, request: AttentionRequest, asked: Asked, strict: bool
+) -> str | None:
+    """Return why an unsupported request does not concern this layer, or None when it does."""
+    if backend.is_sparse and request.role is not AttentionRole.SELF:
+        return f"{backend} is sparse and this is {request.role} attention"
+    pipeline_wide = asked.source is Source.COMMAND_LINE and not asked.narrow
+    if pipeline_wide and request.role is AttentionRole.ENCODER and not strict:
+        return f"{backend} was asked for the whole pipeline and cannot serve this encoder"
+    return None
 
 
 def _fall_back(

@@ -14,7 +14,15 @@ from multimodal_gen.runtime.layers.attention.request import (
     AttentionRole,
     Feature,
 )
-from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source, use_scope
+from multimodal_gen.runtime.layers.attention.scope import (
+    Asked,
+    LayerSite,
+    Rule,
+    SelectionScope,
+    Source,
+    decide,
+    use_scope,
+)
 from multimodal_gen.runtime.layers.attention.selector import (
     FALLBACKS,
     AttentionRequirements,
@@ -232,6 +240,46 @@ def test_a_sparse_backend_leaves_other_roles_to_the_dense_choice_without_a_warni
         f"sliding_tile_attn: serves self attention, this layer is {role} attention"
     )
     assert caplog.records == []
+
+
+ENCODER = {"role": AttentionRole.ENCODER, "dtype": torch.float32}
+
+
+@pytest.mark.parametrize("wanted", [FLEX, SAGE], ids=str)
+def test_a_request_for_the_whole_pipeline_spares_an_encoder_it_cannot_serve(dense, caplog, wanted):
+    dense(**{str(wanted): {"dtypes": HALF}})
+    selection = resolve(request(**ENCODER), asked(wanted))
+    warn_of_fallback(selection)
+    assert (selection.backend, selection.fallback, caplog.records) == (SDPA, False, [])
+    assert selection.reason.startswith(
+        f"{wanted} was asked for the whole pipeline and cannot serve this encoder; first of"
+    )
+    assert str(selection.rejected[0]) == f"{wanted}: needs dtype bfloat16 or float16, got float32"
+    assert resolve(request(role=AttentionRole.ENCODER), asked(wanted)).backend is wanted
+
+
+def test_a_request_that_means_the_encoder_is_held_to(dense):
+    dense(flex_attn={"dtypes": HALF})
+    narrow = [
+        asked(FLEX, Source.COMPONENT),
+        asked(FLEX, Source.FORCED),
+        asked(FLEX, narrow=True),
+    ]
+    for ask, strict in [*((ask, False) for ask in narrow), (asked(FLEX), True)]:
+        with pytest.raises(UnsupportedBackendError, match=r"needs dtype bfloat16 or float16, got"):
+            resolve(request(**ENCODER), ask, strict=strict)
+    with pytest.raises(UnsupportedBackendError, match=r"needs dtype bfloat16 or float16, got"):
+        resolve(request(dtype=torch.float32), asked(FLEX))
+
+
+@pytest.mark.parametrize(
+    ("fields", "narrow"),
+    [({}, False), ({"component": "text_encoder"}, True), ({"role": AttentionRole.ENCODER}, True)],
+)
+def test_a_rule_means_what_it_names(fields, narrow):
+    scope = SelectionScope(rules=(Rule(backend=FLEX, **fields),))
+    site = LayerSite(component="text_encoder", role=AttentionRole.ENCODER)
+    assert decide(site, scope)[0][1].narrow is narrow
 
 
 def test_a_sparse_backend_serves_self_attention(dense):
