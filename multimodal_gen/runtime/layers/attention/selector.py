@@ -33,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
     claim_component_override,
     component_attn_backend_context_manager,
+    current_component,
     current_scope,
     decide,
     forced_backend,
@@ -357,8 +358,9 @@ def get_attn_backend(
     if selected_attention_backend is not None:
         asked = Asked(source=Source.ARGUMENT, backend=selected_attention_backend)
     else:
+        construction = current_component()
         asked = decide(
-            LayerSite(role=role),
+            LayerSite(role=role, component=construction.name if construction else None),
             current_scope(),
             forced=forced_backend(),
             construction=claim_component_override(role),
@@ -372,13 +374,15 @@ def get_attn_backend(
 def prefer_supported(
     environment: Environment, supported: set[AttentionBackendEnum] | None
 ) -> Environment:
-    """Return `environment` with the automatic choices in `supported` before all others.
+    """Return `environment` with the dense backends in `supported` before all others.
 
+    Those the platform prefers come first, in its order; then the members it does not list.
     A layer's supported set is a hint for the automatic choice, not an allow-list: an explicit
     request outside it is honoured, and so is a call none of its members can serve.
     """
-    names = {str(backend) for backend in supported or ()}
-    priority = sorted(environment.priority, key=lambda name: name not in names)
+    names = sorted(str(backend) for backend in supported or () if not backend.is_sparse)
+    preferred = [name for name in environment.priority if name in names]
+    priority = dict.fromkeys((*preferred, *names, *environment.priority))
     return replace(environment, priority=tuple(priority))
 
 

@@ -355,7 +355,9 @@ def test_a_supported_set_orders_the_automatic_choice_and_excludes_nothing(dense)
     environment = request().environment
     assert environment.priority == ("fa", "torch_sdpa")
     assert prefer_supported(environment, {SDPA}).priority == ("torch_sdpa", "fa")
-    assert prefer_supported(environment, {FLEX}).priority == ("fa", "torch_sdpa")
+    assert prefer_supported(environment, {FLEX}).priority == ("flex_attn", "fa", "torch_sdpa")
+    listed = prefer_supported(environment, {SAGE, FLEX, SDPA, STA}).priority
+    assert listed == ("torch_sdpa", "flex_attn", "sage_attn", "fa")
     assert prefer_supported(environment, None) == environment
 
 
@@ -396,6 +398,18 @@ class TestGetAttnBackend:
         with selector.component_attn_backend_context_manager(SAGE, "transformer") as built:
             assert self.get() is SAGE
         assert built.used == 1
+
+    def test_a_layer_that_supports_one_backend_tries_it_first(self, dense):
+        assert self.get(supported_attention_backends={SAGE}) is SAGE
+        dense(sage_attn=NOWHERE)
+        assert self.get(supported_attention_backends={SAGE}) is FA
+
+    def test_what_was_asked_for_the_component_under_construction_applies(self):
+        scope = SelectionScope(components={"transformer": asked(FLEX, Source.COMPONENT)})
+        with use_scope(scope):
+            assert self.get() is FA
+            with selector.component_attn_backend_context_manager(None, "transformer_2"):
+                assert self.get() is FLEX
 
     def test_a_sparse_request_for_cross_attention_gives_a_dense_backend(self):
         sparse = {"selected_attention_backend": STA}
