@@ -175,6 +175,53 @@ def test_an_existing_file_is_refused_before_loading_and_replaced_on_request(
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.fixture
+def rival(monkeypatch):
+    """Makes another program write the first image's final name while it is encoded."""
+    from multimodal_gen.runtime.generator import media
+
+    write_image = media.write_image
+
+    def write_with_rival(pixels, path):
+        write_image(pixels, path)
+        if rival.final is not None and not rival.final.exists():
+            rival.final.write_text("theirs")
+
+    def rival(final):
+        rival.final = final
+
+    rival.final = None
+    monkeypatch.setattr(media, "write_image", write_with_rival)
+    return rival
+
+
+def test_a_file_written_meanwhile_is_never_replaced(tiny_pipeline, sglang, tmp_path, rival) -> None:
+    rival(tmp_path / "fox.png")
+    outcome = sglang(
+        *("generate", "--model-path", tiny_pipeline("flux"), "--height", "32", "--width", "32"),
+        *("--output-path", tmp_path / "fox.png", *SMALL),
+    )
+    assert outcome.code == 2
+    assert "fox.png', which another program wrote meanwhile; run again with" in outcome.err
+    assert _files(tmp_path) == ["fox.png"]
+    assert (tmp_path / "fox.png").read_text() == "theirs"
+
+
+def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
+    tiny_pipeline, sglang, tmp_path, rival
+) -> None:
+    rival(tmp_path / "flux-seed1.png")
+    outcome = sglang(
+        *("generate", "--model-path", tiny_pipeline("flux"), "--height", "32", "--width", "32"),
+        *("--seed", "1", "--output-path", tmp_path, *SMALL),
+    )
+    assert outcome.code == 0, outcome.err
+    assert _files(tmp_path) == ["flux-seed1-2.json", "flux-seed1-2.png", "flux-seed1.png"]
+    assert (tmp_path / "flux-seed1.png").read_text() == "theirs"
+    record = json.loads((tmp_path / "flux-seed1-2.json").read_text())
+    assert record["outputs"] == ["flux-seed1-2.png"]
+
+
 @pytest.mark.parametrize(
     ("family", "flags", "message"),
     [

@@ -1,13 +1,15 @@
 """Where results go, and how they get there: complete, or not at all.
 
-Every file is written under a temporary name in its folder and renamed at the end. Nothing is
-replaced unless asked for: a file name must be free, in a folder the next free name is taken.
+Every file is written under a temporary name in its folder and renamed at the end, all of them or
+none. Nothing is replaced unless asked for, not even what appeared meanwhile: a file name must be
+free, in a folder the next free name is taken.
 """
 
 import itertools
 import os
 import re
 import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,10 +47,14 @@ class OutputNames:
     latents: Path | None = None
 
     @property
+    def all(self) -> tuple[Path, ...]:
+        """Every file."""
+        return (*self.media, self.record, *([self.latents] if self.latents else []))
+
+    @property
     def taken(self) -> tuple[Path, ...]:
-        """Those of the files that exist."""
-        files = (*self.media, self.record, *([self.latents] if self.latents else []))
-        return tuple(file for file in files if file.exists())
+        """Those of the files that exist, links to nowhere among them."""
+        return tuple(file for file in self.all if os.path.lexists(file))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +111,17 @@ class OutputTarget:
         """Return the names for `count` results as things stand on disk now.
 
         Raises:
-            UsageError: the target is a file that exists, and `overwrite` is off.
+            UsageError: the target is a file that exists, and `overwrite` is off; a name is longer
+                than the file system allows, or is that of a folder.
         """
+        names = self._free(count)
+        _require_short(names)
+        folders = [file for file in names.all if file.is_dir()]
+        if folders:
+            raise UsageError(f"--output-path must not need the name of a folder, got {folders[0]}")
+        return names
+
+    def _free(self, count: int) -> OutputNames:
         if self.is_file:
             names = self._names(self.path.parent, self.stem, count)
             if names.taken and not self.overwrite:
@@ -133,17 +148,23 @@ class OutputTarget:
 class Staging:
     """Files written under temporary names, renamed together when the `with` block succeeds.
 
-    After any exception, Ctrl-C included, the temporary files are gone and no final name was
-    touched.
+    After any exception, Ctrl-C and a rename that fails included, the temporary files are gone and
+    the final names are as they were.
+
+    Args:
+        overwrite: replace files that exist by then. Otherwise the block ends with
+            `FileExistsError`, whatever moment they appeared at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, overwrite: bool = False) -> None:
+        self._overwrite = overwrite
         self._moves: list[tuple[Path, Path]] = []
+        self._temporaries: list[Path] = []
 
     def path(self, final: Path) -> Path:
         """Return the temporary path to write for `final`; it has the same suffix."""
         final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(f".{final.stem}.{uuid.uuid4().hex}.partial{final.suffix}")
+        temporary = self._temporary(final)
         self._moves.append((temporary, final))
         return temporary
 
@@ -158,15 +179,52 @@ class Staging:
     ) -> None:
         try:
             if error is None:
-                for temporary, final in self._moves:
-                    temporary.replace(final)
+                with ExitStack() as undo:
+                    for temporary, final in self._moves:
+                        self._place(temporary, final, undo)
+                    undo.pop_all()
         finally:
-            for temporary, _ in self._moves:
+            for temporary in self._temporaries:
                 temporary.unlink(missing_ok=True)
+
+    def _temporary(self, final: Path) -> Path:
+        # Without the final name, which may be as long as names can be.
+        temporary = final.with_name(f".{uuid.uuid4().hex}.partial{final.suffix}")
+        self._temporaries.append(temporary)
+        return temporary
+
+    def _place(self, temporary: Path, final: Path, undo: ExitStack) -> None:
+        if not self._overwrite:
+            _rename_to_free(temporary, final)
+            undo.callback(final.unlink, missing_ok=True)
+            return
+        if os.path.lexists(final):
+            old = self._temporary(final)
+            final.replace(old)
+            undo.callback(old.replace, final)
+        else:
+            undo.callback(final.unlink, missing_ok=True)
+        temporary.replace(final)
+
+
+def _rename_to_free(temporary: Path, final: Path) -> None:
+    """Give a file its final name; `FileExistsError` if that is taken. `temporary` may remain."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        raise
+    except OSError:
+        # Not every file system has links; there the name is taken first, with an empty file.
+        os.close(os.open(final, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        try:
+            temporary.replace(final)
+        except BaseException:
+            final.unlink(missing_ok=True)
+            raise
 
 
 def _require_writable(folder: Path) -> None:
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    existing = _existing(folder)
     if not existing.is_dir():
         raise UsageError(
             f"--output-path must lie in a folder, got {str(folder)!r}, where {str(existing)!r} "
@@ -174,3 +232,18 @@ def _require_writable(folder: Path) -> None:
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"--output-path must be writable, got {str(folder)!r}, which is not")
+
+
+def _require_short(names: OutputNames) -> None:
+    folder = _existing(names.record.parent)
+    limit = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
+    longest = max((file.name for file in names.all), key=lambda name: len(os.fsencode(name)))
+    if len(os.fsencode(longest)) > limit:
+        raise UsageError(
+            f"--output-path must give file names of at most {limit} bytes, got {longest!r} with "
+            f"{len(os.fsencode(longest))}"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

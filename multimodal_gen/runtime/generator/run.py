@@ -163,7 +163,32 @@ def _save(
 ) -> tuple[OutputNames, tuple[str, ...]]:
     """Write everything, or nothing; return the names and all notes."""
     names = target.names(len(run.pixels))
-    with Staging() as staging:
+    try:
+        return names, _write(target, names, run, call, timings, record, notes=notes)
+    except FileExistsError:
+        if target.overwrite or not names.taken:
+            raise
+        if target.is_file:
+            raise UsageError(
+                f"--output-path must not exist yet, got {str(target.path)!r}, which another "
+                f"program wrote meanwhile; run again with another name, a folder, or --overwrite"
+            ) from None
+    # Another run took the name in the folder while this one encoded.
+    return _save(target, run, call, timings, record, notes=notes)
+
+
+def _write(
+    target: OutputTarget,
+    names: OutputNames,
+    run: Denoised,
+    call: Call,
+    timings: Timings,
+    record: dict[str, Json],
+    *,
+    notes: tuple[str, ...],
+) -> tuple[str, ...]:
+    """Write everything, or nothing; return all notes."""
+    with Staging(overwrite=target.overwrite) as staging:
         found = []
         with timings.phase("save"):
             for pixels, final in zip(run.pixels, names.media, strict=True):
@@ -182,7 +207,7 @@ def _save(
             "notes": list(notes),
         }
         record_json(complete, staging.path(names.record))
-    return names, notes
+    return notes
 
 
 @contextmanager

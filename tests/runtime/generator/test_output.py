@@ -1,3 +1,5 @@
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,90 @@ def test_after_an_error_no_staged_file_is_left_and_old_ones_are_kept(tmp_path, e
         raise error
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert old.read_text() == "old"
+
+
+def test_a_file_that_appears_before_the_rename_is_kept(tmp_path) -> None:
+    final = tmp_path / "a.png"
+    with pytest.raises(FileExistsError, match=r"a\.png"), Staging() as staging:  # noqa: PT012
+        staging.path(final).write_text("ours")
+        staging.path(tmp_path / "a.json").write_text("record")
+        final.write_text("theirs")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert final.read_text() == "theirs"
+
+
+@pytest.fixture
+def without_links(monkeypatch):
+    def refuse(*paths):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.usefixtures("without_links")
+def test_a_file_system_without_links_keeps_what_appears_too(tmp_path) -> None:
+    with Staging() as staging:
+        staging.path(tmp_path / "a.png").write_text("first")
+    with pytest.raises(FileExistsError, match=r"a\.png"), Staging() as staging:
+        staging.path(tmp_path / "a.png").write_text("second")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert (tmp_path / "a.png").read_text() == "first"
+
+
+@pytest.mark.usefixtures("without_links")
+def test_a_name_taken_for_a_rename_that_fails_is_given_back(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="partial"), Staging() as staging:
+        staging.path(tmp_path / "never-written.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_rename_that_fails_undoes_those_before_it(tmp_path, overwrite: bool) -> None:
+    with pytest.raises(OSError, match="partial"), Staging(overwrite=overwrite) as staging:  # noqa: PT012
+        staging.path(tmp_path / "a.png").write_text("new")
+        staging.path(tmp_path / "a.json")  # never written, so that there is nothing to rename
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rename_that_fails_restores_what_was_overwritten(tmp_path) -> None:
+    (tmp_path / "a.png").write_text("old")
+    with pytest.raises(OSError, match="partial"), Staging(overwrite=True) as staging:  # noqa: PT012
+        staging.path(tmp_path / "a.png").write_text("new")
+        staging.path(tmp_path / "a.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert (tmp_path / "a.png").read_text() == "old"
+
+
+def test_overwriting_leaves_only_the_new_file(tmp_path) -> None:
+    (tmp_path / "a.png").write_text("old")
+    with Staging(overwrite=True) as staging:
+        staging.path(tmp_path / "a.png").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert (tmp_path / "a.png").read_text() == "new"
+
+
+def test_the_longest_name_a_folder_allows_can_be_written(tmp_path) -> None:
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".json")
+    (final,) = _plan(tmp_path / f"{'x' * longest}.png").names().media
+    with Staging() as staging:
+        staging.path(final).write_text("long")
+    assert final.read_text() == "long"
+
+
+def test_a_name_too_long_for_a_file_beside_the_media_is_refused(tmp_path) -> None:
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".json")
+    target = _plan(tmp_path / f"{'x' * longest}.png", latents=True)
+    with pytest.raises(UsageError, match=r"file names of at most \d+ bytes, got 'x+\.safetensors'"):
+        target.names()
+
+
+def test_the_name_of_a_folder_is_refused_even_for_overwriting(tmp_path) -> None:
+    (tmp_path / "fox.json").mkdir()
+    target = _plan(tmp_path / "fox.png", overwrite=True)
+    with pytest.raises(UsageError, match=r"must not need the name of a folder, got .*fox\.json"):
+        target.names()
+
+
+def test_a_link_to_nowhere_takes_its_name(tmp_path) -> None:
+    (tmp_path / "a-model-7.png").symlink_to(tmp_path / "nowhere")
+    assert _plan(tmp_path).names().media == (tmp_path / "a-model-7-2.png",)
