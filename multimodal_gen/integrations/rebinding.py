@@ -13,7 +13,6 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -41,10 +40,25 @@ def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
         stock: the processor's class.
         replacements: further globals of its methods to replace, by name.
 
+    The same class comes back until a global that its methods use, or a method, is another object:
+    a helper patched later is honoured, and `torch.compile` has no new class to compile for.
+
     Raises:
-        CannotRebindError: the class calls no attention function that can be replaced.
+        CannotRebindError: the class calls no attention function that can be replaced, or its
+            objects have no `__dict__`.
     """
-    return _derive(stock, tuple((replacements or {}).items()))
+    methods = dict(_attention_methods(stock))
+    if not methods:
+        raise CannotRebindError(f"{stock.__name__} calls neither {_DISPATCH} nor {_SDPA}")
+    if not stock.__dictoffset__:
+        raise CannotRebindError(f"{stock.__name__} keeps its state in __slots__")
+    key = stock, tuple((replacements or {}).items())
+    used = _used(methods)
+    known = _DERIVED.get(key)
+    if known is None or not _same(known[0], used):
+        known = used, _derive(stock, methods, replacements or {})
+        _DERIVED[key] = known
+    return known[1]
 
 
 def stock_class(processor: object) -> type | None:
@@ -62,13 +76,30 @@ def attach(processor: object, layer: AttachedLayer, derived: type) -> Any:
     return new
 
 
-@cache
-def _derive(stock: type, replacements: tuple[tuple[str, Any], ...]) -> type:
-    methods = dict(_attention_methods(stock))
-    if not methods:
-        raise CannotRebindError(f"{stock.__name__} calls neither {_DISPATCH} nor {_SDPA}")
+# By processor class and replacements: what the derived class was made from, and the class. It
+# lives as long as the process, so that two pipelines share a class and what was compiled for it.
+_DERIVED: dict[Any, tuple[dict[str, Any], type]] = {}
+
+
+def _used(methods: Mapping[str, FunctionType]) -> dict[str, Any]:
+    """Return the methods and the globals they name; held, so that no identity is reused."""
+    used: dict[str, Any] = dict(methods)
+    for name, method in methods.items():
+        for used_name in set(_names(method.__code__)) & method.__globals__.keys():
+            used[f"{name}: {used_name}"] = method.__globals__[used_name]
+    return used
+
+
+def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return before.keys() == now.keys() and all(before[key] is now[key] for key in now)
+
+
+def _derive(
+    stock: type, methods: Mapping[str, FunctionType], replacements: Mapping[str, Any]
+) -> type:
     namespace: dict[str, Any] = {
-        name: _rebind(method, dict(replacements)) for name, method in methods.items()
+        name: _rebind(method, replacements, _defining_class(stock, name))
+        for name, method in methods.items()
     }
     namespace.update(
         {
@@ -97,13 +128,17 @@ def _dispatch_names(method: FunctionType) -> set[str]:
     return {name for name in names if method.__globals__.get(name) is dispatch_attention_fn}
 
 
-def _rebind(method: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
+def _defining_class(stock: type, name: str) -> str:
+    return next(cls.__name__ for cls in stock.__mro__ if name in vars(cls))
+
+
+def _rebind(method: FunctionType, replacements: Mapping[str, Any], owner: str) -> FunctionType:
     code = method.__code__
     if hasattr(method, "__wrapped__") or code.co_freevars:
         raise CannotRebindError(f"{method.__qualname__} is decorated or a closure")
     replaced = {**dict.fromkeys(_dispatch_names(method), dispatch), **replacements}
     if _mentions(code, _SDPA):
-        code = _with_sdpa_hook(method)
+        code = _with_sdpa_hook(method, owner)
         replaced[_SDPA_HOOK] = sdpa
     # Dynamo looks globals up in the module called `__name__`, which would be the stock one, with
     # the stock attention call. `__package__` stays: it is what relative imports go by.
@@ -118,8 +153,11 @@ def _rebind(method: FunctionType, replacements: Mapping[str, Any]) -> FunctionTy
     return new
 
 
-def _with_sdpa_hook(method: FunctionType) -> CodeType:
-    """Compile a method from source with its attention calls given the processor's layer."""
+def _with_sdpa_hook(method: FunctionType, owner: str) -> CodeType:
+    """Compile a method from source with its attention calls given the processor's layer.
+
+    It is compiled inside a class named `owner`, by which Python spells its private names.
+    """
     try:
         source = textwrap.dedent(inspect.getsource(method))
     except OSError as error:
@@ -132,14 +170,19 @@ def _with_sdpa_hook(method: FunctionType) -> CodeType:
     rewriter.visit(definition)
     if not rewriter.count:
         raise CannotRebindError(f"{method.__qualname__} does not call {_SDPA} itself")
+    body = ast.parse(f"class {owner}: pass").body
+    assert isinstance(body[0], ast.ClassDef)
+    body[0].body, tree.body = [definition], body
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, method.__code__.co_firstlineno - 1)
     flags = method.__code__.co_flags & _future_flags()
     module = compile(tree, method.__code__.co_filename, "exec", flags, dont_inherit=True)
+    return _code_inside(_code_inside(module, owner), method.__name__)
+
+
+def _code_inside(code: CodeType, name: str) -> CodeType:
     return next(
-        const
-        for const in module.co_consts
-        if isinstance(const, CodeType) and const.co_name == method.__name__
+        const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name
     )
 
 

@@ -54,6 +54,34 @@ class Direct:
         return F.scaled_dot_product_attention(None, None, None)
 
 
+FACTOR = 2.0
+
+
+def amplify(tensor):
+    return tensor * FACTOR
+
+
+class Private:
+    """Keeps its state under names of its own, and calls a function of its module."""
+
+    def __init__(self):
+        self.__gain = 3.0
+
+    def __call__(self, query, key, value):
+        return F.scaled_dot_product_attention(amplify(query) * self.__gain, key, value)
+
+
+class PrivateToo(Private):
+    pass
+
+
+class Slotted:
+    __slots__ = ("_attention_backend",)
+
+    def __call__(self, attn, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value)
+
+
 class Weighted(nn.Module):
     """A processor with weights, as IP adapters have them."""
 
@@ -169,6 +197,7 @@ def test_a_traceback_points_at_the_stock_line():
     [
         (nn.Identity, "Identity calls neither dispatch_attention_fn nor"),
         (Indirect, r"Indirect\.__call__ does not call scaled_dot_product_attention itself"),
+        (Slotted, r"Slotted keeps its state in __slots__"),
         (Closed, r"Closed\.__call__ is decorated or a closure"),
     ],
 )
@@ -246,3 +275,22 @@ def test_the_layers_of_a_call_see_a_two_dimensional_mask_as_one_tensor(monkeypat
     assert [x is seen[0] for x in seen] == [True] * 4 + [False] * 2
     assert seen[0].shape == (2, 1, 1, 5)
     assert torch.equal(seen[-1][:, 0, 0], other)
+
+
+@pytest.mark.parametrize("processor", [Private, PrivateToo])
+def test_private_names_of_a_processor_keep_working(processor):
+    layer = layer_of()
+    new = attach(processor(), layer, derive(processor))
+    assert torch.allclose(new(*tensors()), processor()(*tensors()), atol=1e-6)
+    assert layer.report().calls == 1
+
+
+def test_a_helper_patched_after_the_first_apply_is_honoured(monkeypatch):
+    before = derive(Private)
+    assert derive(Private) is before
+    monkeypatch.setitem(globals(), "amplify", lambda tensor: tensor * 5)
+    patched = derive(Private)
+    assert patched is not before
+    assert derive(Private) is patched
+    new = attach(Private(), layer_of(), patched)
+    assert torch.allclose(new(*tensors()), Private()(*tensors()), atol=1e-6)
