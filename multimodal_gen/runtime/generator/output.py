@@ -136,7 +136,8 @@ class OutputTarget:
         return next(names for names in candidates if self.overwrite or not names.taken)
 
     def _names(self, folder: Path, stem: str, count: int) -> OutputNames:
-        suffix = media_suffix(self.kind)
+        # A file is called what the user called it, .PNG included.
+        suffix = self.path.suffix if self.is_file else media_suffix(self.kind)
         stems = [stem] if count == 1 else [f"{stem}_{n}" for n in range(1, count + 1)]
         return OutputNames(
             media=tuple(folder / f"{name}{suffix}" for name in stems),

@@ -13,10 +13,16 @@ def _plan(path, kind="image", **options) -> OutputTarget:
 
 
 def test_a_media_suffix_makes_a_file(tmp_path) -> None:
-    names = _plan(tmp_path / "fox.PNG").names()
+    names = _plan(tmp_path / "fox.png").names()
     assert names.media == (tmp_path / "fox.png",)
     assert names.record == tmp_path / "fox.json"
     assert names.latents is None
+
+
+def test_the_suffix_of_a_file_keeps_its_case(tmp_path) -> None:
+    target = _plan(tmp_path / "fox.PNG")
+    assert target.names().media == (tmp_path / "fox.PNG",)
+    assert [file.name for file in target.names(2).media] == ["fox_1.PNG", "fox_2.PNG"]
 
 
 def test_anything_else_is_a_folder_with_a_name_made_of_the_stem(tmp_path) -> None:
