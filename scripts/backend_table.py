@@ -20,7 +20,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 )
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selector import FALLBACKS
+from multimodal_gen.runtime.layers.attention.selector import FALLBACKS, FALLBACKS_FIRST
 from multimodal_gen.runtime.platforms import (
     BUILTIN_PLATFORMS,
     AttentionBackendEnum,
@@ -134,13 +134,19 @@ def row(backend: type[AttentionBackend], variant: Variant) -> Sequence[str]:
 def fallbacks() -> Iterator[Sequence[str]]:
     """Yield one row per documented fallback."""
     yield ["asked for", "where", "runs instead"]
+    where = [
+        platform.name
+        for platform in BUILTIN_PLATFORMS
+        if platform.name in FALLBACKS_FIRST or not (platform.always or platform.dense_fallback)
+    ]
     for asked, instead in FALLBACKS.items():
-        yield [f"`{asked}`", "everywhere", f"`{instead}`"]
+        yield [f"`{asked}`", joined(where), f"`{instead}`"]
     for platform in BUILTIN_PLATFORMS:
         if platform.always:
             yield ["any", str(platform.name), f"`{platform.always}`, always"]
         elif platform.dense_fallback:
-            yield ["any other", str(platform.name), f"`{platform.dense_fallback}`"]
+            which = "any other" if platform.name in where else "any"
+            yield [which, str(platform.name), f"`{platform.dense_fallback}`"]
 
 
 def automatic() -> Iterator[Sequence[str]]:

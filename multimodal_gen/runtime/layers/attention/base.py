@@ -10,7 +10,10 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.arguments import check_sizes, fits, misfit
-from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
+from multimodal_gen.runtime.layers.attention.backends.registry import (
+    current_environment,
+    environment_for,
+)
 from multimodal_gen.runtime.layers.attention.binding import (
     Bound,
     LayerGeometry,
@@ -43,7 +46,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     forced_backend,
     layer_of,
 )
-from multimodal_gen.runtime.layers.attention.selector import environment_for, prefer_supported
+from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta, build_varlen_mask_meta
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform

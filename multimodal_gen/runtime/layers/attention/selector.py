@@ -44,12 +44,12 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 __all__ = [
     "FALLBACKS",
+    "FALLBACKS_FIRST",
     "AttentionRequirements",
     "Rejected",
     "Selection",
     "component_attn_backend_context_manager",
     "dense_for",
-    "environment_for",
     "get_attn_backend",
     "global_force_attn_backend",
     "global_force_attn_backend_context_manager",
@@ -60,7 +60,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# The documented fallbacks of explicit requests; platforms add theirs (`Platform.dense_fallback`).
+# The documented fallbacks of explicit requests. `Platform.dense_fallback` goes before them, but
+# for the platforms below, where it only adds to them.
 FALLBACKS: MappingProxyType[AttentionBackendEnum, AttentionBackendEnum] = MappingProxyType(
     {
         AttentionBackendEnum.SAGE_ATTN: AttentionBackendEnum.FA,
@@ -68,6 +69,7 @@ FALLBACKS: MappingProxyType[AttentionBackendEnum, AttentionBackendEnum] = Mappin
         AttentionBackendEnum.FA: AttentionBackendEnum.TORCH_SDPA,
     }
 )
+FALLBACKS_FIRST = frozenset({PlatformEnum.MUSA})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,10 +207,10 @@ def _fallback_of(
 ) -> AttentionBackendEnum | None:
     if environment.always:
         return AttentionBackendEnum(environment.always)
-    if backend in FALLBACKS:
-        return FALLBACKS[backend]
-    fallback = environment.dense_fallback
-    return AttentionBackendEnum(fallback) if fallback else None
+    platforms = environment.dense_fallback
+    if platforms and environment.platform not in FALLBACKS_FIRST:
+        return AttentionBackendEnum(platforms)
+    return FALLBACKS.get(backend) or (AttentionBackendEnum(platforms) if platforms else None)
 
 
 def _automatic(
@@ -384,12 +386,3 @@ def prefer_supported(
     preferred = [name for name in environment.priority if name in names]
     priority = dict.fromkeys((*preferred, *names, *environment.priority))
     return replace(environment, priority=tuple(priority))
-
-
-def environment_for(device: torch.device, environment: Environment) -> Environment:
-    """Return the environment a tensor's device lives in: `environment`, or the CPU's."""
-    from multimodal_gen.runtime.layers.attention.backends.registry import cpu_environment
-
-    if device.type == "cpu" and environment.platform is not PlatformEnum.CPU:
-        return cpu_environment()
-    return environment

@@ -212,6 +212,15 @@ def test_these_platforms_fall_back_to_sdpa_from_any_backend(dense, platform):
         resolve(request(platform), asked(FLEX), strict=True)
 
 
+@pytest.mark.parametrize(
+    ("platform", "served"), [("xpu", SDPA), ("npu", SDPA), ("cpu", SDPA), ("musa", FA)]
+)
+def test_the_platforms_fallback_goes_before_the_table_where_it_has_one(dense, platform, served):
+    dense(sage_attn=NOWHERE)
+    selection = resolve(request(platform), asked(SAGE))
+    assert (selection.backend, selection.fallback) == (served, True)
+
+
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 def test_these_platforms_refuse_what_has_no_documented_fallback(dense, platform):
     dense(flex_attn=NOWHERE)

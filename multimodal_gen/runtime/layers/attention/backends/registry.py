@@ -9,6 +9,8 @@ import importlib
 from functools import cache
 from types import MappingProxyType
 
+import torch
+
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.request import Environment, PackageProbe
@@ -101,6 +103,13 @@ def cpu_environment() -> Environment:
     from multimodal_gen.runtime.platforms.cpu import CpuPlatform
 
     return Environment.of(CpuPlatform(), _probes())
+
+
+def environment_for(device: torch.device, environment: Environment) -> Environment:
+    """Return the environment a tensor's device lives in: `environment`, or the CPU's."""
+    if device.type == "cpu" and environment.platform is not PlatformEnum.CPU:
+        return cpu_environment()
+    return environment
 
 
 def _probes() -> frozenset[PackageProbe]:
