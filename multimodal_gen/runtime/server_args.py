@@ -38,6 +38,8 @@ _CHOICES = MappingProxyType(
 _PARALLEL = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree")
 _SIZES = ("height", "width", "num_frames", "num_inference_steps", "num_outputs", "fps")
 _MINIMUM = MappingProxyType({**dict.fromkeys(_PARALLEL + _SIZES, 1), "seed": 0})
+# Generators of torch take seeds of 63 bits on every device.
+_MAXIMUM = MappingProxyType({"seed": 2**63 - 1, "fps": 240})
 _NUMBERS = ("guidance_scale", "true_cfg_scale")
 _SWITCHES = (
     "strict_attention",
@@ -132,7 +134,7 @@ class ServerArgs:
         for name, choices in _CHOICES.items():
             self._set(name, _choice(name, getattr(self, name), choices))
         for name, minimum in _MINIMUM.items():
-            _check_integer(name, getattr(self, name), minimum)
+            _check_integer(name, getattr(self, name), minimum, _MAXIMUM.get(name))
         for name in _NUMBERS:
             _check_number(name, getattr(self, name))
         for name in _SWITCHES:
@@ -338,11 +340,13 @@ def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     raise ConfigError(f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
-def _check_integer(name: str, value: object, minimum: int) -> None:
+def _check_integer(name: str, value: object, minimum: int, maximum: int | None) -> None:
     if value is None and name not in _NEVER_NONE:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise _wrong(name, f"an integer >= {minimum}", value)
+    if maximum is not None and value > maximum:
+        raise _wrong(name, f"at most {maximum}", value)
 
 
 def _check_number(name: str, value: object) -> None:

@@ -136,6 +136,8 @@ def test_a_wrong_component_override_is_quoted(value, message):
         ({"num_outputs": None}, "--num-outputs must be an integer >= 1, got None"),
         ({"num_gpus": 0}, "--num-gpus must be an integer >= 1, got 0"),
         ({"seed": -1}, "--seed must be an integer >= 0, got -1"),
+        ({"seed": 2**63}, f"--seed must be at most {2**63 - 1}, got {2**63}"),
+        ({"fps": 241}, "--fps must be at most 240, got 241"),
         ({"fps": 0}, "--fps must be an integer >= 1, got 0"),
         ({"guidance_scale": -0.5}, "--guidance-scale must be a number >= 0, got -0.5"),
         ({"guidance_scale": float("nan")}, "--guidance-scale must be a number >= 0, got nan"),
