@@ -1,5 +1,7 @@
 """Checks of the arguments that the layers take."""
 
+import math
+
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
@@ -77,6 +79,16 @@ def check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+        )
+
+
+def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None) -> None:
+    """Refuse a scale that makes every output NaN, and what is no dtype."""
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ConfigError(f"softmax_scale must be finite, got {softmax_scale}")
+    if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
+        raise ConfigError(
+            f"compute_dtype must be a torch.dtype such as torch.bfloat16, got {compute_dtype!r}"
         )
 
 

@@ -3,19 +3,24 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.arguments import check_sizes, fits, misfit
+from multimodal_gen.runtime.layers.attention.arguments import (
+    check_numbers,
+    check_sizes,
+    fits,
+    misfit,
+)
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     environment_for,
 )
 from multimodal_gen.runtime.layers.attention.binding import (
-    Bound,
     LayerGeometry,
     Route,
     bind,
@@ -24,11 +29,11 @@ from multimodal_gen.runtime.layers.attention.binding import (
 from multimodal_gen.runtime.layers.attention.compiled import attention_op, register_layer
 from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
-    KeyMask,
     normalise_mask,
     with_causal,
     zero_masked_rows,
 )
+from multimodal_gen.runtime.layers.attention.packed import attend_packed
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
@@ -39,6 +44,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     AskedSchedule,
     LayerSite,
     SelectionScope,
+    as_backend,
     claim_component_override,
     current_component,
     current_scope,
@@ -47,7 +53,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     layer_of,
 )
 from multimodal_gen.runtime.layers.attention.selector import prefer_supported
-from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta, build_varlen_mask_meta
+from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
@@ -87,8 +93,8 @@ class AttentionLayer(nn.Module):
         softmax_scale: float | None = None,
         causal: bool = False,
         *,
-        supported_attention_backends: set[AttentionBackendEnum] | None = None,
-        default_attention_backend: AttentionBackendEnum | None = None,
+        supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
+        default_attention_backend: AttentionBackendEnum | str | None = None,
         role: AttentionRole = AttentionRole.SELF,
         compute_dtype: torch.dtype | None = None,
         prefix: str = "",
@@ -98,6 +104,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(num_heads, head_size, num_kv_heads)
+        check_numbers(softmax_scale, compute_dtype)
         construction = current_component()
         component = construction.name if construction else None
         self.site = site or LayerSite(
@@ -112,8 +119,8 @@ class AttentionLayer(nn.Module):
         )
         self._scope = scope or current_scope()
         self._construction_override = claim_component_override(self.site.role)
-        self._supported = frozenset(supported_attention_backends or ())
-        self._layer_default = default_attention_backend
+        self._supported = frozenset(as_backend(name) for name in supported_attention_backends or ())
+        self._layer_default = default_attention_backend and as_backend(default_attention_backend)
         self._routes: dict[tuple[Any, ...], tuple[Route, ...]] = {}
         self._layer_id = register_layer(self)
         # Dtype and device type of the last call; a list, which a call can change cheaply.
@@ -235,7 +242,7 @@ class AttentionLayer(nn.Module):
         environment = environment_for(torch.device(device_type), current_environment())
         geometry = self.geometry
         request = AttentionRequest(
-            environment=prefer_supported(environment, set(self._supported)),
+            environment=prefer_supported(environment, self._supported),
             head_size=geometry.head_size,
             num_heads=geometry.num_heads,
             num_kv_heads=geometry.num_kv_heads,
@@ -270,7 +277,7 @@ class AttentionLayer(nn.Module):
             return self._attend_dense(route, query, key, value, mask.mask, needs)
         packs = not self.geometry.causal or mask.covers_queries
         if packs and route.primary.features.issuperset((Feature.VARLEN, *training)):
-            return _attend_packed(route.primary, query, key, value, attn_mask, mask, mask_meta)
+            return attend_packed(route.primary, query, key, value, attn_mask, mask, mask_meta)
         key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
         if gradient and mask.covers_queries:
             # The gradients of K and V sum over all queries: zero times NaN would reach every row.
@@ -305,53 +312,6 @@ class AttentionLayer(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._last = [(self.dtype, current_platform().device_type)]
         self._layer_id = register_layer(self)
-
-
-def _attend_packed(
-    bound: Bound,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor,
-    mask: KeyMask,
-    meta: VarlenMaskMeta | None,
-) -> torch.Tensor:
-    meta = meta or _shared_meta(attn_mask, mask)
-    batch, num_queries = query.shape[:2]
-    if mask.covers_queries:
-        packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens
-    else:
-        packed_query = query.flatten(0, 1)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        cu_seqlens_q = starts * num_queries
-    bound.calls += 1
-    out = bound.impl.forward_varlen(
-        packed_query,
-        meta.pack(key),
-        meta.pack(value),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=meta.cu_seqlens,
-        max_seqlen_q=num_queries,
-        max_seqlen_k=meta.max_seqlen,
-    )
-    if mask.covers_queries:
-        return meta.unpack(out)
-    return out.reshape(batch, num_queries, *out.shape[1:])
-
-
-def _shared_meta(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
-    """Return the packing, built once per denoiser call for all layers that share a mask."""
-    context = current_forward_context()
-    if context is None:
-        return build_varlen_mask_meta(mask.keep)
-    # The mask is kept beside its packing, so that its id is not reused within the call. One mask
-    # may be broadcast over calls of different batch sizes.
-    version = 0 if attn_mask.is_inference() else attn_mask._version
-    slot = ("varlen", id(attn_mask), version, mask.keep.shape[0])
-    if slot not in context.cache:
-        context.cache[slot] = (attn_mask, build_varlen_mask_meta(mask.keep))
-    meta: VarlenMaskMeta = context.cache[slot][1]
-    return meta
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -4,6 +4,8 @@ Tensors are [B, S, H, D]. On one device the sequence-parallel layers compute wha
 many: replicated tokens are part of the sequence, nothing is exchanged.
 """
 
+from collections.abc import Collection
+
 import torch
 
 from multimodal_gen.errors import UsageError
@@ -50,8 +52,8 @@ class LocalAttention(AttentionLayer):
         num_kv_heads: int | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
-        supported_attention_backends: set[AttentionBackendEnum] | None = None,
-        default_attention_backend: AttentionBackendEnum | None = None,
+        supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
+        default_attention_backend: AttentionBackendEnum | str | None = None,
         is_cross_attention: bool = False,
         compute_dtype: torch.dtype | None = None,
         *,
@@ -119,7 +121,7 @@ class UlyssesAttention(AttentionLayer):
         num_kv_heads: int | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
-        supported_attention_backends: set[AttentionBackendEnum] | None = None,
+        supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
         prefix: str = "",
         *,
         compute_dtype: torch.dtype | None = None,
@@ -246,8 +248,8 @@ class USPAttention(AttentionLayer):
         num_kv_heads: int | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
-        supported_attention_backends: set[AttentionBackendEnum] | None = None,
-        default_attention_backend: AttentionBackendEnum | None = None,
+        supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
+        default_attention_backend: AttentionBackendEnum | str | None = None,
         prefix: str = "",
         dropout_rate: float = 0.0,
         skip_sequence_parallel: bool = False,

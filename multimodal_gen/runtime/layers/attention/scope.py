@@ -243,23 +243,32 @@ _COMPONENT: ContextVar[ComponentConstruction | None] = ContextVar(
 )
 
 
+def as_backend(backend: AttentionBackendEnum | str) -> AttentionBackendEnum:
+    """Return a backend given by member or by name.
+
+    Raises:
+        ConfigError: no backend has that name.
+    """
+    return AttentionBackendEnum.parse(backend) if isinstance(backend, str) else backend
+
+
 def forced_backend() -> AttentionBackendEnum | None:
     """Return the forced backend of this thread or process, or None."""
     local = _FORCED.get()
     return _FORCED_PROCESS[0] if local is None else local[0]
 
 
-def global_force_attn_backend(backend: AttentionBackendEnum | None) -> None:
+def global_force_attn_backend(backend: AttentionBackendEnum | str | None) -> None:
     """Force every attention layer of the process to `backend`, at once; None ends it."""
-    _FORCED_PROCESS[0] = backend
+    _FORCED_PROCESS[0] = None if backend is None else as_backend(backend)
 
 
 @contextmanager
 def global_force_attn_backend_context_manager(
-    backend: AttentionBackendEnum | None,
+    backend: AttentionBackendEnum | str | None,
 ) -> Iterator[None]:
     """Force `backend` inside the `with` block; other threads do not see it."""
-    token = _FORCED.set((backend,))
+    token = _FORCED.set((None if backend is None else as_backend(backend),))
     try:
         yield
     finally:
@@ -301,9 +310,9 @@ def claim_component_override(role: AttentionRole) -> Asked | None:
 
 @contextmanager
 def component_attn_backend_context_manager(
-    attn_backend: AttentionBackendEnum | None,
+    attn_backend: AttentionBackendEnum | str | None,
     component_name: str = "component",
-    backend_by_role: Mapping[str | AttentionRole, AttentionBackendEnum] | None = None,
+    backend_by_role: Mapping[str | AttentionRole, AttentionBackendEnum | str] | None = None,
 ) -> Iterator[ComponentConstruction]:
     """Override the backend of the attention layers constructed inside the `with` block.
 
@@ -346,5 +355,5 @@ def _role_name(role: str | AttentionRole) -> str:
         raise ConfigError(f"backend_by_role must have keys among {valid}, got {role!r}") from None
 
 
-def _component_asked(backend: AttentionBackendEnum, detail: str) -> Asked:
-    return Asked(source=Source.COMPONENT, backend=backend, detail=detail)
+def _component_asked(backend: AttentionBackendEnum | str, detail: str) -> Asked:
+    return Asked(source=Source.COMPONENT, backend=as_backend(backend), detail=detail)

@@ -5,6 +5,7 @@ before it, in `scope.py`; what a backend can do is declared in `backends/`.
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -31,6 +32,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
     LayerSite,
     Source,
+    as_backend,
     claim_component_override,
     component_attn_backend_context_manager,
     current_component,
@@ -324,10 +326,10 @@ def warn_of_fallback(selection: Selection) -> None:
 def get_attn_backend(
     head_size: int,
     dtype: torch.dtype,
-    supported_attention_backends: set[AttentionBackendEnum] | None = None,
-    selected_attention_backend: AttentionBackendEnum | None = None,
+    supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
+    selected_attention_backend: AttentionBackendEnum | str | None = None,
     attention_requirements: AttentionRequirements | None = None,
-    default_attention_backend: AttentionBackendEnum | None = None,
+    default_attention_backend: AttentionBackendEnum | str | None = None,
     is_cross_attention: bool = False,
 ) -> type[AttentionBackend]:
     """Return the backend class for a layer constructed here and now.
@@ -358,7 +360,7 @@ def get_attn_backend(
         needs=frozenset(needs),
     )
     if selected_attention_backend is not None:
-        asked = Asked(source=Source.ARGUMENT, backend=selected_attention_backend)
+        asked = Asked(source=Source.ARGUMENT, backend=as_backend(selected_attention_backend))
     else:
         construction = current_component()
         asked = decide(
@@ -366,7 +368,7 @@ def get_attn_backend(
             current_scope(),
             forced=forced_backend(),
             construction=claim_component_override(role),
-            layer_default=default_attention_backend,
+            layer_default=default_attention_backend and as_backend(default_attention_backend),
         )[-1][1]
     selection = resolve(request, asked, strict=current_scope().strict)
     warn_of_fallback(selection)
@@ -374,7 +376,7 @@ def get_attn_backend(
 
 
 def prefer_supported(
-    environment: Environment, supported: set[AttentionBackendEnum] | None
+    environment: Environment, supported: Collection[AttentionBackendEnum | str] | None
 ) -> Environment:
     """Return `environment` with the dense backends in `supported` before all others.
 
@@ -382,7 +384,8 @@ def prefer_supported(
     A layer's supported set is a hint for the automatic choice, not an allow-list: an explicit
     request outside it is honoured, and so is a call none of its members can serve.
     """
-    names = sorted(str(backend) for backend in supported or () if not backend.is_sparse)
+    members = [as_backend(backend) for backend in supported or ()]
+    names = sorted(str(backend) for backend in members if not backend.is_sparse)
     preferred = [name for name in environment.priority if name in names]
     priority = dict.fromkeys((*preferred, *names, *environment.priority))
     return replace(environment, priority=tuple(priority))

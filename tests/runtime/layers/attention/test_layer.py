@@ -26,6 +26,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
     use_scope,
 )
 from multimodal_gen.runtime.layers.attention.selector import (
+    component_attn_backend_context_manager,
+    get_attn_backend,
     global_force_attn_backend,
     global_force_attn_backend_context_manager,
 )
@@ -67,10 +69,15 @@ def test_a_layer_computes_attention(num_heads, num_kv_heads, scale, causal, num_
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"head_size": -8}, "head_size must be at least 1, got -8"),
         ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+        ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
+        ({"softmax_scale": float("-inf")}, "softmax_scale must be finite, got -inf"),
+        ({"compute_dtype": "bfloat16"}, r"such as torch\.bfloat16, got 'bfloat16'"),
+        ({"default_attention_backend": "bogus"}, "must be one of fa, .*, got 'bogus'"),
+        ({"supported_attention_backends": {"bogus"}}, "must be one of fa, .*, got 'bogus'"),
         ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
     ],
 )
-def test_impossible_sizes_are_refused_at_construction(arguments, message):
+def test_impossible_arguments_are_refused_at_construction(arguments, message):
     with pytest.raises(ConfigError, match=message):
         LocalAttention(**({"num_heads": 4, "head_size": 8} | arguments))
 
@@ -478,3 +485,27 @@ def test_autocast_decides_the_dtype_that_selection_and_the_kernel_see(use_backen
     assert sorted(served(layer)) == [("fa", 1), ("torch_sdpa", 1)]
     expected = attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.usefixtures("two")
+def test_backends_may_be_given_by_name():
+    by_name = [
+        LocalAttention(2, 8, default_attention_backend="fa3"),
+        LocalAttention(2, 8, supported_attention_backends=("flash_attn",)),
+    ]
+    with component_attn_backend_context_manager("sdpa", "transformer", {"cross": "FA"}):
+        sdpa = LocalAttention(2, 8)
+        by_name.append(LocalAttention(2, 8, is_cross_attention=True))
+    global_force_attn_backend("torch_sdpa")
+    assert {layer.backend for layer in by_name} == {SDPA}
+    with global_force_attn_backend_context_manager("fa"):
+        assert sdpa.backend is FA
+    global_force_attn_backend(None)
+    assert ({layer.backend for layer in by_name}, sdpa.backend) == ({FA}, SDPA)
+    found = get_attn_backend(8, torch.float32, selected_attention_backend="fa")
+    assert found.get_enum() is FA
+
+
+def test_forcing_a_name_no_backend_has_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"must be one of fa, .*, got 'bogus'"):
+        global_force_attn_backend("bogus")

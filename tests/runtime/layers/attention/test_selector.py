@@ -427,7 +427,7 @@ class TestGetAttnBackend:
 
     def test_strict_holds_here_too(self, dense):
         dense(sage_attn=NOWHERE)
-        assert self.get(selected_attention_backend=SAGE) is FA
+        assert self.get(selected_attention_backend=SAGE) is SDPA
         with (
             use_scope(SelectionScope(strict=True)),
             pytest.raises(UnsupportedBackendError, match=r"sage_attn \(argument\) cannot serve"),
@@ -445,9 +445,9 @@ def test_a_layer_warns_of_its_fallback_once_however_many_layers_there_are(dense,
     dense(sage_attn=NOWHERE)
     with use_scope(SelectionScope(default=asked(SAGE))):
         layers = [LocalAttention(2, 8, compute_dtype=torch.bfloat16) for _ in range(3)]
-    assert {layer.backend for layer in layers} == {FA}
+    assert {layer.backend for layer in layers} == {SDPA}
     (warning,) = caplog.records
-    assert warning.getMessage().startswith("running fa instead: sage_attn cannot serve this layer")
+    assert warning.getMessage().startswith("running torch_sdpa instead: sage_attn cannot serve")
 
 
 def test_a_layer_refuses_an_impossible_request_at_construction(dense):
