@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.errors import ConfigError, NotInThisBuildError, nearest
+from multimodal_gen.runtime.frozen_mapping import frozen
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 __all__ = [
@@ -55,7 +56,7 @@ _NEVER_NONE = frozenset({"model_path", "num_gpus", "num_outputs"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
-    """The arguments of one run.
+    """The arguments of one run; hashable, because mappings are copied and frozen.
 
     Attributes:
         model_path: diffusers pipeline: a folder with `model_index.json`, or a hub id.
@@ -158,10 +159,10 @@ class ServerArgs:
             value = getattr(self, name)
             if not isinstance(value, (str, Mapping, type(None))):
                 raise _wrong(name, "a path, a JSON object, k=v,k=v or a mapping", value)
-            if isinstance(value, str) and not value.strip():
-                self._set(name, None)
+            empty = not value.strip() if isinstance(value, str) else not value
+            self._set(name, None if empty else frozen(value))
         components = parse_component_backends(self.component_attention_backends)
-        self._set("component_attention_backends", components)
+        self._set("component_attention_backends", frozen(components))
         if self.backend == "diffusers":
             self._keep_diffusers_name()
         else:
@@ -252,6 +253,8 @@ def parse_component_backends(
 def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:
     """Return a key such as `text_encoder` or `transformer.cross`, normalised.
 
+    Case, blanks around its parts and `-` for `_` make no difference.
+
     Args:
         key: what the user wrote.
         name: the flag or place it came from, for messages.
@@ -262,8 +265,8 @@ def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:
     """
     if not isinstance(key, str):
         raise ConfigError(f"{name} must have component names as keys, got {key!r}")
-    component, dot, role = key.strip().replace("-", "_").partition(".")
-    if not component.strip() or (dot and not roles):
+    component, dot, role = (part.strip() for part in key.replace("-", "_").lower().partition("."))
+    if not component or (dot and not roles):
         form = "component or component.role" if roles else "component, without a role"
         raise ConfigError(f"{name} must name a {form}, got {key!r}")
     if dot and role not in _ROLES:

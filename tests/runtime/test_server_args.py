@@ -1,5 +1,6 @@
 """The arguments of a run: normalised once, each error naming its flag."""
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -16,7 +17,11 @@ from multimodal_gen.runtime import server_args
 from multimodal_gen.runtime.layers.attention.backends.registry import ENTRY_POINT_GROUP
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.runtime.server_args import ServerArgs, parse_component_backends
+from multimodal_gen.runtime.server_args import (
+    ServerArgs,
+    parse_component_backends,
+    parse_component_key,
+)
 
 FA = AttentionBackendEnum.FA
 SDPA = AttentionBackendEnum.TORCH_SDPA
@@ -167,8 +172,9 @@ def test_several_gpus_are_not_in_this_build(name):
         args(**{name: 2})
 
 
-def test_an_empty_configuration_is_none_at_all():
-    given_ = args(attention_backend_config=" ", attention_config="")
+@pytest.mark.parametrize("nothing", ["", " ", {}])
+def test_an_empty_configuration_is_none_at_all(nothing):
+    given_ = args(attention_backend_config=nothing, attention_config=nothing)
     assert (given_.attention_backend_config, given_.attention_config) == (None, None)
 
 
@@ -181,6 +187,31 @@ def test_arguments_are_frozen_and_can_be_sent_to_another_process():
     assert pickle.loads(pickle.dumps(given_)) == given_
     with pytest.raises(FrozenInstanceError, match="cannot assign to field 'seed'"):
         given_.seed = 3
+
+
+def test_arguments_are_keys_that_nothing_changes():
+    components, config = {"vae": "fa"}, {"rules": [{"backend": "fa", "layers": "0"}]}
+    given_ = args(component_attention_backends=components, attention_config=config)
+    same = args(component_attention_backends="vae=fa", attention_config=copy.deepcopy(config))
+    assert {given_: "found"}[same] == "found"
+    assert {given_: "found"}[pickle.loads(pickle.dumps(given_))] == "found"
+    config["rules"][0]["layers"] = "1"
+    assert given_ == same
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        given_.component_attention_backends["vae"] = SDPA
+
+
+@pytest.mark.parametrize(
+    "key", ["Transformer.Cross", " transformer . cross ", "TRANSFORMER.cross", "transformer.cross"]
+)
+def test_case_and_blanks_of_component_keys_make_no_difference(key):
+    assert parse_component_backends({key: "fa"}) == {"transformer.cross": FA}
+    assert parse_component_key(" Text-Encoder ", name="x", roles=False) == "text_encoder"
+
+
+def test_keys_that_mean_the_same_are_refused():
+    with pytest.raises(ConfigError, match=r"must name 'transformer\.cross' once, got it twice"):
+        parse_component_backends({"transformer.cross": "fa", "Transformer.Cross": "fa"})
 
 
 def test_the_roles_of_keys_are_the_roles_of_layers():

@@ -86,8 +86,9 @@ def scope_from(
         ConfigError: settings contradict each other, cannot be read or do not fit their backend.
     """
     backend = parse_attention_backend(attention_backend)
-    given = attention_backend_config if attention_backend_config != "" else None
-    structured = attention_config if attention_config != "" else None
+    # Empty text and empty mappings ask for nothing.
+    given = attention_backend_config or None
+    structured = attention_config or None
     check_exclusive(backend, given, structured)
     components = {
         key: Asked(

@@ -54,6 +54,12 @@ def test_nothing_asked_gives_an_empty_scope(nothing):
     assert scope_from(attention_backend=nothing) == SelectionScope()
 
 
+@pytest.mark.parametrize("nothing", [None, "", {}])
+def test_an_empty_configuration_asks_for_nothing(nothing):
+    empty = scope_from(attention_backend_config=nothing, attention_config=nothing)
+    assert empty == SelectionScope()
+
+
 def test_a_backend_is_the_default_of_the_scope():
     asked = scope_from(attention_backend="sdpa", strict=True)
     assert asked.strict
