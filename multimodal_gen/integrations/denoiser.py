@@ -140,7 +140,10 @@ def _do_nothing(*args: object, **kwargs: object) -> None:
 
 
 class NamedCalls:
-    """Stands in for a model's `cache_context` and notes the name of the call."""
+    """Stands in for a model's `cache_context` and notes the name of the call.
+
+    A copy of the model gets its class's own.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -154,3 +157,18 @@ class NamedCalls:
                 yield
         finally:
             _BRANCH.reset(token)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # The copy of the model is under construction and knows its copies by the model's memo.
+        return OwnCalls, (self._model,)
+
+
+class OwnCalls:
+    """What `NamedCalls` copies to: the `cache_context` of the model's class."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, name: str, **kwargs: Any) -> Any:
+        """Enter the model's own `cache_context`."""
+        return type(self._model).cache_context(self._model, name, **kwargs)  # type: ignore[attr-defined]

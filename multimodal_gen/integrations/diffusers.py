@@ -4,7 +4,9 @@ Each attention module keeps its processor's code; only the attention call in it 
 (`rebinding.py`). Nothing outside the target changes: not diffusers' global backend, no other
 pipeline. `AttentionHandle.remove` puts the very same objects back.
 
-A copy of an attached model, by `copy.deepcopy` or pickle, is a stock one. Calling diffusers' own
+A copy of an attached model, by `copy.deepcopy` or pickle, computes as a stock one; of this package
+it keeps two inert callables, a pre-hook that does nothing and its class's own `cache_context`, so
+unpickling it takes an installed `multimodal_gen`. Calling diffusers' own
 `set_attention_backend` on an attached model hands its attention to diffusers until `remove`.
 """
 
@@ -57,7 +59,11 @@ class AttentionHandle:
         )
 
     def remove(self) -> None:
-        """Put everything back as `apply` found it; a second call does nothing."""
+        """Put everything back as `apply` found it; a second call does nothing.
+
+        What was set on a processor since `apply` stays on it, and a processor that was set since
+        `apply` stays where it is.
+        """
         self._undo.close()
 
     def __enter__(self) -> "AttentionHandle":
@@ -90,7 +96,8 @@ def apply(
 ) -> AttentionHandle:
     """Do the attention of a pipeline's denoisers and encoders with this package's layers.
 
-    Everything is checked before anything is changed. Autoencoders are left alone.
+    Everything is checked before anything is changed. Autoencoders are left alone. A processor set
+    on an attached model is used as it is, noted in the report, and stays after `remove`.
 
     Args:
         target: a diffusers pipeline, or one model of diffusers or transformers.

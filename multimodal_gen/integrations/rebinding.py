@@ -9,9 +9,7 @@ a copy of their module's globals in which only that function is another one. Two
   from its source once more, with `self._attention_backend` as an additional first argument.
 """
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,16 +19,20 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.attached import AttachedLayer
 from multimodal_gen.integrations.pair_mask import PairMask
+from multimodal_gen.integrations.recompile import (
+    LAYER,
+    SDPA,
+    SDPA_HOOK,
+    CannotRebindError,
+    with_sdpa_hook,
+)
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 _DISPATCH = "dispatch_attention_fn"
-_SDPA = "scaled_dot_product_attention"
-_SDPA_HOOK = "_multimodal_gen_sdpa"
 _STOCK = "_multimodal_gen_stock"
-
-
-class CannotRebindError(Exception):
-    """A processor's attention call was not found, or cannot be replaced; the message says why."""
+_REPLACED = "_multimodal_gen_replaced"
+_BEFORE = "_multimodal_gen_before"
+_OURS = {LAYER, _REPLACED, _BEFORE}
 
 
 def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
@@ -49,8 +51,8 @@ def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
     """
     methods = dict(_attention_methods(stock))
     if not methods:
-        raise CannotRebindError(f"{stock.__name__} calls neither {_DISPATCH} nor {_SDPA}")
-    if not stock.__dictoffset__:
+        raise CannotRebindError(f"{stock.__name__} calls neither {_DISPATCH} nor {SDPA}")
+    if not stock.__dictoffset__ or _slots(stock) - {LAYER}:
         raise CannotRebindError(f"{stock.__name__} keeps its state in __slots__")
     key = stock, tuple((replacements or {}).items())
     used = _used(methods)
@@ -71,9 +73,26 @@ def attach(processor: object, layer: AttachedLayer, derived: type) -> Any:
     """Return a processor of the derived class with the state of `processor`, bound to `layer`."""
     new: Any = object.__new__(derived)
     new.__dict__.update(vars(processor))
-    new.__dict__["_multimodal_gen_replaced"] = processor
-    new._attention_backend = layer
+    new.__dict__[_REPLACED] = processor
+    new.__dict__[_BEFORE] = dict(vars(processor))
+    new.__dict__[LAYER] = layer
     return new
+
+
+def give_back(replacement: Any) -> Any:
+    """Return the processor that `replacement` stands in for, with the state it has by now.
+
+    What was set on either of them since `attach` is kept; on the same name the replacement, which
+    is the one in use, has the last word.
+    """
+    found = vars(replacement)[_REPLACED]
+    state, before = vars(replacement), vars(replacement)[_BEFORE]
+    for name, value in state.items():
+        if name not in _OURS and (name not in before or before[name] is not value):
+            vars(found)[name] = value
+    for name in before.keys() - state.keys() - _OURS:
+        vars(found).pop(name, None)
+    return found
 
 
 # By processor class and replacements: what the derived class was made from, and the class. It
@@ -116,7 +135,7 @@ def _derive(
 
 def _attention_methods(stock: type) -> Iterator[tuple[str, FunctionType]]:
     for name, method in inspect.getmembers(stock, inspect.isfunction):
-        if _mentions(method.__code__, _SDPA) or _dispatch_names(method):
+        if _mentions(method.__code__, SDPA) or _dispatch_names(method):
             yield name, method
 
 
@@ -128,6 +147,11 @@ def _dispatch_names(method: FunctionType) -> set[str]:
     return {name for name in names if method.__globals__.get(name) is dispatch_attention_fn}
 
 
+def _slots(stock: type) -> set[str]:
+    members = (vars(cls).items() for cls in stock.__mro__)
+    return {name for found in members for name, v in found if inspect.ismemberdescriptor(v)}
+
+
 def _defining_class(stock: type, name: str) -> str:
     return next(cls.__name__ for cls in stock.__mro__ if name in vars(cls))
 
@@ -137,9 +161,9 @@ def _rebind(method: FunctionType, replacements: Mapping[str, Any], owner: str) -
     if hasattr(method, "__wrapped__") or code.co_freevars:
         raise CannotRebindError(f"{method.__qualname__} is decorated or a closure")
     replaced = {**dict.fromkeys(_dispatch_names(method), dispatch), **replacements}
-    if _mentions(code, _SDPA):
-        code = _with_sdpa_hook(method, owner)
-        replaced[_SDPA_HOOK] = sdpa
+    if _mentions(code, SDPA):
+        code = with_sdpa_hook(method, owner)
+        replaced[SDPA_HOOK] = sdpa
     # Dynamo looks globals up in the module called `__name__`, which would be the stock one, with
     # the stock attention call. `__package__` stays: it is what relative imports go by.
     scope = {key: value for key, value in method.__globals__.items() if key != "__name__"}
@@ -151,58 +175,6 @@ def _rebind(method: FunctionType, replacements: Mapping[str, Any], owner: str) -
     new.__module__ = method.__module__
     new.__doc__ = method.__doc__
     return new
-
-
-def _with_sdpa_hook(method: FunctionType, owner: str) -> CodeType:
-    """Compile a method from source with its attention calls given the processor's layer.
-
-    It is compiled inside a class named `owner`, by which Python spells its private names.
-    """
-    try:
-        source = textwrap.dedent(inspect.getsource(method))
-    except OSError as error:
-        raise CannotRebindError(f"the source of {method.__qualname__} is not there") from error
-    tree = ast.parse(source)
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
-        raise CannotRebindError(f"{method.__qualname__} is not a plain method")
-    rewriter = _SdpaRewriter(definition.args.args[0].arg)
-    rewriter.visit(definition)
-    if not rewriter.count:
-        raise CannotRebindError(f"{method.__qualname__} does not call {_SDPA} itself")
-    body = ast.parse(f"class {owner}: pass").body
-    assert isinstance(body[0], ast.ClassDef)
-    body[0].body, tree.body = [definition], body
-    ast.fix_missing_locations(tree)
-    ast.increment_lineno(tree, method.__code__.co_firstlineno - 1)
-    flags = method.__code__.co_flags & _future_flags()
-    module = compile(tree, method.__code__.co_filename, "exec", flags, dont_inherit=True)
-    return _code_inside(_code_inside(module, owner), method.__name__)
-
-
-def _code_inside(code: CodeType, name: str) -> CodeType:
-    return next(
-        const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name
-    )
-
-
-class _SdpaRewriter(ast.NodeTransformer):
-    """Turns `F.scaled_dot_product_attention(...)` into `hook(self._attention_backend, ...)`."""
-
-    def __init__(self, self_name: str) -> None:
-        self.self_name = self_name
-        self.count = 0
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if not (isinstance(node.func, ast.Attribute) and node.func.attr == _SDPA):
-            return node
-        self.count += 1
-        owner = ast.Name(self.self_name, ast.Load())
-        layer = ast.Attribute(owner, "_attention_backend", ast.Load())
-        node.func = ast.Name(_SDPA_HOOK, ast.Load())
-        node.args.insert(0, layer)
-        return node
 
 
 def dispatch(
@@ -344,7 +316,8 @@ def _reduce_to_stock(self: Any, protocol: Any) -> tuple[Any, ...]:
     """Copy or pickle a derived processor as a stock one: copies of a model are not attached."""
     del protocol
     state = dict(vars(self))
-    replaced = state.pop("_multimodal_gen_replaced")
+    replaced = state.pop(_REPLACED)
+    del state[_BEFORE]
     if isinstance(state["_attention_backend"], AttachedLayer):
         del state["_attention_backend"]
         if "_attention_backend" in vars(replaced):
@@ -367,10 +340,3 @@ def _names(code: CodeType) -> Iterator[str]:
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield from _names(const)
-
-
-def _future_flags() -> int:
-    import __future__
-
-    features = (getattr(__future__, name) for name in __future__.all_feature_names)
-    return sum({feature.compiler_flag for feature in features})

@@ -11,14 +11,15 @@ from torch import nn
 from multimodal_gen.errors import NothingAppliedError, UsageError
 from multimodal_gen.integrations.attached import AttachedLayer, Geometry
 from multimodal_gen.integrations.components import Component, compute_dtype
-from multimodal_gen.integrations.denoiser import DenoiserHooks, NamedCalls
+from multimodal_gen.integrations.denoiser import DenoiserHooks, NamedCalls, OwnCalls
 from multimodal_gen.integrations.models import ModelAdapter, find_adapter
 from multimodal_gen.integrations.rebinding import (
-    CannotRebindError,
     attach,
     derive,
+    give_back,
     stock_class,
 )
+from multimodal_gen.integrations.recompile import CannotRebindError
 from multimodal_gen.integrations.scopes import without_sparse
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -113,7 +114,9 @@ class DenoiserPlan:
         undo.callback(before.remove)
         after = model.register_forward_hook(self._hooks.after, always_call=True)
         undo.callback(after.remove)
-        if hasattr(type(model), "cache_context") and "cache_context" not in vars(model):
+        # What a copy of an attached model has in place of `NamedCalls` is the class's own.
+        own = isinstance(vars(model).get("cache_context"), OwnCalls)
+        if hasattr(type(model), "cache_context") and (own or "cache_context" not in vars(model)):
             vars(model)["cache_context"] = NamedCalls(model)
             undo.callback(vars(model).pop, "cache_context", None)
 
@@ -203,7 +206,7 @@ def _whole(owner: object, *names: str) -> int | None:
 def _restore(takeover: _Takeover) -> None:
     # A processor set after apply() is the user's, and stays.
     if takeover.module.processor is takeover.replacement:
-        takeover.module.processor = takeover.found
+        takeover.module.processor = give_back(takeover.replacement)
 
 
 def _register_like_stock(takeover: _Takeover) -> None:

@@ -6,6 +6,7 @@ layer of ours carries it as an attribute. A module without one, of another model
 configuration object, runs transformers' own SDPA under that name.
 """
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,6 +25,27 @@ NAME = "multimodal_gen"
 
 _LAYER = "_multimodal_gen_attention"
 _IMPLEMENTATION = "_attn_implementation_internal"
+
+
+class _Name(str):
+    """`NAME` in a configuration; copied or pickled, it is the name it took the place of."""
+
+    __slots__ = ("earlier",)
+    earlier: object
+
+    @classmethod
+    def in_place_of(cls, earlier: object) -> "_Name":
+        """Return the name, remembering `earlier`."""
+        name = cls(NAME)
+        name.earlier = earlier
+        return name
+
+    def __deepcopy__(self, memo: object) -> Any:
+        del memo
+        return self.earlier
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self.earlier,)
 
 
 class EncoderPlan:
@@ -71,7 +93,7 @@ class EncoderPlan:
             undo.callback(delattr, module, _LAYER)
         for config in _configs(self._component.model):
             undo.callback(setattr, config, _IMPLEMENTATION, getattr(config, _IMPLEMENTATION))
-            setattr(config, _IMPLEMENTATION, NAME)
+            setattr(config, _IMPLEMENTATION, _Name.in_place_of(getattr(config, _IMPLEMENTATION)))
 
     def _add(self, path: str, module: nn.Module, scope: SelectionScope) -> None:
         name = self._component.name

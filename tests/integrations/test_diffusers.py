@@ -15,6 +15,7 @@ from multimodal_gen.errors import (
     UnsupportedBackendError,
     UsageError,
 )
+from multimodal_gen.integrations.denoiser import NamedCalls
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
@@ -489,6 +490,43 @@ def test_a_pickled_model_is_a_stock_model(fresh):
     assert type(processor) is type(model.blocks[0].attn1.processor)
     assert str(processor._attention_backend) == "AttentionBackendName._NATIVE_MATH"
     apply(restored).remove()
+
+
+def test_a_copy_keeps_nothing_of_ours(fresh):
+    pipe = fresh("wan")
+    with apply(pipe):
+        for copied in (copy.deepcopy(pipe.transformer), pickle.dumps(pipe.transformer)):
+            model = pickle.loads(copied) if isinstance(copied, bytes) else copied
+            assert not isinstance(vars(model)["cache_context"], NamedCalls)
+            assert vars(model)["cache_context"]._model is model
+            with model.cache_context("cond"), apply(model):
+                assert isinstance(vars(model)["cache_context"], NamedCalls)
+            assert "cache_context" not in vars(model)
+        config = pipe.text_encoder.config
+        assert config._attn_implementation == "multimodal_gen"
+        for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+            assert copied._attn_implementation == "sdpa"
+
+
+def test_what_users_set_on_processors_stays_after_remove(fresh):
+    pipe = fresh("wan")
+    modules = [block.attn1 for block in pipe.transformer.blocks]
+    found = modules[0].processor
+    found.kept, found.counter, found.dropped = ["list"], 1, True
+    with apply(pipe):
+        processor = modules[0].processor
+        processor.counter += 1
+        processor.scale = 0.5
+        del processor.dropped
+        found.aside = "set on the object held from before"
+    assert modules[0].processor is found
+    assert {name: v for name, v in vars(found).items() if not name.startswith("_")} == {
+        "kept": ["list"],
+        "counter": 2,
+        "scale": 0.5,
+        "aside": "set on the object held from before",
+    }
+    assert not [name for name in vars(found) if "multimodal_gen" in name]
 
 
 def test_a_later_set_attention_backend_goes_to_diffusers_and_is_noted(fresh):

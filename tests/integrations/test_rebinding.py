@@ -82,6 +82,10 @@ class Slotted:
         return F.scaled_dot_product_attention(query, key, value)
 
 
+class HalfSlotted(Slotted):
+    __slots__ = ("__dict__", "gain")
+
+
 class Weighted(nn.Module):
     """A processor with weights, as IP adapters have them."""
 
@@ -198,6 +202,7 @@ def test_a_traceback_points_at_the_stock_line():
         (nn.Identity, "Identity calls neither dispatch_attention_fn nor"),
         (Indirect, r"Indirect\.__call__ does not call scaled_dot_product_attention itself"),
         (Slotted, r"Slotted keeps its state in __slots__"),
+        (HalfSlotted, r"HalfSlotted keeps its state in __slots__"),
         (Closed, r"Closed\.__call__ is decorated or a closure"),
     ],
 )
