@@ -4,11 +4,17 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 import math
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 
 def unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -130,3 +136,62 @@ def refuse_grad(backend: str, *tensors: torch.Tensor) -> None:
             f"query, key and value must not require grad on {backend}, which has no backward; "
             f"call it under torch.no_grad() or use torch_sdpa"
         )
+
+
+class AlignedImpl(AttentionImpl):
+    """An implementation whose library leaves some of bottom-right causality to its caller.
+
+    Subclasses write `_attend`. It gets no causal call with more queries than keys, whose first
+    queries see no key; where `only_square`, it gets only causal calls of as many.
+
+    Attributes:
+        label: the backend's name in errors.
+        only_square: whether the library is right about causality for equal lengths only.
+    """
+
+    label: ClassVar[str]
+    only_square: ClassVar[bool] = False
+
+    @abstractmethod
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return output and log-sum-exp as `forward_lse` does.
+
+        The latter may be None where `lse` is false or the variant declares none.
+        """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: "ForwardContext | None" = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward`; without masks."""
+        refuse_mask(attn_mask, self.label)
+        return self._attend_aligned(query, key, value, lse=False)[0]
+
+    def forward_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionImpl.forward_lse`."""
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)  # torch's CPU operator divides by zero
+        out, lse = self._attend_aligned(query, key, value, lse=True)
+        if lse is None:
+            return super().forward_lse(query, key, value)
+        return out, lse
+
+    def _attend_aligned(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        num_queries, num_keys = query.shape[1], key.shape[1]
+        fits = num_queries == num_keys if self.only_square else num_queries <= num_keys
+        if fits or not self.causal:
+            return self._attend(query, key, value, lse=lse)
+        out, stats = self._attend(align_rows(query, num_keys), key, value, lse=lse)
+        out = align_rows(out, num_queries)
+        return out, None if stats is None else align_lse(stats, num_queries)

@@ -4,15 +4,13 @@ Tested by simulation only: the calls are checked against a package with the same
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_lse,
-    align_rows,
+    AlignedImpl,
     refuse_grad,
-    refuse_mask,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -24,15 +22,14 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
 _ROCM = frozenset({PlatformEnum.ROCM})
 _INSTALL = "install github.com/ROCm/aiter"
 
 
-class AiterImpl(AttentionImpl):
+class AiterImpl(AlignedImpl):
     """Attention through `aiter.flash_attn_func`."""
+
+    label = "aiter"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,44 +37,20 @@ class AiterImpl(AttentionImpl):
         self._dense = module.flash_attn_func
         self._varlen = module.flash_attn_varlen_func
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "aiter")
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            return align_rows(self.forward(align_rows(query, num_keys), key, value), num_queries)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            return self.forward_lse(query, key, value)[0]  # the package insists on it
-        out: torch.Tensor = self._dense(
-            query, key, value, softmax_scale=self.softmax_scale, causal=self.causal
-        )
-        return out
-
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            out, lse = self.forward_lse(align_rows(query, num_keys), key, value)
-            return align_rows(out, num_queries), align_lse(lse, num_queries)
-        out, lse = self._dense(
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        wanted = lse or grad  # with gradients the package insists on it
+        result: Any = self._dense(
             query,
             key,
             value,
             softmax_scale=self.softmax_scale,
             causal=self.causal,
-            return_lse=True,
-        )[:2]
-        return out, lse
+            return_lse=wanted,
+        )
+        return (result[0], result[1]) if wanted else (result, None)
 
     def forward_varlen(
         self,
@@ -139,29 +112,20 @@ class AiterBackend(AttentionBackend):
         return AiterImpl
 
 
-class AiterSageImpl(AttentionImpl):
+class AiterSageImpl(AlignedImpl):
     """Attention through AITER's SageAttention kernel, which computes in bf16 outside."""
+
+    label = "aiter_sage"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         module = importlib.import_module("aiter.ops.triton.attention.fav3_sage")
         self._sage = module.fav3_sage_wrapper_func
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "aiter_sage")
-        refuse_grad("aiter_sage", query, key, value)
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            return align_rows(self.forward(align_rows(query, num_keys), key, value), num_queries)
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        refuse_grad(self.label, query, key, value)
         out: torch.Tensor = self._sage(
             query,
             key,
@@ -170,7 +134,7 @@ class AiterSageImpl(AttentionImpl):
             causal=self.causal,
             layout="bshd",
         )
-        return out.to(query.dtype)
+        return out.to(query.dtype), None
 
 
 class AiterSageBackend(AttentionBackend):

@@ -1,15 +1,13 @@
 """FlashInfer's prefill attention, one call per sample."""
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_lse,
-    align_rows,
+    AlignedImpl,
     refuse_grad,
-    refuse_mask,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -22,16 +20,15 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-
-class FlashInferImpl(AttentionImpl):
+class FlashInferImpl(AlignedImpl):
     """Attention through `flashinfer.single_prefill_with_kv_cache`.
 
     The entry point for batches plans on the host, which would wait for the device; DiT batches are
     one or two samples of many tokens, so a call per sample costs nothing.
     """
+
+    label = "flashinfer"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,41 +36,11 @@ class FlashInferImpl(AttentionImpl):
 
         self._prefill = flashinfer.single_prefill_with_kv_cache
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "flashinfer")
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            return align_rows(self.forward(align_rows(query, num_keys), key, value), num_queries)
-        return torch.stack(self._per_sample(query, key, value, return_lse=False))
-
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            out, lse = self.forward_lse(align_rows(query, num_keys), key, value)
-            return align_rows(out, num_queries), align_lse(lse, num_queries)
-        pairs = self._per_sample(query, key, value, return_lse=True)
-        out = torch.stack([pair[0] for pair in pairs])
-        # The package gives [S, H] in base 2.
-        lse = torch.stack([pair[1] for pair in pairs]).transpose(1, 2) * math.log(2)
-        return out, lse
-
-    def _per_sample(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool
-    ) -> list[Any]:
-        refuse_grad("flashinfer", query, key, value)
-        return [
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        refuse_grad(self.label, query, key, value)
+        results: list[Any] = [
             self._prefill(
                 q.contiguous(),
                 k.contiguous(),
@@ -81,10 +48,15 @@ class FlashInferImpl(AttentionImpl):
                 causal=self.causal,
                 kv_layout="NHD",
                 sm_scale=self.softmax_scale,
-                return_lse=return_lse,
+                return_lse=lse,
             )
             for q, k, v in zip(query, key, value, strict=True)
         ]
+        if not lse:
+            return torch.stack(results), None
+        # The package gives [S, H] in base 2.
+        stats = torch.stack([stats for _, stats in results]).transpose(1, 2) * math.log(2)
+        return torch.stack([out for out, _ in results]), stats
 
 
 class FlashInferBackend(AttentionBackend):

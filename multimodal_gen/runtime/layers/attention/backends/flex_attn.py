@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_lse,
-    align_rows,
+    AlignedImpl,
     unit_stride,
     with_causal,
 )
@@ -47,8 +46,10 @@ _FORWARD = frozenset(
 )
 
 
-class FlexAttentionImpl(AttentionImpl):
+class FlexAttentionImpl(AlignedImpl):
     """Attention through `torch.nn.attention.flex_attention.flex_attention`."""
+
+    label = "flex_attn"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,36 +65,26 @@ class FlexAttentionImpl(AttentionImpl):
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionImpl.forward`."""
-        if attn_mask is not None:
-            mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
-            shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-            mask = mask.expand(shape)
-            kind = (mask.dtype, mask.stride())
-            out: torch.Tensor = self._flex(query, key, value, kind, score_mod=_score_mod(mask))
-            return out.transpose(1, 2)
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            return align_rows(self.forward(align_rows(query, num_keys), key, value), num_queries)
-        out = self._flex(query, key, value, **self._causal_options(query, key))
+        if attn_mask is None:
+            return self._attend_aligned(query, key, value, lse=False)[0]
+        mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
+        mask = mask.expand(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        kind = (mask.dtype, mask.stride())
+        out: torch.Tensor = self._flex(query, key, value, kind, score_mod=_score_mod(mask))
         return out.transpose(1, 2)
 
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            out, lse = self.forward_lse(align_rows(query, num_keys), key, value)
-            return align_rows(out, num_queries), align_lse(lse, num_queries)
-        options = {**self._causal_options(query, key), **_lse_options()}
-        out, extra = self._flex(query, key, value, **options)
-        lse = extra if isinstance(extra, torch.Tensor) else extra.lse
-        return out.transpose(1, 2), lse
-
-    def _causal_options(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
-        if not self.causal:
-            return {}
-        return {"block_mask": _causal_blocks(query.shape[1], key.shape[1], query.device)}
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        options: dict[str, Any] = _lse_options() if lse else {}
+        if self.causal:
+            blocks = _causal_blocks(query.shape[1], key.shape[1], query.device)
+            options = {"block_mask": blocks, **options}
+        result: Any = self._flex(query, key, value, **options)
+        if not lse:
+            return result.transpose(1, 2), None
+        out, extra = result
+        return out.transpose(1, 2), extra if isinstance(extra, torch.Tensor) else extra.lse
 
     def _flex(
         self,

@@ -5,15 +5,13 @@ Tested by simulation only: the call is checked against a package with the same s
 """
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_lse,
-    align_rows,
+    AlignedImpl,
     refuse_grad,
-    refuse_mask,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -25,14 +23,13 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
 _BOTTOM_RIGHT_CAUSAL = 3  # sparse_mode
 
 
-class NpuFlashAttentionImpl(AttentionImpl):
+class NpuFlashAttentionImpl(AlignedImpl):
     """Attention through `torch_npu.npu_fused_infer_attention_score`."""
+
+    label = "fa (npu)"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,35 +37,10 @@ class NpuFlashAttentionImpl(AttentionImpl):
 
         self._fused = torch_npu.npu_fused_infer_attention_score
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "fa (npu)")
-        return self._attend(query, key, value, lse=False)[0]
-
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        out, lse = self._attend(query, key, value, lse=True)
-        return out, lse
-
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            out, stats = self._attend(align_rows(query, num_keys), key, value, lse=lse)
-            stats = align_lse(stats, num_queries) if lse else stats
-            return align_rows(out, num_queries), stats
-        refuse_grad("fa (npu)", query, key, value)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        refuse_grad(self.label, query, key, value)
         causal = {
             "sparse_mode": _BOTTOM_RIGHT_CAUSAL,
             "atten_mask": _hidden_triangle(query.device),
@@ -84,7 +56,7 @@ class NpuFlashAttentionImpl(AttentionImpl):
             softmax_lse_flag=lse,
             **(causal if self.causal else {}),
         )
-        return out, stats.squeeze(-1) if lse else stats
+        return out, stats.squeeze(-1) if lse else None
 
 
 class NpuFlashAttentionBackend(AttentionBackend):

@@ -1,15 +1,13 @@
 """SageAttention 1 and 2: attention with 8-bit queries and keys."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_lse,
-    align_rows,
+    AlignedImpl,
     refuse_grad,
-    refuse_mask,
     unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -23,9 +21,6 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 _BASIC = frozenset({Feature.GQA, Feature.CAUSAL})
 
@@ -43,11 +38,11 @@ class SageAttnConfig(BackendConfig):
     )
 
 
-class SageAttentionImpl(AttentionImpl):
-    """Attention through `sageattention.sageattn`.
+class SageAttentionImpl(AlignedImpl):
+    """Attention through `sageattention.sageattn`."""
 
-    The package takes causality only for equal lengths; other lengths become a square problem.
-    """
+    label = "sage_attn"
+    only_square = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,44 +52,16 @@ class SageAttentionImpl(AttentionImpl):
         # Version 1 smooths the keys in place, in the caller's memory: they are smoothed here.
         self._smooth_here = self.variant == "sage1"
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "sage_attn")
-        if not self.causal or query.shape[1] == key.shape[1]:
-            out: torch.Tensor = self._call(query, key, value)
-            return out
-        out = self._call(align_rows(query, key.shape[1]), key, value)
-        return align_rows(out, query.shape[1])
-
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal:
-            query = align_rows(query, num_keys)
-        out, lse = self._call(query, key, value, return_lse=True)
-        if self.causal:
-            out, lse = align_rows(out, num_queries), align_lse(lse, num_queries)
-        return out, lse
-
-    def _call(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: bool
-    ) -> Any:
-        refuse_grad("sage_attn", query, key, value)
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        refuse_grad(self.label, query, key, value)
+        options = {"return_lse": True} if lse else {}
         if self._smooth_here:
             key = key - key.mean(dim=1, keepdim=True)
             options["smooth_k"] = False
         query, key, value = unit_stride(query, key, value)
-        return self._sageattn(
+        result: Any = self._sageattn(
             query,
             key,
             value,
@@ -103,6 +70,7 @@ class SageAttentionImpl(AttentionImpl):
             sm_scale=self.softmax_scale,
             **options,
         )
+        return (result[0], result[1]) if lse else (result, None)
 
 
 class SageAttentionBackend(AttentionBackend):

@@ -4,15 +4,14 @@ Tested by simulation only: the call is checked against a package with the same s
 """
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_rows,
+    AlignedImpl,
     expand_kv,
     refuse_grad,
-    refuse_mask,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -25,16 +24,16 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-
-class SageAttention3Impl(AttentionImpl):
+class SageAttention3Impl(AlignedImpl):
     """Attention through `sageattn3.sageattn3_blackwell`.
 
-    The package always scales by D ** -0.5, wants as many key heads as query heads, smooths the
-    keys in the caller's memory and knows no bottom-right causality; all of that is met here.
+    The package always scales by D ** -0.5, wants as many key heads as query heads and smooths the
+    keys in the caller's memory; all of that is met here.
     """
+
+    label = "sage_attn_3"
+    only_square = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,31 +42,21 @@ class SageAttention3Impl(AttentionImpl):
         self._sageattn = sageattn3.sageattn3_blackwell
         self._query_factor = self.softmax_scale * math.sqrt(self.head_size)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "sage_attn_3")
-        refuse_grad("sage_attn_3", query, key, value)
-        num_queries, num_heads = query.shape[1:3]
-        if self.causal:
-            query = align_rows(query, key.shape[1])
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        refuse_grad(self.label, query, key, value)
+        num_heads = query.shape[2]
         if not math.isclose(self._query_factor, 1.0, rel_tol=1e-6):
             query = query * self._query_factor
         own_key = key.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-        out = self._sageattn(
+        out: torch.Tensor = self._sageattn(
             query.transpose(1, 2).contiguous(),
             expand_kv(own_key, num_heads, dim=1).contiguous(),
             expand_kv(value.transpose(1, 2), num_heads, dim=1).contiguous(),
             is_causal=self.causal,
-        ).transpose(1, 2)
-        return align_rows(out, num_queries) if self.causal else out
+        )
+        return out.transpose(1, 2), None
 
 
 class SageAttention3Backend(AttentionBackend):

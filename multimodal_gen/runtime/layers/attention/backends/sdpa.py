@@ -20,9 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_lse,
-    align_rows,
-    attend_to_nothing,
+    AlignedImpl,
     expand_kv,
     rows_that_see,
     unit_stride,
@@ -50,8 +48,10 @@ _EVERYWHERE = frozenset(
 _MEASURED = frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.CPU})
 
 
-class SDPAImpl(AttentionImpl):
+class SDPAImpl(AlignedImpl):
     """Attention through `torch.nn.functional.scaled_dot_product_attention`."""
+
+    label = "torch_sdpa"
 
     def forward(
         self,
@@ -63,19 +63,35 @@ class SDPAImpl(AttentionImpl):
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionImpl.forward`."""
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and attn_mask is None and num_queries > num_keys:
-            return align_rows(self.forward(align_rows(query, num_keys), key, value), num_queries)
-        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
-        if attn_mask is None and not (self.causal and num_queries != num_keys):
-            return self._attend(q, k, v, None, self.causal).transpose(1, 2)
-        if attn_mask is None and _flash_is_bottom_right(q):
-            return _flash(q, k, v, True, self.softmax_scale)[0].transpose(1, 2)
+        if attn_mask is None:
+            return self._attend_aligned(query, key, value, lse=False)[0]
         mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
-        assert mask is not None, "unequal lengths come here with a causal mask"
-        return self._attend_masked(q, k, v, mask).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        return self._call_masked(q, k, v, mask).transpose(1, 2)
 
-    def _attend_masked(
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        if lse:
+            return self._call_lse(q, k, v)
+        if not self.causal or query.shape[1] == key.shape[1]:
+            out = self._call(q, k, v, None, self.causal)
+        elif _flash_is_bottom_right(q):
+            out = _flash(q, k, v, True, self.softmax_scale)[0]
+        else:
+            out = self._call_masked(q, k, v, with_causal(None, query, key))
+        return out.transpose(1, 2), None
+
+    def _call_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial:
+        size = v.shape[-1]
+        # The operators do not pad head sizes as the public function does.
+        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (q, k, v))
+        kernel = _kernel_with_lse(q, k, v, self.causal, self.softmax_scale)
+        out, lse = kernel(q, k, v, self.causal, self.softmax_scale)
+        return out[..., :size].transpose(1, 2), lse
+
+    def _call_masked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         if mask.dtype is not torch.bool:
@@ -84,10 +100,10 @@ class SDPAImpl(AttentionImpl):
         # to everything instead, and what they give is dropped.
         sees = rows_that_see(mask)
         mask = mask | ~sees if mask.dtype is torch.bool else mask.masked_fill(~sees, 0.0)
-        out = self._attend(q, k, v, mask, False)
+        out = self._call(q, k, v, mask, False)
         return torch.where(sees, out, out.new_zeros(()))
 
-    def _attend(
+    def _call(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -103,23 +119,6 @@ class SDPAImpl(AttentionImpl):
             return F.scaled_dot_product_attention(
                 q, k, v, mask, 0.0, causal, scale=self.softmax_scale, enable_gqa=grouped
             )
-
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        if not (query.numel() and key.numel()):
-            return attend_to_nothing(query, value)  # the CPU operator divides by zero
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            out, lse = self.forward_lse(align_rows(query, num_keys), key, value)
-            return align_rows(out, num_queries), align_lse(lse, num_queries)
-        inputs = (x.transpose(1, 2) for x in unit_stride(query, key, value))
-        # The operators do not pad head sizes as the public function does.
-        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in inputs)
-        kernel = _kernel_with_lse(q, k, v, self.causal, self.softmax_scale)
-        out, lse = kernel(q, k, v, self.causal, self.softmax_scale)
-        return out[..., : value.shape[-1]].transpose(1, 2), lse
 
 
 class SDPABackend(AttentionBackend):
@@ -150,8 +149,11 @@ class SDPABackend(AttentionBackend):
         return SDPAImpl
 
 
-class CudnnSDPAImpl(AttentionImpl):
+class CudnnSDPAImpl(AlignedImpl):
     """Attention through cuDNN's operator; what cuDNN refuses raises."""
+
+    label = "torch_cudnn_sdpa"
+    only_square = True  # cuDNN aligns causality to the top left
 
     def forward(
         self,
@@ -164,7 +166,7 @@ class CudnnSDPAImpl(AttentionImpl):
     ) -> torch.Tensor:
         """See `AttentionImpl.forward`."""
         if attn_mask is None:
-            return self._attend(query, key, value, lse=_needs_grad(query, key, value))[0]
+            return self._attend_aligned(query, key, value, lse=False)[0]
         mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
         sees = rows_that_see(mask)
         if mask.dtype is torch.bool:
@@ -172,28 +174,13 @@ class CudnnSDPAImpl(AttentionImpl):
         else:
             bias = mask.masked_fill(~sees, 0.0).to(query.dtype)
         bias = bias.expand(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        lse = _needs_grad(query, key, value)
-        out, _ = self._call(query, key, value, bias, causal=False, lse=lse)
+        out, _ = self._call(query, key, value, bias, causal=False, lse=False)
         return torch.where(sees.transpose(1, 2), out, out.new_zeros(()))
-
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        if not (query.numel() and key.numel()):
-            return attend_to_nothing(query, value)
-        return self._attend(query, key, value, lse=True)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
-    ) -> Partial:
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if not self.causal or num_queries == num_keys:
-            return self._call(query, key, value, None, causal=self.causal, lse=lse)
-        # cuDNN aligns causality to the top left; bottom right is a square problem.
-        square = align_rows(query, num_keys)
-        out, stats = self._call(square, key, value, None, causal=True, lse=lse)
-        return align_rows(out, num_queries), align_lse(stats, num_queries) if lse else stats
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._call(query, key, value, None, causal=self.causal, lse=lse)
 
     def _call(
         self,
@@ -204,12 +191,13 @@ class CudnnSDPAImpl(AttentionImpl):
         *,
         causal: bool,
         lse: bool,
-    ) -> Partial:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        lse = lse or _needs_grad(query, key, value)  # the backward reads it
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
         out, stats = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, bias, lse, 0.0, causal, False, scale=self.softmax_scale
         )[:2]
-        return out.transpose(1, 2), stats.view(out.shape[:3]) if lse else stats
+        return out.transpose(1, 2), stats.view(out.shape[:3]) if lse else None
 
 
 class CudnnSDPABackend(AttentionBackend):

@@ -1,15 +1,13 @@
 """xFormers' memory-efficient attention."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_lse,
-    align_rows,
+    AlignedImpl,
     expand_kv,
     refuse_grad,
-    refuse_mask,
     unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -23,15 +21,14 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-
-class XFormersImpl(AttentionImpl):
+class XFormersImpl(AlignedImpl):
     """Attention through `xformers.ops`.
 
     Key heads are expanded: its own grouped form has no backward.
     """
+
+    label = "xformers"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,38 +40,18 @@ class XFormersImpl(AttentionImpl):
             xops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if self.causal else None
         )
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "xformers")
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            return align_rows(self.forward(align_rows(query, num_keys), key, value), num_queries)
-        out: torch.Tensor = self._attention(
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attend = self._attention
+        if lse:
+            refuse_grad("xformers with its log-sum-exp", query, key, value)
+            attend = self._attention_lse
+        result: Any = attend(
             *self._inputs(query, key, value), attn_bias=self._bias, scale=self.softmax_scale
         )
-        return out
-
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        refuse_grad("xformers with its log-sum-exp", query, key, value)
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        if self.causal and num_queries > num_keys:
-            out, lse = self.forward_lse(align_rows(query, num_keys), key, value)
-            return align_rows(out, num_queries), align_lse(lse, num_queries)
-        out, lse = self._attention_lse(
-            *self._inputs(query, key, value), attn_bias=self._bias, scale=self.softmax_scale
-        )
-        return out, lse[:, :, :num_queries]  # rows may be padded to a multiple of 32
+        # Rows of the log-sum-exp may be padded to a multiple of 32.
+        return (result[0], result[1][:, :, : query.shape[1]]) if lse else (result, None)
 
     def _inputs(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

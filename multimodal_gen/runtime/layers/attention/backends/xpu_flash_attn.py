@@ -4,15 +4,14 @@ Tested by simulation only: the call is checked against a package with the same s
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.backends._common import (
-    align_rows,
+    AlignedImpl,
     refuse_grad,
-    refuse_mask,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -24,16 +23,15 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-
-class XpuFlashAttentionImpl(AttentionImpl):
+class XpuFlashAttentionImpl(AlignedImpl):
     """Attention through `sgl_kernel.flash_attn`; a batch is packed segments of equal length."""
+
+    label = "fa (xpu)"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # A declaration cannot say this; calls on other GPUs raise NotImplementedError in the package.
+        # A declaration cannot say this; on other GPUs the package raises at each call.
         if not torch.xpu.get_device_properties().has_fp64:
             raise UnsupportedBackendError(
                 "backend fa (xpu) needs a GPU with fp64 support, this GPU has none; "
@@ -42,21 +40,11 @@ class XpuFlashAttentionImpl(AttentionImpl):
         module = importlib.import_module("sgl_kernel.flash_attn")
         self._varlen = module.flash_attn_varlen_func
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "fa (xpu)")
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, num_queries = query.shape[:2]
         num_keys = key.shape[1]
-        if self.causal and num_queries > num_keys:
-            return align_rows(self.forward(align_rows(query, num_keys), key, value), num_queries)
         out = self.forward_varlen(
             query.flatten(0, 1),
             key.flatten(0, 1),
@@ -66,7 +54,7 @@ class XpuFlashAttentionImpl(AttentionImpl):
             max_seqlen_q=num_queries,
             max_seqlen_k=num_keys,
         )
-        return out.view(batch, num_queries, *out.shape[1:])
+        return out.view(batch, num_queries, *out.shape[1:]), None
 
     def forward_varlen(
         self,
@@ -80,7 +68,7 @@ class XpuFlashAttentionImpl(AttentionImpl):
         max_seqlen_k: int,
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_varlen`."""
-        refuse_grad("fa (xpu)", query, key, value)
+        refuse_grad(self.label, query, key, value)
         out: torch.Tensor = self._varlen(
             query.contiguous(),
             key.contiguous(),
