@@ -1,32 +1,47 @@
 """Reads what installed packages register by entry point."""
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from multimodal_gen.errors import ConfigError
 
 
-def registered(group: str, base: type[Any]) -> Iterator[tuple[str, type[Any]]]:
+def registered(
+    group: str,
+    base: type[Any],
+    on_broken: Callable[[str, ConfigError], None] | None = None,
+) -> Iterator[tuple[str, type[Any]]]:
     """Yield name and class of every entry point of a group.
 
     Args:
         group: entry-point group.
         base: class that what they name must derive from.
+        on_broken: called with the name and the error of an entry point that is then left out;
+            None to raise the error.
 
     Raises:
         ConfigError: an entry point cannot be loaded, or names something else.
     """
     for entry in importlib.metadata.entry_points(group=group):
         try:
-            cls = entry.load()
-        except Exception as error:
-            raise _broken(entry.name, group, f"must load, got {error!r}") from error
-        if not (isinstance(cls, type) and issubclass(cls, base)):
-            raise _broken(
-                entry.name, group, f"must name a subclass of {base.__name__}, got {cls!r}"
-            )
+            cls = _load(entry, group, base)
+        except ConfigError as error:
+            if on_broken is None:
+                raise
+            on_broken(entry.name, error)
+            continue
         yield entry.name, cls
+
+
+def _load(entry: importlib.metadata.EntryPoint, group: str, base: type[Any]) -> type[Any]:
+    try:
+        cls = entry.load()
+    except Exception as error:
+        raise _broken(entry.name, group, f"must load, got {error!r}") from error
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise _broken(entry.name, group, f"must name a subclass of {base.__name__}, got {cls!r}")
+    return cls
 
 
 def _broken(name: str, group: str, problem: str) -> ConfigError:

@@ -6,6 +6,7 @@ it serves the platforms that the built-in classes do not.
 """
 
 import importlib
+import logging
 from functools import cache
 from types import MappingProxyType
 
@@ -20,6 +21,8 @@ from multimodal_gen.runtime.platforms import (
     current_platform,
 )
 from multimodal_gen.runtime.platforms.entry_points import registered
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "multimodal_gen.attention_backends"
 
@@ -59,10 +62,12 @@ def backends_of(backend: AttentionBackendEnum) -> tuple[type[AttentionBackend], 
     """Return the classes registered under a name, the one users mean first.
 
     Raises:
-        ConfigError: a plug-in is broken, or none registers `backend`.
+        ConfigError: the plug-in that declares `backend` is broken, or none declares it.
     """
     builtin = tuple(_load(path) for path in _BUILTIN.get(backend, ()))
     classes = builtin + _plugins().get(str(backend), ())
+    if not classes and str(backend) in _broken_plugins():
+        raise _broken_plugins()[str(backend)]
     if not classes:
         raise ConfigError(
             f"attention backend {backend} must be registered by an installed package, none "
@@ -128,15 +133,45 @@ def _load(path: str) -> type[AttentionBackend]:
     return cls
 
 
-@cache
 def _plugins() -> MappingProxyType[str, tuple[type[AttentionBackend], ...]]:
+    return _read_plugins()[0]
+
+
+def _broken_plugins() -> MappingProxyType[str, ConfigError]:
+    return _read_plugins()[1]
+
+
+@cache
+def _read_plugins() -> tuple[
+    MappingProxyType[str, tuple[type[AttentionBackend], ...]], MappingProxyType[str, ConfigError]
+]:
+    """Return the classes of installed plug-ins by name, and what is wrong with the broken ones.
+
+    A broken one is left out with a warning: its error concerns only who asks for its name.
+    """
     found: dict[str, tuple[type[AttentionBackend], ...]] = {}
-    for entry_name, cls in registered(ENTRY_POINT_GROUP, AttentionBackend):
-        backend = AttentionBackendEnum.register_plugin_name(entry_name)
-        if cls.backend is not backend:
-            raise ConfigError(
-                f"entry point {entry_name!r} in group {ENTRY_POINT_GROUP!r} must name a class "
-                f"whose `backend` is {backend}, {cls.__name__} has {cls.backend}"
-            )
-        found[str(backend)] = (*found.get(str(backend), ()), cls)
-    return MappingProxyType(found)
+    broken: dict[str, ConfigError] = {}
+
+    def leave_out(name: str, error: ConfigError) -> None:
+        logger.warning("leaving out an attention backend: %s", error)
+        if name.isidentifier():
+            broken[str(AttentionBackendEnum.register_plugin_name(name))] = error
+
+    for name, cls in registered(ENTRY_POINT_GROUP, AttentionBackend, leave_out):
+        try:
+            backend = _name_of(name, cls)
+        except ConfigError as error:
+            leave_out(name, error)
+        else:
+            found[str(backend)] = (*found.get(str(backend), ()), cls)
+    return MappingProxyType(found), MappingProxyType(broken)
+
+
+def _name_of(entry_name: str, cls: type[AttentionBackend]) -> AttentionBackendEnum:
+    backend = AttentionBackendEnum.register_plugin_name(entry_name)
+    if cls.backend is not backend:
+        raise ConfigError(
+            f"entry point {entry_name!r} in group {ENTRY_POINT_GROUP!r} must name a class "
+            f"whose `backend` is {backend}, {cls.__name__} has {cls.backend}"
+        )
+    return backend
