@@ -16,6 +16,7 @@ from multimodal_gen.runtime.layers.attention.arguments import (
     fits,
     misfit,
 )
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     environment_for,
@@ -139,6 +140,16 @@ class AttentionLayer(nn.Module):
     def backend(self) -> AttentionBackendEnum:
         """The backend that serves `dtype` now, at the last entry of the layer's schedule."""
         return self._planned_routes()[-1].primary.selection.backend
+
+    @property
+    def attn_impl(self) -> AttentionImpl:
+        """The implementation behind `backend`."""
+        return self._planned_routes()[-1].primary.impl
+
+    @property
+    def head_size(self) -> int:
+        """Channels per head."""
+        return self.geometry.head_size
 
     def report(self) -> LayerReport:
         """Return what the layer ran so far, and why; before the first call, what it would run."""

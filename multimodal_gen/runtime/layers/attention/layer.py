@@ -18,10 +18,24 @@ from multimodal_gen.runtime.layers.attention.arguments import (
 from multimodal_gen.runtime.layers.attention.base import AttentionLayer
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
-from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
+from multimodal_gen.runtime.layers.attention.varlen import (
+    VarlenMaskMeta,
+    build_varlen_mask_meta,
+    build_varlen_mask_meta_from_lengths,
+    build_varlen_mask_meta_from_ranges,
+)
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["LocalAttention", "USPAttention", "UlyssesAttention", "UlyssesAttention_VSA"]
+__all__ = [
+    "LocalAttention",
+    "USPAttention",
+    "UlyssesAttention",
+    "UlyssesAttention_VSA",
+    "VarlenMaskMeta",
+    "build_varlen_mask_meta",
+    "build_varlen_mask_meta_from_lengths",
+    "build_varlen_mask_meta_from_ranges",
+]
 
 
 class LocalAttention(AttentionLayer):

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     Variant,
@@ -48,6 +48,7 @@ __all__ = [
     "FALLBACKS",
     "FALLBACKS_FIRST",
     "AttentionRequirements",
+    "ComponentAttentionBackendNotAppliedError",
     "Rejected",
     "Selection",
     "component_attn_backend_context_manager",

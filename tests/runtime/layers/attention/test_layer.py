@@ -509,3 +509,22 @@ def test_backends_may_be_given_by_name():
 def test_forcing_a_name_no_backend_has_is_refused_at_once():
     with pytest.raises(ConfigError, match=r"must be one of fa, .*, got 'bogus'"):
         global_force_attn_backend("bogus")
+
+
+def test_a_layer_shows_its_head_size_and_implementation(two):
+    layer = LocalAttention(2, 8, softmax_scale=0.5)
+    assert layer.head_size == 8
+    assert isinstance(layer.attn_impl, PlainImpl)
+    assert layer.attn_impl.softmax_scale == 0.5
+    global_force_attn_backend(FA)
+    assert layer.attn_impl is layer._planned_routes()[-1].primary.impl
+    assert layer.backend is FA
+
+
+def test_the_names_other_models_import_are_where_they_look_for_them():
+    from multimodal_gen.runtime.layers.attention import layer, selector, varlen
+
+    for name in ("", "_from_lengths", "_from_ranges"):
+        name = f"build_varlen_mask_meta{name}"
+        assert getattr(layer, name) is getattr(varlen, name)
+    assert issubclass(selector.ComponentAttentionBackendNotAppliedError, UsageError)
