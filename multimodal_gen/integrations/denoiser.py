@@ -30,6 +30,9 @@ _OPEN = "multimodal_gen.open_context"
 _BRANCH: ContextVar[str | None] = ContextVar("multimodal_gen_branch", default=None)
 _BATCHED = "cond_uncond"
 
+# What the forward methods of diffusers call their timestep.
+_TIMESTEPS = ("timestep", "timesteps", "t", "timestep_ratio")
+
 
 class DenoiserHooks:
     """The hooks of one denoiser.
@@ -56,11 +59,17 @@ class DenoiserHooks:
         self._pipeline = pipeline
         self._config = getattr(model, "config", None)
         self._names = [*inspect.signature(type(model).forward).parameters][1:]
+        self._timestep = next((name for name in _TIMESTEPS if name in self._names), None)
         self._memo = WeakTensorKeyDictionary()
         # Dynamo must not trace what reads the schedule and sets context variables.
         untraced: Callable[..., Callable[..., None]] = torch.compiler.disable
         self.before = _Hook(untraced(self._before))
         self.after = _Hook(untraced(self._after))
+
+    @property
+    def tells_steps(self) -> bool:
+        """Whether the denoising step of a call can be told."""
+        return self._timestep is not None or self._tracker.has_index
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the context; a forward pre-hook with keyword arguments."""
@@ -93,9 +102,9 @@ class DenoiserHooks:
         if owner is self and isinstance(opened, AbstractContextManager):
             opened.__exit__(None, None, None)
 
-    def _locate(self, call: ModelCall, padding: KeyPadding | None) -> tuple[Step, float]:
+    def _locate(self, call: ModelCall, padding: KeyPadding | None) -> tuple[Step, float | None]:
         """Find the step and settle the padding, with one device synchronisation for both."""
-        value = call.arguments.get("timestep")
+        value = call.arguments.get(self._timestep or "")
         timestep = value if isinstance(value, torch.Tensor) else torch.tensor(float(value or 0))
         # The tokens of an image to continue have timestep 0; the others have the step's.
         facts = timestep.float().amax().reshape(1)
@@ -104,6 +113,8 @@ class DenoiserHooks:
         number, *rest = facts.tolist()
         if padding is not None:
             padding.resolve(rest)
+        if value is None:
+            return self._tracker.locate_by_index(), None
         scale = self._adapter.timestep_scale
         step = self._tracker.locate(number, timestep.dtype, scale)
         return step, number / scale

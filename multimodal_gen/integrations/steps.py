@@ -67,6 +67,31 @@ class StepTracker:
             request_id=self._request_id,
         )
 
+    @property
+    def has_index(self) -> bool:
+        """Whether the pipeline's scheduler says which step it is at."""
+        return hasattr(self._scheduler(), "step_index")
+
+    def locate_by_index(self) -> Step:
+        """Return the step the scheduler says it is at, for calls without a timestep.
+
+        Before its first step a scheduler has no index; then it is where its schedule begins.
+        """
+        scheduler = self._scheduler()
+        self._follow(getattr(scheduler, "timesteps", None))
+        first = int(getattr(scheduler, "begin_index", None) or 0)
+        index = getattr(scheduler, "step_index", None)
+        index = first if index is None else int(index)
+        if index < self._index or not self._request_id:
+            self._start_request()
+        self._index = index
+        total = len(self._timesteps) - first
+        return Step(
+            index=max(index - first, 0),
+            num_steps=total if self._timesteps else None,
+            request_id=self._request_id,
+        )
+
     def _follow(self, schedule: object) -> None:
         """Take over a new schedule; a pipeline makes one per generation."""
         if schedule is self._schedule:

@@ -47,7 +47,8 @@ class DenoiserPlan:
         pipeline: the pipeline, or None for a bare model.
 
     Raises:
-        UsageError: the model is attached already, or under diffusers' context parallelism.
+        UsageError: the model is attached already, under diffusers' context parallelism, or
+            scheduled by denoising steps that it does not tell.
         NothingAppliedError: the model has attention modules, and none could be taken over.
         UnsupportedBackendError: a requested backend cannot serve one of them.
     """
@@ -76,6 +77,7 @@ class DenoiserPlan:
         self._hooks = DenoiserHooks(
             component.model, self._adapter, component.name, tracker, pipeline
         )
+        self._refuse_steps()
 
     @property
     def layers(self) -> tuple[AttachedLayer, ...]:
@@ -88,6 +90,8 @@ class DenoiserPlan:
         if not self._known and self._takeovers:
             dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
             yield f"{name}: {cls} has no adapter, its latent grid is unknown{dense}"
+        if self._takeovers and not self._hooks.tells_steps:
+            yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
         for reason, count in Counter(self._failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
         for takeover in self._takeovers if self._installed else ():
@@ -119,6 +123,18 @@ class DenoiserPlan:
         if hasattr(type(model), "cache_context") and (own or "cache_context" not in vars(model)):
             vars(model)["cache_context"] = NamedCalls(model)
             undo.callback(vars(model).pop, "cache_context", None)
+
+    def _refuse_steps(self) -> None:
+        if self._hooks.tells_steps:
+            return
+        for index, rule in enumerate(self._scope.rules):
+            if rule.steps is not None and any(rule.matches(x.layer.site) for x in self._takeovers):
+                raise UsageError(
+                    f"rules[{index}] must have no steps, got {rule.steps} for "
+                    f"{self._component.name}: calls of {type(self._component.model).__name__} "
+                    f"have no timestep, and there is no scheduler with a step_index; drop steps, "
+                    f"or name another component"
+                )
 
     def _plan(self) -> Iterator[_Takeover]:
         indices: Counter[AttentionRole] = Counter()

@@ -1,8 +1,10 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.attached import StockAttention
 from multimodal_gen.integrations.denoiser import DenoiserHooks
 from multimodal_gen.integrations.diffusers import apply
@@ -281,3 +283,42 @@ def test_the_mask_of_a_users_own_processor_is_kept(padded, fresh):
             out = model(**inputs)[0]
     assert {layer.calls for layer in handle.report().layers} == {1}
     assert (out - expected).abs().max() <= 1e-5
+
+
+def z_image(renamed=False):
+    from diffusers import ZImageTransformer2DModel
+
+    class Renamed(ZImageTransformer2DModel):
+        def forward(self, x, moment, cap_feats):
+            return super().forward(x, moment, cap_feats)
+
+    sizes = {"dim": 64, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+    axes = {"axes_dims": [8, 12, 12], "axes_lens": [256, 64, 64]}
+    torch.manual_seed(0)
+    cls = Renamed if renamed else ZImageTransformer2DModel
+    return cls(**sizes, **axes, cap_feat_dim=16, in_channels=4).eval()
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["named t", "named otherwise"])
+def test_the_step_moves_whatever_the_timestep_is_called(renamed, calls):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    model, scheduler = z_image(renamed), FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(3)
+    pipe = SimpleNamespace(scheduler=scheduler, components={"transformer": model})
+    rules = [{"steps": "0-1", "backend": "flex_attn"}]
+    with apply(pipe, attention_config={"backend": "torch_sdpa", "rules": rules}):
+        for timestep in scheduler.timesteps:
+            moment = ((1000 - timestep) / 1000).expand(1)
+            with torch.no_grad():
+                model([torch.randn(4, 1, 8, 8)], moment, [torch.randn(6, 16)])
+            scheduler.step(torch.zeros(1), timestep, torch.zeros(1))
+    assert list(dict.fromkeys(steps_of(calls))) == [0, 1, 2]
+
+
+def test_rules_by_step_are_refused_where_nothing_tells_the_step():
+    model = z_image(renamed=True)
+    with pytest.raises(UsageError, match=r"rules\[0\] must have no steps, got 0-1 for transformer"):
+        apply(model, attention_config={"rules": [{"steps": "0-1", "backend": "flex_attn"}]})
+    with apply(model) as handle:
+        assert any("does not tell its denoising step" in note for note in handle.report().notes)

@@ -109,3 +109,16 @@ def test_a_change_against_the_direction_starts_a_request(sign):
 def test_a_timestep_outside_the_schedule_is_counted():
     tracker, _ = tracker_of(torch.tensor([900.0, 600.0]))
     assert indices(tracker, [512.0, 512.0, 256.0]) == [0, 0, 1]
+
+
+def test_without_a_timestep_the_schedulers_own_index_counts():
+    timesteps = torch.tensor([900.0, 600.0, 300.0])
+    tracker, scheduler = tracker_of(timesteps, begin_index=1, step_index=None)
+    assert tracker.has_index
+    assert not StepTracker().has_index
+    steps = []
+    for scheduler.step_index in (None, 1, 2, 1):
+        steps.append(tracker.locate_by_index())
+    assert [step.index for step in steps] == [0, 0, 1, 0]
+    assert {step.num_steps for step in steps} == {2}
+    assert steps[1].request_id == steps[2].request_id != steps[3].request_id
