@@ -8,7 +8,6 @@ import typer
 
 from multimodal_gen.cli.generate import server_args
 from multimodal_gen.cli.options import ExplainOptions, ListOptions, takes
-from multimodal_gen.cli.report import Footnotes, condensed, grouped
 from multimodal_gen.cli.table import Row, table, wrapped
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ def list_backends(options: ListOptions) -> None:
         all_backends,
         current_environment,
     )
+    from multimodal_gen.runtime.layers.attention.report_text import condensed
     from multimodal_gen.runtime.layers.attention.scope import AUTO
     from multimodal_gen.runtime.layers.attention.selector import resolve
 
@@ -80,6 +80,7 @@ def explain(options: ExplainOptions) -> None:
     from multimodal_gen.runtime.generator import PipelineIndex, load_skeleton, pick_device
     from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
     from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
+    from multimodal_gen.runtime.layers.attention.report_text import Footnotes, grouped
 
     args = server_args(options, backend="sglang")
     scope = scope_from_args(args)

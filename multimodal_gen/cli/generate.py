@@ -8,10 +8,9 @@ import typer
 
 from multimodal_gen import __version__
 from multimodal_gen.cli.options import AttentionOptions, GenerateOptions, takes
-from multimodal_gen.cli.report import summary
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.generator import Attach, Generated, Report
+    from multimodal_gen.runtime.generator import Attach, Generated
     from multimodal_gen.runtime.server_args import ServerArgs
 
 __all__ = ["generate", "server_args"]
@@ -103,14 +102,6 @@ def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
     return attach
 
 
-def _summary(report: "Report") -> list[str]:
-    from multimodal_gen.runtime.layers.attention.report import AttentionReport
-
-    if isinstance(report, AttentionReport):
-        return summary(report)
-    return report.summary().splitlines()
-
-
 def _print(generated: "Generated", backend: str, reason: str) -> None:
     for path in generated.media:
         typer.echo(path)
@@ -119,7 +110,7 @@ def _print(generated: "Generated", backend: str, reason: str) -> None:
         typer.echo(f"latents: {generated.latents}")
     typer.echo(f"seed: {generated.seed}")
     typer.echo(f"attention: {backend} ({reason})")
-    for line in _summary(generated.report):
+    for line in generated.report.summary().splitlines():
         typer.echo(f"  {line}")
     for note in generated.notes:
         typer.echo(f"note: {note}")

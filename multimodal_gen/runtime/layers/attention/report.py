@@ -1,9 +1,9 @@
 """What ran in every attention layer, and why."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from multimodal_gen.runtime.layers.attention.report_text import summary
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.selector import Selection
 
@@ -86,13 +86,8 @@ class AttentionReport:
         }
 
     def summary(self) -> str:
-        """Return one line per group of layers that ran the same way for the same reason."""
-        groups: dict[tuple[str, ...], list[LayerReport]] = {}
-        for layer in self.layers:
-            for key in _lines_of(layer):
-                groups.setdefault(key, []).append(layer)
-        lines = [_line(key, layers) for key, layers in groups.items()]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        """Return one line per group of layers that ran the same way, then notes and footnotes."""
+        return "\n".join(summary(self))
 
 
 def selection_as_dict(selection: Selection) -> dict[str, Json]:
@@ -110,28 +105,3 @@ def selection_as_dict(selection: Selection) -> dict[str, Json]:
             for rejected in selection.rejected
         ],
     }
-
-
-def _lines_of(layer: LayerReport) -> Iterable[tuple[str, ...]]:
-    for kind, entries in (("", layer.entries), ("detour: ", layer.detours)):
-        for entry in entries:
-            selection = entry.selection
-            yield (
-                layer.component or "-",
-                str(layer.role),
-                entry.steps or "all" if len(layer.entries) == 1 else entry.steps or "other",
-                selection.label,
-                str(selection.source),
-                kind + selection.reason,
-                str(entry.calls),
-            )
-
-
-def _line(key: tuple[str, ...], layers: list[LayerReport]) -> str:
-    component, role, steps, label, source, reason, calls = key
-    counts = f"{_number(len(layers), 'layer')}, steps {steps}, {_number(int(calls), 'call')} each"
-    return f"{component}.{role} ({counts}): {label} [{source}] {reason}"
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -61,15 +61,18 @@ def report():
 
 def test_a_summary_groups_layers_that_ran_the_same_way(report):
     assert report.summary().splitlines() == [
-        "transformer.self (3 layers, steps all, 2 calls each): fa (fa3) [component] asked for",
-        "transformer.self (1 layer, steps 0-3, 1 call each): fa (fa3) [component] asked for",
-        "transformer.self (1 layer, steps other, 5 calls each): torch_sdpa [command line] "
-        "fa cannot serve this layer: no",
-        "transformer.self (1 layer, steps all, 4 calls each): torch_sdpa [auto] "
-        "detour: fa has no dense_mask",
-        "-.cross (1 layer, steps all, 1 call each): torch_sdpa [command line] "
-        "fa cannot serve this layer: no",
+        "transformer.self, layers 0-1,3: fa (fa3) [component (transformer)], 2 calls each; "
+        "asked for",
+        "transformer.self, layers 2, steps 0-3: fa (fa3) [component (transformer)], 1 call each; "
+        "asked for",
+        "transformer.self, layers 2, steps other: torch_sdpa [command line], 5 calls each; "
+        "fallback, because fa cannot serve this layer [1]",
+        "transformer.self, layers 3: detour to torch_sdpa [auto], 4 calls each; "
+        "fa has no dense_mask",
+        "-.cross, layers 1 unnumbered: torch_sdpa [command line], 1 call each; "
+        "fallback, because fa cannot serve this layer [1]",
         "note: vae was left alone: no adapter",
+        "[1] fa rejected: no; nor this",
     ]
 
 

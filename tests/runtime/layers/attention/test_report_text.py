@@ -1,10 +1,16 @@
 import pytest
 
-from multimodal_gen.cli.report import Footnotes, condensed, grouped, ranges, summary
 from multimodal_gen.runtime.layers.attention.report import (
     AttentionReport,
     LayerReport,
     ReportEntry,
+)
+from multimodal_gen.runtime.layers.attention.report_text import (
+    Footnotes,
+    condensed,
+    grouped,
+    ranges,
+    summary,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, Source
