@@ -121,7 +121,9 @@ class AttentionLayer(nn.Module):
         self._scope = scope or current_scope()
         self._construction_override = claim_component_override(self.site.role)
         self._supported = frozenset(as_backend(name) for name in supported_attention_backends or ())
-        self._layer_default = default_attention_backend and as_backend(default_attention_backend)
+        self._layer_default = (
+            None if default_attention_backend is None else as_backend(default_attention_backend)
+        )
         self._routes: dict[tuple[Any, ...], tuple[Route, ...]] = {}
         self._layer_id = register_layer(self)
         # Dtype and device type of the last call; a list, which a call can change cheaply.
@@ -289,6 +291,7 @@ class AttentionLayer(nn.Module):
         packs = not self.geometry.causal or mask.covers_queries
         if packs and route.primary.features.issuperset((Feature.VARLEN, *training)):
             return attend_packed(route.primary, query, key, value, attn_mask, mask, mask_meta)
+        # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
         key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
         if gradient and mask.covers_queries:
             # The gradients of K and V sum over all queries: zero times NaN would reach every row.

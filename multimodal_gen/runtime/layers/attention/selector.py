@@ -369,7 +369,9 @@ def get_attn_backend(
             current_scope(),
             forced=forced_backend(),
             construction=claim_component_override(role),
-            layer_default=default_attention_backend and as_backend(default_attention_backend),
+            layer_default=None
+            if default_attention_backend is None
+            else as_backend(default_attention_backend),
         )[-1][1]
     selection = resolve(request, asked, strict=current_scope().strict)
     warn_of_fallback(selection)
