@@ -1,8 +1,9 @@
 """What ran in every attention layer, and why."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
+from multimodal_gen.runtime.layers.attention.config import config_as_dict
 from multimodal_gen.runtime.layers.attention.report_text import summary
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.selector import Selection
@@ -91,12 +92,13 @@ class AttentionReport:
 
 
 def selection_as_dict(selection: Selection) -> dict[str, Json]:
-    """Return a selection as JSON data."""
+    """Return a selection as JSON data; its "config" is None where no parameter was settled."""
     return {
         "backend": str(selection.backend),
         "variant": selection.variant,
         "source": str(selection.source),
         "detail": selection.asked.detail,
+        "config": _config_in_use(selection),
         "asked": str(selection.asked.backend) if selection.asked.backend else None,
         "reason": selection.reason,
         "fallback": selection.fallback,
@@ -105,3 +107,11 @@ def selection_as_dict(selection: Selection) -> dict[str, Json]:
             for rejected in selection.rejected
         ],
     }
+
+
+def _config_in_use(selection: Selection) -> Json:
+    """Return the parameters that run; those asked for belong to the backend asked for."""
+    asked = selection.asked
+    if asked.config is None or selection.backend is not asked.backend:
+        return None
+    return cast("Json", config_as_dict(asked.config) or None)

@@ -2,6 +2,11 @@ import json
 
 import pytest
 
+from multimodal_gen.runtime.layers.attention.config import (
+    BackendConfig,
+    SparseConfig,
+    build_config,
+)
 from multimodal_gen.runtime.layers.attention.report import (
     AttentionReport,
     LayerReport,
@@ -92,6 +97,7 @@ def test_the_dictionary_is_json_and_complete(report):
         "source": "command line",
         "detail": "",
         "asked": "fa",
+        "config": None,
         "reason": "fa cannot serve this layer: no",
         "fallback": True,
         "rejected": [{"backend": "fa", "reasons": ["no", "nor this"]}],
@@ -101,6 +107,25 @@ def test_the_dictionary_is_json_and_complete(report):
     assert (detour["asked"], detour["calls"]) == (None, 4)
     cross = data["layers"][4]
     assert (cross["component"], cross["role"], cross["layer"]) == (None, "cross", None)
+
+
+@pytest.mark.parametrize(
+    ("config", "backend", "expected"),
+    [
+        (None, FA, None),
+        (BackendConfig(), FA, None),
+        (SparseConfig(dense_steps="0-3"), FA, {"dense_steps": "0-3", "dense_layers": None}),
+        (SparseConfig(dense_steps="0-3"), SDPA, None),
+    ],
+    ids=["defaults", "no parameters", "given", "fallback"],
+)
+def test_the_parameters_that_run_are_told_so_that_a_run_can_be_repeated(config, backend, expected):
+    asked = Asked(source=Source.COMMAND_LINE, backend=FA, config=config)
+    ran = Selection(backend=backend, variant="x", asked=asked, reason="asked for")
+    told = json.loads(json.dumps(entry(ran).as_dict()))["config"]
+    assert told == expected
+    if told is not None:
+        assert build_config(SparseConfig, told, backend="fa") == config
 
 
 def test_calls_of_a_layer_count_its_detours(report):
