@@ -177,7 +177,7 @@ class AttentionLayer(nn.Module):
         if not torch.compiler.is_compiling():
             return self.attend(query, key, value, attn_mask)
         # Here too: the traced operator's output has the dtype of the query it is given.
-        if torch.is_autocast_enabled(query.device.type):
+        if _autocasts(query.device.type):
             query, key, value = _autocast(query, key, value)
         if _wants_gradient(query, key, value, attn_mask):
             return _attend_outside_the_graph(self, query, key, value, attn_mask)
@@ -211,7 +211,7 @@ class AttentionLayer(nn.Module):
         """
         if not fits(query.shape, key.shape, value.shape, self.geometry):
             raise misfit(query, key, value, self.geometry)
-        if torch.is_autocast_enabled(query.device.type):
+        if _autocasts(query.device.type):
             query, key, value = _autocast(query, key, value)
         route = self._route(query)
         if attn_mask is not None:
@@ -338,6 +338,11 @@ def _attend_outside_the_graph(
 ) -> torch.Tensor:
     """Attend where gradients are needed: autograd cannot look into the opaque operator."""
     return layer.attend(query, key, value, attn_mask)
+
+
+def _autocasts(device_type: str) -> bool:
+    # Asking about a device type without autocast, such as "meta", is an error.
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
