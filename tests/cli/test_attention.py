@@ -162,7 +162,8 @@ def test_explain_prints_a_table_that_pipes_well(tiny_pipeline) -> None:
         "command",
         "line",
     ]
-    assert lines[6] == "    fallback, because fa cannot serve this layer [1]"
+    assert lines[6].startswith("    fa was asked for the whole pipeline and cannot serve this")
+    assert "    fallback, because fa cannot serve this layer [1]" in lines
     assert sum(line.startswith("[1] fa rejected: ") for line in lines) == 1
     assert all(len(line) <= 80 for line in lines)
 
@@ -196,3 +197,15 @@ def test_explain_names_a_component_without_a_config(tiny_pipeline, sglang, tmp_p
     assert outcome.code == 2
     assert "component text_encoder of" in outcome.err
     assert "must have a config for UMT5EncoderModel" in outcome.err
+
+
+def test_explaining_a_rule_that_matches_no_layer_is_one_line(tiny_pipeline, sglang) -> None:
+    rules = '{"rules": [{"layers": "900", "backend": "torch_sdpa"}]}'
+    outcome = sglang(
+        *("attention", "explain", "--model-path", tiny_pipeline("flux")),
+        *("--attention-config", rules),
+    )
+    assert outcome.code == 2
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ")
+    assert "rules[0] must match at least one attention layer" in line

@@ -531,3 +531,19 @@ def test_the_installed_program_writes_a_video(tiny_pipeline, tmp_path) -> None:
     assert done.stdout.splitlines()[0] == str(tmp_path / "fox.mp4")
     assert _files(tmp_path) == ["fox.json", "fox.mp4"]
     assert "\x1b" not in done.stdout
+
+
+def test_a_rule_that_matches_no_layer_is_one_line_and_leaves_no_file(
+    tiny_pipeline, sglang, tmp_path
+) -> None:
+    rules = {"rules": [{"component": "transfomer", "backend": "torch_sdpa"}]}
+    outcome = sglang(
+        *("generate", "--model-path", tiny_pipeline("flux"), "--output-path", tmp_path),
+        *("--attention-config", json.dumps(rules), "--height", "32", "--width", "32", *SMALL),
+    )
+    assert outcome.code == 2
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ")
+    assert "rules[0] must match at least one attention layer" in line
+    assert "transformer" in line
+    assert _files(tmp_path) == []
