@@ -32,7 +32,7 @@ _DISPATCH = "dispatch_attention_fn"
 _STOCK = "_multimodal_gen_stock"
 _REPLACED = "_multimodal_gen_replaced"
 _BEFORE = "_multimodal_gen_before"
-_OURS = {LAYER, _REPLACED, _BEFORE}
+_OURS = frozenset({LAYER, _REPLACED, _BEFORE})
 
 
 def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
