@@ -1,0 +1,5 @@
+"""One block-sparse attention for every sparse method.
+
+`plan` says which pairs count, `api` validates and chooses a provider, `reference` is the
+definition. The providers `portable` (Triton) and `hopper` (Gluon, SM90) know nothing of each other.
+"""

@@ -1,0 +1,374 @@
+"""Which keys every query attends to, as lists of blocks.
+
+Shapes: B batch, H query heads, Sq and Sk tokens, Nq and Nk blocks. A leading `B|1` or `H|1` is
+broadcast. Everything is counted per *query* head, also where several of them share a key head.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from multimodal_gen.errors import UsageError
+
+__all__ = ["WORD_BITS", "BlockPlan", "Blocks", "broadcast_leading", "launch_order"]
+
+WORD_BITS = 32
+
+
+def _expect_int32(name: str, tensor: torch.Tensor, shape: tuple[str, ...]) -> None:
+    if tensor.dtype != torch.int32:
+        raise UsageError(f"`{name}` must be int32, got {tensor.dtype}; call .int() on it")
+    if tensor.ndim != len(shape):
+        raise UsageError(f"`{name}` must be [{', '.join(shape)}], got {list(tensor.shape)}")
+
+
+def _expect_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise UsageError(f"`{name}` must be at least 1, got {value}")
+
+
+def broadcast_leading(*tensors: torch.Tensor) -> tuple[int, int]:
+    """Return the B|1 and H|1 that tensors [B|1, H|1, ...] have together."""
+    return max(t.shape[0] for t in tensors), max(t.shape[1] for t in tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """How one side of the attention, queries or keys, is cut into disjoint blocks.
+
+    Three forms, from the most to the least regular:
+
+    * regular (`starts` and `lengths` None): block i covers rows
+      [i * size, min((i + 1) * size, total));
+    * padded (`lengths` given): block i owns rows [i * size, (i + 1) * size), of which the first
+      lengths[i] are real and the rest padding;
+    * ragged (`starts` and `lengths` given): block i covers [starts[i], starts[i] + lengths[i]).
+
+    Attributes:
+        num: number of blocks N.
+        size: rows of a block; for padded and ragged blocks an upper bound of `lengths`.
+        total: rows of the tensor that is cut (Sq or Sk), padding included.
+        starts: int32 [B|1, H|1, N], or None.
+        lengths: int32 [B|1, H|1, N] in [0, size], or None.
+    """
+
+    num: int
+    size: int
+    total: int
+    starts: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num", "size", "total"):
+            _expect_positive(name, getattr(self, name))
+        for name in ("starts", "lengths"):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            _expect_int32(name, tensor, ("B|1", "H|1", "N"))
+            if tensor.shape[2] != self.num:
+                raise UsageError(
+                    f"`{name}` must hold one value per block, got {tensor.shape[2]} values for "
+                    f"{self.num} blocks"
+                )
+        if self.starts is not None and self.lengths is None:
+            raise UsageError("`lengths` must be given with `starts`, got None")
+        covered = self.num * self.size
+        if self.lengths is None and not covered - self.size < self.total <= covered:
+            raise UsageError(
+                f"`num` must be ceil(total / size) = {-(-self.total // self.size)} for regular "
+                f"blocks, got {self.num}"
+            )
+        if self.lengths is not None and self.starts is None and covered != self.total:
+            raise UsageError(
+                f"`total` must be num * size = {covered} for padded blocks, got {self.total}"
+            )
+
+    @classmethod
+    def regular(cls, total: int, size: int) -> "Blocks":
+        """Cut `total` rows into blocks of `size`; the last one may be short."""
+        _expect_positive("size", size)
+        return cls(num=-(-total // size), size=size, total=total)
+
+    @classmethod
+    def padded(cls, lengths: torch.Tensor, size: int) -> "Blocks":
+        """Blocks of `size` slots whose first `lengths` are real: int32 [N] or [B|1, H|1, N]."""
+        lengths = lengths.view(1, 1, -1) if lengths.ndim == 1 else lengths
+        num = lengths.shape[-1]
+        return cls(num=num, size=size, total=num * size, lengths=lengths)
+
+    @classmethod
+    def ragged(
+        cls, starts: torch.Tensor, lengths: torch.Tensor, *, total: int, size: int
+    ) -> "Blocks":
+        """Blocks anywhere in `total` rows, each of at most `size`: int32 [N] or [B|1, H|1, N]."""
+        starts = starts.view(1, 1, -1) if starts.ndim == 1 else starts
+        lengths = lengths.view(1, 1, -1) if lengths.ndim == 1 else lengths
+        return cls(num=starts.shape[-1], size=size, total=total, starts=starts, lengths=lengths)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether every block follows from `size` and `total` alone."""
+        return self.lengths is None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that are present."""
+        return tuple(t for t in (self.starts, self.lengths) if t is not None)
+
+    def bounds(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return start and length of every block, int32 [B|1, H|1, N], whatever the form."""
+        regular = torch.arange(self.num, dtype=torch.int32, device=device) * self.size
+        starts = regular.view(1, 1, -1) if self.starts is None else self.starts
+        lengths = self.lengths
+        if lengths is None:
+            lengths = (self.total - starts).clamp_max(self.size)
+        return starts, lengths
+
+    def to(self, device: torch.device | str) -> "Blocks":
+        """Return the same blocks with their tensors on `device`."""
+        return dataclasses.replace(
+            self,
+            starts=None if self.starts is None else self.starts.to(device),
+            lengths=None if self.lengths is None else self.lengths.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockPlan:
+    """The pairs of a block-sparse attention.
+
+    Query block i attends to the key blocks `indices[..., i, :counts[..., i]]`, which must be
+    strictly increasing; entries past the count are never read. A query block without key blocks
+    is allowed: its rows give 0 and lse -inf. Rows that belong to no query block do so as well.
+
+    The constructor checks what can be checked without waiting for the device; `check` the rest.
+
+    Attributes:
+        indices: int32 [B|1, H|1, Nq, Kmax]; stride 0 (an expanded tensor) is welcome.
+        counts: int32 [B|1, H|1, Nq], each in [0, Kmax].
+        q: how the queries are cut.
+        kv: how the keys are cut.
+        row_bits: int32 [B|1, H|1, Sq, ceil(Nk / 32)], or None. Row r keeps key block j of its list
+            if bit j % 32 of word j // 32 is set: a choice per row inside the blocks of the list.
+        uniform: whether all counts are equal. Saves sorting the rows by their work.
+        order: int32 [B|1 * H|1 * Nq], or None: the order in which kernels start the rows of
+            `counts`, flattened. `longest_first` computes it once for a plan that is used often.
+    """
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+    q: Blocks
+    kv: Blocks
+    row_bits: torch.Tensor | None = None
+    uniform: bool = False
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _expect_int32("indices", self.indices, ("B|1", "H|1", "Nq", "Kmax"))
+        _expect_int32("counts", self.counts, ("B|1", "H|1", "Nq"))
+        if self.indices.shape[:3] != self.counts.shape:
+            raise UsageError(
+                f"`counts` must have the shape of `indices` without its last dimension "
+                f"{list(self.indices.shape[:3])}, got {list(self.counts.shape)}"
+            )
+        if self.counts.shape[2] != self.q.num:
+            raise UsageError(
+                f"`counts` must hold one value per query block ({self.q.num}), "
+                f"got {self.counts.shape[2]}"
+            )
+        if not 1 <= self.indices.shape[3] <= self.kv.num:
+            raise UsageError(
+                f"`indices` must have room for 1 to {self.kv.num} key blocks per row, "
+                f"got {self.indices.shape[3]}"
+            )
+        if self.row_bits is not None:
+            self._check_row_bits(self.row_bits)
+        if self.order is not None:
+            _expect_int32("order", self.order, ("rows",))
+            if self.order.numel() != self.counts.numel():
+                raise UsageError(
+                    f"`order` must hold one value per row of `counts` ({self.counts.numel()}), "
+                    f"got {self.order.numel()}"
+                )
+        devices = {str(tensor.device) for tensor in self.tensors()}
+        if len(devices) > 1:
+            raise UsageError(f"`plan` must lie on one device, got {sorted(devices)}")
+
+    def _check_row_bits(self, row_bits: torch.Tensor) -> None:
+        _expect_int32("row_bits", row_bits, ("B|1", "H|1", "Sq", "words"))
+        wanted = (self.q.total, -(-self.kv.num // WORD_BITS))
+        if tuple(row_bits.shape[2:]) != wanted:
+            raise UsageError(
+                f"`row_bits` must be [B|1, H|1, {wanted[0]}, {wanted[1]}], "
+                f"got {list(row_bits.shape)}"
+            )
+
+    @classmethod
+    def dense(cls, q: Blocks, kv: Blocks, device: torch.device | str) -> "BlockPlan":
+        """Every query block attends to every key block; one list, shared by expansion."""
+        every = torch.arange(kv.num, dtype=torch.int32, device=device)
+        counts = torch.tensor(kv.num, dtype=torch.int32, device=device)
+        return cls(
+            indices=every.expand(1, 1, q.num, kv.num),
+            counts=counts.expand(1, 1, q.num),
+            q=q,
+            kv=kv,
+            uniform=True,
+        )
+
+    @classmethod
+    def from_map(
+        cls, keep: torch.Tensor, q: Blocks, kv: Blocks, *, max_count: int | None = None
+    ) -> "BlockPlan":
+        """Build the lists from a map, without waiting for the device.
+
+        Args:
+            keep: bool [B|1, H|1, Nq, Nk].
+            q: how the queries are cut.
+            kv: how the keys are cut.
+            max_count: upper bound of the blocks kept per row, which bounds the lists' memory;
+                Nk by default. A row that keeps more loses its last blocks.
+
+        Returns:
+            The plan.
+
+        Raises:
+            UsageError: `keep` is not a bool map of these blocks.
+        """
+        if keep.dtype != torch.bool or keep.ndim != 4:
+            raise UsageError(
+                f"`keep` must be bool [B|1, H|1, Nq, Nk], got {keep.dtype} {list(keep.shape)}"
+            )
+        if tuple(keep.shape[2:]) != (q.num, kv.num):
+            raise UsageError(
+                f"`keep` must map {q.num} query blocks to {kv.num} key blocks, "
+                f"got {list(keep.shape[2:])}"
+            )
+        room = kv.num if max_count is None else min(max_count, kv.num)
+        _expect_positive("max_count", room)
+        slot = keep.cumsum(-1, dtype=torch.int32) - 1
+        # Dropped blocks, and those past the room, go to one slot that is cut off again.
+        slot = torch.where(keep & (slot < room), slot, room)
+        every = torch.arange(kv.num, dtype=torch.int32, device=keep.device)
+        indices = keep.new_zeros((*keep.shape[:3], room + 1), dtype=torch.int32)
+        indices.scatter_(-1, slot.long(), every.expand(keep.shape))
+        counts = keep.sum(-1, dtype=torch.int32).clamp_max(room)
+        return cls(indices=indices[..., :room], counts=counts, q=q, kv=kv)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the lists lie."""
+        return self.indices.device
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor of the plan that is present."""
+        optional = tuple(t for t in (self.row_bits, self.order) if t is not None)
+        return (self.indices, self.counts, *self.q.tensors(), *self.kv.tensors(), *optional)
+
+    def to(self, device: torch.device | str) -> "BlockPlan":
+        """Return the same plan on `device`."""
+        return dataclasses.replace(
+            self,
+            indices=self.indices.to(device),
+            counts=self.counts.to(device),
+            q=self.q.to(device),
+            kv=self.kv.to(device),
+            row_bits=None if self.row_bits is None else self.row_bits.to(device),
+            order=None if self.order is None else self.order.to(device),
+        )
+
+    def longest_first(self) -> "BlockPlan":
+        """Return the plan with `order` set: rows with the most blocks are started first."""
+        if self.uniform or self.order is not None:
+            return self
+        order = torch.argsort(self.counts.flatten(), descending=True, stable=True)
+        return dataclasses.replace(self, order=order.int())
+
+    def pairs(self) -> torch.Tensor:
+        """Return the kept (query, key) pairs per batch and head: int64 [B|1, H|1].
+
+        Does not wait for the device.
+        """
+        starts, q_lengths = self.q.bounds(self.device)
+        _, kv_lengths = self.kv.bounds(self.device)
+        slots = torch.arange(self.indices.shape[3], device=self.device)
+        listed = slots < self.counts.unsqueeze(-1)
+        if self.row_bits is not None:
+            return self._pairs_by_row(listed, starts, q_lengths, kv_lengths)
+        batch, heads = broadcast_leading(self.counts, kv_lengths)
+        gathered = kv_lengths.expand(batch, heads, -1).gather(
+            2, torch.where(listed, self.indices, 0).expand(batch, heads, -1, -1).flatten(2).long()
+        )
+        keys = (gathered.view(batch, heads, *self.indices.shape[2:]) * listed).sum(-1)
+        return (keys.long() * q_lengths).sum(-1)
+
+    def _pairs_by_row(
+        self,
+        listed: torch.Tensor,
+        starts: torch.Tensor,
+        q_lengths: torch.Tensor,
+        kv_lengths: torch.Tensor,
+    ) -> torch.Tensor:
+        assert self.row_bits is not None
+        kept = listed.new_zeros((*self.counts.shape, self.kv.num + 1))
+        kept.scatter_(-1, torch.where(listed, self.indices, self.kv.num).long(), True)
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        rows = torch.arange(self.q.total, device=self.device)
+        for i in range(self.q.num):
+            inside = rows >= starts[..., i, None]
+            inside = inside & (rows < starts[..., i, None] + q_lengths[..., i, None])
+            for j in range(self.kv.num):
+                word = self.row_bits[..., j // WORD_BITS] >> (j % WORD_BITS) & 1
+                asking = (inside & word.bool()).sum(-1)
+                total = total + asking * kept[:, :, i, j] * kv_lengths[..., j]
+        return total
+
+    def density(self) -> torch.Tensor:
+        """Return kept pairs / all pairs of real rows, mean over batch and heads: 0-d float64.
+
+        Does not wait for the device; `float(plan.density())` does.
+        """
+        queries = self.q.bounds(self.device)[1].sum(-1)
+        keys = self.kv.bounds(self.device)[1].sum(-1)
+        every = (queries.long() * keys.long()).clamp_min(1)
+        return (self.pairs() / every.double()).mean()
+
+    def check(self) -> "BlockPlan":
+        """Check the values, which waits for the device; returns the plan.
+
+        Raises:
+            UsageError: a count, an index or a block lies outside what it refers to.
+        """
+        room, counts = self.indices.shape[3], self.counts
+        if bool(((counts < 0) | (counts > room)).any()):
+            raise UsageError(f"`counts` must lie in [0, {room}], got {counts.aminmax()}")
+        listed = torch.arange(room, device=self.device) < counts.unsqueeze(-1)
+        if bool((listed & ((self.indices < 0) | (self.indices >= self.kv.num))).any()):
+            raise UsageError(f"`indices` must lie in [0, {self.kv.num}) where they are counted")
+        if bool((listed[..., 1:] & (self.indices.diff(dim=-1) <= 0)).any()):
+            raise UsageError("`indices` must be strictly increasing along every row")
+        for name, blocks in (("q", self.q), ("kv", self.kv)):
+            starts, lengths = blocks.bounds(self.device)
+            if bool(((lengths < 0) | (lengths > blocks.size)).any()):
+                raise UsageError(f"`{name}.lengths` must lie in [0, {blocks.size}]")
+            if bool(((starts < 0) | (starts + lengths > blocks.total)).any()):
+                raise UsageError(f"`{name}` blocks must lie in [0, {blocks.total})")
+        return self
+
+
+def launch_order(plan: BlockPlan, counts: torch.Tensor) -> torch.Tensor | None:
+    """Return the order in which to start the rows of `counts`, or None when it does not matter.
+
+    Args:
+        plan: the plan; its own order is taken where it fits.
+        counts: work of each row, [B|1, H|1, Nq]: the plan's counts, or those of its steps.
+
+    Returns:
+        int32 [rows of counts], longest first, or None when every row has the same work.
+    """
+    if plan.uniform and plan.kv.is_regular:
+        return None
+    if plan.order is not None and plan.order.numel() == counts.numel():
+        return plan.order
+    return torch.argsort(counts.flatten(), descending=True, stable=True).int()

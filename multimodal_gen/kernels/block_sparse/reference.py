@@ -1,0 +1,184 @@
+"""The definition of block-sparse attention in plain PyTorch: any device, any floating dtype.
+
+For query row r of block i, over the keys K(r) of the blocks it keeps,
+
+    lse(r) = log sum_{j in K(r)} exp(scale * q_r . k_j)
+    out(r) = sum_{j in K(r)} exp(scale * q_r . k_j - lse(r)) v_j
+
+with out(r) = 0 and lse(r) = -inf where K(r) is empty. One query block is computed at a time, for
+all batches and heads together, so the scores never take more than size * Sk per batch and head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan
+
+__all__ = ["attention_reference", "attention_reference_backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """One query block of every batch and head: rows, keys, and which pairs count."""
+
+    rows: torch.Tensor  # int64 [B, H, R]
+    real_rows: torch.Tensor  # bool [B, H, R]
+    keys: torch.Tensor  # int64 [B, H, L]
+    keep: torch.Tensor  # bool [B, H, R, L]
+
+
+def _tiles(plan: BlockPlan, batch: int, heads: int) -> Iterator[_Tile]:
+    """Yield the tile of every query block."""
+    device = plan.device
+    q_starts, q_lengths = (t.expand(batch, heads, -1) for t in plan.q.bounds(device))
+    kv_starts, kv_lengths = (t.expand(batch, heads, -1).long() for t in plan.kv.bounds(device))
+    indices = plan.indices.expand(batch, heads, -1, -1)
+    counts = plan.counts.expand(batch, heads, -1)
+    rows_of_block = torch.arange(plan.q.size, device=device)
+    keys_of_block = torch.arange(plan.kv.size, device=device)
+    for i in range(plan.q.num):
+        rows = q_starts[:, :, i, None].long() + rows_of_block
+        real_rows = rows_of_block < q_lengths[:, :, i, None]
+        rows = torch.where(real_rows, rows, 0)
+        used = max(int(counts[:, :, i].max()), 1)
+        listed = torch.arange(used, device=device) < counts[:, :, i, None]
+        blocks = torch.where(listed, indices[:, :, i, :used], 0).long()
+        lengths = torch.where(listed, kv_lengths.gather(2, blocks), 0)
+        real_keys = keys_of_block < lengths.unsqueeze(-1)
+        keys = kv_starts.gather(2, blocks).unsqueeze(-1) + keys_of_block
+        keys = torch.where(real_keys, keys, 0).flatten(2)
+        keep = real_rows.unsqueeze(-1) & real_keys.flatten(2).unsqueeze(2)
+        if plan.row_bits is not None:
+            chosen = _chosen(plan.row_bits.expand(batch, heads, -1, -1), rows, blocks)
+            keep = keep & chosen.repeat_interleave(plan.kv.size, dim=-1)
+        yield _Tile(rows=rows, real_rows=real_rows, keys=keys, keep=keep)
+
+
+def _chosen(row_bits: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return whether each row [B, H, R] keeps each listed block [B, H, L]: bool [B, H, R, L]."""
+    words = row_bits.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, row_bits.shape[-1]))
+    wanted = (blocks // WORD_BITS).unsqueeze(2).expand(-1, -1, rows.shape[2], -1)
+    return (words.gather(3, wanted) >> (blocks % WORD_BITS).unsqueeze(2) & 1).bool()
+
+
+def _index(positions: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
+    """Index that takes positions [B, H, R] of every query head from [B, S, `kv_heads`, D]."""
+    batch, heads = positions.shape[:2]
+    head = torch.arange(heads, device=positions.device) // (heads // kv_heads)
+    every = torch.arange(batch, device=positions.device)
+    return every.view(-1, 1, 1), positions, head.view(1, -1, 1)
+
+
+def _take(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Gather [B, S, H or fewer, D] at positions [B, H, R]: [B, H, R, D]."""
+    return tensor[_index(positions, tensor.shape[2])]
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax of one tile: weights [B, H, R, L] and lse [B, H, R]."""
+    empty = ~keep.any(-1, keepdim=True)
+    scores = (q @ k.transpose(-1, -2)) * scale
+    # Empty rows stay unmasked until the end: a softmax over nothing is NaN.
+    scores = scores.masked_fill(~keep & ~empty, float("-inf"))
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1, keepdim=True).masked_fill(empty, float("-inf"))
+    return weights, lse.squeeze(-1)
+
+
+def _gather(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: _Tile
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take the rows and keys of a tile, in fp32 or better.
+
+    Rows and keys that do not count become 0: they may be padding, and zero times NaN is NaN.
+    """
+    compute = torch.promote_types(q.dtype, torch.float32)
+    unused = ~tile.keep.any(2).unsqueeze(-1)
+    query = _take(q, tile.rows).to(compute).masked_fill(~tile.real_rows.unsqueeze(-1), 0.0)
+    key, value = (_take(t, tile.keys).to(compute).masked_fill(unused, 0.0) for t in (k, v))
+    return query, key, value
+
+
+def attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the attention of `plan`; differentiable.
+
+    Args:
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D], Hkv a divisor of H.
+        v: [B, Sk, Hkv, D].
+        plan: the pairs.
+        scale: factor of the scores.
+
+    Returns:
+        out [B, Sq, H, D] in q's dtype, and lse [B, H, Sq], natural logarithm, fp32 (fp64 for
+        fp64 inputs).
+    """
+    batch, total, heads, _ = q.shape
+    compute = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((batch, total, heads, v.shape[3]))
+    lse = q.new_full((batch, heads, total), float("-inf"), dtype=compute)
+    b = torch.arange(batch, device=q.device).view(-1, 1, 1)
+    h = torch.arange(heads, device=q.device).view(1, -1, 1)
+    for tile in _tiles(plan, batch, heads):
+        query, key, value = _gather(q, k, v, tile)
+        weights, tile_lse = _weights(query, key, tile.keep, scale)
+        tile_out = weights @ value
+        real = tile.real_rows
+        at_b, at_h, at_r = (t.expand_as(tile.rows)[real] for t in (b, h, tile.rows))
+        out = out.index_put_((at_b, at_r, at_h), tile_out[real].to(out.dtype))
+        lse = lse.index_put_((at_b, at_h, at_r), tile_lse[real])
+    return out, lse
+
+
+def attention_reference_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, recomputing one query block at a time.
+
+    Args:
+        grad_out: gradient of out, [B, Sq, H, D].
+        grad_lse: gradient of lse, [B, H, Sq], or None for zero.
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D].
+        v: [B, Sk, Hkv, D].
+        plan: the pairs.
+        scale: factor of the scores.
+
+    Returns:
+        Three tensors like q, k and v.
+    """
+    batch, _, heads, _ = q.shape
+    compute = torch.promote_types(q.dtype, torch.float32)
+    grads = [torch.zeros_like(t, dtype=compute) for t in (q, k, v)]
+    for tile in _tiles(plan, batch, heads):
+        query, key, value = _gather(q, k, v, tile)
+        weights, _ = _weights(query, key, tile.keep, scale)
+        upstream = _take(grad_out, tile.rows).to(compute)
+        upstream = upstream.masked_fill(~tile.real_rows.unsqueeze(-1), 0.0)
+        grad_weights = upstream @ value.transpose(-1, -2)
+        # The softmax subtracts each row's mean gradient; lse adds its own to every score.
+        shift = (grad_weights * weights).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            shift = shift - grad_lse.to(compute).gather(2, tile.rows).unsqueeze(-1)
+        grad_scores = weights * (grad_weights - shift) * scale
+        parts = (
+            grad_scores @ key,
+            grad_scores.transpose(-1, -2) @ query,
+            weights.transpose(-1, -2) @ upstream,
+        )
+        for grad, part, where in zip(grads, parts, (tile.rows, tile.keys, tile.keys), strict=True):
+            grad.index_put_(_index(where, grad.shape[2]), part, accumulate=True)
+    return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)

@@ -1,0 +1,231 @@
+"""Cut each row's list of key blocks into steps of STEP keys, the partial ones last.
+
+A kernel that loops over steps needs no mask in its main loop, whatever the blocks' sizes. Blocks
+that follow one another in memory are merged first, so only the end of a run can be partial.
+
+B batch, H heads, Nq query blocks; `steps` and `blocks` are [rows, room], `tail_lengths`
+[rows, tail_room], the counts [rows], with rows = B|1 * H|1 * Nq.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading
+
+CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Steps of every row: `num_full` whole ones from the front, `num_tail` partial ones at the end.
+
+    Attributes:
+        starts: int32 [B|1, H|1, Nq, room]; first key row of step i at i, of partial step i at
+            room - 1 - i.
+        tail_lengths: int32 [B|1, H|1, Nq, tail_room]; keys of partial step i, in (0, step).
+        num_full: int32 [B|1, H|1, Nq].
+        num_tail: int32 [B|1, H|1, Nq].
+        blocks: like `starts`, the block of each step; None unless asked for.
+    """
+
+    starts: torch.Tensor
+    tail_lengths: torch.Tensor
+    num_full: torch.Tensor
+    num_tail: torch.Tensor
+    blocks: torch.Tensor | None
+
+
+@triton.jit
+def _max(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _bounds(block, start_ptr, length_ptr, size, total, GIVEN_STARTS, GIVEN_LENGTHS, mask):
+    """First row and length of blocks; 0 and 0 where masked out."""
+    start = tl.load(start_ptr + block, mask=mask, other=0) if GIVEN_STARTS else block * size
+    if GIVEN_LENGTHS:
+        length = tl.load(length_ptr + block, mask=mask, other=0)
+    else:
+        length = tl.minimum(total - start, size)
+    return start, tl.where(mask, length, 0)
+
+
+@triton.jit(do_not_specialize=["size", "total", "num_q", "heads", "room", "tail_room", "max_whole"])
+def _steps_kernel(
+    index_ptr,
+    count_ptr,
+    kv_start_ptr,
+    kv_length_ptr,
+    step_ptr,
+    block_ptr,
+    tail_length_ptr,
+    num_full_ptr,
+    num_tail_ptr,
+    index_b,
+    index_h,
+    index_q,
+    index_j,
+    count_b,
+    count_h,
+    count_q,
+    start_b,
+    start_h,
+    length_b,
+    length_h,
+    size,
+    total,
+    num_q,
+    heads,
+    room,
+    tail_room,
+    max_whole,
+    STEP: tl.constexpr,
+    MERGE: tl.constexpr,
+    GIVEN_STARTS: tl.constexpr,
+    GIVEN_LENGTHS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid [rows]. A run's step is emitted by the block that completes it.
+
+    With C the cumulated lengths and R the value of C where the current run began, a block covers
+    [p, p + length) of its run, p = C - R, and completes (p + length) // STEP - p // STEP steps.
+    """
+    row = tl.program_id(0)
+    i = (row % num_q).to(tl.int64)
+    b = (row // num_q // heads).to(tl.int64)
+    h = (row // num_q % heads).to(tl.int64)
+    index_ptr += b * index_b + h * index_h + i * index_q
+    if GIVEN_STARTS:
+        kv_start_ptr += b * start_b + h * start_h
+    if GIVEN_LENGTHS:
+        kv_length_ptr += b * length_b + h * length_h
+    step_ptr += row.to(tl.int64) * room
+    block_ptr += row.to(tl.int64) * room
+    tail_length_ptr += row.to(tl.int64) * tail_room
+    count = tl.load(count_ptr + b * count_b + h * count_h + i * count_q)
+
+    num_full = 0
+    num_tail = 0
+    cumulated = 0
+    run_began = 0
+    for first in range(0, count, CHUNK):
+        e = first + tl.arange(0, CHUNK)
+        listed = e < count
+        block = tl.load(index_ptr + e * index_j, mask=listed, other=0)
+        start, length = _bounds(
+            block, kv_start_ptr, kv_length_ptr, size, total, GIVEN_STARTS, GIVEN_LENGTHS, listed
+        )
+        if MERGE:
+            has_before = listed & (e > 0)
+            before = tl.load(index_ptr + (e - 1) * index_j, mask=has_before, other=0)
+            before_start, before_length = _bounds(
+                before,
+                kv_start_ptr,
+                kv_length_ptr,
+                size,
+                total,
+                GIVEN_STARTS,
+                GIVEN_LENGTHS,
+                has_before,
+            )
+            has_after = e + 1 < count
+            after = tl.load(index_ptr + (e + 1) * index_j, mask=has_after, other=0)
+            after_start, _ = _bounds(
+                after,
+                kv_start_ptr,
+                kv_length_ptr,
+                size,
+                total,
+                GIVEN_STARTS,
+                GIVEN_LENGTHS,
+                has_after,
+            )
+            begins = listed & ((e == 0) | (start != before_start + before_length))
+            ends = listed & ((e + 1 == count) | (after_start != start + length))
+        else:
+            begins = listed
+            ends = listed
+        done = cumulated + tl.cumsum(length, 0)
+        marked = tl.where(begins, done - length, run_began)
+        began = tl.associative_scan(marked, 0, _max)
+        p = done - length - began
+        whole = tl.where(listed, (p + length) // STEP - p // STEP, 0)
+        slot = num_full + tl.cumsum(whole, 0) - whole
+        origin = start - p + p // STEP * STEP
+        for t in range(max_whole):
+            tl.store(step_ptr + slot + t, origin + t * STEP, mask=t < whole)
+            if not MERGE:
+                tl.store(block_ptr + slot + t, block, mask=t < whole)
+        rest = tl.where(ends, (p + length) % STEP, 0)
+        partial = (rest > 0).to(tl.int32)
+        slot = num_tail + tl.cumsum(partial, 0) - partial
+        tl.store(step_ptr + room - 1 - slot, start + length - rest, mask=rest > 0)
+        tl.store(tail_length_ptr + slot, rest, mask=rest > 0)
+        if not MERGE:
+            tl.store(block_ptr + room - 1 - slot, block, mask=rest > 0)
+        num_full += tl.sum(whole, 0)
+        num_tail += tl.sum(partial, 0)
+        cumulated += tl.sum(length, 0)
+        run_began = tl.max(began, 0)
+    tl.store(num_full_ptr + row, num_full)
+    tl.store(num_tail_ptr + row, num_tail)
+
+
+def make_steps(plan: BlockPlan, step: int) -> Steps:
+    """Cut the lists of `plan` into steps of `step` keys; does not wait for the device.
+
+    With `row_bits` blocks are not merged, because each step then belongs to one block.
+    """
+    kv, indices, counts = plan.kv, plan.indices, plan.counts
+    leading = broadcast_leading(counts, *kv.tensors())
+    num_q, longest = indices.shape[2:]
+    # Blocks are disjoint, so whole steps cannot outnumber those of all keys.
+    room = min(longest * -(-kv.size // step), kv.total // step + longest)
+    merge = plan.row_bits is None
+    starts = indices.new_empty((*leading, num_q, room))
+    blocks = starts if merge else torch.empty_like(starts)
+    tail_lengths = indices.new_empty((*leading, num_q, longest))
+    num_full, num_tail = (indices.new_empty((*leading, num_q)) for _ in range(2))
+    indices, counts = indices.expand(*leading, -1, -1), counts.expand(*leading, -1)
+    kv_starts, kv_lengths = (
+        indices if t is None else t.expand(*leading, -1).contiguous()
+        for t in (kv.starts, kv.lengths)
+    )
+    _steps_kernel[(num_full.numel(),)](
+        indices,
+        counts,
+        kv_starts,
+        kv_lengths,
+        starts,
+        blocks,
+        tail_lengths,
+        num_full,
+        num_tail,
+        *indices.stride(),
+        *counts.stride(),
+        *kv_starts.stride()[:2],
+        *kv_lengths.stride()[:2],
+        kv.size,
+        kv.total,
+        num_q,
+        leading[1],
+        room,
+        longest,
+        -(-kv.size // step),
+        STEP=step,
+        MERGE=merge,
+        GIVEN_STARTS=kv.starts is not None,
+        GIVEN_LENGTHS=kv.lengths is not None,
+        CHUNK=CHUNK,
+    )
+    return Steps(
+        starts=starts,
+        tail_lengths=tail_lengths,
+        num_full=num_full,
+        num_tail=num_tail,
+        blocks=None if merge else blocks,
+    )

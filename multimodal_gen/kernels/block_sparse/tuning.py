@@ -1,0 +1,129 @@
+"""Tuned constants, one table per provider; each names the GPU and the date it was measured on."""
+
+import dataclasses
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["HopperTile", "PortableTile", "hopper_tile", "portable_tile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableTile:
+    """Shape of one program of the Triton provider."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def shared_memory(self, head_size: int) -> int:
+        """Bytes the pipeline takes: query tile, and K and V of every stage, 16-bit."""
+        return 2 * head_size * (self.rows + 2 * self.keys * self.stages)
+
+
+# (largest head size, query rows) -> tile. H200, 2026-11: sta 500, r128 481, r64 436 TFLOP/s at head
+# size 128; the other head sizes follow from the registers and the shared memory.
+_SM90 = (
+    (64, 64, PortableTile(rows=64, keys=64, warps=4, stages=5)),
+    (64, 128, PortableTile(rows=128, keys=64, warps=4, stages=4)),
+    (128, 64, PortableTile(rows=64, keys=64, warps=4, stages=5)),
+    (128, 128, PortableTile(rows=128, keys=64, warps=4, stages=3)),
+    (256, 64, PortableTile(rows=64, keys=64, warps=8, stages=2)),
+    (256, 128, PortableTile(rows=128, keys=32, warps=8, stages=3)),
+)
+# Not measured: chosen by compiling for sm_80, whose accumulators spill with fewer warps.
+_OTHER = (
+    (64, 64, PortableTile(rows=64, keys=64, warps=4, stages=3)),
+    (64, 128, PortableTile(rows=128, keys=64, warps=4, stages=3)),
+    (128, 64, PortableTile(rows=64, keys=64, warps=4, stages=3)),
+    (128, 128, PortableTile(rows=128, keys=64, warps=8, stages=3)),
+    (256, 64, PortableTile(rows=64, keys=32, warps=8, stages=2)),
+    (256, 128, PortableTile(rows=128, keys=32, warps=8, stages=2)),
+)
+
+
+def portable_tile(
+    *, head_size: int, q_size: int, capability: tuple[int, int] | None, shared_memory: int
+) -> PortableTile:
+    """Return the tile for query blocks of `q_size` rows, with as many stages as memory allows."""
+    rows = 64 if q_size <= 64 else 128
+    for largest, tile_rows, tile in _SM90 if capability == (9, 0) else _OTHER:
+        if head_size <= largest and rows == tile_rows:
+            return _fitted(tile, largest, shared_memory)
+    raise AssertionError(f"no tile for head size {head_size}")
+
+
+def _fitted(tile: PortableTile, head_size: int, shared_memory: int) -> PortableTile:
+    stages = tile.stages
+    while stages > 1 and tile.shared_memory(head_size) > shared_memory:
+        stages -= 1
+        tile = PortableTile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=stages)
+    return tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperTile:
+    """Shape of one program of the Gluon provider.
+
+    Attributes:
+        consumers: consumer warpgroups of 64 query rows.
+        keys: keys of a step.
+        stages: tiles in each ring of K and V.
+        own: whether each consumer has a query block of its own.
+        q_registers: whether Q is kept in registers.
+        fast: whether the first step's maximum stays the reference; needs bfloat16.
+        sync: how often, in steps, a program publishes its place in the keys for its neighbours to
+            start from; makes the order of summation vary from run to run; 0 never.
+        registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
+    """
+
+    consumers: int
+    keys: int
+    stages: int
+    own: bool = False
+    q_registers: bool = True
+    fast: bool = True
+    sync: int = 0
+    registers: int = 240
+    producer_registers: int = 24
+
+
+# Pattern -> tile. H200, 2026-11, torch 2.11, triton 3.6.0, head size 128.
+_HOPPER = MappingProxyType(
+    {
+        "wide fast": HopperTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160),
+        "wide exact": HopperTile(consumers=2, keys=128, stages=2, fast=False),
+        "fast": HopperTile(consumers=2, keys=128, stages=2, sync=4),
+        "exact": HopperTile(consumers=2, keys=128, stages=2, fast=False, sync=4),
+        "short keys fast": HopperTile(consumers=2, keys=64, stages=4),
+        "short keys exact": HopperTile(consumers=2, keys=64, stages=4, fast=False),
+        "narrow fast": HopperTile(consumers=2, keys=64, stages=3, own=True, sync=8),
+        "narrow exact": HopperTile(consumers=2, keys=64, stages=3, own=True, fast=False, sync=8),
+    }
+)
+
+
+def hopper_tile(
+    *, q_size: int, kv_size: int, regular: bool, fast: bool, deterministic: bool
+) -> HopperTile:
+    """Return the tile for a plan's block sizes.
+
+    Args:
+        q_size: rows of a query block.
+        kv_size: keys of a key block.
+        regular: whether the key blocks are regular.
+        fast: whether the fast variant may run.
+        deterministic: whether the order of summation must be fixed.
+    """
+    if q_size <= 64:
+        pattern = "narrow"
+    elif q_size % 192 == 0 and kv_size % 64 == 0 and (fast or regular):
+        pattern = "wide"
+    elif not regular or kv_size % 128:
+        # Also because partial steps of 128 keys do not fit into the registers.
+        pattern = "short keys"
+    else:
+        pattern = ""
+    tile = _HOPPER[f"{pattern} {'fast' if fast else 'exact'}".strip()]
+    return dataclasses.replace(tile, sync=0) if deterministic else tile

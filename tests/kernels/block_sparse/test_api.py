@@ -1,0 +1,203 @@
+"""What block_sparse_attention refuses, which provider it takes, and that it compiles."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.block_sparse import providers
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.providers import EngineRequest, choose
+from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from multimodal_gen.testing.inputs import make_qkv
+
+PLAN = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
+Q, K, V = make_qkv(2, 20, 4, 8, num_keys=30, num_kv_heads=2)
+H100 = EngineRequest(
+    device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, head_size=128, q_size=128
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"q": Q[0]}, r"`q` must be \[B, S, H, D\], got \[20, 4, 8\]"),
+        ({"k": K.half()}, r"`k` must have q's dtype and device \(torch.float32, cpu\)"),
+        ({"v": V.to("meta")}, "`v` must have q's dtype and device"),
+        ({"k": K[..., :4]}, r"`k` must be \[2, Sk, Hkv, 8\], got"),
+        ({"k": K[:1]}, r"`k` must be \[2, Sk, Hkv, 8\], got"),
+        ({"v": V[:, :29]}, "`v` must have the shape of k"),
+        ({"q": Q[:, :, :3]}, "`q` must have a multiple of k's 2 heads, got 3"),
+        ({"q": Q[:, :19]}, "`q` must have the 20 tokens the plan was made for, got 19"),
+        ({"k": K[:, :29], "v": V[:, :29]}, "`k` must have the 30 tokens the plan was made for"),
+        ({"scale": 0.0}, "`scale` must be positive and finite, got 0.0"),
+        ({"scale": float("inf")}, "`scale` must be positive and finite, got inf"),
+        ({"plan": PLAN.to("meta")}, r"`plan` must be on the device of q \(cpu\), got meta"),
+        ({"q": Q.int(), "k": K.int(), "v": V.int()}, "`q` must be float16, bfloat16"),
+        (
+            {"plan": random_plan(PlanShape(batch=3, q_size=10, kv_size=10), seed=0)},
+            "tokens the plan was made for",
+        ),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(arguments: dict[str, object], message: str) -> None:
+    fields = {"q": Q, "k": K, "v": V, "plan": PLAN} | arguments
+    with pytest.raises(UsageError, match=message):
+        block_sparse_attention(**fields)
+
+
+@pytest.mark.parametrize(("shape", "name"), [((3, 1), "batch"), ((1, 3), "heads")])
+def test_a_plan_for_another_batch_or_other_heads_is_refused(
+    shape: tuple[int, int], name: str
+) -> None:
+    plan = BlockPlan(
+        indices=PLAN.indices.expand(*shape, -1, -1),
+        counts=PLAN.counts.expand(*shape, -1),
+        q=PLAN.q,
+        kv=PLAN.kv,
+    )
+    with pytest.raises(UsageError, match=rf"`plan` must have 1 or [24] as {name}, got 3"):
+        block_sparse_attention(Q, K, V, plan)
+
+
+def test_an_unknown_kernel_is_named_with_the_valid_ones() -> None:
+    with pytest.raises(
+        UnsupportedBackendError, match=r"`kernel` must be one of auto, .*'trtion'.*'triton'"
+    ):
+        block_sparse_attention(Q, K, V, PLAN, kernel="trtion")
+
+
+def test_auto_on_the_cpu_is_the_reference() -> None:
+    assert kernel_for(Q, K, V, PLAN) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),
+        ({"head_size": 320}, "needs a head size of at most 256, got 320"),
+        ({"capability": (7, 5)}, "needs compute capability >= 8.0, this GPU has 7.5"),
+        ({"backward": True}, "has no backward pass, and an input requires grad"),
+        ({"device_type": "mps"}, "needs a CUDA or ROCm device, the tensors are on mps"),
+    ],
+)
+def test_triton_says_why_it_cannot_serve(changes: dict[str, object], reason: str) -> None:
+    request = dataclasses.replace(H100, **changes)
+    with pytest.raises(UnsupportedBackendError, match=reason):
+        choose("triton", request)
+    assert choose("auto", request).name == "reference"
+
+
+def test_triton_is_not_offered_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "_installed", lambda _: False)
+    request = dataclasses.replace(H100, q_size=127)  # not cached by another test
+    with pytest.raises(UnsupportedBackendError, match="needs the package triton, which is not"):
+        choose("triton", request)
+
+
+def test_a_gradient_through_a_kernel_without_backward_is_refused() -> None:
+    q = Q.half().requires_grad_()
+    with pytest.raises(
+        UnsupportedBackendError, match="has no backward pass, and an input requires"
+    ):
+        block_sparse_attention(q, K.half(), V.half(), PLAN, kernel="triton")
+
+
+def test_amd_gpus_are_not_measured_by_compute_capability() -> None:
+    request = dataclasses.replace(H100, rocm=True, capability=(7, 0))
+    assert choose("triton", request).name == "triton"
+
+
+@pytest.mark.parametrize("shape", [PlanShape(heads=4), PlanShape(q_form="ragged", row_bits=True)])
+def test_it_compiles_without_a_graph_break(shape: PlanShape) -> None:
+    plan = random_plan(shape, seed=1).longest_first()
+    q, k, v = make_qkv(2, plan.q.total, 4, 8, num_keys=plan.kv.total)
+
+    def run(q: torch.Tensor, plan: BlockPlan) -> torch.Tensor:
+        out, lse = block_sparse_attention(q * 2, k, v, plan, return_lse=True)
+        return out.sum(1) + lse.exp().sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, plan), run(q, plan))
+
+
+def test_gradients_flow_through_a_compiled_graph() -> None:
+    plan = random_plan(PlanShape(heads=4, q_size=16, kv_size=16), seed=1)
+    q, k, v = make_qkv(2, plan.q.total, 4, 8, num_keys=plan.kv.total, requires_grad=True)
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return block_sparse_attention(q * 2, k, v, plan).square().sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    (wanted,) = torch.autograd.grad(run(q), q)
+    (found,) = torch.autograd.grad(compiled(q), q)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_operator_passes_torchs_own_checks() -> None:
+    from multimodal_gen.kernels.block_sparse.api import _flatten, block_sparse_attention_op
+
+    plan = random_plan(PlanShape(heads=4, q_size=16, kv_size=16), seed=1)
+    q, k, v = make_qkv(2, plan.q.total, 4, 8, num_keys=plan.kv.total, requires_grad=True)
+    torch.library.opcheck(
+        block_sparse_attention_op,
+        (q, k, v, *_flatten(plan), 0.3, True, "auto", False, True),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
+    (gluon,) = (p for p in providers.PROVIDERS if p.name == "gluon")
+    return gluon.unsupported_reasons(request)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"capability": (10, 0)}, "needs compute capability 9.0, this GPU has 10.0"),
+        ({"rocm": True}, "needs an NVIDIA GPU"),
+        ({"head_size": 192}, "needs a head size that is a multiple of 8 up to 128, got 192"),
+        ({"head_size": 36}, "needs a head size that is a multiple of 8 up to 128, got 36"),
+        ({"row_bits": True}, "has no choice per row, and the plan has row bits"),
+        ({"aligned": False}, "needs q, k and v in rows of 16 bytes"),
+        ({"backward": True}, "has no backward pass, and an input requires grad"),
+        ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),
+    ],
+)
+def test_gluon_says_why_it_cannot_serve(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str
+) -> None:
+    monkeypatch.setattr(providers, "_version", lambda _: "3.6.0")
+    assert gluon_reasons(H100) == ()
+    assert any(reason in text for text in gluon_reasons(dataclasses.replace(H100, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [("3.9.0", "3.9.0 is installed"), ("", "it is not installed")]
+)
+def test_gluon_wants_the_triton_it_was_made_for(
+    monkeypatch: pytest.MonkeyPatch, version: str, found: str
+) -> None:
+    monkeypatch.setattr(providers, "_version", lambda _: version)
+    assert gluon_reasons(H100) == (f"was made for triton 3.6.x, {found}",)
+
+
+@pytest.mark.parametrize(
+    ("make", "aligned"),
+    [
+        (lambda: torch.zeros(2, 5, 3, 16).half(), True),
+        (lambda: torch.zeros(2, 5, 3, 3, 16).half()[:, :, 1], True),
+        (lambda: torch.zeros(2, 3, 5, 16).half().transpose(1, 2), True),
+        (lambda: torch.zeros(2, 5, 3, 20).half(), False),
+        (lambda: torch.zeros(2, 5, 16, 3).half().transpose(2, 3), False),
+        (lambda: torch.zeros(1, 5, 3, 17).half()[..., 1:], False),
+        (lambda: torch.zeros(1, 5, 3, 16).half().expand(2, -1, -1, -1), False),
+    ],
+    ids=["contiguous", "packed", "head first", "odd rows", "strided", "offset", "expanded"],
+)
+def test_what_the_copy_engine_can_read_is_recognised(make: object, aligned: bool) -> None:
+    q = make()  # type: ignore[operator]
+    plan = BlockPlan.dense(Blocks.regular(5, 5), Blocks.regular(5, 5), "cpu")
+    assert providers.request_for(q, q, q, plan, backward=False).aligned is aligned

@@ -1,0 +1,194 @@
+"""Block plans: what they accept, what they refuse, what they count."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
+
+Q = Blocks.regular(100, 64)
+KV = Blocks.regular(190, 64)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def plan_of(**changes: object) -> BlockPlan:
+    every = torch.arange(3, dtype=torch.int32).expand(1, 1, 2, 3)
+    fields = {"indices": every, "counts": int32(3, 3).view(1, 1, 2), "q": Q, "kv": KV}
+    return BlockPlan(**(fields | changes))
+
+
+SHAPES = st.builds(
+    PlanShape,
+    batch=st.sampled_from([1, 2]),
+    heads=st.sampled_from([1, 3]),
+    num_q=st.integers(1, 4),
+    num_kv=st.integers(1, 40),
+    q_size=st.sampled_from([1, 5, 16]),
+    kv_size=st.sampled_from([1, 7, 16]),
+    q_form=st.sampled_from(FORMS),
+    kv_form=st.sampled_from(FORMS),
+    keep=st.sampled_from([0.0, 0.3, 1.0]),
+    row_bits=st.booleans(),
+)
+
+
+@given(SHAPES, st.integers(0, 2**16))
+@settings(max_examples=60, deadline=None)
+def test_a_random_plan_is_valid_and_counts_the_pairs_of_its_mask(
+    shape: PlanShape, seed: int
+) -> None:
+    plan = random_plan(shape, seed=seed).check()
+    mask = dense_mask(plan, shape.batch, shape.heads)
+    pairs = plan.pairs().expand(shape.batch, shape.heads)
+    assert torch.equal(pairs, mask.sum((2, 3)))
+
+
+def test_density_is_the_share_of_kept_pairs() -> None:
+    keep = torch.tensor([[True, False, True], [False, False, True]]).view(1, 1, 2, 3)
+    plan = BlockPlan.from_map(keep, Q, KV)
+    assert float(plan.density()) == pytest.approx((64 * (64 + 62) + 36 * 62) / (100 * 190))
+
+
+def test_padding_does_not_count_towards_density() -> None:
+    padded = Blocks.padded(int32(64, 10), 64)
+    plan = BlockPlan.dense(padded, padded, "cpu")
+    assert float(plan.density()) == pytest.approx(1.0)
+
+
+def test_density_of_a_plan_without_rows_is_zero() -> None:
+    none = Blocks.padded(int32(0, 0), 64)
+    assert float(BlockPlan.dense(none, none, "cpu").density()) == 0.0
+
+
+def test_a_dense_plan_takes_no_memory_per_row() -> None:
+    plan = BlockPlan.dense(Blocks.regular(10**6, 64), Blocks.regular(10**6, 64), "cpu")
+    assert plan.indices.untyped_storage().nbytes() < 10**5
+    assert plan.counts.untyped_storage().nbytes() == 4
+    assert plan.uniform
+
+
+def test_a_map_becomes_increasing_lists() -> None:
+    keep = torch.tensor([[True, False, True], [False, False, False]]).view(1, 1, 2, 3)
+    plan = BlockPlan.from_map(keep, Q, KV).check()
+    assert plan.counts.flatten().tolist() == [2, 0]
+    assert plan.indices[0, 0, 0, :2].tolist() == [0, 2]
+
+
+def test_max_count_bounds_the_lists_and_drops_the_last_blocks() -> None:
+    keep = torch.ones(1, 1, 2, 3, dtype=torch.bool)
+    plan = BlockPlan.from_map(keep, Q, KV, max_count=2).check()
+    assert plan.indices.shape == (1, 1, 2, 2)
+    assert plan.indices[0, 0, 1].tolist() == [0, 1]
+    assert plan.counts.flatten().tolist() == [2, 2]
+
+
+def test_longest_first_orders_rows_by_their_counts_and_keeps_ties_in_place() -> None:
+    plan = BlockPlan.from_map(
+        torch.tensor([[True, False, False], [True, True, True]]).view(1, 1, 2, 3), Q, KV
+    )
+    ordered = plan.longest_first()
+    assert ordered.order is not None
+    assert ordered.order.tolist() == [1, 0]
+    assert ordered.longest_first() is ordered
+
+
+def test_a_uniform_plan_needs_no_order() -> None:
+    plan = BlockPlan.dense(Q, KV, "cpu")
+    assert plan.longest_first() is plan
+
+
+def test_moving_a_plan_keeps_its_values() -> None:
+    plan = random_plan(PlanShape(q_form="ragged", kv_form="padded", row_bits=True), seed=1)
+    moved = plan.longest_first().to("cpu")
+    assert torch.equal(dense_mask(plan, 1, 1), dense_mask(moved, 1, 1))
+    assert moved.order is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Blocks.regular(10, 0), "`size` must be at least 1, got 0"),
+        (lambda: Blocks.regular(0, 64), "must be at least 1, got 0"),
+        (lambda: Blocks(num=1, size=64, total=100), r"`num` must be ceil\(total / size\) = 2"),
+        (lambda: Blocks(num=3, size=64, total=100), r"`num` must be ceil\(total / size\) = 2"),
+        (lambda: Blocks.padded(torch.ones(3), 64), "`lengths` must be int32, got torch.float32"),
+        (lambda: Blocks.padded(int32(1, 2).view(1, 2), 64), r"`lengths` must be \[B\|1, H\|1, N\]"),
+        (
+            lambda: Blocks(num=3, size=4, total=12, lengths=int32(1, 2).view(1, 1, 2)),
+            "`lengths` must hold one value per block, got 2 values for 3 blocks",
+        ),
+        (
+            lambda: Blocks(num=2, size=4, total=9, lengths=int32(1, 2).view(1, 1, 2)),
+            r"`total` must be num \* size = 8 for padded blocks, got 9",
+        ),
+        (
+            lambda: Blocks(num=2, size=4, total=9, starts=int32(1, 2).view(1, 1, 2)),
+            "`lengths` must be given with `starts`",
+        ),
+        (lambda: plan_of(indices=torch.zeros(1, 1, 2, 3)), "`indices` must be int32"),
+        (lambda: plan_of(counts=int32(1, 1)), r"`counts` must be \[B\|1, H\|1, Nq\]"),
+        (lambda: plan_of(counts=int32(1, 1, 1).view(1, 1, 3)), "`counts` must have the shape of"),
+        (lambda: plan_of(q=Blocks.regular(64, 64)), r"one value per query block \(1\), got 2"),
+        (lambda: plan_of(kv=Blocks.regular(65, 64)), "room for 1 to 2 key blocks per row, got 3"),
+        (
+            lambda: plan_of(row_bits=torch.zeros(1, 1, 100, 2, dtype=torch.int32)),
+            r"`row_bits` must be \[B\|1, H\|1, 100, 1\]",
+        ),
+        (lambda: plan_of(order=int32(0)), r"one value per row of `counts` \(2\), got 1"),
+        (lambda: plan_of(counts=torch.zeros(1, 1, 2, dtype=torch.int32, device="meta")), "on one"),
+        (
+            lambda: BlockPlan.from_map(torch.ones(1, 1, 2, 3), Q, KV),
+            r"`keep` must be bool \[B\|1, H\|1, Nq, Nk\], got torch.float32",
+        ),
+        (
+            lambda: BlockPlan.from_map(torch.ones(1, 1, 3, 3, dtype=torch.bool), Q, KV),
+            "`keep` must map 2 query blocks to 3 key blocks",
+        ),
+    ],
+)
+def test_a_malformed_plan_is_refused_with_the_reason(make: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"counts": int32(4, 0).view(1, 1, 2)}, r"`counts` must lie in \[0, 3\]"),
+        ({"indices": int32(0, 1, 3).expand(1, 1, 2, 3)}, r"`indices` must lie in \[0, 3\)"),
+        ({"indices": int32(0, 2, 2).expand(1, 1, 2, 3)}, "`indices` must be strictly increasing"),
+        (
+            {
+                "q": Blocks.ragged(int32(0, 60), int32(60, 61), total=100, size=64),
+            },
+            r"`q` blocks must lie in \[0, 100\)",
+        ),
+        (
+            {"kv": Blocks.padded(int32(64, 65, 1), 64)},
+            r"`kv.lengths` must lie in \[0, 64\]",
+        ),
+    ],
+)
+def test_values_out_of_range_are_found_by_check(changes: dict[str, object], message: str) -> None:
+    plan = plan_of(**changes)
+    with pytest.raises(UsageError, match=message):
+        plan.check()
+
+
+def test_entries_past_the_count_are_not_checked() -> None:
+    indices = int32(2, 99, -1).expand(1, 1, 2, 3)
+    plan = plan_of(indices=indices, counts=int32(1, 0).view(1, 1, 2)).check()
+    assert plan.pairs().item() == 64 * 62
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
+        plan_of().uniform = True  # type: ignore[misc]

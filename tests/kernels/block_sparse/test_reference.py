@@ -1,0 +1,137 @@
+"""The reference against dense attention in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
+from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+
+SHAPES = st.builds(
+    PlanShape,
+    batch=st.sampled_from([1, 3]),
+    heads=st.sampled_from([1, 4]),
+    num_q=st.integers(1, 4),
+    num_kv=st.integers(1, 35),
+    q_size=st.sampled_from([1, 16, 40]),
+    kv_size=st.sampled_from([1, 16, 40]),
+    q_form=st.sampled_from(FORMS),
+    kv_form=st.sampled_from(FORMS),
+    keep=st.sampled_from([0.0, 0.3, 1.0]),
+    row_bits=st.booleans(),
+)
+
+
+def inputs_for(plan: BlockPlan, *, dtype: torch.dtype, kv_heads: int = 2, seed: int = 0) -> QKV:
+    return make_qkv(
+        3,
+        plan.q.total,
+        4,
+        8,
+        num_keys=plan.kv.total,
+        num_kv_heads=kv_heads,
+        dtype=dtype,
+        seed=seed,
+    )
+
+
+@given(SHAPES, st.integers(0, 2**16), st.sampled_from([1, 2, 4]))
+@settings(max_examples=40, deadline=None)
+def test_the_reference_is_dense_attention_under_the_plans_mask(
+    shape: PlanShape, seed: int, kv_heads: int
+) -> None:
+    plan = random_plan(shape, seed=seed)
+    q, k, v = inputs_for(plan, dtype=torch.float64, kv_heads=kv_heads, seed=seed)
+    out, lse = block_sparse_attention(q, k, v, plan, scale=0.3, return_lse=True, kernel="reference")
+    mask = dense_mask(plan, 3, 4)
+    exact, exact_lse = reference_attention(q, k, v, scale=0.3, mask=mask)
+    torch.testing.assert_close(out, exact, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, exact_lse.float())
+    assert torch.equal(lse == -torch.inf, ~mask.any(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_inputs_stay_within_the_error_budget(dtype: torch.dtype) -> None:
+    plan = random_plan(PlanShape(heads=4, num_kv=5, kv_form="ragged"), seed=3)
+    q, k, v = inputs_for(plan, dtype=dtype)
+    out = block_sparse_attention(q, k, v, plan, kernel="reference")
+    assert out.dtype == dtype
+    assert_within_error_budget(out, q, k, v, scale=8**-0.5, mask=dense_mask(plan, 3, 4))
+
+
+@pytest.mark.parametrize("row_bits", [False, True])
+def test_gradients_equal_those_of_dense_attention(row_bits: bool) -> None:
+    shape = PlanShape(
+        batch=3, heads=4, num_q=3, num_kv=4, q_size=8, kv_size=8, keep=0.4, row_bits=row_bits
+    )
+    plan = random_plan(shape, seed=5)
+    assert (plan.counts == 0).any(), "an empty row belongs to the case"
+    mask = dense_mask(plan, 3, 4)
+    wanted = [t.requires_grad_() for t in inputs_for(plan, dtype=torch.float64)]
+    out, lse = reference_attention(*wanted, scale=0.3, mask=mask)
+    seen = lse[mask.any(-1)]
+    grads = torch.autograd.grad(out.square().sum() + seen.sin().sum(), wanted)
+
+    given_ = [t.requires_grad_() for t in inputs_for(plan, dtype=torch.float64)]
+    out, lse = block_sparse_attention(*given_, plan, scale=0.3, return_lse=True)
+    seen = lse[mask.any(-1)]
+    found = torch.autograd.grad(out.square().sum() + seen.sin().sum(), given_)
+    for one, other in zip(found, grads, strict=True):
+        # lse is float32 by contract, and so is its gradient.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_without_lse_are_exact_to_float64() -> None:
+    plan = random_plan(PlanShape(num_q=3, num_kv=4, q_size=8, kv_size=8, q_form="ragged"), seed=7)
+    inputs = tuple(t.requires_grad_() for t in inputs_for(plan, dtype=torch.float64))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: block_sparse_attention(q, k, v, plan), inputs, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("deviation", [1.0, 8.0, 30.0, 60.0])
+def test_any_spread_of_the_logits_is_finite_and_right(deviation: float) -> None:
+    plan = random_plan(PlanShape(num_kv=6, keep=0.6), seed=11)
+    q, k, v = inputs_for(plan, dtype=torch.float64)
+    spread = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)).std()
+    scale = deviation / float(spread)
+    out = block_sparse_attention(q.float(), k.float(), v.float(), plan, scale=scale)
+    exact, _ = reference_attention(q, k, v, scale=scale, mask=dense_mask(plan, 3, 4))
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_constant_rows_average_the_values() -> None:
+    plan = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(50, 16), "cpu")
+    q, k, v = inputs_for(plan, dtype=torch.float32)
+    out = block_sparse_attention(torch.zeros_like(q), k, v, plan)
+    mean = v.mean(1, keepdim=True).repeat_interleave(2, 2).expand_as(out)
+    torch.testing.assert_close(out, mean)
+
+
+def test_one_huge_key_takes_all_the_weight() -> None:
+    plan = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(50, 16), "cpu")
+    q, k, v = inputs_for(plan, dtype=torch.float32)
+    q, k = q.abs() + 1.0, k.clone()
+    k[:, 33] = 1e4
+    out = block_sparse_attention(q, k, v, plan)
+    torch.testing.assert_close(out, v[:, 33:34].repeat_interleave(2, 2).expand_as(out))
+
+
+def test_padding_may_hold_anything() -> None:
+    lengths = torch.tensor([16, 3, 0], dtype=torch.int32)
+    blocks = Blocks.padded(lengths, 16)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    q, k, v = inputs_for(plan, dtype=torch.float32)
+    clean = block_sparse_attention(q, k, v, plan)
+    padding = (torch.arange(16) >= lengths.view(3, 1)).flatten()
+    dirty = [t.clone() for t in (q, k, v)]
+    for tensor in dirty:
+        tensor[:, padding] = torch.nan
+    assert torch.equal(block_sparse_attention(*dirty, plan), clean)
+    assert not clean[:, padding].any()

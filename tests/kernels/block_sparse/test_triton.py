@@ -1,0 +1,204 @@
+"""The Triton provider against float64: under the interpreter, or on a GPU.
+
+Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
+test_interpreter.py starts it.
+"""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+)
+
+SHAPES = st.builds(
+    PlanShape,
+    batch=st.sampled_from([1, 3]),
+    heads=st.sampled_from([1, 4]),
+    num_q=st.integers(1, 2),
+    num_kv=st.integers(1, 4),
+    q_size=st.sampled_from([16, 64, 128]),
+    kv_size=st.sampled_from([16, 64, 128, 200]),
+    q_form=st.sampled_from(FORMS),
+    kv_form=st.sampled_from(FORMS),
+    keep=st.sampled_from([0.0, 0.3, 1.0]),
+    row_bits=st.booleans(),
+)
+
+
+def check(plan: BlockPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+    """Assert that out and lse of the Triton provider stay within their budgets."""
+    batch, _, heads, _ = q.shape
+    mask = dense_mask(plan, batch, heads)
+    out, lse = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True, kernel="triton")
+    assert_within_error_budget(out, q, k, v, scale=scale, mask=mask)
+    _, exact = reference_attention(q, k, v, scale=scale, mask=mask)
+    blind = ~mask.any(-1)
+    assert (lse[blind] == -torch.inf).all()
+    largest = scale * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+    # sqrt(D) roundings of the largest score.
+    budget = 4 * torch.finfo(torch.float32).eps * q.shape[3] ** 0.5 * (1.0 + largest)
+    assert ((lse.double() - exact)[~blind].abs() <= budget).all()
+
+
+@given(
+    SHAPES,
+    st.integers(0, 2**16),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([torch.float16, torch.bfloat16]),
+)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_it_is_dense_attention_under_the_plans_mask(
+    shape: PlanShape, seed: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    plan = random_plan(shape, seed=seed)
+    q, k, v = make_qkv(
+        shape.batch,
+        plan.q.total,
+        4,
+        32,
+        num_keys=plan.kv.total,
+        num_kv_heads=kv_heads,
+        dtype=dtype,
+        seed=seed,
+    )
+    check(plan, q, k, v, 32**-0.5)
+
+
+@pytest.mark.parametrize("head_size", [32, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("q_size", [64, 128])
+def test_every_head_size_is_right(head_size: int, q_size: int) -> None:
+    plan = random_plan(PlanShape(q_size=q_size, kv_size=128, heads=2), seed=2)
+    q, k, v = make_qkv(
+        1, plan.q.total, 2, head_size, num_keys=plan.kv.total, dtype=torch.float16, seed=head_size
+    )
+    check(plan, q, k, v, head_size**-0.5)
+
+
+def test_many_blocks_per_row_are_cut_into_steps_across_chunks() -> None:
+    shape = PlanShape(num_q=1, num_kv=300, kv_size=9, kv_form="ragged", keep=0.9)
+    plan = random_plan(shape, seed=4)
+    assert int(plan.counts.max()) > 256
+    q, k, v = make_qkv(1, plan.q.total, 1, 32, num_keys=plan.kv.total, dtype=torch.float16)
+    check(plan, q, k, v, 32**-0.5)
+
+
+@pytest.mark.parametrize("kv_size", [64, 384])
+def test_large_blocks_are_cut_and_only_the_last_has_a_tail(kv_size: int) -> None:
+    q_blocks, kv_blocks = Blocks.regular(300, 192), Blocks.regular(2 * kv_size + 100, kv_size)
+    plan = BlockPlan.dense(q_blocks, kv_blocks, "cpu")
+    q, k, v = make_qkv(2, 300, 2, 64, num_keys=kv_blocks.total, dtype=torch.bfloat16)
+    check(plan, q, k, v, 64**-0.5)
+
+
+@pytest.mark.parametrize("deviation", [1.0, 8.0, 30.0, 60.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_any_spread_of_the_logits_is_finite_and_right(deviation: float, dtype: torch.dtype) -> None:
+    plan = random_plan(PlanShape(num_kv=5, keep=0.7), seed=11)
+    q, k, v = make_qkv(1, plan.q.total, 2, 64, num_keys=plan.kv.total, dtype=dtype)
+    spread = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()).std()
+    check(plan, q, k, v, deviation / float(spread))
+
+
+def test_constant_rows_average_the_values() -> None:
+    plan = BlockPlan.dense(Blocks.regular(70, 64), Blocks.regular(150, 64), "cpu")
+    q, k, v = make_qkv(1, 70, 2, 32, num_keys=150, dtype=torch.float16)
+    check(plan, torch.zeros_like(q), k, v, 1.0)
+
+
+def test_one_huge_key_takes_all_the_weight() -> None:
+    plan = BlockPlan.dense(Blocks.regular(70, 64), Blocks.regular(150, 64), "cpu")
+    q, k, v = make_qkv(1, 70, 2, 32, num_keys=150, dtype=torch.float16)
+    q, k = q.abs() + 1.0, k.clone()
+    k[:, 33] = 1e3
+    check(plan, q, k, v, 1.0)
+
+
+def test_strided_inputs_are_read_in_place() -> None:
+    plan = random_plan(PlanShape(num_kv=4), seed=3)
+    packed = torch.randn(2, plan.kv.total, 3, 2, 32).half()
+    q = torch.randn(2, 2, 32, plan.q.total).half().permute(0, 3, 1, 2)
+    _, k, v = packed.unbind(2)
+    assert not q.is_contiguous()
+    assert not k.is_contiguous()
+    check(plan, q, k, v, 32**-0.5)
+
+
+def test_a_given_order_changes_nothing() -> None:
+    plan = random_plan(PlanShape(heads=2, num_q=3, num_kv=4), seed=3)
+    q, k, v = make_qkv(2, plan.q.total, 2, 32, num_keys=plan.kv.total, dtype=torch.float16)
+    out = block_sparse_attention(q, k, v, plan, kernel="triton")
+    assert torch.equal(out, block_sparse_attention(q, k, v, plan.longest_first(), kernel="triton"))
+
+
+def test_padding_of_keys_may_hold_anything_and_that_of_queries_becomes_zero() -> None:
+    lengths = torch.tensor([64, 3, 0], dtype=torch.int32)
+    blocks = Blocks.padded(lengths, 64)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    q, k, v = make_qkv(1, 192, 2, 32, dtype=torch.float16)
+    padding = (torch.arange(64) >= lengths.view(3, 1)).flatten()
+    dirty = [t.clone() for t in (q, k, v)]
+    for tensor in dirty:
+        tensor[:, padding] = torch.nan
+    out = block_sparse_attention(*dirty, plan, kernel="triton")
+    assert torch.equal(out, block_sparse_attention(q, k, v, plan, kernel="triton"))
+    assert not out[:, padding].any()
+
+
+def test_rows_in_no_query_block_are_zero() -> None:
+    q_blocks = Blocks.ragged(
+        torch.tensor([70, 5]).int(), torch.tensor([20, 30]).int(), total=100, size=64
+    )
+    plan = BlockPlan.dense(q_blocks, Blocks.regular(64, 64), "cpu")
+    q, k, v = make_qkv(1, 100, 1, 32, num_keys=64, dtype=torch.float16)
+    out, lse = block_sparse_attention(q, k, v, plan, return_lse=True, kernel="triton")
+    outside = torch.ones(100, dtype=torch.bool)
+    outside[5:35] = outside[70:90] = False
+    assert not out[:, outside].any()
+    assert (lse[..., outside] == -torch.inf).all()
+    assert lse[..., ~outside].isfinite().all()
+
+
+def test_steps_cover_exactly_the_listed_keys_and_partial_ones_come_last() -> None:
+    from multimodal_gen.kernels.block_sparse.steps.kernel import make_steps
+
+    shape = PlanShape(heads=2, num_q=2, num_kv=9, q_size=8, kv_size=50, kv_form="ragged", keep=0.7)
+    plan = random_plan(shape, seed=9)
+    mask = dense_mask(plan, 1, 2)
+    steps = make_steps(plan, 32)
+    q_starts, q_lengths = (t.expand(1, 2, -1) for t in plan.q.bounds(plan.device))
+    for h in range(2):
+        for i in range(2):
+            assert q_lengths[0, h, i] > 0
+            covered = torch.zeros(plan.kv.total, dtype=torch.int32)
+            for s in range(int(steps.num_full[0, h, i])):
+                first = int(steps.starts[0, h, i, s])
+                covered[first : first + 32] += 1
+            for s in range(int(steps.num_tail[0, h, i])):
+                first = int(steps.starts[0, h, i, -1 - s])
+                length = int(steps.tail_lengths[0, h, i, s])
+                assert 0 < length < 32
+                covered[first : first + length] += 1
+            assert torch.equal(covered, mask[0, h, int(q_starts[0, h, i])].int())
+
+
+def test_neighbouring_blocks_are_merged_into_whole_steps() -> None:
+    from multimodal_gen.kernels.block_sparse.steps.kernel import make_steps
+
+    plan = BlockPlan.dense(Blocks.regular(16, 16), Blocks.regular(150, 10), "cpu")
+    steps = make_steps(plan, 64)
+    assert steps.num_full.item() == 2
+    assert steps.starts[0, 0, 0, :2].tolist() == [0, 64]
+    assert steps.num_tail.item() == 1
+    assert steps.starts[0, 0, 0, -1].item() == 128
+    assert steps.tail_lengths[0, 0, 0, 0].item() == 22
