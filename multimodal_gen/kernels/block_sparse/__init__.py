@@ -1,5 +1,5 @@
-"""One block-sparse attention for every sparse method.
+"""Block-sparse attention over lists of key blocks.
 
 `plan` says which pairs count, `api` validates and chooses a provider, `reference` is the
-definition. The providers `portable` (Triton) and `hopper` (Gluon, SM90) know nothing of each other.
+definition and `portable` the Triton provider. No attention backend calls the engine yet.
 """

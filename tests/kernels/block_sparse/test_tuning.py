@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from multimodal_gen.kernels.block_sparse.tuning import hopper_tile, portable_tile
+from multimodal_gen.kernels.block_sparse.tuning import portable_tile
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0), None])
@@ -28,24 +28,3 @@ def test_a_small_machine_gets_fewer_stages_not_another_tile() -> None:
     )
     assert small.stages < large.stages
     assert (small.rows, small.keys, small.warps) == (large.rows, large.keys, large.warps)
-
-
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("regular", [True, False])
-def test_hopper_tiles_fit_into_shared_memory_and_registers(fast: bool, regular: bool) -> None:
-    for q_size, kv_size in itertools.product((16, 64, 128, 192, 256, 384), (16, 64, 96, 128, 384)):
-        tile = hopper_tile(
-            q_size=q_size, kv_size=kv_size, regular=regular, fast=fast, deterministic=False
-        )
-        rings = tile.consumers if tile.own else 1
-        rows = 64 * tile.consumers + 2 * tile.keys * tile.stages * rings
-        assert rows * 128 * 2 <= 232448 - 1024
-        threads = 128 * tile.consumers
-        assert tile.registers * threads + tile.producer_registers * 128 <= 65536
-        assert tile.fast is fast
-
-
-def test_a_deterministic_tile_does_not_follow_its_neighbours() -> None:
-    options = {"q_size": 64, "kv_size": 64, "regular": True, "fast": True}
-    assert hopper_tile(**options, deterministic=False).sync > 0
-    assert hopper_tile(**options, deterministic=True).sync == 0
