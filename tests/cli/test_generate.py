@@ -321,7 +321,7 @@ def test_what_cannot_be_done_is_one_line_and_leaves_no_file(
         ("part", "this looks like one component, name the folder above it"),
         ("broken", "model_index.json of 'broken' must be a JSON file"),
         ("alien", "must be one that diffusers"),
-        ("hollow", "the pipeline at 'hollow' could not be loaded"),
+        ("hollow", "the pipeline at 'hollow' must have a folder for every component"),
     ],
 )
 def test_a_model_path_that_is_no_pipeline_is_explained(
@@ -471,6 +471,26 @@ def test_running_out_of_memory_says_what_to_try(
     assert "the device ran out of memory" in line
     for remedy in ("--height", "--dtype bfloat16", "--offload model", "--vae-tiling"):
         assert remedy in line
+    assert _files(tmp_path) == []
+
+
+def test_a_full_disk_is_explained_and_leaves_nothing(
+    tiny_pipeline, sglang, tmp_path, monkeypatch
+) -> None:
+    from multimodal_gen.runtime.generator import media
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(media, "write_image", full)
+    outcome = sglang(
+        *("generate", "--model-path", tiny_pipeline("flux"), "--output-path", tmp_path / "a.png"),
+        *("--height", "32", "--width", "32", *SMALL),
+    )
+    assert outcome.code == 2
+    (line,) = [text for text in outcome.err.splitlines() if text.startswith("error: ")]
+    assert "the output could not be written to" in line
+    assert "No space left on device" in line
     assert _files(tmp_path) == []
 
 

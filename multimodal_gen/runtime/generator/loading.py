@@ -113,6 +113,7 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     """
     if args.offload != "none" and device.type == "cpu":
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
+    _check_folders(index)
     dtype = pick_dtype(args.dtype, device)
     try:
         with _bars_on_terminals_only():
@@ -132,6 +133,17 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     else:
         pipe.to(device)
     return pipe
+
+
+def _check_folders(index: PipelineIndex) -> None:
+    """Refuse a folder that lacks components: diffusers runs some pipelines without, and badly."""
+    folder = Path(index.model_path)
+    missing = [name for name in index.components if not (folder / name).is_dir()]
+    if folder.is_dir() and missing:
+        raise UsageError(
+            f"the pipeline at {index.model_path!r} must have a folder for every component of its "
+            f"model_index.json, missing {', '.join(missing)}; download it again"
+        )
 
 
 def pick_device(device: str | None) -> torch.device:

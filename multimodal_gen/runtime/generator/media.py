@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from multimodal_gen.errors import MissingDependencyError
+from multimodal_gen.errors import MissingDependencyError, UsageError
 
 __all__ = ["require_encoder", "to_uint8", "write_image", "write_latents", "write_video"]
 
@@ -72,6 +72,9 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
 
     Returns:
         A sentence when a row or column was added: 4:2:0 needs even sizes. Nothing is cropped.
+
+    Raises:
+        UsageError: ffmpeg did not write every frame, e.g. because the disk is full.
     """
     import imageio_ffmpeg
     import numpy as np
@@ -94,9 +97,27 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
         writer.send(None)
         for frame in data:
             writer.send(np.ascontiguousarray(frame))
+    except OSError as error:
+        raise UsageError(f"the video could not be encoded: {error}") from error
     finally:
         writer.close()
+    _check_video(path, len(data))
     return note
+
+
+def _check_video(path: Path, num_frames: int) -> None:
+    """Read the video back: the writer hides what ffmpeg exits with."""
+    import imageio_ffmpeg
+
+    try:
+        found, _ = imageio_ffmpeg.count_frames_and_secs(str(path))
+    except (OSError, RuntimeError, ValueError):
+        found = 0
+    if found != num_frames:
+        raise UsageError(
+            f"the video must hold {num_frames} frames, ffmpeg wrote {found} that can be read; "
+            f"check the space on the disk and the installed ffmpeg"
+        )
 
 
 def write_latents(latents: Any, path: Path) -> None:

@@ -173,6 +173,8 @@ def _save(
                 f"--output-path must not exist yet, got {str(target.path)!r}, which another "
                 f"program wrote meanwhile; run again with another name, a folder, or --overwrite"
             ) from None
+    except OSError as error:
+        raise UsageError(f"the output could not be written to {target.path}: {error}") from error
     # Another run took the name in the folder while this one encoded.
     return _save(target, run, call, timings, record, notes=notes)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from multimodal_gen.errors import MissingDependencyError
+from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.generator import media
 
 
@@ -103,3 +103,31 @@ def test_an_interrupted_encoder_is_closed(tmp_path, monkeypatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         media.write_video(_gradient(2, 4, 4), tmp_path / "a.mp4", 8)
     assert closed == [True]
+
+
+def _encoder_that_leaves(content: bytes):
+    def write_frames(path, *args, **kwargs):
+        try:
+            while True:
+                yield
+        finally:
+            with open(path, "wb") as file:
+                file.write(content)
+
+    return write_frames
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+def test_a_video_that_cannot_be_read_back_is_an_error(tmp_path, monkeypatch, content) -> None:
+    import imageio_ffmpeg
+
+    monkeypatch.setattr(imageio_ffmpeg, "write_frames", _encoder_that_leaves(content))
+    with pytest.raises(UsageError, match=r"must hold 2 frames, ffmpeg wrote 0 .*disk"):
+        media.write_video(_gradient(2, 4, 4), tmp_path / "a.mp4", 8)
+
+
+def test_a_video_that_lacks_frames_is_an_error(tmp_path) -> None:
+    path = tmp_path / "a.mp4"
+    media.write_video(_gradient(3, 16, 16), path, 8)
+    with pytest.raises(UsageError, match=r"must hold 4 frames, ffmpeg wrote 3"):
+        media._check_video(path, 4)

@@ -106,6 +106,8 @@ def read_selector(value: object, name: str) -> IndexSelector:
     if isinstance(value, IndexSelector):
         return value
     # As a value of its own, -5 is the text "-5" read as a number; in a list it is a mistake.
+    if type(value) is int and value < 0:
+        value = str(value)
     listed = value if isinstance(value, (list, tuple)) else ()
     if not any(isinstance(item, int) and item < 0 for item in listed):
         try:

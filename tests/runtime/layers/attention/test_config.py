@@ -377,3 +377,10 @@ def test_a_selector_reads_back_from_its_text(pairs):
     for index in range(260):
         inside = any(f <= index and (m is None or index <= f + m) for f, m in pairs)
         assert (index in again) == inside
+
+
+def test_a_bare_negative_number_is_a_range_from_the_start():
+    config = build_config(VideoSparseConfig, {"dense_steps": -5}, backend="video_sparse_attn")
+    assert str(config.dense_steps) == "0-5"
+    with pytest.raises(ConfigError, match=r"dense_steps. of video_sparse_attn must be indices"):
+        build_config(VideoSparseConfig, {"dense_steps": [0, -5]}, backend="video_sparse_attn")
