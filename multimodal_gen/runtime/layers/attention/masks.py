@@ -81,19 +81,25 @@ def normalise_mask(
     )
 
 
-def with_causal(mask: torch.Tensor, num_queries: int) -> torch.Tensor:
+def bottom_right_causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """Return bool [Sq, Sk]: True where the key is not after the query, both ends aligned."""
+    allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return allowed.tril(num_keys - num_queries)
+
+
+def with_causal(mask: torch.Tensor, num_queries: int, num_keys: int | None = None) -> torch.Tensor:
     """Fold bottom-right aligned causality into a mask.
 
     Args:
-        mask: bool or additive, broadcastable to [B, H, Sq, Sk]; Sk is its last size.
+        mask: bool or additive, broadcastable to [B, H, Sq, Sk].
         num_queries: Sq.
+        num_keys: Sk; None for the last size of `mask`.
 
     Returns:
-        A mask of the same kind with Sq rows.
+        A mask of the same kind with Sq rows and Sk columns.
     """
-    num_keys = mask.shape[-1]
-    allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device)
-    allowed = allowed.tril(num_keys - num_queries)
+    num_keys = mask.shape[-1] if num_keys is None else num_keys
+    allowed = bottom_right_causal_mask(num_queries, num_keys, mask.device)
     if mask.dtype is torch.bool:
         return mask & allowed
     # -inf, not the lowest number: that is what masked keys may hold already.

@@ -81,31 +81,6 @@ def attend_to_nothing(
     return out, lse
 
 
-def bottom_right_causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """Return bool [Sq, Sk]: True where the key is not after the query, both ends aligned."""
-    allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return allowed.tril(num_keys - num_queries)
-
-
-def with_causal(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Fold bottom-right causality into a mask.
-
-    Args:
-        mask: bool or additive, broadcastable to [B, H, Sq, Sk], or None.
-        query: [B, Sq, H, D].
-        key: [B, Sk, Hkv, D].
-
-    Returns:
-        A mask of the same kind; bool [Sq, Sk] when `mask` is None.
-    """
-    allowed = bottom_right_causal_mask(query.shape[1], key.shape[1], query.device)
-    if mask is None:
-        return allowed
-    if mask.dtype is torch.bool:
-        return mask & allowed
-    return mask.masked_fill(~allowed, -math.inf)
-
-
 def rows_that_see(mask: torch.Tensor) -> torch.Tensor:
     """Return bool [..., Sq, 1]: whether a row of a bool or additive mask leaves any key."""
     keeps = mask if mask.dtype is torch.bool else mask > -math.inf

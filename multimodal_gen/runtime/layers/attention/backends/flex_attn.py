@@ -16,7 +16,6 @@ import torch
 from multimodal_gen.runtime.layers.attention.backends._common import (
     AlignedImpl,
     unit_stride,
-    with_causal,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -25,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HeadSizes,
     Variant,
 )
+from multimodal_gen.runtime.layers.attention.masks import with_causal
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
@@ -67,7 +67,7 @@ class FlexAttentionImpl(AlignedImpl):
         """See `AttentionImpl.forward`."""
         if attn_mask is None:
             return self._attend_aligned(query, key, value, lse=False)[0]
-        mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
+        mask = with_causal(attn_mask, query.shape[1], key.shape[1]) if self.causal else attn_mask
         mask = mask.expand(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         kind = (mask.dtype, mask.stride())
         out: torch.Tensor = self._flex(query, key, value, kind, score_mod=_score_mod(mask))

@@ -24,7 +24,6 @@ from multimodal_gen.runtime.layers.attention.backends._common import (
     expand_kv,
     rows_that_see,
     unit_stride,
-    with_causal,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -34,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HeadSizes,
     Variant,
 )
+from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, with_causal
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
@@ -65,7 +65,7 @@ class SDPAImpl(AlignedImpl):
         """See `AttentionImpl.forward`."""
         if attn_mask is None:
             return self._attend_aligned(query, key, value, lse=False)[0]
-        mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
+        mask = with_causal(attn_mask, query.shape[1], key.shape[1]) if self.causal else attn_mask
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
         return self._call_masked(q, k, v, mask).transpose(1, 2)
 
@@ -80,7 +80,9 @@ class SDPAImpl(AlignedImpl):
         elif _flash_is_bottom_right(q):
             out = _flash(q, k, v, True, self.softmax_scale)[0]
         else:
-            out = self._call_masked(q, k, v, with_causal(None, query, key))
+            out = self._call_masked(
+                q, k, v, bottom_right_causal_mask(q.shape[2], k.shape[2], q.device)
+            )
         return out.transpose(1, 2), None
 
     def _call_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial:
@@ -167,7 +169,7 @@ class CudnnSDPAImpl(AlignedImpl):
         """See `AttentionImpl.forward`."""
         if attn_mask is None:
             return self._attend_aligned(query, key, value, lse=False)[0]
-        mask = with_causal(attn_mask, query, key) if self.causal else attn_mask
+        mask = with_causal(attn_mask, query.shape[1], key.shape[1]) if self.causal else attn_mask
         sees = rows_that_see(mask)
         if mask.dtype is torch.bool:
             bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~(mask | ~sees), -math.inf)
@@ -348,7 +350,7 @@ def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale
     precise = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(precise) @ k.to(precise).mT) * scale
     if causal:
-        allowed = with_causal(None, q.transpose(1, 2), k.transpose(1, 2))
+        allowed = bottom_right_causal_mask(q.shape[2], k.shape[2], q.device)
         scores = scores.masked_fill(~allowed, -math.inf)
     lse = scores.logsumexp(-1)
     out = (scores - lse[..., None]).exp() @ v.to(precise)
