@@ -1,6 +1,11 @@
+import os
+import re
 import resource
+import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -92,28 +97,44 @@ def test_every_option_explains_itself(command: str, sglang) -> None:
     assert silent == []
 
 
+RUN = ("generate", "--model-path", "m", "--prompt", "x")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--frobnicate",), "No such option: --frobnicate"),
-        (("generate", "--prompt", "x"), "Missing option '--model-path'"),
-        (("generate", "--model-path", "m"), "Missing option '--prompt'"),
-        (("generate", "--model-path", "m", "--prompt", "x", "--height", "0"), "--height"),
-        (("generate", "--model-path", "m", "--prompt", "x", "--seed", "-1"), "--seed"),
-        (("generate", "--model-path", "m", "--prompt", "x", "--fps", "fast"), "--fps"),
-        (("generate", "--model-path", "m", "--prompt", "x", "--backend", "other"), "--backend"),
-        (("generate", "--model-path", "m", "--prompt", "x", "--dtype", "int8"), "--dtype"),
-        (("attention", "list", "--role", "both"), "--role"),
-        (("attention", "list", "--head-size", "0"), "--head-size"),
+        (("--frobnicate",), "no such option '--frobnicate'; see `sglang --help`"),
+        (("--prompt", "x"), "no such option '--prompt'; see `sglang --help`"),
+        (("generate", "--heigth=4"), "no such option '--heigth', did you mean '--height'?"),
+        (("genrate",), "no such command 'genrate'.*"),
+        (("attention", "lst"), "no such command 'lst'.*"),
+        (("generate", "--prompt", "x"), "--model-path must be given; see `sglang generate --help`"),
+        (("generate", "--model-path", "--prompt", "x"), "--prompt must be given; .*"),
+        ((*RUN, "--steps"), "no such option '--steps'.*"),
+        ((*RUN, "--seed"), "option '--seed' requires an argument"),
+        ((*RUN, "--overwrite=3"), "option '--overwrite' does not take a value"),
+        ((*RUN, "y"), r"got unexpected extra argument.* \(y\); see `sglang generate --help`"),
+        ((*RUN, "--height", "0"), "--height must be .*1, got '0'; see .*"),
+        ((*RUN, "--seed=-1"), "--seed must be .*0, got '-1'; see .*"),
+        ((*RUN, "--fps", "24", "--fps", "fast"), "--fps must be .*integer, got 'fast'; see .*"),
+        ((*RUN, "--guidance-scale", ""), "--guidance-scale must be .*, got ''; see .*"),
+        (
+            (*RUN, "--backend", "other"),
+            "--backend must be one of 'auto', 'sglang', 'diffusers', got 'other'; "
+            "see `sglang generate --help`",
+        ),
+        (("attention", "list", "--role", "both"), "--role must be one of 'self', .*, got 'both'.*"),
+        (("attention", "list", "--head-size", "0"), "--head-size must be .*1, got '0'; see .*"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_usage_error_names_the_option_and_exits_with_2(
+def test_a_usage_error_is_one_line_with_what_was_typed_and_exits_with_2(
     arguments: tuple[str, ...], message: str, sglang
 ) -> None:
     outcome = sglang(*arguments)
-    assert outcome.code == 2
-    assert message in outcome.err
-    assert "Traceback" not in outcome.err
+    assert (outcome.code, outcome.out) == (2, "")
+    (line,) = outcome.err.splitlines()
+    assert re.fullmatch("error: " + message.replace("?", r"\?"), line), line
 
 
 def test_an_error_of_the_package_is_one_line(sglang, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +161,52 @@ def test_dotted_flags_are_folded_before_parsing(sglang) -> None:
     outcome = sglang("generate", "--attention-config.backend")
     assert outcome.code == 2
     assert outcome.err == "error: --attention-config.backend must have a value, got none\n"
+
+
+def _interrupted_import(folder: Path, tail: str) -> subprocess.CompletedProcess[str]:
+    """Run a command while Ctrl-C arrives during the import of torch."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(
+        f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n{tail}\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "multimodal_gen", "attention", "list"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path.cwd()}"},
+    )
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "finally:\n    pass",
+        "except KeyboardInterrupt:\n    raise RuntimeError('could not import') from None",
+    ],
+    ids=["as it is", "turned into another exception"],
+)
+def test_ctrl_c_during_an_import_is_one_line(tail: str, tmp_path: Path) -> None:
+    done = _interrupted_import(tmp_path, tail)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_the_handler_of_ctrl_c_is_put_back(sglang) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert sglang("--version").code == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_command_line_runs_outside_the_main_thread() -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(main(["--version"])))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+def test_a_reader_that_closes_the_pipe_gets_no_traceback() -> None:
+    shell = f"'{sys.executable}' -u -m multimodal_gen attention list --json | true"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
