@@ -24,7 +24,10 @@ from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.takeover import DenoiserPlan
 from multimodal_gen.integrations.transformers import EncoderPlan
-from multimodal_gen.runtime.layers.attention.attention_config import scope_from
+from multimodal_gen.runtime.layers.attention.attention_config import (
+    refuse_not_in_this_build,
+    scope_from,
+)
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
@@ -117,7 +120,7 @@ def apply(
     Raises:
         UsageError: the target is no pipeline or model, or is attached already.
         ConfigError: a setting cannot be read or does not fit its backend.
-        UnsupportedBackendError: a requested backend cannot serve a layer.
+        UnsupportedBackendError: a requested backend is not in this build, or cannot serve a layer.
         ComponentAttentionBackendNotAppliedError: a component override, or a rule,
             reaches no attention layer.
         NothingAppliedError: no attention module of a denoiser could be taken over.
@@ -132,6 +135,7 @@ def apply(
         scope = scope_from(**settings, strict=strict)
     elif strict or any(value is not None for value in settings.values()):
         raise UsageError("scope must be given alone, got further settings beside it")
+    refuse_not_in_this_build(scope)
     components = find_components(target)
     plans, notes = _plan(target, components, scope)
     # A pipeline is about its denoisers: taking over nothing but its encoders is not enough.

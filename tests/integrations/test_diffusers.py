@@ -17,6 +17,7 @@ from multimodal_gen.errors import (
 )
 from multimodal_gen.integrations.denoiser import NamedCalls
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseBackend
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -407,12 +408,36 @@ def unknown_model():
     ).eval()
 
 
-def test_an_unknown_model_is_taken_over_and_says_that_its_grid_is_unknown():
+SPARSE_REQUESTS = pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_backend": "video_sparse_attn"},
+        {"component_attention_backends": {"unet": "video_sparse_attn"}},
+        {"attention_config": {"rules": [{"layers": "0", "backend": "video_sparse_attn"}]}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+
+
+@SPARSE_REQUESTS
+def test_an_unknown_model_does_not_hide_that_a_backend_is_not_in_this_build(settings):
+    model = unknown_model()
+    processors = model.attn_processors
+    with pytest.raises(
+        UnsupportedBackendError, match=r"got video_sparse_attn: .* not in this build"
+    ):
+        apply(model, **settings)
+    assert model.attn_processors == processors
+
+
+@SPARSE_REQUESTS
+def test_an_unknown_model_is_taken_over_and_says_that_its_grid_is_unknown(settings, monkeypatch):
+    monkeypatch.setattr(VideoSparseBackend, "not_in_this_build", None)
     model = unknown_model()
     inputs = (torch.randn(2, 4, 8, 8), torch.tensor(10), torch.randn(2, 5, 8))
     with torch.no_grad():
         expected = model(*inputs)[0]
-        with apply(model, attention_backend="video_sparse_attn") as handle:
+        with apply(model, **settings) as handle:
             out = model(*inputs)[0]
     report = handle.report()
     assert (out - expected).abs().max() <= 1e-5
