@@ -4,12 +4,13 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
@@ -83,7 +84,7 @@ class AttachedLayer:
         geometry: what its calls usually look like.
         compute_dtype: dtype of its q, k and v.
         scope: what the user configured.
-        also: what other calls look like, as far as that is known.
+        also: what other calls may look like, as far as that is known.
         masks_padding: see `StockAttention`.
 
     Raises:
@@ -110,7 +111,11 @@ class AttachedLayer:
         self._scope = scope
         self._masks_padding = masks_padding
         self.layer = self._build(geometry)
-        self.others = {_resolved(other): self._build(other) for other in also}
+        self.others: dict[Geometry, StockAttention] = {}
+        for other in also:
+            # Such a call may never come; one that does gets the error.
+            with suppress(UnsupportedBackendError):
+                self.others[_resolved(other)] = self._build(other)
 
     def attend(
         self,

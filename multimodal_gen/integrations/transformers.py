@@ -113,8 +113,9 @@ class EncoderPlan:
             layer=len(self._modules),
         )
         dtype = compute_dtype(module, self._component.model)
-        # A causal module gets its causality in the mask where there is padding.
-        also = (geometry._replace(causal=False),) if geometry.causal else ()
+        # Causality may come in the mask instead, or, as in CLIP's text model, with the call.
+        also = (geometry._replace(causal=not geometry.causal),)
+        also = also if hasattr(module, "is_causal") else ()
         self._modules.append((module, AttachedLayer(site, geometry, dtype, scope, also)))
 
 

@@ -1,5 +1,6 @@
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,9 @@ import torch
 from multimodal_gen.errors import NothingAppliedError, UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.transformers import NAME, attention_forward
+from multimodal_gen.runtime.layers.attention import selector
+from multimodal_gen.runtime.layers.attention.backends.sdpa import SDPABackend
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.testing.tiny_models import text_encoders, tokenizers
 
 PROMPTS = ["A red fox runs", "Two dogs chase a yellow ball along the beach"]
@@ -278,13 +282,28 @@ def test_what_needs_an_attention_function_of_its_own_is_refused(name):
             attention_forward(module, query, key, key, None, **{name: torch.ones(1)})
 
 
-@pytest.mark.parametrize("name", ["t5", "llama"])
-def test_encoders_compile_into_one_graph(name):
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["full", "padded"])
+@pytest.mark.parametrize("name", ["t5", "llama", "clip_text"])
+def test_encoders_compile_into_one_graph(name, mask):
     model = make(name)
-    expected = encode(model)
+    expected = encode(model, mask)
+    keep = slice(None) if mask is None else mask.bool()
     with apply(model) as handle:
-        encode(model)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
-        out = encode(compiled)
-        assert (out - expected).abs().max() <= 1e-5
-        assert {layer.calls for layer in handle.report().layers} == {2}
+        out = encode(compiled, mask)
+        assert (out - expected)[keep].abs().max() <= 1e-5
+        assert {layer.calls for layer in handle.report().layers} == {1}
+
+
+def test_a_backend_without_causality_serves_an_encoder_that_never_asks_for_it(monkeypatch):
+    sdpa = tuple(replace(v, features=v.features - {Feature.CAUSAL}) for v in SDPABackend.variants)
+    monkeypatch.setattr(SDPABackend, "variants", sdpa)
+    selector._resolve.cache_clear()
+    model = make("clip_text")
+    try:
+        with apply(model, component_attention_backends={"text_encoder": "torch_sdpa"}) as handle:
+            assert len(handle.report().layers) == len(model.encoder.layers)
+            with pytest.raises(UnsupportedBackendError, match=r"does not support causal"):
+                encode(model)
+    finally:
+        selector._resolve.cache_clear()
