@@ -38,7 +38,7 @@ class SlidingTileConfig(SparseConfig):
     """
 
     mask_strategy_file_path: str | None = option(
-        None, "JSON file with a window per step, layer and head, as 'sta tune' writes it"
+        None, "JSON file with a window per step, layer and head"
     )
     window: tuple[int, ...] | None = option(
         None, "one window for all, tiles along time, height, width", ge=1, length=3
@@ -64,8 +64,7 @@ class SlidingTileConfig(SparseConfig):
         if self.sta_mode == "STA_inference" and sources == (None, None):
             raise ConfigError(
                 "`mask_strategy_file_path` of sliding_tile_attn must name a strategy file, or "
-                "`window` must give one window such as [3, 3, 3]; `sglang attention sta search` "
-                "makes a strategy file"
+                "`window` must give one window such as [3, 3, 3]"
             )
         if None not in sources:
             raise ConfigError(
