@@ -50,7 +50,9 @@ def make_qkv(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
-    kv_shape = (batch, num_keys or num_queries, num_kv_heads or num_heads, head_size)
+    num_keys = num_queries if num_keys is None else num_keys
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    kv_shape = (batch, num_keys, num_kv_heads, head_size)
     gain = 1.0 + 0.5 * normal(head_size).abs()
     query = _rms_norm(normal(batch, num_queries, num_heads, head_size)) * gain
     key = _rms_norm(normal(*kv_shape) + 0.5 * normal(head_size)) * gain.flip(0)

@@ -10,6 +10,11 @@ def test_shapes_and_dtype_are_as_asked():
     assert {x.dtype for x in (q, k, v)} == {torch.float16}
 
 
+def test_no_keys_are_no_keys():
+    q, k, v = make_qkv(1, 5, 2, 16, num_keys=0)
+    assert (q.shape[1], k.shape[1], v.shape[1]) == (5, 0, 0)
+
+
 def test_the_same_seed_gives_the_same_numbers_and_leaves_the_global_generator_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()
