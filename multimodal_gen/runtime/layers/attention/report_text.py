@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     )
     from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
 
-__all__ = ["Footnotes", "Group", "condensed", "grouped", "ranges", "summary"]
+__all__ = ["Footnotes", "Group", "condensed", "fallback_warning", "grouped", "ranges", "summary"]
 
 # "fa3: needs ...": how a backend of several variants says which one a reason is about.
 _OF_VARIANT = re.compile(r"(\w+): (.*)", re.DOTALL)
@@ -130,6 +130,18 @@ def summary(report: "AttentionReport") -> list[str]:
             f"{calls} {'call' if calls == 1 else 'calls'} each; {footnotes.reason(selection)}"
         )
     return [*lines, *(f"note: {note}" for note in report.notes), *footnotes.lines()]
+
+
+def fallback_warning(selection: "Selection") -> str:
+    """Return what was asked for, what runs instead, why, and the remedies, in one line."""
+    asked, *between = selection.rejected
+    nor = f", and neither can {' or '.join(str(r.backend) for r in between)}" if between else ""
+    return (
+        f"attention backend {asked.backend} ({selection.asked.who}) cannot serve this layer{nor}, "
+        f"so {selection.label} runs instead: {'; '.join(condensed(asked.reasons))}. To run it "
+        f"without this warning ask for {selection.backend}; to refuse it set --strict-attention, "
+        f"or strict=True in apply()"
+    )
 
 
 def condensed(reasons: Sequence[str]) -> list[str]:

@@ -58,6 +58,11 @@ class Asked:
     detail: str = ""
     narrow: bool = False
 
+    @property
+    def who(self) -> str:
+        """The source with what exactly asked, e.g. "component transformer.cross"."""
+        return f"{self.source} {self.detail}".rstrip()
+
 
 AUTO = Asked(source=Source.AUTO)
 

@@ -22,6 +22,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     find_backend,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.report_text import fallback_warning
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -293,10 +294,9 @@ def _why(asked: Asked) -> str:
 def _refused(
     request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...]
 ) -> UnsupportedBackendError:
-    by = f" {asked.detail}" if asked.detail else ""
     tried = ". ".join(str(r) for r in rejected)
     return UnsupportedBackendError(
-        f"attention backend {rejected[0].backend} ({asked.source}{by}) cannot serve "
+        f"attention backend {rejected[0].backend} ({asked.who}) cannot serve "
         f"{_describe(request)}. {tried}. Choose another backend (`sglang attention list` shows "
         f"what runs here), or leave the choice to auto"
     )
@@ -321,7 +321,7 @@ def _warn_once(message: str) -> None:
 def warn_of_fallback(selection: Selection) -> None:
     """Log one warning per distinct fallback in the life of the process."""
     if selection.fallback:
-        _warn_once(f"running {selection.label} instead: {selection.reason}")
+        _warn_once(fallback_warning(selection))
 
 
 def get_attn_backend(

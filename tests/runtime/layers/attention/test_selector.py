@@ -165,9 +165,34 @@ def test_a_documented_fallback_warns_once_and_is_recorded(dense, caplog, wanted,
         warn_of_fallback(selection)
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
+    nor = f", and neither can {missing[1]}" if missing[1:] else ""
     assert warning.getMessage() == (
-        f"running {served} instead: {wanted} cannot serve this layer: "
-        f"needs platform oot, this is cuda"
+        f"attention backend {wanted} (command line) cannot serve this layer{nor}, so {served} runs "
+        f"instead: needs platform oot, this is cuda. To run it without this warning ask for "
+        f"{served}; to refuse it set --strict-attention, or strict=True in apply()"
+    )
+
+
+def test_a_fallback_warning_says_which_override_asked_and_joins_what_variants_share(caplog):
+    ask = asked(SAGE, Source.COMPONENT, detail="transformer.cross")
+    warn_of_fallback(resolve(request(dtype=torch.float32), ask))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "attention backend sage_attn (component transformer.cross) cannot serve this layer, and "
+        "neither can fa, so torch_sdpa runs instead: "
+    )
+    assert "; sage2, sage1: needs dtype bfloat16 or float16, got float32; " in message
+    assert "\n" not in message
+
+
+def test_a_fallback_warning_names_the_rule_of_the_platform(dense, caplog):
+    dense()
+    warn_of_fallback(resolve(request("mps"), asked(FLEX, detail="rule 2")))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "attention backend flex_attn (command line rule 2) cannot serve this layer, so torch_sdpa "
+        "runs instead: mps always runs torch_sdpa. To run it without this warning ask for "
+        "torch_sdpa; "
     )
 
 
@@ -446,8 +471,8 @@ def test_a_layer_warns_of_its_fallback_once_however_many_layers_there_are(dense,
     with use_scope(SelectionScope(default=asked(SAGE))):
         layers = [LocalAttention(2, 8, compute_dtype=torch.bfloat16) for _ in range(3)]
     assert {layer.backend for layer in layers} == {SDPA}
-    (warning,) = caplog.records
-    assert warning.getMessage().startswith("running torch_sdpa instead: sage_attn cannot serve")
+    (message,) = caplog.messages
+    assert "sage_attn (command line) cannot serve this layer, so torch_sdpa runs" in message
 
 
 def test_a_layer_refuses_an_impossible_request_at_construction(dense):
