@@ -114,8 +114,8 @@ class EncoderPlan:
         )
         dtype = compute_dtype(module, self._component.model)
         # Causality may come in the mask instead, or, as in CLIP's text model, with the call.
-        also = (geometry._replace(causal=not geometry.causal),)
-        also = also if hasattr(module, "is_causal") else ()
+        unusual = geometry._replace(causal=not geometry.causal)
+        also = (unusual,) if hasattr(module, "is_causal") else ()
         self._modules.append((module, AttachedLayer(site, geometry, dtype, scope, also)))
 
 

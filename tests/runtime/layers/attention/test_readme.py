@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from multimodal_gen.runtime.layers.attention.scope import Source
+
 REPOSITORY = Path(__file__).resolve().parents[4]
 README = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
 
@@ -57,11 +59,19 @@ with global_force_attn_backend_context_manager(AttentionBackendEnum.parse("plain
 """
 
 
+def test_who_asks_is_told_in_the_order_of_precedence_by_the_names_reports_use():
+    told = README.read_text().partition("**Who asks**")[2].partition("**What can serve")[0]
+    assert re.findall(r"^\d\. `(.*?)`:", told, re.M) == [str(source) for source in Source]
+
+
 def test_the_example_backend_runs_as_an_installed_plug_in(tmp_path):
     install_plugin(tmp_path)
     result = run(tmp_path, block("python", "layer = LocalAttention") + CHECK)
     assert result.returncode == 0, result.stderr
-    warning = "running torch_sdpa instead: plain_attn cannot serve this layer: does not support gqa"
+    warning = (
+        "attention backend plain_attn (forced) cannot serve this layer, so torch_sdpa runs "
+        "instead: does not support gqa. "
+    )
     assert warning in result.stderr
 
 
