@@ -42,6 +42,7 @@ def list_backends(options: ListOptions) -> None:
     request = _request(options, environment)
     picked = resolve(request, AUTO)
     found = [_status(backend, request) for backend in all_backends()]
+    broken = _broken_plugins()
     if options.as_json:
         document = {
             "platform": _platform(environment),
@@ -52,12 +53,13 @@ def list_backends(options: ListOptions) -> None:
                 "reason": picked.reason,
             },
             "backends": found,
+            "broken_plugins": broken,
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    typer.echo(f"platform: {_platform_line(environment)}")
-    typer.echo(f"layer:    {_request_line(request)}")
-    typer.echo(f"auto:     {picked.label}: {picked.reason}")
+    _echo(wrapped(f"platform: {_platform_line(environment)}"))
+    _echo(wrapped(f"layer:    {_request_line(request)}"))
+    _echo(wrapped(f"auto:     {picked.label}: {picked.reason}"))
     typer.echo("")
     rows = [
         Row(
@@ -67,6 +69,10 @@ def list_backends(options: ListOptions) -> None:
         for item in found
     ]
     _echo(table(("backend", "usable", "as"), rows))
+    if broken:
+        typer.echo("")
+        rows = [Row((item["name"], item["group"]), [item["error"]]) for item in broken]
+        _echo(table(("broken plug-in", "entry-point group"), rows))
 
 
 @app.command()
@@ -101,8 +107,8 @@ def explain(options: ExplainOptions) -> None:
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    typer.echo(f"platform: {_platform_line(environment)}")
-    typer.echo(f"pipeline: {index.name} ({len(report.layers)} attention layers)")
+    _echo(wrapped(f"platform: {_platform_line(environment)}"))
+    _echo(wrapped(f"pipeline: {index.name} ({len(report.layers)} attention layers)"))
     typer.echo("")
     footnotes = Footnotes()
     rows = []
@@ -146,6 +152,21 @@ def _status(backend: "AttentionBackendEnum", request: "AttentionRequest") -> dic
         "reasons": list(reasons),
         "install": list(dict.fromkeys(missing)),
     }
+
+
+def _broken_plugins() -> list[dict[str, str]]:
+    from multimodal_gen.runtime import platforms
+    from multimodal_gen.runtime.layers.attention.backends import registry
+
+    groups = {
+        registry.ENTRY_POINT_GROUP: registry.broken_plugins(),
+        platforms.ENTRY_POINT_GROUP: platforms.broken_platforms(),
+    }
+    return [
+        {"name": name, "group": group, "error": str(error)}
+        for group, errors in groups.items()
+        for name, error in errors.items()
+    ]
 
 
 def _platform(environment: "Environment") -> dict[str, Any]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 __all__ = ["Row", "table", "wrapped"]
 
 _INDENT = " " * 4
-_MINIMUM_WIDTH = 80
+_PIPED_WIDTH = 100
+_MINIMUM_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +26,51 @@ class Row:
 
 
 def table(headings: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a table."""
-    widths = [
-        max(len(cells[column]) for cells in (headings, *(row.cells for row in rows)))
-        for column in range(len(headings))
-    ]
+    """Yield the lines of a table, or of a list where the terminal is too narrow for the table.
+
+    No cell is ever cut off: names are copied from here.
+    """
+    lines = [headings, *(row.cells for row in rows)]
+    widths = [max(len(cells[column]) for cells in lines) for column in range(len(headings))]
+    if max(len(_line(cells, widths)) for cells in lines) > _width():
+        yield from _listed(headings, rows)
+        return
     yield _line(headings, widths)
     yield _line(["-" * size for size in widths], widths)
     for row in rows:
         yield _line(row.cells, widths)
-        for detail in row.details:
-            yield from wrapped(detail, indent=_INDENT)
+        yield from _details(row)
 
 
 def wrapped(text: str, *, indent: str = "") -> list[str]:
-    """Return `text` wrapped to the terminal, which counts as 80 columns wide at least.
+    """Return `text` wrapped to the terminal, or to 100 columns where the output is no terminal.
 
     Words are never broken: install commands are copied from here.
     """
-    width = max(_MINIMUM_WIDTH, shutil.get_terminal_size((100, 24)).columns)
     return textwrap.wrap(
         text,
-        width,
+        max(_width(), _MINIMUM_WIDTH),
         initial_indent=indent,
         subsequent_indent=indent + "  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _listed(headings: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        named = zip(headings, row.cells, strict=True)
+        yield from wrapped("; ".join(f"{heading}: {cell}" for heading, cell in named))
+        yield from _details(row)
+
+
+def _details(row: Row) -> Iterator[str]:
+    for detail in row.details:
+        yield from wrapped(detail, indent=_INDENT)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -1,11 +1,14 @@
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import multimodal_gen
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends
 from multimodal_gen.runtime.platforms import PlatformEnum
@@ -72,6 +75,79 @@ def test_list_is_about_the_layer_asked_for(sglang) -> None:
     assert not sparse["usable"]
 
 
+@pytest.mark.parametrize("columns", [40, 60])
+def test_list_cuts_no_name_off_on_a_narrow_terminal(columns, sglang, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = sglang("attention", "list").out.splitlines()
+    words = " ".join(lines).replace(";", "").split()
+    assert {str(backend) for backend in all_backends()} <= set(words)
+    longest = max((line for line in lines), key=len)
+    assert len(longest) <= columns, longest
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_explain_cuts_no_name_off_on_a_narrow_terminal(
+    columns, tiny_pipeline, sglang, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    outcome = sglang("attention", "explain", "--model-path", tiny_pipeline("wan"))
+    assert outcome.code == 0, outcome.err
+    words = outcome.out.replace(";", "").split()
+    assert {"text_encoder", "transformer", "encoder", "self", "cross", "torch_sdpa"} <= set(words)
+    assert all(len(line) <= columns for line in outcome.out.splitlines())
+
+
+def _install_broken_plugins(folder: Path) -> None:
+    """Lay out an installed package whose backend and platform do not import."""
+    (folder / "broken_plugin.py").write_text("raise OSError('libbroken.so.3 is missing')\n")
+    info = folder / "broken_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[multimodal_gen.attention_backends]\n"
+        "broken_attn = broken_plugin:Backend\n"
+        "broken-name = broken_plugin:Backend\n"
+        "[multimodal_gen.platforms]\n"
+        "broken_device = broken_plugin:Platform\n"
+    )
+
+
+def _list_in(folder: Path, *flags: str) -> str:
+    path = f"{folder}{os.pathsep}{Path(multimodal_gen.__file__).parents[1]}"
+    done = subprocess.run(
+        [sys.executable, "-m", "multimodal_gen", "attention", "list", *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_list_shows_broken_plug_ins_with_their_errors(tmp_path) -> None:
+    _install_broken_plugins(tmp_path)
+    document = json.loads(_list_in(tmp_path, "--json"))
+    found = {(item["name"], item["group"]) for item in document["broken_plugins"]}
+    assert found == {
+        ("broken_attn", "multimodal_gen.attention_backends"),
+        ("broken-name", "multimodal_gen.attention_backends"),
+        ("broken_device", "multimodal_gen.platforms"),
+    }
+    errors = [item["error"] for item in document["broken_plugins"]]
+    assert all("libbroken.so.3 is missing" in error for error in errors)
+
+    _, _, table = _list_in(tmp_path).partition("broken plug-in ")
+    assert all(name in table for name, _ in found)
+    assert " ".join(table.split()).count("must load, got OSError('libbroken.so.3 is missing')") == 3
+
+
+def test_list_says_nothing_of_plug_ins_where_all_is_well(sglang) -> None:
+    assert json.loads(sglang("attention", "list", "--json").out)["broken_plugins"] == []
+    assert "plug-in" not in sglang("attention", "list").out
+
+
 def test_install_commands_come_with_what_is_missing(sglang) -> None:
     document = json.loads(sglang("attention", "list", "--json").out)
     for item in document["backends"]:
@@ -87,8 +163,6 @@ def _by_name(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_explain_finds_the_layers_that_a_run_uses(family: str, tiny_pipeline, sglang) -> None:
     from diffusers import DiffusionPipeline
-
-    import multimodal_gen
 
     folder = tiny_pipeline(family)
     outcome = sglang("attention", "explain", "--model-path", folder, "--json")

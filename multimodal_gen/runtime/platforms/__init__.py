@@ -4,8 +4,10 @@ Packages outside the tree add a platform with an entry point in the group
 `multimodal_gen.platforms` that names a `Platform` subclass.
 """
 
+import logging
 from functools import cache
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.platforms.cpu import CpuPlatform
 from multimodal_gen.runtime.platforms.cuda import CudaPlatform
 from multimodal_gen.runtime.platforms.entry_points import registered
@@ -28,9 +30,12 @@ __all__ = [
     "DeviceCapability",
     "Platform",
     "PlatformEnum",
+    "broken_platforms",
     "current_platform",
     "detect_platform",
 ]
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "multimodal_gen.platforms"
 
@@ -49,10 +54,18 @@ BUILTIN_PLATFORMS: tuple[type[Platform], ...] = (
 def detect_platform() -> Platform:
     """Return the first available platform; those registered by entry points come first.
 
-    Raises:
-        ConfigError: an entry point does not load, or names no `Platform` subclass.
+    An entry point that does not load, or names no `Platform` subclass, is left out with a warning.
     """
-    return next(platform for platform in _candidates() if platform.is_available())
+    plugins, broken = _read_plugins()
+    for error in broken.values():
+        logger.warning("leaving out a platform: %s", error)
+    candidates = (cls() for cls in (*plugins, *BUILTIN_PLATFORMS))
+    return next(platform for platform in candidates if platform.is_available())
+
+
+def broken_platforms() -> dict[str, ConfigError]:
+    """Return what is wrong with the registered platforms that were left out, by their name."""
+    return _read_plugins()[1]
 
 
 @cache
@@ -61,6 +74,7 @@ def current_platform() -> Platform:
     return detect_platform()
 
 
-def _candidates() -> list[Platform]:
-    plugins = [cls for _, cls in registered(ENTRY_POINT_GROUP, Platform)]
-    return [cls() for cls in (*plugins, *BUILTIN_PLATFORMS)]
+def _read_plugins() -> tuple[list[type[Platform]], dict[str, ConfigError]]:
+    broken: dict[str, ConfigError] = {}
+    found = [cls for _, cls in registered(ENTRY_POINT_GROUP, Platform, broken.__setitem__)]
+    return found, broken

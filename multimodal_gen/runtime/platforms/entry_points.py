@@ -8,30 +8,21 @@ from multimodal_gen.errors import ConfigError
 
 
 def registered(
-    group: str,
-    base: type[Any],
-    on_broken: Callable[[str, ConfigError], None] | None = None,
+    group: str, base: type[Any], on_broken: Callable[[str, ConfigError], None]
 ) -> Iterator[tuple[str, type[Any]]]:
-    """Yield name and class of every entry point of a group.
+    """Yield name and class of every entry point of a group that loads.
 
     Args:
         group: entry-point group.
         base: class that what they name must derive from.
-        on_broken: called with the name and the error of an entry point that is then left out;
-            None to raise the error.
-
-    Raises:
-        ConfigError: an entry point cannot be loaded, or names something else.
+        on_broken: called with the name and the error of each entry point that cannot be loaded,
+            or names something else.
     """
     for entry in importlib.metadata.entry_points(group=group):
         try:
-            cls = _load(entry, group, base)
+            yield entry.name, _load(entry, group, base)
         except ConfigError as error:
-            if on_broken is None:
-                raise
             on_broken(entry.name, error)
-            continue
-        yield entry.name, cls
 
 
 def _load(entry: importlib.metadata.EntryPoint, group: str, base: type[Any]) -> type[Any]:

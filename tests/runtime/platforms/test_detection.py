@@ -1,12 +1,12 @@
 """Platforms without their hardware: torch is told what it would see there."""
 
+import re
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime import platforms
 from multimodal_gen.runtime.platforms import BUILTIN_PLATFORMS, PlatformEnum, entry_points
 from multimodal_gen.runtime.platforms.cpu import CpuPlatform
@@ -126,15 +126,18 @@ def test_a_registered_platform_without_its_device_is_passed_over(bare):
 
 
 @pytest.mark.usefixtures("importable")
-def test_an_entry_point_that_names_no_platform_is_an_error(bare):
-    register(bare, bad="plugged_platform:number")
-    with pytest.raises(ConfigError, match=r"'bad' in group 'multimodal_gen.platforms' must name a"):
-        platforms.detect_platform()
-
-
-@pytest.mark.usefixtures("importable")
-@pytest.mark.parametrize("value", ["exploding_platform:Good", "no_such_module_here:Good"])
-def test_an_entry_point_that_does_not_load_is_an_error_that_names_it(bare, value):
-    register(bare, broken=value)
-    with pytest.raises(ConfigError, match=r"'broken' in group .* must load, got .*uninstall"):
-        platforms.detect_platform()
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("plugged_platform:number", r"'bad' in group 'multimodal_gen.platforms' must name a"),
+        ("exploding_platform:Good", r"'bad' in group .* must load, got .*no driver.*uninstall"),
+        ("no_such_module_here:Good", r"'bad' in group .* must load, got ModuleNotFoundError"),
+    ],
+)
+def test_a_broken_entry_point_is_left_out_with_a_warning(bare, caplog, value, message):
+    register(bare, bad=value, away="plugged_platform:Away", good="plugged_platform:Good")
+    assert platforms.detect_platform().name is PlatformEnum.OOT
+    (warning,) = caplog.messages
+    assert re.search(message, warning)
+    (error,) = platforms.broken_platforms().values()
+    assert str(error) in warning

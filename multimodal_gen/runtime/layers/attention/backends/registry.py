@@ -66,8 +66,8 @@ def backends_of(backend: AttentionBackendEnum) -> tuple[type[AttentionBackend], 
     """
     builtin = tuple(_load(path) for path in _BUILTIN.get(backend, ()))
     classes = builtin + _plugins().get(str(backend), ())
-    if not classes and str(backend) in _broken_plugins():
-        raise _broken_plugins()[str(backend)]
+    if not classes and str(backend) in broken_plugins():
+        raise broken_plugins()[str(backend)]
     if not classes:
         raise ConfigError(
             f"attention backend {backend} must be registered by an installed package, none "
@@ -137,7 +137,8 @@ def _plugins() -> MappingProxyType[str, tuple[type[AttentionBackend], ...]]:
     return _read_plugins()[0]
 
 
-def _broken_plugins() -> MappingProxyType[str, ConfigError]:
+def broken_plugins() -> MappingProxyType[str, ConfigError]:
+    """Return what is wrong with the plug-ins that were left out, by the name of their entry."""
     return _read_plugins()[1]
 
 
@@ -155,7 +156,8 @@ def _read_plugins() -> tuple[
     def leave_out(name: str, error: ConfigError) -> None:
         logger.warning("leaving out an attention backend: %s", error)
         if name.isidentifier():
-            broken[str(AttentionBackendEnum.register_plugin_name(name))] = error
+            name = str(AttentionBackendEnum.register_plugin_name(name))
+        broken[name] = error
 
     for name, cls in registered(ENTRY_POINT_GROUP, AttentionBackend, leave_out):
         try:
