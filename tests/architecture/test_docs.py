@@ -127,6 +127,36 @@ def test_every_extra_of_the_readme_is_declared() -> None:
         assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), extra
 
 
+def quoted_commands(code: str) -> Iterator[str]:
+    """Yield the name of each command that a text in `code` tells a user to run."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"`sglang((?: [a-z]+)+)", node.value)
+
+
+def missing_commands(code: str) -> list[str]:
+    """Return the commands that texts in `code` name and that the program does not have."""
+    missing = []
+    for quoted in quoted_commands(code):
+        node: Any = typer.main.get_command(app)
+        for name in quoted.split():
+            node = getattr(node, "commands", {}).get(name)
+        if node is None:
+            missing.append(quoted.strip())
+    return missing
+
+
+def test_every_command_that_a_message_names_exists() -> None:
+    sources = [path.read_text() for path in (REPOSITORY / "multimodal_gen").rglob("*.py")]
+    assert sum(len(list(quoted_commands(code))) for code in sources) >= 5
+    assert [name for code in sources for name in missing_commands(code)] == []
+
+
+def test_a_planted_message_with_a_dead_command_is_reported() -> None:
+    code = 'raise E("see `sglang attention sta " "search` or `sglang attention list`")'
+    assert missing_commands(code) == ["attention sta search"]
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
