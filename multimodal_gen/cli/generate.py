@@ -113,4 +113,4 @@ def _print(generated: "Generated", backend: str, reason: str) -> None:
     for line in generated.report.summary().splitlines():
         typer.echo(f"  {line}")
     for note in generated.notes:
-        typer.echo(f"note: {note}")
+        typer.echo(f"note: {note}", err=True)

@@ -237,7 +237,22 @@ def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
         ("wan", ("--device", "cuda:99"), "--device must be a torch device of this machine"),
         ("wan", ("--device", "toaster"), "--device must be a torch device of this machine"),
         ("wan", ("--offload", "model", "--device", "cpu"), "--offload must be none on the CPU"),
+        ("wan", ("--device", "meta"), "--device must be a torch device of this machine"),
         ("wan", ("--num-gpus", "2"), "--num-gpus must be 1, got 2"),
+        ("flux", ("--height", "8"), "--height must be at least 16 for FluxPipeline, got 8: "),
+        ("cogvideox", ("--width", "24"), "--width must be a multiple of 16 for CogVideoXPipeline"),
+        ("ltx", (), "--num-inference-steps must be at least 2 for this LTXPipeline, got 1: "),
+        ("qwen_image", (), "--num-inference-steps must be at least 2 for this QwenImagePipeline"),
+        ("cogvideox", ("--num-outputs", "2"), "--num-outputs must be 1 for CogVideoXPipeline"),
+        ("hunyuan_video_15", ("--num-outputs", "2"), "must be 1 for HunyuanVideo15Pipeline"),
+        ("flux", ("--num-outputs", "1000000000"), "--num-outputs must be at most 1000, got"),
+        ("flux", ("--negative-prompt", "\udcff"), "--negative-prompt must be Unicode text, got"),
+        ("cogvideox", ("--num-inference-steps", "1001"), "the pipeline refuses its arguments: "),
+        (
+            "wan",
+            (*WAN_SIZE, "--attention-backend", "_native_cudnn", "--device", "cpu"),
+            "must be one that diffusers can run here, got _native_cudnn, which failed: ",
+        ),
         ("wan", ("--height", "33", "--width", "48"), "the pipeline refuses its arguments: "),
         ("wan", ("--attention-backend", "tourch_sdpa"), "did you mean 'torch_sdpa'?"),
         (
@@ -421,6 +436,58 @@ def _raise_in_step(monkeypatch, error: BaseException) -> None:
     monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "step", step)
 
 
+def test_a_result_that_is_not_finite_is_refused_and_leaves_no_file(
+    tiny_pipeline, sglang, tmp_path, monkeypatch
+) -> None:
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+
+    command = (
+        *("generate", "--model-path", tiny_pipeline("flux"), "--output-path", tmp_path / "a.png"),
+        *("--height", "32", "--width", "32", *SMALL),
+    )
+    spoilt = {
+        "the denoised latents must be finite, got ": (FlowMatchEulerDiscreteScheduler, "step"),
+        "the decoded pixels must be finite, got nothing but nan": (AutoencoderKL, "decode"),
+    }
+    for message, (cls, name) in spoilt.items():
+        with monkeypatch.context() as patch:
+            method = getattr(cls, name)
+            patch.setattr(
+                cls, name, lambda *a, m=method, **k: tuple(x * float("nan") for x in m(*a, **k))
+            )
+            outcome = sglang(*command)
+        assert outcome.code == 2
+        (line,) = [text for text in outcome.err.splitlines() if text.startswith("error: ")]
+        assert message in line
+        assert _files(tmp_path) == []
+
+
+def test_what_was_made_is_on_record_and_a_rounded_size_is_said(
+    tiny_pipeline, sglang, tmp_path
+) -> None:
+    flags = ("--height", "40", "--width", "32")
+    outcome, record = _generate(sglang, tiny_pipeline("flux"), tmp_path, *SMALL, *flags)
+    assert (record["arguments"]["height"], record["arguments"]["width"]) == (40, 32)
+    assert record["produced"] == {
+        "num_outputs": 1,
+        "num_frames": None,
+        "height": 32,
+        "width": 32,
+        "non_finite_values": 0,
+    }
+    note = "--height 40 was asked for, the pipeline made 32"
+    assert record["notes"] == [note]
+    assert f"note: {note}\n" in outcome.err
+    assert note not in outcome.out
+
+
+def test_rounded_frames_are_on_record(tiny_pipeline, sglang, tmp_path) -> None:
+    flags = ("--height", "32", "--width", "32", "--num-frames", "7")
+    _, record = _generate(sglang, tiny_pipeline("wan"), tmp_path, *SMALL, *flags)
+    assert record["produced"]["num_frames"] == 5
+    assert "--num-frames 7 was asked for, the pipeline made 5" in record["notes"]
+
+
 def test_ctrl_c_while_denoising_leaves_no_file(
     tiny_pipeline, sglang, tmp_path, monkeypatch
 ) -> None:
@@ -531,8 +598,8 @@ def test_blocks_are_compiled_where_the_model_names_them(
     assert (flux.code, cogvideox.code) == (0, 0), flux.err + cogvideox.err
     assert compiled == [("FluxTransformer2DModel", {"fullgraph": True})]
     note = "note: transformer was not compiled: CogVideoXTransformer3DModel names no repeated"
-    assert note not in flux.out
-    assert note in cogvideox.out
+    assert note not in flux.err
+    assert note in cogvideox.err
 
 
 def test_the_installed_program_writes_a_video(tiny_pipeline, tmp_path) -> None:

@@ -23,6 +23,8 @@ def _grid(call: ModelCall) -> Grid | None:
 def _grid_of_ids(ids: torch.Tensor) -> Grid | None:
     """Read the grid off position ids [S, 3]; reference images of Kontext lie on no one grid."""
     positions = ids[0] if ids.dim() == 3 else ids
+    if not len(positions):
+        return None
     is_reference, rows, columns = (int(top) for top in positions.amax(0).tolist())
     if is_reference or (rows + 1) * (columns + 1) != positions.shape[0]:
         return None

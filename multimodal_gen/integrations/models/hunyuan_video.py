@@ -52,7 +52,8 @@ def _padding_15(call: ModelCall) -> KeyPadding | None:
     if image is None or masks[0] is None or masks[1] is None or grid is None:
         return None
     # Without an image its embeddings are all zero, and the model masks them out.
-    has_image = (image != 0).any().expand(image.shape[:2])
+    # The pipeline embeds it once for all videos of a prompt.
+    has_image = (image != 0).any().expand(masks[0].shape[0], image.shape[1])
     text = torch.cat((has_image, *(mask != 0 for mask in masks if mask is not None)), dim=1)
     return _rear_padding(text, grid)
 

@@ -9,7 +9,7 @@ its progress bar just before the first step.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.loading import first_line
+from multimodal_gen.runtime.generator.failures import refusal_explained
 from multimodal_gen.runtime.generator.record import Timings
 from multimodal_gen.runtime.generator.sampling import Call
 
@@ -49,7 +49,7 @@ def denoise(pipe: Any, call: Call, timings: Timings) -> Denoised:
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     start = timings.now()
     watch = _Watch(timings)
-    with _watched(pipe, watch):
+    with _watched(pipe, watch), refusal_explained():
         result = pipe(**call.arguments, **_callback(pipe, watch))
     if watch.latents is None:
         raise UsageError(f"{type(pipe).__name__} made no denoising step, so there is no result")
@@ -132,24 +132,8 @@ def _watched(pipe: Any, watch: _Watch) -> Iterator[None]:
 
     pipe.scheduler.step = _WatchedStep(pipe.scheduler, watch)
     pipe.progress_bar = watched_bar
-    if hasattr(pipe, "check_inputs"):
-        pipe.check_inputs = _explained(pipe.check_inputs)
     try:
         yield
     finally:
         del pipe.scheduler.step
         del pipe.progress_bar
-        vars(pipe).pop("check_inputs", None)
-
-
-def _explained(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn what a pipeline says of its arguments into an error for the user."""
-
-    @functools.wraps(check)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return check(*args, **kwargs)
-        except ValueError as error:
-            raise UsageError(f"the pipeline refuses its arguments: {first_line(error)}") from error
-
-    return explained

@@ -21,6 +21,7 @@ __all__ = [
     "denoisers",
     "first_line",
     "import_diffusers",
+    "is_out_of_memory",
     "load_pipeline",
     "pick_device",
     "pick_dtype",
@@ -73,13 +74,7 @@ class PipelineIndex:
         location = _locate(model_path)
         diffusers = import_diffusers()
         config = _read_config(diffusers, location)
-        name = config.get("_class_name")
-        pipeline_class = getattr(diffusers, str(name), None)
-        if not isinstance(pipeline_class, type):
-            raise UsageError(
-                f"the pipeline class of {model_path!r} must be one that diffusers "
-                f"{diffusers.__version__} has, got {name!r}; a newer diffusers may have it"
-            )
+        pipeline_class = _pipeline_class(diffusers, config.get("_class_name"), model_path)
         components = {
             key: (str(value[0]), str(value[1]))
             for key, value in config.items()
@@ -120,9 +115,13 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
             pipe = index.pipeline_class.from_pretrained(  # type: ignore[attr-defined]
                 index.model_path, **{_dtype_argument(): _dtypes(index, args.dtype, dtype)}
             )
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # Files that do not fit their classes fail in every way there is, from within libraries.
+        if is_out_of_memory(error):
+            raise
         raise UsageError(
-            f"the pipeline at {index.model_path!r} could not be loaded: {first_line(error)}"
+            f"the pipeline at {index.model_path!r} could not be loaded, check its files and "
+            f"options: {_described(error)}"
         ) from error
     if args.vae_tiling:
         _tile_vae(pipe)
@@ -154,15 +153,31 @@ def pick_device(device: str | None) -> torch.device:
     """
     if device is None:
         return torch.device(current_platform().device_type)
+    reason = ""
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(
-            f"--device must be a torch device of this machine, such as cpu or cuda:0, got "
-            f"{device!r} ({first_line(error)})"
-        ) from error
-    return chosen
+        # Tensors on the meta device have no values: nothing would be computed.
+        if chosen.type != "meta":
+            reason = f"; torch cannot use {chosen.type} here"
+            torch.empty(0, device=chosen)
+            return chosen
+    except (NotImplementedError, ImportError):
+        pass
+    except (RuntimeError, AssertionError) as error:
+        reason = reason and f" ({first_line(error)})"
+    raise UsageError(
+        f"--device must be a torch device of this machine ({', '.join(_devices())}), got "
+        f"{device!r}{reason}"
+    )
+
+
+def _devices() -> tuple[str, ...]:
+    """Return the devices of this machine by torch's names."""
+    kind = current_platform().device_type
+    if kind == "cpu":
+        return ("cpu",)
+    count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
+    return ("cpu", *(f"{kind}:{n}" for n in range(count)))
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -198,8 +213,53 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that a device's memory, or the machine's, is full."""
+    # The CPU's allocator raises a plain RuntimeError.
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or "can't allocate memory" in str(error)
+
+
+def _described(error: BaseException) -> str:
+    """Return the first line of an error, with its type where the line alone says little."""
+    line = first_line(error)
+    return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
+
+
+def _pipeline_class(diffusers: Any, name: object, model_path: str) -> type:
+    """Return the class of that name, if it is a pipeline's."""
+    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    base = diffusers.DiffusionPipeline
+    if isinstance(found, type) and issubclass(found, base) and found is not base:
+        return found
+    missing = getattr(found, "_backends", None)
+    if missing:
+        raise MissingDependencyError(
+            f"{name} of diffusers needs further packages; install {', '.join(missing)}"
+        )
+    what = "no class of it" if found is None else "no pipeline"
+    raise UsageError(
+        f"the pipeline class of {model_path!r} must be one that diffusers "
+        f"{diffusers.__version__} has, got {name!r}, which is {what}; check _class_name in its "
+        f"{_INDEX}, a newer diffusers may have it"
+    )
+
+
 def _locate(model_path: str) -> str:
     """Return the folder, with `~` expanded, or the hub id."""
+    try:
+        return _located(model_path)
+    except (OSError, RuntimeError) as error:
+        # Too long, not readable, or the home of nobody.
+        shown = model_path if len(model_path) <= 80 else f"{model_path[:80]}..."
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(
+            f"--model-path must be an existing pipeline folder or a hub id, got {shown!r} "
+            f"({reason})"
+        ) from error
+
+
+def _located(model_path: str) -> str:
     folder = Path(model_path).expanduser()
     if (folder / _INDEX).is_file():
         return str(folder)
@@ -225,18 +285,24 @@ def _locate(model_path: str) -> str:
 
 def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = diffusers.DiffusionPipeline.load_config(location)
-    except (OSError, ValueError) as error:
+        config = diffusers.DiffusionPipeline.load_config(location)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        # diffusers takes for granted that the file holds an object.
         if Path(location).is_dir():
             raise UsageError(
-                f"{_INDEX} of {location!r} must be a JSON file, reading it failed: "
-                f"{first_line(error)}"
+                f"{_INDEX} of {location!r} must be a JSON file that holds an object, reading it "
+                f"failed: {_described(error)}"
             ) from error
         raise UsageError(
             f"--model-path must be an existing pipeline folder or a reachable hub id, got "
             f"{location!r}: there is no such folder, and the Hugging Face Hub did not give its "
             f"{_INDEX} ({first_line(error)})"
         ) from error
+    if not isinstance(config, dict):
+        raise UsageError(
+            f"{_INDEX} of {location!r} must be a JSON file that holds an object, got a "
+            f"{type(config).__name__}"
+        )
     return config
 
 

@@ -1,26 +1,28 @@
 """One generation: load a pipeline, attach attention, run it, save the result."""
 
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.generator import media
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise
+from multimodal_gen.runtime.generator.failures import (
+    diffusers_backend_explained,
+    out_of_memory_explained,
+)
+from multimodal_gen.runtime.generator.limits import check_loaded
 from multimodal_gen.runtime.generator.loading import (
     PipelineIndex,
     denoisers,
-    first_line,
     load_pipeline,
     pick_device,
 )
 from multimodal_gen.runtime.generator.output import OutputNames, OutputTarget, Staging
 from multimodal_gen.runtime.generator.record import Timings, record_json, versions
+from multimodal_gen.runtime.generator.result import check_finite, differences, produced
 from multimodal_gen.runtime.generator.sampling import Call, check_arguments, prepare_call
 from multimodal_gen.runtime.generator.session import Attach, Report
 from multimodal_gen.runtime.layers.attention.report import Json
@@ -69,8 +71,8 @@ def generate(
         facts: further entries for the record, e.g. this package's version.
 
     Raises:
-        UsageError: an option does not fit the pipeline, the device or the disk; also when the
-            device runs out of memory.
+        UsageError: an option does not fit the pipeline, the device or the disk; the device runs
+            out of memory; the named backend of diffusers fails; the result is not finite.
         MissingDependencyError: diffusers, or an encoder for videos, is not installed.
     """
     device = pick_device(args.device)
@@ -80,26 +82,32 @@ def generate(
     args = replace(args, seed=seed)
     target = _target(index, args)
     timings = Timings(device)
-    with _out_of_memory_explained():
+    with out_of_memory_explained():
         with timings.phase("load"):
             pipe = load_pipeline(index, args, device)
+        check_loaded(pipe, args)
         call = prepare_call(pipe, index, args)
         with timings.phase("attach"):
             session = attach(pipe)
         try:
             notes = _compile(pipe) if args.enable_torch_compile else ()
-            run = denoise(pipe, call, timings)
+            with diffusers_backend_explained(_named_backend(args)):
+                run = denoise(pipe, call, timings)
             report = session.report()
         finally:
             session.remove()
+    check_finite(run)
+    made = produced(run.pixels)
     record: dict[str, Json] = {
         **(facts or {}),
         "versions": versions(device),
         "pipeline": index.name,
         "arguments": _arguments(args),
+        "produced": made,
         "attention": report.as_dict(),
     }
-    names, more = _save(target, run, call, timings, record, notes=(*call.notes, *notes))
+    notes = (*call.notes, *notes, *differences(made, args))
+    names, more = _save(target, run, call, timings, record, notes=notes)
     return Generated(
         media=names.media,
         record=names.record,
@@ -108,6 +116,13 @@ def generate(
         report=report,
         notes=more,
     )
+
+
+def _named_backend(args: ServerArgs) -> str | None:
+    """Return the diffusers backend that was asked for by name, if any."""
+    if args.backend != "diffusers" or args.attention_backend is None:
+        return None
+    return str(args.attention_backend)
 
 
 def _arguments(args: ServerArgs) -> dict[str, Json]:
@@ -210,18 +225,3 @@ def _write(
         }
         record_json(complete, staging.path(names.record))
     return notes
-
-
-@contextmanager
-def _out_of_memory_explained() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator raises a plain RuntimeError.
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not known and "can't allocate memory" not in str(error):
-            raise
-        raise UsageError(
-            f"the device ran out of memory ({first_line(error)}); try a smaller --height, --width "
-            f"or --num-frames, --dtype bfloat16, --vae-tiling, or --offload model (then sequential)"
-        ) from error

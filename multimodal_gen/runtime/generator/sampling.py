@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.limits import check_asked
 from multimodal_gen.runtime.generator.loading import PipelineIndex, denoisers
 from multimodal_gen.runtime.server_args import ServerArgs
 
@@ -58,14 +59,15 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
     """Check the options against the pipeline's signature, before its weights are loaded.
 
     Raises:
-        UsageError: an option was given that the pipeline does not take, or the pipeline needs an
-            argument there is no option for.
+        UsageError: an option was given that the pipeline does not take or cannot serve, or the
+            pipeline needs an argument there is no option for.
     """
     parameters = index.parameters
     for option, names in (*_ARGUMENTS, ("num_outputs", _NUM_OUTPUTS)):
         default = 1 if option == "num_outputs" else None
         if getattr(args, option) != default and not any(name in parameters for name in names):
             raise _not_taken(index.name, option, getattr(args, option), parameters)
+    check_asked(index, args)
     if args.guidance_scale is not None and not _takes_guidance(index):
         raise _not_taken(index.name, "guidance_scale", args.guidance_scale, parameters)
     if args.fps is not None and index.kind == "image":

@@ -121,6 +121,7 @@ def test_flux_ids_are_read_once_while_they_live(monkeypatch):
     [
         ("FluxTransformer2DModel", call(img_ids=torch.cat((flux_ids(4, 6), flux_ids(4, 6, 1))))),
         ("FluxTransformer2DModel", call(img_ids=flux_ids(4, 6)[:-1])),
+        ("FluxTransformer2DModel", call(img_ids=torch.zeros(0, 3))),
         ("FluxTransformer2DModel", call()),
         ("QwenImageTransformer2DModel", call(img_shapes=[[(1, 4, 6), (1, 8, 8)]])),
         ("QwenImageTransformer2DModel", call(img_shapes=None)),
@@ -184,6 +185,20 @@ def test_hunyuan_video_15_masks_an_image_that_is_not_there(image):
     padding.resolve(padding.facts().tolist())
     assert padding.shape == (1, 4 + 3 + 2 + 3)
     assert padding.valid == 4 + 3 + (3 if image else 0)
+
+
+def test_hunyuan_video_15_spreads_one_image_over_several_videos():
+    model_call = call(
+        {"patch_size": 2, "patch_size_t": 1},
+        hidden_states=torch.zeros(2, 16, 1, 4, 4),
+        image_embeds=torch.ones(1, 3, 8),
+        encoder_attention_mask=torch.tensor([[0, 1, 1], [0, 1, 1]]),
+        encoder_attention_mask_2=torch.tensor([[1, 0], [1, 0]]),
+    )
+    padding = adapter("HunyuanVideo15Transformer3DModel").padding(model_call)
+    padding.resolve(padding.facts().tolist())
+    assert padding.shape == (2, 4 + 3 + 2 + 3)
+    assert padding.valid == 4 + 3 + 1 + 2
 
 
 @pytest.mark.parametrize(

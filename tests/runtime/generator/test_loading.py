@@ -70,10 +70,96 @@ def test_an_unknown_dtype_is_refused() -> None:
         pick_dtype("int8", CPU)
 
 
-@pytest.mark.parametrize("device", ["toaster", "cuda:99"])
+@pytest.mark.parametrize("device", ["toaster", "cuda:99", "cuda:-1", "meta", "xla", "hpu"])
 def test_a_device_this_machine_lacks_is_refused(device: str) -> None:
-    with pytest.raises(UsageError, match=f"must be a torch device of this .* got '{device}'"):
+    rule = rf"^--device must be a torch device of this machine \(cpu.*\), got '{device}'"
+    with pytest.raises(UsageError, match=rule) as caught:
         pick_device(device)
+    assert len(str(caught.value)) < 200
+
+
+def test_every_device_of_the_machine_is_named_to_who_picks_another(monkeypatch) -> None:
+    from multimodal_gen.runtime.generator import loading
+
+    monkeypatch.setattr(loading, "current_platform", lambda: SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match=r"\(cpu, cuda:0, cuda:1\), got 'toaster'$"):
+        pick_device("toaster")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "model_index.json of .* must be a JSON file that holds an object, got a list"),
+        ('"x"', "model_index.json of .* must be a JSON file that holds an object, got a str"),
+        ("[" * 100000, "must be a JSON file that holds an object, reading it failed: Recursion"),
+        ('{"_class_name": "UNet2DModel"}', "has, got 'UNet2DModel', which is no pipeline; check"),
+        ('{"_class_name": "DiffusionPipeline"}', "got 'DiffusionPipeline', which is no pipeline"),
+        ('{"_class_name": ["a", "B"]}', r"has, got \['a', 'B'\], which is no class of it; check"),
+        ("{}", "has, got None, which is no class of it; check _class_name in its model_index"),
+        ('{"_class_name": "SpectrogramDiffusionPipeline"}', "needs further packages; .* note_seq"),
+    ],
+)
+def test_an_index_that_names_no_pipeline_is_explained(content, message, tmp_path) -> None:
+    (tmp_path / "model_index.json").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        PipelineIndex.read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("x" * 5000, r"got 'x{80}\.\.\.' \(File name too long\)$"),
+        ("~nobody-lives-here/x", r"got '~nobody-lives-here/x' \(Could not determine home dir"),
+        ("a\0b", r"got 'a\\x00b', which is neither$"),
+    ],
+)
+def test_a_path_that_cannot_be_one_is_explained(path: str, message: str) -> None:
+    with pytest.raises(UsageError, match="^--model-path must be an existing .*" + message):
+        PipelineIndex.read(path)
+
+
+def _half(file) -> None:
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "message"),
+    [
+        ("transformer/diffusion_pytorch_model.safetensors", _half, "Unable to load weights from"),
+        ("transformer/config.json", lambda f: f.write_text("{"), "is not a valid JSON file"),
+        (
+            "scheduler/scheduler_config.json",
+            lambda f: f.write_text('{"num_train_timesteps": 0}'),
+            "IndexError: index -1 is out of bounds",
+        ),
+    ],
+)
+def test_files_that_are_spoilt_are_explained(
+    file: str, spoil, message: str, tiny_pipeline, tmp_path
+) -> None:
+    import shutil
+
+    folder = tmp_path / "flux"
+    shutil.copytree(tiny_pipeline("flux"), folder)
+    spoil(folder / file)
+    rule = f"the pipeline at .* could not be loaded, check its files and options: .*{message}"
+    with pytest.raises(UsageError, match=rule):
+        load_pipeline(PipelineIndex.read(str(folder)), ServerArgs(model_path=str(folder)), CPU)
+
+
+def test_full_memory_while_loading_is_left_to_be_explained_as_such(
+    tiny_pipeline, monkeypatch
+) -> None:
+    from diffusers import FluxPipeline
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(FluxPipeline, "from_pretrained", full)
+    path = str(tiny_pipeline("flux"))
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        load_pipeline(PipelineIndex.read(path), ServerArgs(model_path=path), CPU)
 
 
 def test_the_default_device_is_the_platforms(monkeypatch) -> None:

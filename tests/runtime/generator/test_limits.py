@@ -1,0 +1,147 @@
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+from diffusers import DiffusionPipeline
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.limits import check_asked, check_loaded, token_size
+from multimodal_gen.runtime.generator.loading import PipelineIndex
+from multimodal_gen.runtime.server_args import ServerArgs
+
+TOKEN = {
+    "wan": 16,
+    "wan22": 16,
+    "hunyuan_video": 16,
+    "hunyuan_video_15": 16,
+    "ltx": 32,
+    "flux": 16,
+    "qwen_image": 16,
+    "cogvideox": 16,
+}
+
+
+def _index(name: str) -> PipelineIndex:
+    return PipelineIndex(model_path="m", pipeline_class=getattr(diffusers, name), components={})
+
+
+def _args(**values) -> ServerArgs:
+    return ServerArgs(model_path="m", **{"prompt": "a fox", "seed": 0, **values})
+
+
+class _Model:
+    def __init__(self, patch_size) -> None:
+        self.config = SimpleNamespace(patch_size=patch_size)
+
+    def set_attention_backend(self, name: str) -> None: ...
+
+
+def _pipe(patch_size, **attributes) -> SimpleNamespace:
+    scheduler = SimpleNamespace(config=SimpleNamespace(shift_terminal=None))
+    return SimpleNamespace(
+        components={"transformer": _Model(patch_size)}, scheduler=scheduler, **attributes
+    )
+
+
+@pytest.fixture(params=list(TOKEN))
+def loaded(request, tiny_pipeline):
+    """A family's token in pixels, and its tiny pipeline."""
+    pipe = DiffusionPipeline.from_pretrained(tiny_pipeline(request.param))
+    return TOKEN[request.param], pipe
+
+
+def test_a_size_below_one_token_is_refused_in_every_family(loaded) -> None:
+    token, pipe = loaded
+    assert token_size(pipe) == (token, token)
+    for size in (1, 8, token - 1):
+        for option in ("height", "width"):
+            message = f"--{option} must be at least {token} for {type(pipe).__name__}, got {size}: "
+            with pytest.raises(UsageError, match=message):
+                check_loaded(pipe, _args(**{option: size}))
+
+
+def test_one_token_is_enough_in_every_family(loaded) -> None:
+    token, pipe = loaded
+    check_loaded(pipe, _args(height=token, width=token, num_inference_steps=2))
+    check_loaded(pipe, _args())
+
+
+@pytest.mark.parametrize(
+    ("patch_size", "attributes", "expected"),
+    [
+        (2, {"vae_scale_factor": 8}, (16, 16)),
+        ([1, 2, 4], {"vae_scale_factor_spatial": 8}, (16, 32)),
+        ((1, 1), {"vae_spatial_compression_ratio": 32}, (32, 32)),
+        (None, {"vae_scale_factor": 8}, (8, 8)),
+        (None, {}, (1, 1)),
+        (2, {"vae_scale_factor": None}, (2, 2)),
+        (
+            1,
+            {
+                "vae_scale_factor": 8,
+                "image_processor": SimpleNamespace(config=SimpleNamespace(vae_scale_factor=16)),
+            },
+            (16, 16),
+        ),
+    ],
+)
+def test_a_token_is_the_scale_times_the_patch(patch_size, attributes, expected) -> None:
+    assert token_size(_pipe(patch_size, **attributes)) == expected
+
+
+@pytest.mark.parametrize("size", [24, 40])
+def test_a_pipeline_that_does_not_round_needs_whole_tokens(size: int, tiny_pipeline) -> None:
+    pipe = DiffusionPipeline.from_pretrained(tiny_pipeline("cogvideox"))
+    lower = size // 16 * 16
+    rule = f"--height must be a multiple of 16 for CogVideoXPipeline, got {size}: .*; try {lower} "
+    with pytest.raises(UsageError, match=rule):
+        check_loaded(pipe, _args(height=size))
+
+
+@pytest.mark.parametrize("family", ["ltx", "qwen_image"])
+def test_one_step_is_refused_where_the_scheduler_stretches_to_an_end(
+    family: str, tiny_pipeline
+) -> None:
+    pipe = DiffusionPipeline.from_pretrained(tiny_pipeline(family))
+    rule = "--num-inference-steps must be at least 2 for this .*, got 1: .* shift_terminal 0"
+    with pytest.raises(UsageError, match=rule):
+        check_loaded(pipe, _args(num_inference_steps=1))
+    pipe.scheduler.register_to_config(shift_terminal=None)
+    check_loaded(pipe, _args(num_inference_steps=1))
+
+
+@pytest.mark.parametrize("pipeline", ["CogVideoXPipeline", "HunyuanVideo15Pipeline"])
+def test_several_outputs_are_refused_where_the_pipeline_makes_one(pipeline: str) -> None:
+    rule = f"--num-outputs must be 1 for {pipeline}, which .*, got 2; run the command again"
+    with pytest.raises(UsageError, match=rule):
+        check_asked(_index(pipeline), _args(num_outputs=2))
+    check_asked(_index(pipeline), _args(num_outputs=1))
+    check_asked(_index("HunyuanVideoPipeline"), _args(num_outputs=2))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("height", 10**9, "--height must be at most 65536, got 1000000000"),
+        ("width", 65537, "--width must be at most 65536, got 65537"),
+        ("num_frames", 10**12, "--num-frames must be at most 65536, got 1000000000000"),
+        ("num_inference_steps", 10**9, "--num-inference-steps must be at most 10000, got"),
+        ("num_outputs", 10**9, "--num-outputs must be at most 1000, got"),
+        ("guidance_scale", 1e39, r"--guidance-scale must be at most 1000000, got 1e\+39"),
+        ("true_cfg_scale", 1e308, r"--true-cfg-scale must be at most 1000000, got 1e\+308"),
+    ],
+)
+def test_a_number_beyond_all_use_is_refused(option: str, value, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_asked(_index("WanPipeline"), _args(**{option: value}))
+
+
+@pytest.mark.parametrize("option", ["prompt", "negative_prompt"])
+def test_a_text_that_is_no_unicode_is_refused(option: str) -> None:
+    flag = option.replace("_", "-")
+    rule = (
+        rf"--{flag} must be Unicode text, got bytes that are not UTF-8: 'a\\udcff'; check the enc"
+    )
+    with pytest.raises(UsageError, match=rule):
+        check_asked(_index("WanPipeline"), _args(**{option: "a\udcff"}))
+    check_asked(_index("WanPipeline"), _args(**{option: "\U0001f98a fox"}))
