@@ -63,7 +63,9 @@ def check_overrides(scope: SelectionScope, sites: Sequence[LayerSite]) -> None:
                 f"{', '.join(sorted(reached))}{nearest(key, reached)}"
             )
     for index, rule in enumerate(scope.rules):
-        if any(rule.matches(site) for site in sites):
+        matched = [site for site in sites if rule.matches(site)]
+        if matched:
+            _refuse_hidden(scope.rules, index, matched)
             continue
         named = rule.component is not None and rule.component not in components
         hint = nearest(rule.component or "", components) if named else ""
@@ -72,6 +74,22 @@ def check_overrides(scope: SelectionScope, sites: Sequence[LayerSite]) -> None:
             f"rules[{index}] must match at least one attention layer, {_conditions(rule)} matches "
             f"none{hint}; there are: {_inventory(sites)}{steps}"
         )
+
+
+def _refuse_hidden(rules: Sequence[Rule], index: int, matched: Sequence[LayerSite]) -> None:
+    """Refuse a rule whose layers, at all its steps, have an earlier rule that matches them."""
+    rule = rules[index]
+    same_steps = [r for r in rules[:index] if r.steps is None or r.steps == rule.steps]
+    hiding = [next((r for r in same_steps if r.matches(site)), None) for site in matched]
+    if any(earlier is None for earlier in hiding):
+        return
+    numbers = sorted({rules.index(earlier) for earlier in hiding if earlier is not None})
+    raise ComponentAttentionBackendNotAppliedError(
+        f"rules[{index}] must match a layer and a step that no earlier rule matches, "
+        f"{_conditions(rule)} has none left after "
+        f"{', '.join(f'rules[{number}]' for number in numbers)}; the first rule that matches wins, "
+        f"so put rules[{index}] before"
+    )
 
 
 def _conditions(rule: Rule) -> str:

@@ -97,8 +97,10 @@ def grouped(report: "AttentionReport") -> list[Group]:
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
     for layer in report.layers:
         where = (layer.component or "-", str(layer.role))
+        # Without a schedule there may be several entries too: forcing adds one.
+        rest = "other" if any(entry.steps for entry in layer.entries) else "all"
         for entry in layer.entries:
-            steps = entry.steps or ("all" if len(layer.entries) == 1 else "other")
+            steps = entry.steps or rest
             found.setdefault((*where, steps, entry, False), []).append(layer)
         for entry in layer.detours:
             found.setdefault((*where, entry.steps or "all", entry, True), []).append(layer)

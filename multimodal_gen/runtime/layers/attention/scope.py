@@ -252,9 +252,15 @@ def as_backend(backend: AttentionBackendEnum | str) -> AttentionBackendEnum:
     """Return a backend given by member or by name.
 
     Raises:
-        ConfigError: no backend has that name.
+        ConfigError: no backend has that name, or it is neither.
     """
-    return AttentionBackendEnum.parse(backend) if isinstance(backend, str) else backend
+    if isinstance(backend, AttentionBackendEnum):
+        return backend
+    if not isinstance(backend, str):
+        raise ConfigError(
+            f"attention backend must be an AttentionBackendEnum member or its name, got {backend!r}"
+        )
+    return AttentionBackendEnum.parse(backend)
 
 
 def forced_backend() -> AttentionBackendEnum | None:

@@ -70,6 +70,11 @@ def test_a_schedule_gives_a_group_per_step_range() -> None:
     ]
 
 
+def test_entries_that_forcing_added_are_of_all_steps() -> None:
+    report = AttentionReport(layers=(_layer(0, (None, FALLBACK, 8), (None, AUTO, 1)),))
+    assert [g.steps for g in grouped(report)] == ["all", "all"]
+
+
 def test_a_summary_has_a_line_per_group_and_each_rejection_once() -> None:
     report = AttentionReport(
         layers=(

@@ -208,6 +208,13 @@ def test_the_scope_in_use_ends_with_its_block():
     assert current_scope() == SelectionScope()
 
 
+@pytest.mark.parametrize("wrong", [3, AttentionBackendEnum, ["fa"]])
+def test_forcing_what_is_no_backend_is_refused_at_once(wrong):
+    with pytest.raises(ConfigError, match=r"must be an AttentionBackendEnum member or its name"):
+        global_force_attn_backend(wrong)
+    assert forced_backend() is None
+
+
 def test_forcing_ends_with_none():
     global_force_attn_backend(FA)
     assert forced_backend() is FA
