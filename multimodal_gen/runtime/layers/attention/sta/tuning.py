@@ -1,0 +1,173 @@
+"""From what searches found to a strategy: the best window of every head.
+
+T steps, N layers, H heads, C candidates.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.layers.attention.sta.assignment import assign
+from multimodal_gen.runtime.layers.attention.sta.search import SearchFile
+from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy
+from multimodal_gen.runtime.layers.attention.sta.windows import Window, is_full, tile_count
+
+__all__ = ["Tuned", "tune", "tune_files"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """A tuned strategy.
+
+    Attributes:
+        strategy: a window per step, layer and head.
+        tiles: the grid of tiles.
+        density: share of tiles kept over all steps, the dense ones included.
+        loss: the heads' mean squared differences from full attention, added up.
+        bound: no strategy of that density, from these windows, has a smaller loss; None without a
+            target density.
+    """
+
+    strategy: Strategy
+    tiles: Window
+    density: float
+    loss: float
+    bound: float | None = None
+
+
+def tune_files(
+    paths: Sequence[Path], *, skip_time_steps: int, target_density: float | None = None
+) -> Tuned:
+    """Tune on search files; see `tune`.
+
+    Args:
+        paths: the files, of both branches of guidance where both are to count.
+        skip_time_steps: first denoising steps that stay dense.
+        target_density: see `tune`.
+
+    Raises:
+        ConfigError: a file cannot be read, or files do not fit each other or the settings.
+    """
+    searches = {f"{path.parent.name}/{path.name}": SearchFile.read(path) for path in paths}
+    return tune(searches, skip_time_steps=skip_time_steps, target_density=target_density)
+
+
+def tune(
+    searches: Mapping[str, SearchFile],
+    *,
+    skip_time_steps: int,
+    target_density: float | None = None,
+) -> Tuned:
+    """Choose a window for every head, by its mean squared loss over all searches.
+
+    Args:
+        searches: what was found, by a name for messages.
+        skip_time_steps: first denoising steps that stay dense.
+        target_density: largest share of tiles kept, over all steps, layers and heads and the
+            dense steps too; the windows, full ones among them, are then those with the least
+            total loss. None: each head takes its best window that is not full.
+
+    Raises:
+        ConfigError: searches do not fit each other, all steps would be dense, or the density
+            cannot be reached.
+    """
+    losses, windows, tiles = _mean(searches)
+    num_steps = losses.shape[1]
+    if skip_time_steps >= num_steps:
+        raise ConfigError(
+            f"`skip_time_steps` must be below the {num_steps} steps of the searches, got "
+            f"{skip_time_steps}: every step would stay dense"
+        )
+    sparse = losses[:, skip_time_steps:].flatten(1).T  # [(T - skip) * N * H, C]
+    if target_density is None:
+        windows, costs, sparse = _sorted_by_cost(windows, tiles, sparse)
+        least = sparse.min(1)
+        choices, loss, bound = least.indices, float(least.values.sum()), None
+    else:
+        windows = (*windows, tiles)
+        costs = [tile_count(window, tiles) for window in windows]
+        sparse = torch.cat((sparse, sparse.new_zeros(len(sparse), 1)), dim=1)
+        budget = _budget(losses, costs, skip_time_steps, target_density)
+        found = assign(sparse, costs, budget)
+        choices, loss, bound = found.choices, found.loss, found.bound
+    chosen = choices.view(num_steps - skip_time_steps, *losses.shape[2:])
+    strategy = _strategy(chosen, windows, tiles, skip_time_steps)
+    shares = strategy.density(tiles)
+    density = sum(sum(step) / len(step) for step in shares) / len(shares)
+    return Tuned(strategy=strategy, tiles=tiles, density=density, loss=loss, bound=bound)
+
+
+def _mean(
+    searches: Mapping[str, SearchFile],
+) -> tuple[torch.Tensor, tuple[Window, ...], Window]:
+    """Return the mean loss [C, T, N, H] of the windows that are not full, and the grid of tiles."""
+    (first_name, first), *others = searches.items()
+    for name, other in others:
+        for what, mine, its in (
+            ("tiles", first.tiles, other.tiles),
+            ("windows", set(first.losses.windows), set(other.losses.windows)),
+            (
+                "steps, layers and heads",
+                tuple(first.losses.l2.shape[1:]),
+                tuple(other.losses.l2.shape[1:]),
+            ),
+        ):
+            if mine != its:
+                raise ConfigError(
+                    f"searches must have the same {what}, got {_text(mine)} in {first_name} and "
+                    f"{_text(its)} in {name}"
+                )
+    windows = tuple(w for w in first.losses.windows if not is_full(w, first.tiles))
+    if not windows:
+        raise ConfigError(f"{first_name} must have losses of a window that is not full, got none")
+    total = torch.zeros(len(windows), *first.losses.l2.shape[1:], dtype=torch.float64)
+    for search in searches.values():
+        total += search.losses.l2[[search.losses.windows.index(window) for window in windows]]
+    return total / len(searches), windows, first.tiles
+
+
+def _sorted_by_cost(
+    windows: tuple[Window, ...], tiles: Window, losses: torch.Tensor
+) -> tuple[tuple[Window, ...], list[int], torch.Tensor]:
+    """Put sparse windows first, so that ties go to them."""
+    order = sorted(range(len(windows)), key=lambda i: tile_count(windows[i], tiles))
+    ordered = tuple(windows[i] for i in order)
+    return ordered, [tile_count(window, tiles) for window in ordered], losses[:, order]
+
+
+def _budget(losses: torch.Tensor, costs: list[int], skip: int, target: float) -> int:
+    """Return how many tiles the steps after the dense ones may keep."""
+    _, num_steps, *rest = losses.shape
+    per_step = rest[0] * rest[1]
+    full = costs[-1]
+    dense = skip * per_step * full
+    # The tolerance undoes the rounding of a target such as 0.1 + 0.2.
+    budget = int(target * num_steps * per_step * full * (1 + 1e-12)) - dense
+    least = (num_steps - skip) * per_step * min(costs)
+    if budget < least:
+        reachable = (dense + least) / (num_steps * per_step * full)
+        raise ConfigError(
+            f"`target_density` must be at least {reachable:.4g}, which the sparsest window and "
+            f"{skip} dense steps of {num_steps} leave, got {target}; skip fewer steps or search "
+            f"sparser windows"
+        )
+    return budget
+
+
+def _strategy(
+    chosen: torch.Tensor, windows: tuple[Window, ...], tiles: Window, skip: int
+) -> Strategy:
+    _, layers, heads = chosen.shape
+    dense = (((tiles,) * heads,) * layers,) * skip
+    sparse = tuple(
+        tuple(tuple(windows[choice] for choice in layer) for layer in step)
+        for step in chosen.tolist()
+    )
+    return Strategy(windows=(*dense, *sparse), name="tuned mask strategy")
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, sorted(value))) if isinstance(value, set) else str(value)

@@ -1,0 +1,178 @@
+"""Which tiles a window keeps.
+
+A window counts tiles along (time, height, width). Along each axis of n tiles, query tile i attends
+to a contiguous range of tiles around it:
+
+    half = w // 2,  centre = clamp(i, half, n - 1 - half),  kept: |tile - centre| <= half
+
+and to the whole axis where w >= n. So an odd window keeps exactly w tiles, and is shifted inside
+at the borders rather than cut; an even one keeps w + 1. (Others define even windows as exactly w
+tiles; published strategies have odd or full ones only, on which every definition agrees.)
+
+T tiles along time, N tiles in all, K tiles that a window keeps.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+__all__ = [
+    "AXES",
+    "Window",
+    "effective_window",
+    "is_full",
+    "joint_density",
+    "kept_indices",
+    "kept_map",
+    "pair_density",
+    "tile_count",
+    "tile_density",
+    "tile_lists",
+    "tiles_of",
+]
+
+Window: TypeAlias = tuple[int, int, int]
+"""Three numbers along time, height and width: a window or a grid."""
+
+AXES = ("time", "height", "width")
+
+
+def tiles_of(grid: Window, tile: Window) -> Window:
+    """Return how many tiles, ragged ones included, cover a grid of tokens along each axis."""
+    return (-(-grid[0] // tile[0]), -(-grid[1] // tile[1]), -(-grid[2] // tile[2]))
+
+
+def effective_window(window: Window, tiles: Window) -> Window:
+    """Return how many tiles a window really keeps along each axis of a grid of `tiles`."""
+    return (
+        _width(window[0], tiles[0]),
+        _width(window[1], tiles[1]),
+        _width(window[2], tiles[2]),
+    )
+
+
+def is_full(window: Window, tiles: Window) -> bool:
+    """Whether a window keeps every tile, so that attention is dense."""
+    return effective_window(window, tiles) == tiles
+
+
+def tile_count(window: Window, tiles: Window) -> int:
+    """Return the number of tiles that every query tile attends to."""
+    time, height, width = effective_window(window, tiles)
+    return time * height * width
+
+
+def tile_density(window: Window, tiles: Window) -> float:
+    """Return the share of tiles kept, in (0, 1]; ragged tiles count like full ones."""
+    return tile_count(window, tiles) / (tiles[0] * tiles[1] * tiles[2])
+
+
+def pair_density(window: Window, grid: Window, tile: Window) -> float:
+    """Return the share of token pairs kept, in (0, 1].
+
+    Args:
+        window: the window in tiles.
+        grid: tokens along each axis.
+        tile: tokens per tile along each axis; tiles at the far borders may be ragged.
+    """
+    density = 1.0
+    for wanted, size, step in zip(window, grid, tile, strict=True):
+        lengths = [min(step, size - start) for start in range(0, size, step)]
+        width = _width(wanted, len(lengths))
+        pairs = sum(
+            length * sum(lengths[first : first + width])
+            for length, first in zip(lengths, _firsts(width, len(lengths)), strict=True)
+        )
+        density *= pairs / size**2
+    return density
+
+
+def joint_density(density: float, video: int, text: int) -> float:
+    """Return the density of a joint sequence, where text attends and is attended to everywhere.
+
+    Args:
+        density: share of the pairs of video tokens that is kept.
+        video: number of video tokens.
+        text: number of text tokens.
+    """
+    return (density * video**2 + 2 * video * text + text**2) / (video + text) ** 2
+
+
+def kept_indices(window: Window, tiles: Window, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the tiles that each tile attends to, in raster order of tiles.
+
+    Returns:
+        int32 [N, K], strictly increasing along every row.
+    """
+    ranges = [
+        _ranges(_width(w, n), n, device) for w, n in zip(window, tiles, strict=True)
+    ]  # each [n, width]
+    time, height, width = ranges
+    rows = time[:, None, None, :, None, None] * tiles[1] + height[:, None, None, :, None]
+    listed = rows * tiles[2] + width[:, None, None, :]
+    return listed.reshape(tiles[0] * tiles[1] * tiles[2], -1)
+
+
+def kept_map(window: Window, tiles: Window, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return whether query tile i attends to key tile j: bool [N, N]."""
+    num = tiles[0] * tiles[1] * tiles[2]
+    listed = kept_indices(window, tiles, device)
+    return torch.zeros(num, num, dtype=torch.bool, device=device).scatter_(1, listed.long(), True)
+
+
+def tile_lists(
+    windows: Sequence[Window],
+    tiles: Window,
+    *,
+    text_blocks: int = 0,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return the lists of a block-sparse plan over video tiles followed by text blocks.
+
+    Text blocks are on every list, and the lists of text blocks hold everything.
+
+    Args:
+        windows: one window per head.
+        tiles: tiles along each axis.
+        text_blocks: number of text blocks behind the N video tiles.
+        device: where the lists are made.
+
+    Returns:
+        indices int32 [1, H|1, N + text_blocks, Kmax], counts int32 [1, H|1, N + text_blocks], and
+        whether all counts are equal. With one window for all heads their dimension is 1.
+    """
+    effective = [effective_window(window, tiles) for window in windows]
+    distinct = sorted(set(effective))
+    num = tiles[0] * tiles[1] * tiles[2]
+    kept = [tile_count(window, tiles) + text_blocks for window in distinct]
+    room = num + text_blocks if text_blocks else max(kept)
+    indices = torch.zeros(len(distinct), num + text_blocks, room, dtype=torch.int32, device=device)
+    counts = torch.full((len(distinct), num + text_blocks), room, dtype=torch.int32, device=device)
+    every = torch.arange(num + text_blocks, dtype=torch.int32, device=device)
+    for i, window in enumerate(distinct):
+        indices[i, :num, : kept[i] - text_blocks] = kept_indices(window, tiles, device)
+        counts[i, :num] = kept[i]
+        if text_blocks:
+            indices[i, :num, kept[i] - text_blocks : kept[i]] = every[num:]
+            indices[i, num:] = every
+    if len(distinct) > 1:
+        of_head = torch.tensor([distinct.index(w) for w in effective], device=device)
+        indices, counts = indices[of_head], counts[of_head]
+    uniform = len({*kept, *([room] if text_blocks else ())}) == 1
+    return indices.unsqueeze(0), counts.unsqueeze(0), uniform
+
+
+def _width(window: int, tiles: int) -> int:
+    # An even window below the axis keeps one more; below the axis, so that still fits.
+    return tiles if window >= tiles else window | 1
+
+
+def _firsts(width: int, tiles: int) -> list[int]:
+    return [min(max(i - width // 2, 0), tiles - width) for i in range(tiles)]
+
+
+def _ranges(width: int, tiles: int, device: torch.device | str) -> torch.Tensor:
+    first = torch.arange(tiles, dtype=torch.int32, device=device) - width // 2
+    first = first.clamp(0, tiles - width)
+    return first[:, None] + torch.arange(width, dtype=torch.int32, device=device)
