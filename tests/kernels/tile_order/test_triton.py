@@ -1,0 +1,117 @@
+"""The Triton kernels against the reference, bit by bit, under the interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
+test_interpreter.py starts it.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal_gen.kernels.tile_order.api import tile_order
+from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
+from multimodal_gen.testing.token_layouts import LAYOUTS, with_layout
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def orders(batch: int, tokens: int, num: int, *, per_batch: bool, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randperm(tokens, generator=generator)[:num].int() for _ in range(batch)]
+    return torch.stack(drawn) if per_batch else drawn[0]
+
+
+def check(tensors: tuple[torch.Tensor, ...], index: torch.Tensor, out: torch.Tensor) -> None:
+    """Gather the tensors, then scatter the first into `out`, which is written to."""
+    from multimodal_gen.kernels.tile_order.kernel import gather, scatter
+
+    found = gather(tensors, index)
+    assert len(found) == len(tensors)
+    for moved, tensor in zip(found, tensors, strict=True):
+        expected = gather_reference(tensor, index)
+        assert torch.equal(moved, expected)
+        assert moved.transpose(1, 2).is_contiguous()
+        assert moved.dtype == tensor.dtype
+    wanted = out.clone()
+    scatter_reference(found[0], index, wanted)
+    scatter(found[0], index, out)
+    assert torch.equal(out, wanted)
+
+
+@given(
+    batch=st.sampled_from([1, 3]),
+    num=st.integers(1, 60),
+    heads=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    size=st.sampled_from([1, 8, 33, 40, 64]),
+    layout=st.sampled_from(list(LAYOUTS)),
+    dtype=st.sampled_from(DTYPES),
+    per_batch=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_tensors_and_any_order_agree_with_the_reference(
+    batch: int,
+    num: int,
+    heads: list[int],
+    size: int,
+    layout: str,
+    dtype: torch.dtype,
+    per_batch: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    tensors = [with_layout(torch.randn(batch, 60, h, size).to(dtype), layout) for h in heads]
+    index = orders(batch, 60, num, per_batch=per_batch, seed=seed)
+    out = with_layout(torch.randn(batch, 60, heads[0], size).to(dtype), layout)
+    check(tuple(tensors), index, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [32, 40, 64, 128])
+def test_a_ragged_grid_moves_exactly_at_every_head_size(size: int, dtype: torch.dtype) -> None:
+    order = tile_order((5, 7, 9), (4, 4, 4))
+    query, key, value = (
+        torch.randn(1, order.num_tokens, heads, size).to(dtype) for heads in (5, 2, 2)
+    )
+    check((query, key, value), order.order, torch.randn_like(query))
+
+
+def test_rows_longer_than_a_program_are_cut_into_pieces() -> None:
+    tensor = torch.randn(2, 40, 24, 128).bfloat16()
+    check((tensor, tensor[:, :, :3]), orders(2, 40, 33, per_batch=True), torch.randn_like(tensor))
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+def test_views_that_no_vector_fits_are_copied_element_by_element(offset: int) -> None:
+    tensor = torch.randn(1, 20, 3, 24).half()[..., offset : offset + 16]
+    check((tensor,), orders(1, 20, 20, per_batch=False), torch.randn_like(tensor))
+
+
+def test_an_index_with_gaps_between_its_values_is_read() -> None:
+    index = orders(2, 20, 20, per_batch=True)
+    spread = torch.stack([index, index], -1)[..., 0]
+    assert not spread.is_contiguous()
+    tensor = torch.randn(2, 20, 3, 16)
+    check((tensor,), spread, torch.zeros_like(tensor))
+
+
+def test_an_expanded_index_and_an_expanded_tensor_are_read_in_place() -> None:
+    index = orders(1, 20, 20, per_batch=False).expand(3, -1)
+    tensor = torch.randn(1, 20, 1, 16).expand(3, -1, 4, -1)
+    check((tensor,), index, torch.zeros(3, 20, 4, 16))
+
+
+def test_nothing_is_launched_for_an_empty_index() -> None:
+    from multimodal_gen.kernels.tile_order.kernel import gather, scatter
+
+    tensor, index = torch.randn(2, 7, 3, 8), torch.empty(0, dtype=torch.int32)
+    (moved,) = gather((tensor,), index)
+    assert moved.shape == (2, 0, 3, 8)
+    out = tensor.clone()
+    scatter(moved, index, out)
+    assert torch.equal(out, tensor)
