@@ -90,6 +90,13 @@ class SparseConfig(BackendConfig):
         None, "layers that stay dense, e.g. '0-3,38'"
     )
 
+    def dense_schedule(self) -> tuple[IndexSelector | None, IndexSelector | None]:
+        """Return the steps and the layers that run on the dense backend.
+
+        Methods whose first steps or layers are dense by parameters of their own add those here.
+        """
+        return self.dense_steps, self.dense_layers
+
 
 def build_config(config_cls: type[Config], raw: Mapping[str, object], *, backend: str) -> Config:
     """Build a backend's configuration from what a user wrote.

@@ -226,6 +226,14 @@ def test_sparse_backends_share_dense_steps_and_dense_layers():
         assert ({"dense_steps", "dense_layers"} <= set(names)) == member.is_sparse
 
 
+def test_dense_steps_and_layers_are_the_dense_schedule():
+    config = build_config(
+        VideoSparseConfig, {"dense_steps": "0-3", "dense_layers": [1, 5]}, backend="b"
+    )
+    assert [str(selector) for selector in config.dense_schedule()] == ["0-3", "1,5"]
+    assert VideoSparseConfig().dense_schedule() == (None, None)
+
+
 @pytest.mark.parametrize("alias", ["sta_mode", "STA_mode"])
 def test_sliding_tile_takes_its_mode_under_both_names(alias):
     config = build_config(SlidingTileConfig, {alias: "sta_searching"}, backend="sliding_tile_attn")

@@ -5,7 +5,7 @@ Losses stay on the device as long as the search runs: reading them would make ev
 C candidates, T steps, N layers, H heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.sta.candidates import (
+    default_candidates,
+    distinct_candidates,
+)
 from multimodal_gen.runtime.layers.attention.sta.windows import Window
 
 __all__ = [
@@ -62,47 +66,51 @@ class BranchLosses:
 
 
 class LossRecorder:
-    """Gathers the losses of one generation; several calls of a layer at a step are averaged."""
+    """Gathers the losses of one generation; several calls of a layer at a step are averaged.
 
-    def __init__(self) -> None:
+    Args:
+        windows: what to try; by default what suits the grid.
+    """
+
+    def __init__(self, windows: Sequence[Window] = ()) -> None:
+        self._asked = tuple(windows)
         self._windows: tuple[Window, ...] = ()
         self._tiles: Window | None = None
         self._found: dict[str, dict[tuple[int, int], list[torch.Tensor]]] = {}
 
     @property
     def tiles(self) -> Window | None:
-        """The grid of tiles, once something was recorded."""
+        """The grid of tiles, once a layer asked for its candidates."""
         return self._tiles
 
-    def add(
-        self,
-        losses: torch.Tensor,
-        *,
-        step: int,
-        layer: int,
-        branch: str,
-        windows: tuple[Window, ...],
-        tiles: Window,
-    ) -> None:
-        """Record the losses of one call.
-
-        Args:
-            losses: fp32 [C, 2, H], squared and absolute.
-            step: denoising step.
-            layer: attention layer.
-            branch: `POSITIVE` or `NEGATIVE`.
-            windows: the candidates, the same in every call.
-            tiles: the grid of tiles, the same in every call.
+    def candidates(self, tiles: Window) -> tuple[Window, ...]:
+        """Return the windows to try on a grid of `tiles`.
 
         Raises:
-            UsageError: candidates or grid changed, as they do between sizes of the output.
+            UsageError: the grid changed, as it does between sizes of the output, or is too small.
         """
-        if self._windows and (windows, tiles) != (self._windows, self._tiles):
+        if self._tiles is None:
+            asked = self._asked
+            self._windows = (
+                distinct_candidates(asked, tiles) if asked else default_candidates(tiles)
+            )
+            self._tiles = tiles
+        elif tiles != self._tiles:
             raise UsageError(
                 f"a search must keep to one grid, got {tiles} tiles after {self._tiles}; search "
                 f"one size of output at a time"
             )
-        self._windows, self._tiles = windows, tiles
+        return self._windows
+
+    def add(self, losses: torch.Tensor, *, step: int, layer: int, branch: str) -> None:
+        """Record the losses of one call.
+
+        Args:
+            losses: fp32 [C, 2, H], squared and absolute, of each of `candidates`.
+            step: denoising step.
+            layer: attention layer.
+            branch: `POSITIVE` or `NEGATIVE`.
+        """
         self._found.setdefault(branch, {}).setdefault((step, layer), []).append(losses)
 
     def complete(self, branch: str, num_steps: int) -> bool:

@@ -32,7 +32,8 @@ __all__ = ["Strategy", "load_strategy"]
 _KEY = re.compile(r"(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Compared by identity: hashing tens of thousands of windows takes longer than using them.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
     """A window for every step, layer and head.
 

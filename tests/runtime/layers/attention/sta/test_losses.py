@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.sta.candidates import default_candidates
 from multimodal_gen.runtime.layers.attention.sta.losses import (
     NEGATIVE,
     POSITIVE,
@@ -11,7 +12,13 @@ from multimodal_gen.runtime.layers.attention.sta.losses import (
     record_into,
 )
 
-WHERE = {"windows": ((1, 1, 1), (3, 1, 1)), "tiles": (5, 1, 1)}
+WINDOWS = ((1, 1, 1), (3, 1, 1))
+
+
+def recorder_of() -> LossRecorder:
+    recorder = LossRecorder(WINDOWS)
+    assert recorder.candidates((5, 1, 1)) == WINDOWS
+    return recorder
 
 
 def test_losses_are_means_over_everything_but_heads() -> None:
@@ -25,43 +32,43 @@ def test_losses_are_means_over_everything_but_heads() -> None:
 
 
 def test_losses_are_ordered_by_candidate_step_layer_and_head() -> None:
-    recorder = LossRecorder()
+    recorder = recorder_of()
     for step in (1, 0):
         for layer in (0, 1, 2):
             values = torch.arange(8.0).view(2, 2, 2) + 100 * step + 10 * layer
-            recorder.add(values, step=step, layer=layer, branch=POSITIVE, **WHERE)
+            recorder.add(values, step=step, layer=layer, branch=POSITIVE)
     found = recorder.losses()[POSITIVE]
-    assert found.windows == WHERE["windows"]
+    assert found.windows == WINDOWS
     assert found.l2.shape == found.l1.shape == (2, 2, 3, 2)
     assert found.l2[1, 1, 2].tolist() == [124.0, 125.0]
     assert found.l1[1, 1, 2].tolist() == [126.0, 127.0]
 
 
 def test_branches_are_kept_apart_and_repeated_calls_averaged() -> None:
-    recorder = LossRecorder()
+    recorder = recorder_of()
     for branch, value in ((POSITIVE, 1.0), (NEGATIVE, 5.0), (POSITIVE, 2.0)):
         losses = torch.full((2, 2, 3), value)
-        recorder.add(losses, step=0, layer=0, branch=branch, **WHERE)
+        recorder.add(losses, step=0, layer=0, branch=branch)
     found = recorder.losses()
     assert found[POSITIVE].l2.unique().tolist() == [1.5]
     assert found[NEGATIVE].l1.unique().tolist() == [5.0]
 
 
 def test_a_search_is_complete_when_the_last_step_has_all_layers() -> None:
-    recorder = LossRecorder()
+    recorder = recorder_of()
     seen = []
     for step in range(2):
         for layer in range(2):
-            recorder.add(torch.zeros(2, 2, 1), step=step, layer=layer, branch=POSITIVE, **WHERE)
+            recorder.add(torch.zeros(2, 2, 1), step=step, layer=layer, branch=POSITIVE)
             seen.append(recorder.complete(POSITIVE, 2))
     assert seen == [False, False, False, True]
     assert not recorder.complete(NEGATIVE, 2)
 
 
 def test_a_layer_that_was_skipped_is_named() -> None:
-    recorder = LossRecorder()
+    recorder = recorder_of()
     for step, layer in ((0, 0), (0, 1), (1, 0)):
-        recorder.add(torch.zeros(2, 2, 1), step=step, layer=layer, branch=POSITIVE, **WHERE)
+        recorder.add(torch.zeros(2, 2, 1), step=step, layer=layer, branch=POSITIVE)
     with pytest.raises(UsageError, match="3 of 2 steps x 2 layers; first missing: step 1, layer 1"):
         recorder.losses()
 
@@ -72,16 +79,12 @@ def test_a_search_that_reached_no_layer_is_refused() -> None:
 
 
 def test_another_grid_within_a_search_is_refused() -> None:
-    recorder = LossRecorder()
-    recorder.add(torch.zeros(2, 2, 1), step=0, layer=0, branch=POSITIVE, **WHERE)
     with pytest.raises(UsageError, match=r"got \(4, 1, 1\) tiles after \(5, 1, 1\)"):
-        recorder.add(
-            *(torch.zeros(2, 2, 1),),
-            **{**WHERE, "tiles": (4, 1, 1)},
-            step=1,
-            layer=0,
-            branch=POSITIVE,
-        )
+        recorder_of().candidates((4, 1, 1))
+
+
+def test_candidates_suit_the_grid_unless_given() -> None:
+    assert LossRecorder().candidates((5, 6, 10)) == default_candidates((5, 6, 10))
 
 
 def test_a_recorder_is_current_inside_its_block_only() -> None:
