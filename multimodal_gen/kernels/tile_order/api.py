@@ -19,7 +19,7 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_TENSORS = 4
 _MAX_TOKENS = 2**31 - 1  # positions are int32
 
-Grid = tuple[int, int, int]
+_Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,9 +43,9 @@ class TileOrder:
         uniform: whether every tile is full.
     """
 
-    grid: Grid
-    tile: Grid
-    tiles: Grid
+    grid: _Grid
+    tile: _Grid
+    tiles: _Grid
     num_tokens: int
     order: torch.Tensor
     inverse: torch.Tensor
@@ -71,7 +71,7 @@ def tile_order(
     return _tile_order(_sizes("grid", grid), _sizes("tile", tile), _indexed(torch.device(device)))
 
 
-def _sizes(name: str, sizes: Sequence[int]) -> Grid:
+def _sizes(name: str, sizes: Sequence[int]) -> _Grid:
     values = tuple(sizes)
     if len(values) != 3 or not all(isinstance(size, int) and size >= 1 for size in values):
         raise UsageError(f"`{name}` must be three ints of at least 1, (T, H, W), got {values}")
@@ -88,7 +88,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 @lru_cache(maxsize=32)
-def _tile_order(grid: Grid, tile: Grid, device: torch.device) -> TileOrder:
+def _tile_order(grid: _Grid, tile: _Grid, device: torch.device) -> TileOrder:
     tiles = tuple(-(-size // edge) for size, edge in zip(grid, tile, strict=True))
     # Computed on the CPU: the copy is complete for every stream. Not as inference tensors: the
     # first caller must not decide what later ones may do with them.
