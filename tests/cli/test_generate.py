@@ -237,6 +237,16 @@ def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
         ("wan", ("--device", "cuda:99"), "--device must be a torch device of this machine"),
         ("wan", ("--device", "toaster"), "--device must be a torch device of this machine"),
         ("wan", ("--offload", "model", "--device", "cpu"), "--offload must be none on the CPU"),
+        (
+            "flux",
+            ("--output-path", "x" * 300),
+            "--output-path must be a file or folder that can be made, got 'xxx",
+        ),
+        (
+            "flux",
+            ("--output-path", "~nobody-lives-here/x.png"),
+            "--output-path must be a file or folder that can be made, got '~nobody-lives-here/x",
+        ),
         ("wan", ("--device", "meta"), "--device must be a torch device of this machine"),
         ("wan", ("--num-gpus", "2"), "--num-gpus must be 1, got 2"),
         ("flux", ("--height", "8"), "--height must be at least 16 for FluxPipeline, got 8: "),
@@ -486,6 +496,18 @@ def test_rounded_frames_are_on_record(tiny_pipeline, sglang, tmp_path) -> None:
     _, record = _generate(sglang, tiny_pipeline("wan"), tmp_path, *SMALL, *flags)
     assert record["produced"]["num_frames"] == 5
     assert "--num-frames 7 was asked for, the pipeline made 5" in record["notes"]
+
+
+def test_the_home_folder_in_the_output_path_is_expanded(
+    tiny_pipeline, sglang, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    outcome = sglang(
+        *("generate", "--model-path", tiny_pipeline("flux"), "--output-path", "~/fox.png"),
+        *("--height", "32", "--width", "32", *SMALL),
+    )
+    assert outcome.code == 0, outcome.err
+    assert _files(tmp_path) == ["fox.json", "fox.png"]
 
 
 def test_ctrl_c_while_denoising_leaves_no_file(

@@ -22,8 +22,12 @@ __all__ = ["Kind", "OutputNames", "OutputTarget", "Staging", "media_suffix"]
 Kind = Literal["image", "video"]
 
 # Suffixes that name a file rather than a folder; only .png and .mp4 are written.
-_MEDIA = frozenset(
-    {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".mov", ".mkv", ".avi", ".webm"}
+_FILES = frozenset(
+    {
+        *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"),
+        *(".mp4", ".mov", ".mkv", ".avi", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv"),
+        *(".json", ".txt", ".safetensors", ".pt", ".npy", ".zip"),
+    }
 )
 
 
@@ -84,7 +88,7 @@ class OutputTarget:
         """Decide whether `path` is a file or a folder, and check that it can be written.
 
         Args:
-            path: a path that ends like a media file is a file, anything else a folder.
+            path: a path that ends like a usual type of file is a file, anything else a folder.
             kind: what will be written.
             stem: what to call files in a folder; unusual characters become "-".
             overwrite: replace existing files.
@@ -94,7 +98,7 @@ class OutputTarget:
             UsageError: the suffix does not fit `kind`, or the folder cannot be written.
         """
         suffix = media_suffix(kind)
-        is_file = not path.is_dir() and path.suffix.lower() in _MEDIA
+        is_file = not path.is_dir() and path.suffix.lower() in _FILES
         if is_file and path.suffix.lower() != suffix:
             raise UsageError(
                 f"--output-path must end in {suffix} or be a folder, because this pipeline makes "
@@ -229,7 +233,7 @@ def _require_writable(folder: Path) -> None:
     if not existing.is_dir():
         raise UsageError(
             f"--output-path must lie in a folder, got {str(folder)!r}, where {str(existing)!r} "
-            f"is a file"
+            f"is none"
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"--output-path must be writable, got {str(folder)!r}, which is not")
@@ -247,4 +251,6 @@ def _require_short(names: OutputNames) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    # A link to nowhere exists too: no folder can be made in its place.
+    parents = (folder, *folder.absolute().parents)
+    return next(parent for parent in parents if os.path.lexists(parent))

@@ -141,14 +141,22 @@ def _plain(value: object) -> Json:
 
 def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
     """Settle where to write, and fail now if that cannot work."""
-    target = OutputTarget.plan(
-        Path(args.output_path),
-        index.kind,
-        stem=f"{Path(index.model_path).name}-seed{args.seed}",
-        overwrite=args.overwrite,
-        latents=args.save_latents,
-    )
-    target.names(args.num_outputs)
+    path = Path(args.output_path)
+    try:
+        target = OutputTarget.plan(
+            path.expanduser(),
+            index.kind,
+            stem=f"{Path(index.model_path).name}-seed{args.seed}",
+            overwrite=args.overwrite,
+            latents=args.save_latents,
+        )
+        target.names(args.num_outputs)
+    except (OSError, RuntimeError) as error:
+        # Too long, a loop of links, or in the home of nobody.
+        raise UsageError(
+            f"--output-path must be a file or folder that can be made, got {str(path)[:80]!r} "
+            f"({getattr(error, 'strerror', None) or error})"
+        ) from error
     if index.kind == "video":
         media.require_encoder()
     return target

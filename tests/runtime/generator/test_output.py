@@ -88,8 +88,21 @@ def test_a_suffix_of_another_kind_is_refused(tmp_path, name: str, kind, rule: st
 
 def test_a_folder_below_a_file_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"must lie in a folder, got .*file' is a file"):
+    with pytest.raises(UsageError, match=r"must lie in a folder, got .*file' is none"):
         _plan(tmp_path / "file" / "deeper")
+
+
+def test_a_folder_below_a_link_to_nowhere_is_refused(tmp_path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    for path in (tmp_path / "link", tmp_path / "link" / "fox.png"):
+        with pytest.raises(UsageError, match=r"must lie in a folder, got .*link' is none"):
+            OutputTarget.plan(path, "image", stem="fox")
+
+
+@pytest.mark.parametrize("name", ["fox.txt", "fox.json", "fox.TIFF", "fox.safetensors"])
+def test_a_file_type_that_is_never_written_makes_no_folder(tmp_path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"must end in \.png or be a folder, .*, got"):
+        OutputTarget.plan(tmp_path / name, "image", stem="fox")
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch) -> None:
