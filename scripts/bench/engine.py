@@ -1,4 +1,4 @@
-"""The block-sparse engine: its Triton tiles, checked on small plans and timed beside FA3.
+"""The block-sparse engine: its variants, checked on small plans and timed beside FA3.
 
 Variants are checked first, each in a process of its own, so that one that fails or hangs costs only
 itself; the same step fills the kernel cache. Those that pass are timed in interleaved rounds.
@@ -27,7 +27,7 @@ from _harness import RESULTS, interleave, relative_error, rows_of, version_of, w
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.block_sparse.tuning import PortableTile
+from multimodal_gen.kernels.block_sparse.tuning import HopperTile, PortableTile
 
 HEADS, TOKENS, HEAD_SIZE = 24, 115_200, 128
 CHECK_SECONDS = 200
@@ -35,26 +35,66 @@ BOUND = 4e-3
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan, float], torch.Tensor]
 
+WIDE = HopperTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160)
+PAIR = HopperTile(consumers=2, keys=128, stages=2)
+SHORT = HopperTile(consumers=2, keys=64, stages=4)
+OWN = HopperTile(consumers=2, keys=64, stages=3, own=True)
+
+
+def exact(tile: HopperTile, **changes: object) -> HopperTile:
+    """Return the exact variant of a tile."""
+    return dataclasses.replace(tile, fast=False, **changes)
+
+
 TRITON = {
     f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
     for t in (
         PortableTile(rows=128, keys=64, warps=4, stages=3),
         PortableTile(rows=128, keys=64, warps=8, stages=3),
         PortableTile(rows=128, keys=128, warps=8, stages=2),
+        PortableTile(rows=128, keys=128, warps=8, stages=3),
     )
 }
 TRITON_64 = {
     f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
     for t in (
-        PortableTile(rows=64, keys=64, warps=4, stages=5),
+        PortableTile(rows=64, keys=64, warps=4, stages=4),
         PortableTile(rows=64, keys=64, warps=4, stages=3),
     )
 }
-VARIANTS: dict[str, dict[str, PortableTile]] = {
-    "sta": TRITON,
-    "r128": TRITON,
-    "r64": TRITON_64,
-    "dense": {name: tile for name, tile in TRITON.items() if "128x64" in name},
+VARIANTS: dict[str, dict[str, HopperTile | PortableTile]] = {
+    "sta": {
+        "gluon 3x64 fast": WIDE,
+        "gluon 3x64 exact": exact(WIDE),
+        "gluon 2x128 fast": PAIR,
+        "gluon 2x128 exact": exact(PAIR),
+        "gluon 2x128 exact, q shared": exact(PAIR, q_registers=False),
+        **TRITON,
+    },
+    "r128": {
+        "gluon 2x128 fast": PAIR,
+        "gluon 2x128 fast, sync 4": dataclasses.replace(PAIR, sync=4),
+        "gluon 2x128 fast, sync 16": dataclasses.replace(PAIR, sync=16),
+        "gluon 2x128 exact": exact(PAIR),
+        "gluon 2x128 exact, sync 4": exact(PAIR, sync=4),
+        "gluon 2x64 fast": SHORT,
+        **TRITON,
+    },
+    "r64": {
+        "gluon own fast": OWN,
+        "gluon own fast, sync 8": dataclasses.replace(OWN, sync=8),
+        "gluon own fast, sync 32": dataclasses.replace(OWN, sync=32),
+        "gluon own exact": exact(OWN),
+        "gluon own exact, sync 8": exact(OWN, sync=8),
+        **TRITON_64,
+    },
+    "dense": {
+        "gluon 3x64 fast": WIDE,
+        "gluon 2x128 fast": PAIR,
+        "gluon 2x128 exact": exact(PAIR),
+        "gluon 3x64 exact": exact(WIDE),
+        **{name: tile for name, tile in TRITON.items() if "128x64" in name},
+    },
 }
 VARIANTS["ragged dense"] = VARIANTS["dense"]
 
@@ -107,14 +147,18 @@ def sta_map(grid: tuple[int, int, int], window: tuple[int, int, int]) -> torch.T
     return keep.view(1, 1, *keep.shape)
 
 
-def runner(tile: PortableTile) -> Run:
+def runner(tile: HopperTile | PortableTile) -> Run:
     """Return what runs a variant, without the operator around it."""
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float
     ) -> torch.Tensor:
-        from multimodal_gen.kernels.block_sparse.portable.kernel import attend
+        if isinstance(tile, HopperTile):
+            from multimodal_gen.kernels.block_sparse.hopper.launch import attend
+        else:
+            from multimodal_gen.kernels.block_sparse.portable import kernel
 
+            attend = partial(kernel.attend, copy_engine=True)
         out = torch.full_like(q, math.nan)
         attend(q, k, v, plan, out, None, scale=scale, tile=tile)
         return out

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+KERNELS = ["triton", "gluon"]
 PLANS = {
     "regular 64": PlanShape(heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64),
     "regular 128, batch 3": PlanShape(
@@ -43,9 +44,9 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=["triton"])
+@pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> str:
-    """Each provider with kernels of its own that this machine can run."""
+    """Each provider that this machine can run."""
     q = torch.zeros(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
     plan = BlockPlan.dense(Blocks.regular(64, 64), Blocks.regular(64, 64), "cuda")
     try:
@@ -74,13 +75,16 @@ def check(
     inputs: QKV,
     *,
     scale: float | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Assert that out and lse stay within their budgets; returns out."""
     q, k, v = inputs
     batch, _, heads, head_size = q.shape
     scale = head_size**-0.5 if scale is None else scale
     mask = dense_mask(plan, batch, heads)
-    out, lse = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True, kernel=kernel)
+    out, lse = block_sparse_attention(
+        q, k, v, plan, scale=scale, return_lse=True, kernel=kernel, deterministic=deterministic
+    )
     assert_within_error_budget(out, q, k, v, scale=scale, mask=mask)
     _, exact = reference_attention(q, k, v, scale=scale, mask=mask)
     blind = ~mask.any(-1)
@@ -115,6 +119,8 @@ def test_rows_may_choose_among_the_blocks() -> None:
 
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 256])
 def test_head_sizes_are_right(kernel: str, head_size: int) -> None:
+    if kernel == "gluon" and head_size > 128:
+        pytest.skip("gluon serves head sizes up to 128")
     plan = random_plan(PLANS["128x64"], seed=2, device="cuda")
     check(kernel, plan, inputs_for(plan, head_size=head_size, dtype=torch.bfloat16))
 
@@ -154,11 +160,13 @@ def test_strided_inputs_are_read_in_place(kernel: str) -> None:
     check(kernel, plan, QKV(q, k, v))
 
 
-def test_runs_repeat_bit_by_bit(kernel: str) -> None:
+def test_a_deterministic_run_repeats_bit_by_bit(kernel: str) -> None:
     shape = PlanShape(heads=4, num_q=40, num_kv=40, q_size=64, kv_size=64, keep=0.3)
     plan = random_plan(shape, seed=6, device="cuda")
     q, k, v = inputs_for(plan, dtype=torch.bfloat16)
-    runs = [block_sparse_attention(q, k, v, plan, kernel=kernel) for _ in range(5)]
+    runs = [
+        block_sparse_attention(q, k, v, plan, kernel=kernel, deterministic=True) for _ in range(5)
+    ]
     assert all(torch.equal(runs[0], run) for run in runs[1:])
 
 
@@ -209,7 +217,9 @@ def test_it_compiles_without_a_graph_break(kernel: str, return_lse: bool) -> Non
     q, k, v = inputs_for(plan, dtype=torch.bfloat16)
 
     def run(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        result = block_sparse_attention(q * 2, k, v, plan, return_lse=return_lse, kernel=kernel)
+        result = block_sparse_attention(
+            q * 2, k, v, plan, return_lse=return_lse, kernel=kernel, deterministic=True
+        )
         return tuple(x + 1 for x in (result if return_lse else (result,)))
 
     compiled = torch.compile(run, fullgraph=True)
@@ -234,5 +244,6 @@ def test_the_plan_is_used_without_waiting_for_the_device(kernel: str) -> None:
 def test_auto_is_the_fastest_that_can_serve(kernel: str) -> None:
     plan = random_plan(PLANS["regular 64"], seed=9, device="cuda")
     q, k, v = inputs_for(plan, dtype=torch.bfloat16)
-    assert kernel_for(q, k, v, plan) == kernel
+    chosen = kernel_for(q, k, v, plan)
+    assert chosen == "gluon" or kernel == "triton", "gluon can run here, but is not chosen"
     assert kernel_for(q.float(), k.float(), v.float(), plan) == "reference"

@@ -1,5 +1,5 @@
-"""Block-sparse attention over lists of key blocks.
+"""One block-sparse attention for every sparse method.
 
 `plan` says which pairs count, `api` validates and chooses a provider, `reference` is the
-definition and `portable` the Triton provider. No attention backend calls the engine yet.
+definition. The providers `portable` (Triton) and `hopper` (Gluon, SM90) know nothing of each other.
 """

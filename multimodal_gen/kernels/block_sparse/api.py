@@ -32,6 +32,7 @@ def block_sparse_attention(
     scale: float | None = None,
     return_lse: bool = False,
     kernel: str = providers.AUTO,
+    deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention over the pairs of `plan`.
 
@@ -46,6 +47,7 @@ def block_sparse_attention(
         scale: positive factor of the scores, 1 / sqrt(D) by default.
         return_lse: whether to return the log-sum-exp of the scores as well.
         kernel: provider that must run, or "auto" for the fastest that can.
+        deterministic: whether two runs must agree bit by bit; costs speed in some providers.
 
     Returns:
         out [B, Sq, H, D] in q's dtype, contiguous; with `return_lse` also lse [B, H, Sq], fp32,
@@ -65,6 +67,7 @@ def block_sparse_attention(
         scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
         return_lse=return_lse,
         kernel=kernel,
+        deterministic=deterministic,
         backward=backward,
     )
     return (out, lse) if return_lse else out
@@ -184,6 +187,7 @@ def block_sparse_attention_op(
     scale: float,
     return_lse: bool,
     kernel: str,
+    deterministic: bool,
     backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the provider; the plan comes as its tensors and sizes. lse is empty unless asked for."""
@@ -191,13 +195,13 @@ def block_sparse_attention_op(
     plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform))
     provider = providers.choose(kernel, providers.request_for(q, k, v, plan, backward=backward))
     # The reference computes lse anyway, and the backward pass is only its.
-    out, lse = provider.run(q, k, v, plan, scale, return_lse)
+    out, lse = provider.run(q, k, v, plan, scale, return_lse, deterministic)
     return out, q.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
 @block_sparse_attention_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
-    *_, return_lse, _kernel, _backward = (*rest, *options.values())
+    *_, return_lse, _kernel, _deterministic, _backward = (*rest, *options.values())
     shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse else (0,)
     return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
 
@@ -244,7 +248,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, (*sizes, scale, return_lse, _kernel, _backward) = (
+    tensors, (*sizes, scale, return_lse, _kernel, _deterministic, _backward) = (
         inputs[:11],
         inputs[11:],
     )
@@ -264,7 +268,7 @@ def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple
         *ctx.sizes,
         ctx.scale,
     )
-    return (*grads, *[None] * 17)
+    return (*grads, *[None] * 18)
 
 
 block_sparse_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,5 +1,6 @@
 """The implementations of block-sparse attention, what each can serve, and the choice among them."""
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError, nearest
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.block_sparse.tuning import portable_tile
+from multimodal_gen.kernels.block_sparse.tuning import hopper_tile, portable_tile
 
 __all__ = [
     "AUTO",
+    "GLUON_TRITON",
     "PROVIDERS",
     "EngineRequest",
     "Provider",
@@ -23,6 +25,8 @@ __all__ = [
 
 AUTO = "auto"
 _MAX_HEAD_SIZE = 256
+# Gluon is experimental: its interface changes with every minor release.
+GLUON_TRITON = "3.6."
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -36,7 +40,11 @@ class EngineRequest:
         rocm: whether the device is an AMD GPU.
         dtype: dtype of q, k and v.
         head_size: D.
+        q_size: rows of a query block, or their upper bound.
+        row_bits: whether the plan chooses per row.
         backward: whether a gradient will be asked for.
+        aligned: whether q, k and v have stride 1 along D and their other strides and addresses are
+            multiples of 16 bytes, as the copy engine needs.
     """
 
     device_type: str
@@ -44,7 +52,10 @@ class EngineRequest:
     rocm: bool = False
     dtype: torch.dtype
     head_size: int
+    q_size: int
+    row_bits: bool = False
     backward: bool = False
+    aligned: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +65,13 @@ class Provider:
     Attributes:
         name: what the `kernel` argument takes.
         unsupported_reasons: every reason why a request cannot be served; none if it can.
-        run: computes (q, k, v, plan, scale, return_lse) -> (out, lse or None).
+        run: computes (q, k, v, plan, scale, return_lse, deterministic) -> (out, lse or None).
     """
 
     name: str
     unsupported_reasons: Callable[[EngineRequest], tuple[str, ...]]
     run: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan, float, bool],
+        [torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan, float, bool, bool],
         tuple[torch.Tensor, torch.Tensor | None],
     ]
 
@@ -68,6 +79,22 @@ class Provider:
 @cache
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
+
+
+@cache
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can read the tensor, [B, S, H, D]."""
+    size = tensor.element_size()
+    strides = [s for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1]
+    rows = all(s > 0 and s * size % 16 == 0 for s in strides)
+    return tensor.stride(3) == 1 and rows and tensor.data_ptr() % 16 == 0
 
 
 @cache
@@ -118,6 +145,29 @@ def _triton_reasons(request: EngineRequest) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+def _gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
+    version = _version("triton")
+    if not version.startswith(GLUON_TRITON):
+        found = f"{version} is installed" if version else "it is not installed"
+        return (f"was made for triton {GLUON_TRITON}x, {found}",)
+    reasons = _sixteen_bit_reasons(request)
+    if request.device_type != "cuda" or request.rocm:
+        reasons.append(f"needs an NVIDIA GPU, the tensors are on {request.device_type}")
+    elif request.capability != (9, 0):
+        reasons.append(
+            f"needs compute capability 9.0, this GPU has {_dotted(request.capability or (0, 0))}"
+        )
+    if request.head_size > 128 or request.head_size % 8:
+        reasons.append(
+            f"needs a head size that is a multiple of 8 up to 128, got {request.head_size}"
+        )
+    if request.row_bits:
+        reasons.append("has no choice per row, and the plan has row bits")
+    if not request.aligned:
+        reasons.append("needs q, k and v in rows of 16 bytes; call .contiguous() on them")
+    return tuple(reasons)
+
+
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
@@ -143,6 +193,7 @@ def _run_triton(
     plan: BlockPlan,
     scale: float,
     return_lse: bool,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     from multimodal_gen.kernels.block_sparse.portable.kernel import attend
 
@@ -151,8 +202,33 @@ def _run_triton(
     tile = portable_tile(
         head_size=q.shape[3],
         q_size=plan.q.size,
+        kv_size=plan.kv.size if plan.kv.is_regular else 1,
         capability=capability,
         shared_memory=shared_memory,
+    )
+    engine = capability is not None and capability >= (9, 0) and all(map(_aligned, (q, k, v)))
+    attend(q, k, v, plan, out, lse, scale=scale, tile=tile, copy_engine=engine)
+    return out, lse
+
+
+def _run_gluon(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from multimodal_gen.kernels.block_sparse.hopper.launch import attend
+
+    out, lse = _outputs(q, plan, return_lse)
+    tile = hopper_tile(
+        q_size=plan.q.size,
+        kv_size=plan.kv.size,
+        regular=plan.kv.is_regular,
+        fast=q.dtype == torch.bfloat16,
+        deterministic=deterministic,
     )
     attend(q, k, v, plan, out, lse, scale=scale, tile=tile)
     return out, lse
@@ -165,12 +241,14 @@ def _run_reference(
     plan: BlockPlan,
     scale: float,
     return_lse: bool,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     out, lse = attention_reference(q, k, v, plan, scale=scale)
     return out, lse.float() if return_lse else None
 
 
 PROVIDERS = (
+    Provider(name="gluon", unsupported_reasons=_gluon_reasons, run=_run_gluon),
     Provider(name="triton", unsupported_reasons=_triton_reasons, run=_run_triton),
     Provider(name="reference", unsupported_reasons=lambda _: (), run=_run_reference),
 )
@@ -188,7 +266,10 @@ def request_for(
         rocm=torch.version.hip is not None,
         dtype=q.dtype,
         head_size=q.shape[3],
+        q_size=plan.q.size,
+        row_bits=plan.row_bits is not None,
         backward=backward,
+        aligned=all(map(_aligned, (q, k, v))),
     )
 
 

@@ -1,8 +1,10 @@
-"""Tile shapes of the Triton provider; what was measured names the GPU and the date."""
+"""Tuned constants, one table per provider; each names the GPU and the date it was measured on."""
 
+import dataclasses
 from dataclasses import dataclass
+from types import MappingProxyType
 
-__all__ = ["PortableTile", "portable_tile"]
+__all__ = ["HopperTile", "PortableTile", "hopper_tile", "portable_tile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,37 +21,53 @@ class PortableTile:
         return 2 * head_size * (self.rows + 2 * self.keys * self.stages)
 
 
-# (largest head size, query rows) -> tile. H200, 2026-11, head size 128, bf16, in TFLOP/s of kept
-# pairs, by scripts/bench/engine.py: 64 rows 422; 128 rows 339 on sta, 316 on r128, 300 dense.
-# 128x64 with 8 warps reached 353, 386 and 342 there; 128x128 with 8 warps 400 and 407 on the first
-# two. The tiles of other head sizes are not measured: registers and shared memory decided.
+# (largest head size, query rows, multiple of the key blocks) -> tile, the first that fits. H200,
+# 2026-11, head size 128: sta 527, r128 524, r64 422 TFLOP/s; the other head sizes follow from the
+# registers and the shared memory.
 _SM90 = (
-    (64, 64, PortableTile(rows=64, keys=64, warps=4, stages=5)),
-    (64, 128, PortableTile(rows=128, keys=64, warps=4, stages=4)),
-    (128, 64, PortableTile(rows=64, keys=64, warps=4, stages=5)),
-    (128, 128, PortableTile(rows=128, keys=64, warps=4, stages=3)),
-    (256, 64, PortableTile(rows=64, keys=64, warps=8, stages=2)),
-    (256, 128, PortableTile(rows=128, keys=32, warps=8, stages=3)),
+    (64, 64, 1, PortableTile(rows=64, keys=64, warps=4, stages=4)),
+    (64, 128, 128, PortableTile(rows=128, keys=128, warps=8, stages=3)),
+    (64, 128, 1, PortableTile(rows=128, keys=64, warps=8, stages=3)),
+    (128, 64, 1, PortableTile(rows=64, keys=64, warps=4, stages=3)),
+    (128, 128, 128, PortableTile(rows=128, keys=128, warps=8, stages=3)),
+    (128, 128, 1, PortableTile(rows=128, keys=64, warps=8, stages=3)),
+    (256, 64, 1, PortableTile(rows=64, keys=64, warps=8, stages=2)),
+    (256, 128, 1, PortableTile(rows=128, keys=32, warps=8, stages=3)),
 )
 # Not measured: chosen by compiling for sm_80, whose accumulators spill with fewer warps.
 _OTHER = (
-    (64, 64, PortableTile(rows=64, keys=64, warps=4, stages=3)),
-    (64, 128, PortableTile(rows=128, keys=64, warps=4, stages=3)),
-    (128, 64, PortableTile(rows=64, keys=64, warps=4, stages=3)),
-    (128, 128, PortableTile(rows=128, keys=64, warps=8, stages=3)),
-    (256, 64, PortableTile(rows=64, keys=32, warps=8, stages=2)),
-    (256, 128, PortableTile(rows=128, keys=32, warps=8, stages=2)),
+    (64, 64, 1, PortableTile(rows=64, keys=64, warps=4, stages=3)),
+    (64, 128, 1, PortableTile(rows=128, keys=64, warps=4, stages=3)),
+    (128, 64, 1, PortableTile(rows=64, keys=64, warps=4, stages=3)),
+    (128, 128, 1, PortableTile(rows=128, keys=64, warps=8, stages=3)),
+    (256, 64, 1, PortableTile(rows=64, keys=32, warps=8, stages=2)),
+    (256, 128, 1, PortableTile(rows=128, keys=32, warps=8, stages=2)),
 )
 
 
 def portable_tile(
-    *, head_size: int, q_size: int, capability: tuple[int, int] | None, shared_memory: int
+    *,
+    head_size: int,
+    q_size: int,
+    kv_size: int,
+    capability: tuple[int, int] | None,
+    shared_memory: int,
 ) -> PortableTile:
-    """Return the tile for query blocks of `q_size` rows, with as many stages as memory allows."""
+    """Return the tile for a plan's block sizes, with as many stages as memory allows.
+
+    Args:
+        head_size: D.
+        q_size: rows of a query block.
+        kv_size: keys of a key block; 1 where blocks begin and end anywhere.
+        capability: compute capability of the GPU, or None where it has none.
+        shared_memory: bytes a program may use.
+    """
     rows = 64 if q_size <= 64 else 128
-    for largest, tile_rows, tile in _SM90 if capability == (9, 0) else _OTHER:
-        if head_size <= largest and rows == tile_rows:
-            return _fitted(tile, largest, shared_memory)
+    for largest, tile_rows, multiple, tile in _SM90 if capability == (9, 0) else _OTHER:
+        if head_size <= largest and rows == tile_rows and kv_size % multiple == 0:
+            fitted = _fitted(tile, largest, shared_memory)
+            if multiple == 1 or fitted.stages > 1:
+                return fitted
     raise AssertionError(f"no tile for head size {head_size}")
 
 
@@ -59,3 +77,71 @@ def _fitted(tile: PortableTile, head_size: int, shared_memory: int) -> PortableT
         stages -= 1
         tile = PortableTile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=stages)
     return tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperTile:
+    """Shape of one program of the Gluon provider.
+
+    Attributes:
+        consumers: consumer warpgroups of 64 query rows.
+        keys: keys of a step.
+        stages: tiles in each ring of K and V.
+        own: whether each consumer has a query block of its own.
+        q_registers: whether Q is kept in registers.
+        fast: whether the first step's maximum stays the reference; needs bfloat16.
+        sync: how often, in steps, a program publishes its place in the keys for its neighbours to
+            start from; makes the order of summation vary from run to run; 0 never.
+        registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
+    """
+
+    consumers: int
+    keys: int
+    stages: int
+    own: bool = False
+    q_registers: bool = True
+    fast: bool = True
+    sync: int = 0
+    registers: int = 240
+    producer_registers: int = 24
+
+
+# Pattern -> tile. H200, 2026-11, torch 2.11, triton 3.6.0, head size 128.
+_HOPPER = MappingProxyType(
+    {
+        "wide fast": HopperTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160),
+        "wide exact": HopperTile(consumers=2, keys=128, stages=2, fast=False),
+        "fast": HopperTile(consumers=2, keys=128, stages=2, sync=4),
+        "exact": HopperTile(consumers=2, keys=128, stages=2, fast=False, sync=4),
+        "short keys fast": HopperTile(consumers=2, keys=64, stages=4),
+        "short keys exact": HopperTile(consumers=2, keys=64, stages=4, fast=False),
+        "narrow fast": HopperTile(consumers=2, keys=64, stages=3, own=True, sync=8),
+        "narrow exact": HopperTile(consumers=2, keys=64, stages=3, own=True, fast=False, sync=8),
+    }
+)
+
+
+def hopper_tile(
+    *, q_size: int, kv_size: int, regular: bool, fast: bool, deterministic: bool
+) -> HopperTile:
+    """Return the tile for a plan's block sizes.
+
+    Args:
+        q_size: rows of a query block.
+        kv_size: keys of a key block.
+        regular: whether the key blocks are regular.
+        fast: whether the fast variant may run.
+        deterministic: whether the order of summation must be fixed.
+    """
+    if q_size <= 64:
+        pattern = "narrow"
+    elif q_size % 192 == 0 and kv_size % 64 == 0 and (fast or regular):
+        pattern = "wide"
+    elif not regular or kv_size % 128:
+        # Also because partial steps of 128 keys do not fit into the registers.
+        pattern = "short keys"
+    else:
+        pattern = ""
+    tile = _HOPPER[f"{pattern} {'fast' if fast else 'exact'}".strip()]
+    return dataclasses.replace(tile, sync=0) if deterministic else tile

@@ -15,14 +15,9 @@ from multimodal_gen.testing.inputs import make_qkv
 
 PLAN = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
 Q, K, V = make_qkv(2, 20, 4, 8, num_keys=30, num_kv_heads=2)
-H100 = EngineRequest(device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, head_size=128)
-
-
-@pytest.fixture
-def triton_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the choice of a provider the same whether or not Triton is installed."""
-    monkeypatch.setattr(providers, "_installed", lambda _: True)
-    monkeypatch.setattr(providers, "_interpreted", lambda: False)
+H100 = EngineRequest(
+    device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, head_size=128, q_size=128
+)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +83,6 @@ def test_auto_on_the_cpu_is_the_reference() -> None:
         ({"device_type": "mps"}, "needs a CUDA or ROCm device, the tensors are on mps"),
     ],
 )
-@pytest.mark.usefixtures("triton_installed")
 def test_triton_says_why_it_cannot_serve(changes: dict[str, object], reason: str) -> None:
     request = dataclasses.replace(H100, **changes)
     with pytest.raises(UnsupportedBackendError, match=reason):
@@ -98,12 +92,11 @@ def test_triton_says_why_it_cannot_serve(changes: dict[str, object], reason: str
 
 def test_triton_is_not_offered_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "_installed", lambda _: False)
-    request = dataclasses.replace(H100, head_size=127)  # not cached by another test
+    request = dataclasses.replace(H100, q_size=127)  # not cached by another test
     with pytest.raises(UnsupportedBackendError, match="needs the package triton, which is not"):
         choose("triton", request)
 
 
-@pytest.mark.usefixtures("triton_installed")
 def test_a_gradient_through_a_kernel_without_backward_is_refused() -> None:
     q = Q.half().requires_grad_()
     with pytest.raises(
@@ -112,7 +105,6 @@ def test_a_gradient_through_a_kernel_without_backward_is_refused() -> None:
         block_sparse_attention(q, K.half(), V.half(), PLAN, kernel="triton")
 
 
-@pytest.mark.usefixtures("triton_installed")
 def test_amd_gpus_are_not_measured_by_compute_capability() -> None:
     request = dataclasses.replace(H100, rocm=True, capability=(7, 0))
     assert choose("triton", request).name == "triton"
@@ -151,6 +143,61 @@ def test_the_operator_passes_torchs_own_checks() -> None:
     q, k, v = make_qkv(2, plan.q.total, 4, 8, num_keys=plan.kv.total, requires_grad=True)
     torch.library.opcheck(
         block_sparse_attention_op,
-        (q, k, v, *_flatten(plan), 0.3, True, "auto", True),
+        (q, k, v, *_flatten(plan), 0.3, True, "auto", False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+
+
+def gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
+    (gluon,) = (p for p in providers.PROVIDERS if p.name == "gluon")
+    return gluon.unsupported_reasons(request)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"capability": (10, 0)}, "needs compute capability 9.0, this GPU has 10.0"),
+        ({"rocm": True}, "needs an NVIDIA GPU"),
+        ({"head_size": 192}, "needs a head size that is a multiple of 8 up to 128, got 192"),
+        ({"head_size": 36}, "needs a head size that is a multiple of 8 up to 128, got 36"),
+        ({"row_bits": True}, "has no choice per row, and the plan has row bits"),
+        ({"aligned": False}, "needs q, k and v in rows of 16 bytes"),
+        ({"backward": True}, "has no backward pass, and an input requires grad"),
+        ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),
+    ],
+)
+def test_gluon_says_why_it_cannot_serve(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str
+) -> None:
+    monkeypatch.setattr(providers, "_version", lambda _: "3.6.0")
+    assert gluon_reasons(H100) == ()
+    assert any(reason in text for text in gluon_reasons(dataclasses.replace(H100, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [("3.9.0", "3.9.0 is installed"), ("", "it is not installed")]
+)
+def test_gluon_wants_the_triton_it_was_made_for(
+    monkeypatch: pytest.MonkeyPatch, version: str, found: str
+) -> None:
+    monkeypatch.setattr(providers, "_version", lambda _: version)
+    assert gluon_reasons(H100) == (f"was made for triton 3.6.x, {found}",)
+
+
+@pytest.mark.parametrize(
+    ("make", "aligned"),
+    [
+        (lambda: torch.zeros(2, 5, 3, 16).half(), True),
+        (lambda: torch.zeros(2, 5, 3, 3, 16).half()[:, :, 1], True),
+        (lambda: torch.zeros(2, 3, 5, 16).half().transpose(1, 2), True),
+        (lambda: torch.zeros(2, 5, 3, 20).half(), False),
+        (lambda: torch.zeros(2, 5, 16, 3).half().transpose(2, 3), False),
+        (lambda: torch.zeros(1, 5, 3, 17).half()[..., 1:], False),
+        (lambda: torch.zeros(1, 5, 3, 16).half().expand(2, -1, -1, -1), False),
+    ],
+    ids=["contiguous", "packed", "head first", "odd rows", "strided", "offset", "expanded"],
+)
+def test_what_the_copy_engine_can_read_is_recognised(make: object, aligned: bool) -> None:
+    q = make()  # type: ignore[operator]
+    plan = BlockPlan.dense(Blocks.regular(5, 5), Blocks.regular(5, 5), "cpu")
+    assert providers.request_for(q, q, q, plan, backward=False).aligned is aligned

@@ -5,12 +5,15 @@ For a tile of BM query rows, over steps of BN keys, with s = scale * log2(e) * q
     m' = max(m, rowmax s);  p = 2^(s - m');  l = l 2^(m - m') + rowsum p
     acc = acc 2^(m - m') + p v;   out = acc / l;   lse = ln 2 (m + log2 l)
 
-The main loop has no mask: partial steps come after it, in a loop of their own.
+The main loop has no mask: partial steps come after it, in a loop of their own. Where a step's keys
+lie is read one step ahead: read in the step itself, it would take a stage from the pipeline of K
+and V, which then no longer overlaps with the products.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps.kernel import Steps, make_steps
@@ -66,6 +69,31 @@ def _update(q, k_t, v, acc, total, m, keep, scale_log2, MASKED: tl.constexpr, UP
 
 
 @triton.jit
+def _load_step(
+    k, v, k_tile, v_tile, b, kv_h, start, k_s, v_s, k_mask, v_mask,
+    BN: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Return k^T [DP, BN] and v [BN, DP] of the keys from `start` on.
+
+    Through the copy engine K and V are descriptors, and channels past D arrive as zeros.
+    """
+    if TMA:
+        corner = [b.to(tl.int32), kv_h.to(tl.int32), start.to(tl.int32), 0]
+        k_t = tl.trans(k.load(corner).reshape(BN, DP))
+        v_rows = v.load(corner).reshape(BN, DP)
+        if MASKED:
+            # A weight of zero does not keep out what is not finite.
+            v_rows = tl.where(v_mask, v_rows, 0.0)
+    elif MASKED:
+        k_t = tl.load(k + start * k_s + k_tile, mask=k_mask, other=0.0)
+        v_rows = tl.load(v + start * v_s + v_tile, mask=v_mask, other=0.0)
+    else:
+        k_t = tl.load(k + start * k_s + k_tile)
+        v_rows = tl.load(v + start * v_s + v_tile)
+    return k_t, v_rows
+
+
+@triton.jit
 def _row_choice(bits_ptr, block, row_stride, word_stride, rows, real):
     """Whether each query row keeps `block`: [BM, 1]."""
     words = tl.load(bits_ptr + rows * row_stride + (block // 32) * word_stride, mask=real, other=0)
@@ -92,7 +120,7 @@ def _attention_kernel(
     QSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
     ORDERED: tl.constexpr, BITS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * H * Nq * QSUB]; QSUB tiles of BM rows per query block.
 
@@ -120,13 +148,22 @@ def _attention_kernel(
     real_d = d < D
     first_row = begin.to(tl.int64) + sub * BM
     in_tile = tl.arange(0, BM)
-    q_ptrs = q_ptr + b * q_b + h * q_h + first_row * q_s + in_tile[:, None] * q_s + d[None, :] * q_d
-    q = tl.load(q_ptrs, mask=real[:, None] & real_d[None, :], other=0.0)
     kv_h = h // group
-    k_base = k_ptr + b * k_b + kv_h * k_h
-    v_base = v_ptr + b * v_b + kv_h * v_h
     k_tile = n[None, :] * k_s + d[:, None] * k_d
     v_tile = n[:, None] * v_s + d[None, :] * v_d
+    if TMA:
+        corner = [b.to(tl.int32), h.to(tl.int32), first_row.to(tl.int32), 0]
+        q = q_ptr.load(corner).reshape(BM, DP)
+        if Q_LENGTHS:
+            q = tl.where(real[:, None], q, 0.0)
+        k_base = k_ptr
+        v_base = v_ptr
+    else:
+        q_ptrs = q_ptr + b * q_b + h * q_h + first_row * q_s
+        q_ptrs += in_tile[:, None] * q_s + d[None, :] * q_d
+        q = tl.load(q_ptrs, mask=real[:, None] & real_d[None, :], other=0.0)
+        k_base = k_ptr + b * k_b + kv_h * k_h
+        v_base = v_ptr + b * v_b + kv_h * v_h
     if BITS:
         bits_ptr += b * bits_b + h * bits_h + first_row * bits_s
 
@@ -148,24 +185,25 @@ def _attention_kernel(
     acc = tl.zeros([BM, DP], tl.float32)
     total = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
+    entry = tl.load(list_ptr, mask=num_full > 0, other=0)
     for step in tl.range(0, num_full, num_stages=STAGES):
+        block = entry
         if SUB > 0:
-            block = tl.load(list_ptr + (step // SUB) * list_j)
-            start = (block.to(tl.int64) * SUB + step % SUB) * BN
+            start = (entry * SUB + step % SUB) * BN
+            at_next = (step + 1) // SUB
         else:
-            start = tl.load(list_ptr + step).to(tl.int64)
-            block = 0
+            start = entry
+            at_next = step + 1
             if BITS:
                 block = tl.load(block_ptr + b * list_b + h * list_h + i * list_q + step)
+        entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
         keep = True
         if BITS:
             keep = _row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)
-        if D == DP:
-            k_t = tl.load(k_base + start * k_s + k_tile)
-            v = tl.load(v_base + start * v_s + v_tile)
-        else:
-            k_t = tl.load(k_base + start * k_s + k_tile, mask=real_d[:, None], other=0.0)
-            v = tl.load(v_base + start * v_s + v_tile, mask=real_d[None, :], other=0.0)
+        k_t, v = _load_step(
+            k_base, v_base, k_tile, v_tile, b, kv_h, start.to(tl.int64), k_s, v_s,
+            real_d[:, None], real_d[None, :], BN, DP, D < DP and not TMA, TMA,
+        )  # fmt: skip
         acc, total, m = _update(q, k_t, v, acc, total, m, keep, scale_log2, BITS, UPCAST)
 
     for tail in tl.range(0, num_tail, num_stages=1):
@@ -184,10 +222,10 @@ def _attention_kernel(
         keep = real_n[None, :]
         if BITS:
             keep = keep & _row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)
-        k_mask = real_n[None, :] & real_d[:, None]
-        v_mask = real_n[:, None] & real_d[None, :]
-        k_t = tl.load(k_base + start * k_s + k_tile, mask=k_mask, other=0.0)
-        v = tl.load(v_base + start * v_s + v_tile, mask=v_mask, other=0.0)
+        k_t, v = _load_step(
+            k_base, v_base, k_tile, v_tile, b, kv_h, start, k_s, v_s,
+            real_n[None, :] & real_d[:, None], real_n[:, None] & real_d[None, :], BN, DP, True, TMA,
+        )  # fmt: skip
         acc, total, m = _update(q, k_t, v, acc, total, m, keep, scale_log2, True, UPCAST)
 
     nothing = (total == 0.0) | (inside >= length)
@@ -220,6 +258,7 @@ def attend(
     *,
     scale: float,
     tile: PortableTile,
+    copy_engine: bool = False,
 ) -> None:
     """Launch the kernel; writes `out` [B, Sq, H, D] and `lse` [B, H, Sq].
 
@@ -232,6 +271,8 @@ def attend(
         lse: contiguous fp32, or None.
         scale: factor of the scores.
         tile: shape of a program, as `portable_tile` chooses it.
+        copy_engine: load through tensor descriptors, which needs SM90 or later, stride 1 along D
+            and all other strides and addresses multiples of 16 bytes.
     """
     batch, _, heads, head_size = q.shape
     direct = plan.kv.is_regular and plan.kv.size % tile.keys == 0
@@ -252,8 +293,13 @@ def attend(
     kv_last = plan.kv.num - 1
     kv_tail = plan.kv.total - kv_last * plan.kv.size
     grid = (batch * heads * num_q * tiles_of_block,)
+    width = triton.next_power_of_2(max(head_size, 16))
+    inputs: tuple[object, ...] = (q, k, v)
+    if copy_engine:
+        rows = (tile.rows, tile.keys, tile.keys)
+        inputs = tuple(map(_describe, (q, k, v), rows, [width] * 3))
     _attention_kernel[grid](
-        q, k, v, out, out if lse is None else lse,
+        *inputs, out, out if lse is None else lse,
         lists, every_count, blocks,
         counts if steps is None else steps.num_tail,
         counts if steps is None else steps.tail_lengths,
@@ -265,13 +311,23 @@ def attend(
         counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
         plan.q.size, plan.q.total, kv_last, kv_tail, lists.shape[3], plan.indices.shape[3],
         scale * LOG2E,
-        BM=tile.rows, BN=tile.keys, D=head_size, DP=triton.next_power_of_2(max(head_size, 16)),
+        BM=tile.rows, BN=tile.keys, D=head_size, DP=width,
         QSUB=tiles_of_block, SUB=plan.kv.size // tile.keys if direct else 0,
         RAGGED_END=direct and kv_tail != plan.kv.size,
         Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
         ORDERED=order is not None, BITS=plan.row_bits is not None, LSE=lse is not None,
-        STAGES=tile.stages, UPCAST=interpreted(), num_warps=tile.warps, num_stages=tile.stages,
+        STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _describe(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Describe [B, S, H, D] to the copy engine as [B, H, S, D] in boxes of [1, 1, rows, width]."""
+    order = (0, 2, 1, 3)
+    # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
+    strides = [tensor.stride(i) if tensor.shape[i] > 1 else 64 for i in order[:3]]
+    sizes = [tensor.shape[i] for i in order]
+    return TensorDescriptor(tensor, sizes, [*strides, 1], [1, 1, rows, width])
 
 
 def _lists(plan: BlockPlan, steps: Steps | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""The Gluon provider: SM90, warp-specialised, TMA and asynchronous tensor cores."""

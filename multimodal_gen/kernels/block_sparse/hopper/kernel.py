@@ -1,0 +1,581 @@
+"""Block-sparse attention on SM90 in Gluon: producer warps feed consumer warpgroups.
+
+A consumer warpgroup owns 64 query rows. K and V travel through rings of STAGES shared-memory tiles
+of BN keys, with a full and an empty barrier each; V lags K by one step, and the product P V of a
+step runs while the scores of the next one are computed. With s = scale * log2(e) * q k^T:
+
+* exact: the online softmax, m' = max(m, rowmax s), acc = acc 2^(m - m') + 2^(s - m') v;
+* fast: the row maximum of the first step stays the reference, so nothing is rescaled. bfloat16
+  weights have the exponents of fp32, so only a row whose later scores are far above the reference
+  can go wrong. Such tiles are flagged, and the exact kernel redoes them.
+
+OWN: every consumer has its own query block, ring and producer warp; else all consumers share one.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
+OVERFLOW = gl.constexpr(2.0**64)
+SEARCH = gl.constexpr(256)
+
+
+class Rings(NamedTuple):
+    """Shared memory: tiles, and barriers that say when they are full and empty."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Plan(NamedTuple):
+    """The plan as the kernel reads it; `order` and the counts are over rows of the plan."""
+
+    steps: Any
+    count: Any
+    tail_count: Any
+    tail_length: Any
+    order: Any
+    sweep: Any
+    rows: Any
+    rep_h: Any
+    num_q: Any
+    plan_h: Any
+    group: Any
+    kv_last: Any
+    kv_tail: Any
+    room: Any
+    tail_room: Any
+    steps_b: Any
+    steps_h: Any
+    steps_q: Any
+    count_b: Any
+    count_h: Any
+    count_q: Any
+    sweep_b: Any
+    q_start: Any
+    q_length: Any
+    q_start_b: Any
+    q_start_h: Any
+    q_length_b: Any
+    q_length_h: Any
+    q_size: Any
+    q_total: Any
+    total: Any
+
+
+class Outs(NamedTuple):
+    """Where results go."""
+
+    out: Any
+    lse: Any
+    out_b: Any
+    out_s: Any
+    out_h: Any
+    lse_b: Any
+    lse_h: Any
+
+
+class Work(NamedTuple):
+    """One tile: what its producer and its consumers agree on.
+
+    `row` is its first query row in the tensor, `real` and `owned` how many rows from there on are
+    attended and written, `tail` the first key of the partial step of a regular plan or the last
+    place of the list, `tail_keys` its length or None.
+    """
+
+    row_list: Any
+    num_full: Any
+    num_tail: Any
+    tail: Any
+    tail_keys: Any
+    b: Any
+    h: Any
+    kv_h: Any
+    row: Any
+    real: Any
+    owned: Any
+    out: Any
+    out_s: Any
+    lse: Any
+    sweep: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Compile-time shape of the kernel.
+
+    Attributes:
+        keys: keys of a step, BN.
+        head_size: D, padded to 64 or 128.
+        channels: D of the tensors; the copy engine fills the rest with zeros.
+        sub: steps per key block; 0 when the list already holds steps.
+        q_tiles: tiles per query block.
+        consumers: consumer warpgroups of 64 rows.
+        stages: tiles in a ring.
+        own: whether each consumer has its own query block.
+        q_registers: whether Q is kept in registers.
+        fast: fixed reference and flags instead of the online softmax.
+        sync: publish the position in the key sweep every so many steps; 0 never.
+        ragged: whether any step may be partial.
+        ordered: whether `order` is given.
+        q_starts: whether query blocks have starts of their own.
+        q_lengths: whether query blocks have lengths of their own.
+        lse: whether lse is wanted.
+        redo: whether only flagged tiles are computed.
+        registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
+    """
+
+    keys: int
+    head_size: int
+    channels: int
+    sub: int
+    q_tiles: int
+    consumers: int
+    stages: int
+    own: bool
+    q_registers: bool
+    fast: bool
+    sync: int
+    ragged: bool
+    ordered: bool
+    q_starts: bool
+    q_lengths: bool
+    lse: bool
+    redo: bool
+    registers: int
+    producer_registers: int
+
+
+@gluon.jit
+def _locate(position, plan, C: gl.constexpr):
+    """Return batch, head and query block of a position in the launch order."""
+    outer = position // plan.rows
+    row = position % plan.rows
+    if C.ordered:
+        row = gl.load(plan.order + row)
+    h = row // plan.num_q % plan.plan_h + outer % plan.rep_h
+    b = row // plan.num_q // plan.plan_h + outer // plan.rep_h
+    return b, h, row % plan.num_q
+
+
+@gluon.jit
+def _work(W: gl.constexpr, plan, outs, C: gl.constexpr):
+    """Return the work of this program, of consumer `W` where each has a query block of its own."""
+    if C.own:
+        position = gl.program_id(0) * C.consumers + W
+        inside = position * 0
+    else:
+        position = gl.program_id(0) // C.q_tiles
+        inside = gl.program_id(0) % C.q_tiles * (C.consumers * 64)
+    valid = position < plan.total
+    b, h, i = _locate(gl.minimum(position, plan.total - 1), plan, C)
+    begin = i * plan.q_size
+    if C.q_starts:
+        begin = gl.load(plan.q_start + b * plan.q_start_b + h * plan.q_start_h + i)
+    length = gl.minimum(plan.q_total - begin, plan.q_size)
+    if C.q_lengths:
+        length = gl.load(plan.q_length + b * plan.q_length_b + h * plan.q_length_h + i)
+    owned = length
+    if C.q_lengths and not C.q_starts:
+        owned = plan.q_size  # the padding of a block is its own, and is set to zero
+    owned = gl.where(valid, owned - inside, 0)
+    real = gl.where(valid, length - inside, 0)
+
+    b_64 = b.to(gl.int64)
+    h_64 = h.to(gl.int64)
+    i_64 = i.to(gl.int64)
+    row_list = plan.steps + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q
+    at = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
+    count = gl.load(plan.count + at)
+    num_tail = count * 0
+    if C.sub > 0:
+        num_full = count * C.sub
+        tail = (plan.kv_last * C.sub + plan.kv_tail // C.keys) * C.keys
+        if C.ragged:
+            last = gl.load(row_list + count - 1, mask=count > 0, other=-1)
+            whole = (count - 1) * C.sub + plan.kv_tail // C.keys
+            num_full = gl.where(last == plan.kv_last, whole, num_full)
+            num_tail = gl.where((last == plan.kv_last) & (plan.kv_tail % C.keys > 0), 1, 0)
+        tail_keys = plan.kv_tail % C.keys
+    else:
+        num_full = count
+        tail = plan.room - 1
+        if C.ragged:
+            num_tail = gl.load(plan.tail_count + at)
+        tail_keys = plan.tail_length + at * plan.tail_room
+    row = begin + inside
+    out = outs.out + b_64 * outs.out_b + h_64 * outs.out_h + row.to(gl.int64) * outs.out_s
+    lse = outs.lse + b_64 * outs.lse_b + h_64 * outs.lse_h + row
+    kv_h = h // plan.group
+    return Work(
+        row_list, gl.where(real > 0, num_full, 0), gl.where(real > 0, num_tail, 0), tail,
+        tail_keys, b, h, kv_h, row, real, owned, out, outs.out_s, lse,
+        plan.sweep + b * plan.sweep_b + kv_h,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _step_start(work, step, turn, C: gl.constexpr):
+    """Return the first key of a step: a partial step if any, the whole ones, other partial ones.
+
+    The whole steps are taken from `turn` on.
+    """
+    whole = step
+    if C.ragged:
+        whole = step - gl.minimum(work.num_tail, 1)
+    is_whole = (whole >= 0) & (whole < work.num_full)
+    if C.sync > 0:
+        whole += turn
+        whole = gl.where(whole >= work.num_full, whole - work.num_full, whole)
+    if C.sub > 0:
+        block = gl.load(work.row_list + whole // C.sub, mask=is_whole, other=0)
+        start = (block * C.sub + whole % C.sub) * C.keys
+        if C.ragged:
+            start = gl.where(is_whole, start, work.tail)
+    else:
+        tail = gl.maximum(step - work.num_full, 0)
+        start = gl.load(work.row_list + gl.where(is_whole, whole, work.tail - tail))
+    return start
+
+
+@gluon.jit
+def _first_turn(work, key, C: gl.constexpr):
+    """Return the whole step at which the row's sorted list reaches `key`."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    UNIT: gl.constexpr = C.sub if C.sub > 0 else 1
+    KEYS: gl.constexpr = C.sub * C.keys if C.sub > 0 else 1
+    entries = work.num_full // UNIT
+    before = entries * 0
+    for first in range(0, entries, SEARCH):
+        e = first + gl.arange(0, SEARCH, layout)
+        value = gl.load(work.row_list + e, mask=e < entries, other=0) * KEYS
+        before += gl.sum(((value < key) & (e < entries)).to(gl.int32), 0)
+    return gl.where(before < entries, before * UNIT, 0)
+
+
+@gluon.jit
+def _load_v(dv, work, start, index, rings, FIRST: gl.constexpr, C: gl.constexpr):
+    """Load V of step `index`, once its slot is empty."""
+    slot = FIRST + index % C.stages
+    mbarrier.wait(rings.v_empty.index(slot), ((index // C.stages) & 1) ^ 1)
+    mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size * 2)
+    tma.async_copy_global_to_shared(
+        dv, [work.b, work.kv_h, start, 0], rings.v_full.index(slot), rings.v.index(slot)
+    )
+
+
+@gluon.jit
+def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
+    """One warp: loads Q once, and K and V of every step, V one step late."""
+    SHARERS: gl.constexpr = 1 if C.own else C.consumers
+    FIRST: gl.constexpr = W * C.stages if C.own else 0
+    steps = work.num_full + work.num_tail
+    if steps > 0:
+        turn = steps * 0
+        if C.sync > 0:
+            turn = _first_turn(work, gl.load(work.sweep, volatile=True), C)
+        start = _step_start(work, 0, turn, C)
+        for c in gl.static_range(SHARERS):
+            mbarrier.expect(rings.q_full.index(W + c), 64 * C.head_size * 2)
+            tma.async_copy_global_to_shared(
+                dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(W + c),
+                rings.q.index(W + c),
+            )  # fmt: skip
+        # Not `start`: the compiler takes loop variables that begin with one value for the same.
+        before = steps * 0
+        for step in range(steps):
+            following = _step_start(work, gl.minimum(step + 1, steps - 1), turn, C)
+            if C.sync > 0:
+                gl.store(work.sweep, start, mask=step % C.sync == C.sync - 1)
+            slot = FIRST + step % C.stages
+            mbarrier.wait(rings.k_empty.index(slot), ((step // C.stages) & 1) ^ 1)
+            mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size * 2)
+            tma.async_copy_global_to_shared(
+                dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot)
+            )
+            if step > 0:
+                _load_v(dv, work, before, step - 1, rings, FIRST, C)
+            before = start
+            start = following
+        _load_v(dv, work, before, steps - 1, rings, FIRST, C)
+
+
+@gluon.jit
+def _partial_sums(p, C: gl.constexpr):
+    """Row sums as four partial sums per row, which needs no shuffle: [64, 4]."""
+    BN: gl.constexpr = C.keys
+    return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _tail_keys(work, tail, C: gl.constexpr):
+    """Return how many keys of a partial step are real."""
+    keys = work.tail_keys
+    if C.sub == 0:
+        keys = gl.load(keys + tail)
+    return keys
+
+
+@gluon.jit
+def _advance(
+    q, rings, acc, sums, m, weights, keys, step, scale_log2, FIRST: gl.constexpr,
+    MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Scores of `step` while P V of the step before is in flight; then its softmax."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    rows_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    zero = gl.zeros([64, BN], gl.float32, s_layout)
+    slot = FIRST + step % C.stages
+    slot_v = FIRST + (step - 1) % C.stages
+    mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
+    k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
+    s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+    mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
+    v_tile = rings.v.index(slot_v).reshape([BN, D])
+    o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
+    s = hopper.warpgroup_mma_wait(1, deps=[s_token])
+    mbarrier.arrive(rings.k_empty.index(slot))
+    if MASKED:
+        columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
+        s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
+    m_new = m
+    if not C.fast:
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
+    following = weights
+    if C.fast:
+        sums += _partial_sums(p, C)
+        # Before the wait, unlike below: that is what keeps the exact variant's registers down.
+        following = gl.convert_layout(p.to(dtype), weights.type.layout)
+    else:
+        alpha = gl.exp2(m - m_new)
+        sums = sums * alpha + gl.sum(p, 1)
+    # The weights in flight must pass through the wait, or their registers are reused early.
+    acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
+    mbarrier.arrive(rings.v_empty.index(slot_v))
+    if not C.fast:
+        following = gl.convert_layout(p.to(dtype), weights.type.layout)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, rows_o), 1)
+    return acc, sums, m_new, following
+
+
+@gluon.jit
+def _store(values, lse, work, first_row, C: gl.constexpr):
+    """Write 64 rows of out and lse, those that the query block owns."""
+    layout: gl.constexpr = values.type.layout
+    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, C.head_size, gl.SliceLayout(0, layout))
+    ptrs = work.out + (gl.expand_dims(rows * work.out_s, 1) + gl.expand_dims(channel, 0))
+    if C.q_lengths:
+        values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
+    mask = gl.expand_dims(rows < work.owned, 1)
+    if C.channels < C.head_size:
+        mask = mask & gl.expand_dims(channel < C.channels, 0)
+    gl.store(ptrs, values, mask=mask)
+    if C.lse:
+        rows = first_row + gl.arange(0, 64, lse.type.layout)
+        lse = gl.where(rows < work.real, lse, float("-inf"))
+        gl.store(work.lse + rows, lse, mask=rows < work.owned)
+
+
+@gluon.jit
+def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
+    """One warpgroup: 64 query rows."""
+    FIRST: gl.constexpr = W * C.stages if C.own else 0
+    ROW: gl.constexpr = 0 if C.own else W * 64
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+    rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    steps = work.num_full + work.num_tail
+    if steps == 0:
+        nothing = gl.zeros([64, D], dtype, store_layout)
+        _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
+    else:
+        q_tile = rings.q.index(W).reshape([64, D])
+        mbarrier.wait(rings.q_full.index(W), 0)
+        q = q_tile
+        if C.q_registers:
+            q = q_tile.load(q_layout)
+        mbarrier.wait(rings.k_full.index(FIRST), 0)
+        k_t = rings.k.index(FIRST).reshape([BN, D]).permute((1, 0))
+        zero = gl.zeros([64, BN], gl.float32, s_layout)
+        s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+        s = hopper.warpgroup_mma_wait(0, deps=[s_token])
+        mbarrier.arrive(rings.k_empty.index(FIRST))
+        if C.ragged:
+            keys = gl.to_tensor(BN)
+            if work.num_tail > 0:
+                keys = _tail_keys(work, 0, C)
+            columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
+            s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
+        m = gl.max(s, 1) * scale_log2
+        p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
+        sums = _partial_sums(p, C) if C.fast else gl.sum(p, 1)
+        weights = gl.convert_layout(p.to(dtype), p_layout)
+        acc = gl.zeros([64, D], gl.float32, o_layout)
+        last = work.num_full
+        if C.ragged:
+            last += gl.minimum(work.num_tail, 1)
+        for step in range(1, last):
+            acc, sums, m, weights = _advance(
+                q, rings, acc, sums, m, weights, BN, step, scale_log2, FIRST, False, dtype, C
+            )
+        if C.sub == 0:  # a regular plan has one partial step at most
+            for step in range(last, steps):
+                keys = _tail_keys(work, step - work.num_full, C)
+                acc, sums, m, weights = _advance(
+                    q, rings, acc, sums, m, weights, keys, step, scale_log2, FIRST, True, dtype, C
+                )
+        slot = FIRST + (steps - 1) % C.stages
+        mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
+        v_tile = rings.v.index(slot).reshape([BN, D])
+        o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
+        acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
+
+        if C.fast:
+            row_sum = gl.convert_layout(gl.sum(sums, 1), rows_s)
+            real = ROW + gl.arange(0, 64, rows_s) < work.real
+            wrong = gl.max((real & ~(row_sum < OVERFLOW)).to(gl.int32), 0)
+            if wrong > 0:
+                gl.store(flag, wrong)
+        else:
+            row_sum = sums
+        o = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, rows_o), 1)
+        q_tile.store(o.to(dtype))
+        lse = 0.6931471805599453 * (m + gl.log2(row_sum))
+        _store(q_tile.load(store_layout), lse, work, ROW, C)
+
+
+@gluon.jit
+def _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype: gl.constexpr, C: gl.constexpr):
+    """Allocate the rings and start the partitions of one tile."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    CONSUMERS: gl.constexpr = C.consumers
+    SLOTS: gl.constexpr = C.consumers * C.stages if C.own else C.stages
+    SHARERS: gl.constexpr = 1 if C.own else C.consumers
+    one: gl.constexpr = mbarrier.MBarrierLayout()
+    rings = Rings(
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dk.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dv.layout),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+    )
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(rings.q_full.index(w), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(rings.k_full.index(slot), count=1)
+        mbarrier.init(rings.v_full.index(slot), count=1)
+        mbarrier.init(rings.k_empty.index(slot), count=SHARERS)
+        mbarrier.init(rings.v_empty.index(slot), count=SHARERS)
+    hopper.fence_async_shared()
+    work = _work(0, plan, outs, C)
+    # warp_specialize takes literal lists of partitions only.
+    if C.own:
+        other = _work(1, plan, outs, C)
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, scale_log2, 0, dtype, C)),
+                (_consumer, (other, rings, flag, scale_log2, 1, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, 0, C)),
+                (_producer, (dq, dk, dv, other, rings, 1, C)),
+            ],
+            [4, 1, 1],
+            [C.registers, C.producer_registers, C.producer_registers],
+        )
+    elif C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, scale_log2, 0, dtype, C)),
+                (_consumer, (work, rings, flag, scale_log2, 1, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, 0, C)),
+            ],
+            [4, 1],
+            [C.registers, C.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, scale_log2, 0, dtype, C)),
+                (_consumer, (work, rings, flag, scale_log2, 1, dtype, C)),
+                (_consumer, (work, rings, flag, scale_log2, 2, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, 0, C)),
+            ],
+            [4, 4, 1],
+            [C.registers, C.registers, C.producer_registers],
+        )
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "rep_h", "num_q", "plan_h", "group", "kv_last", "kv_tail", "room", "tail_room",
+        "steps_b", "steps_h", "steps_q", "count_b", "count_h", "count_q", "sweep_b",
+        "q_start_b", "q_start_h", "q_length_b", "q_length_h", "q_size", "q_total", "total",
+    ]
+)  # fmt: skip
+def attention_kernel(
+    dq, dk, dv, out_ptr, lse_ptr, flag_ptr,
+    step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, sweep_ptr,
+    q_start_ptr, q_length_ptr,
+    rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
+    steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b,
+    q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
+    out_b, out_s, out_h, lse_b, lse_h, scale_log2, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program per tile. A redo does only the tiles whose flag is set."""
+    plan = Plan(
+        step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, sweep_ptr,
+        rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
+        steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b, q_start_ptr, q_length_ptr,
+        q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
+    )  # fmt: skip
+    outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
+    flag = flag_ptr + gl.program_id(0)
+    dtype: gl.constexpr = dq.dtype
+    if C.redo:
+        if gl.load(flag) > 0:
+            _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype, C)
+    else:
+        _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype, C)
+
+
+def describe(tensor: torch.Tensor, rows: int, head_size: int) -> TensorDescriptor:
+    """Describe [B, S, H, D] to the copy engine as [B, H, S, D] in boxes of [1, 1, rows, D]."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    order = (0, 2, 1, 3)
+    sizes = [tensor.shape[i] for i in order]
+    # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
+    strides = [tensor.stride(i) if tensor.shape[i] > 1 else 64 for i in order[:3]]
+    return TensorDescriptor(tensor, sizes, [*strides, 1], [1, 1, rows, head_size], layout)
