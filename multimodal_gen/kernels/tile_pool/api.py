@@ -1,0 +1,198 @@
+"""The coarse stage of tile-based sparse attention: validates, then runs Triton or the reference.
+
+Shapes: B batch, S tokens, H heads, D head size, N tiles; Nq and Nk tiles of queries and keys.
+Tile i holds the tokens at positions [starts[i], starts[i] + lengths[i]), or, with an `index`, the
+tokens that `index` names at these positions. So one set of tiles serves tensors in tile order and
+in the order they came in.
+"""
+
+import importlib.util
+from functools import cache
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.tile_pool.reference import (
+    add_gated_reference,
+    pool_tiles_reference,
+    select_tiles_reference,
+)
+
+__all__ = ["add_gated", "pool_tiles", "select_tiles"]
+
+_TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_MAX_TILES = 2**15  # a row of scores must fit into the registers of 16 warps
+
+
+def pool_tiles(
+    tensors: tuple[torch.Tensor, ...],
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    size: int,
+    index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the mean of every tile's tokens, summed in fp32; does not wait for the device.
+
+    Args:
+        tensors: tensors [B, S, H, D], any strides, alike but for H.
+        starts: int32 [N].
+        lengths: int32 [N], at least 1.
+        size: upper bound of `lengths`.
+        index: int32 [S'], the token at every position; None where tokens lie tile by tile.
+
+    Returns:
+        For every tensor [B, H, N, D], contiguous, in its dtype.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not fit each other.
+    """
+    _check_pooled(tensors)
+    _check_tiles(tensors[0], starts, lengths, size, index)
+    if _runs_triton(*tensors):
+        from multimodal_gen.kernels.tile_pool import kernel
+
+        return tuple(kernel.pool_tiles(x, starts, lengths, index) for x in tensors)
+    return tuple(pool_tiles_reference(x, starts, lengths, index, size) for x in tensors)
+
+
+def select_tiles(
+    query: torch.Tensor, key: torch.Tensor, count: int, *, always: int = 0
+) -> torch.Tensor:
+    """Return the `count` key tiles with the largest scores of every query tile.
+
+    A score is the product of two means in fp32; a positive scale would not change the order. Equal
+    scores go to the lowest index. Exact, and does not wait for the device.
+
+    Args:
+        query: means of query tiles, [B, H, Nq, D], any strides.
+        key: means of key tiles, [B, Hkv, Nk, D]; query head h uses key head h // (H / Hkv).
+        count: key tiles to keep, in [1, Nk].
+        always: number of blocks, numbered from Nk on, that every row keeps besides.
+
+    Returns:
+        int32 [B, H, Nq, count + always], strictly increasing along every row.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not fit each other, or `count` is out of range.
+    """
+    for name, x in (("query", query), ("key", key)):
+        if x.ndim != 4:
+            raise UsageError(f"`{name}` must be [B, H, N, D], got {list(x.shape)}")
+    alike = query.dtype == key.dtype and query.device == key.device
+    if not alike or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise UsageError(
+            f"`key` must have the batch, head size, dtype and device of query "
+            f"({list(query.shape)}, {query.dtype}, {query.device}), "
+            f"got {list(key.shape)}, {key.dtype}, {key.device}"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise UsageError(
+            f"`query` must have a multiple of key's {key.shape[1]} heads, got {query.shape[1]}"
+        )
+    if not 1 <= count <= key.shape[2]:
+        raise UsageError(f"`count` must lie in [1, {key.shape[2]}], got {count}")
+    if always < 0:
+        raise UsageError(f"`always` must be at least 0, got {always}")
+    query, key = query.detach(), key.detach()  # indices have no gradient
+    if _runs_triton(query) and key.shape[2] <= _MAX_TILES:
+        from multimodal_gen.kernels.tile_pool import kernel
+
+        return kernel.select_tiles(query, key, count, always)
+    return select_tiles_reference(query, key, count, always)
+
+
+def add_gated(
+    out: torch.Tensor,
+    gate: torch.Tensor,
+    coarse: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    size: int,
+    index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `out` plus `gate` times the coarse value of every token's tile.
+
+    Args:
+        out: [B, S, H, D], any strides; may be changed, where no gradient is recorded.
+        gate: [B, S, H, D], any strides.
+        coarse: [B, H, N, D].
+        starts: int32 [N].
+        lengths: int32 [N].
+        size: upper bound of `lengths`.
+        index: int32 [S'], the token at every position; None where tokens lie tile by tile.
+
+    Returns:
+        [B, S, H, D], computed in fp32 and rounded once; tokens in no tile keep their value.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not fit each other.
+    """
+    _check_pooled((out, gate))
+    if gate.shape != out.shape:
+        raise UsageError(f"`gate` must be {list(out.shape)}, got {list(gate.shape)}")
+    _check_tiles(out, starts, lengths, size, index)
+    wanted = (out.shape[0], out.shape[2], len(starts), out.shape[3])
+    if tuple(coarse.shape) != wanted or coarse.device != out.device:
+        raise UsageError(
+            f"`coarse` must be {list(wanted)} on {out.device}, got {list(coarse.shape)} on "
+            f"{coarse.device}"
+        )
+    if _runs_triton(out, gate, coarse):
+        from multimodal_gen.kernels.tile_pool import kernel
+
+        return kernel.add_gated(out, gate, coarse, starts, lengths, index)
+    return add_gated_reference(out, gate, coarse, starts, lengths, index, size)
+
+
+def _check_pooled(tensors: tuple[torch.Tensor, ...]) -> None:
+    if not tensors:
+        raise UsageError("`tensors` must hold at least one tensor, got none")
+    first = tensors[0]
+    for x in tensors:
+        if x.ndim != 4:
+            raise UsageError(f"`tensors` must be [B, S, H, D], got {list(x.shape)}")
+        alike = x.dtype == first.dtype and x.device == first.device
+        if not alike or (x.shape[0], x.shape[3]) != (first.shape[0], first.shape[3]):
+            raise UsageError(
+                f"`tensors` must have one batch, head size, dtype and device, got "
+                f"{list(first.shape)} {first.dtype} {first.device} and "
+                f"{list(x.shape)} {x.dtype} {x.device}"
+            )
+
+
+def _check_tiles(
+    tensor: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    size: int,
+    index: torch.Tensor | None,
+) -> None:
+    named = {"starts": starts, "lengths": lengths, "index": index}
+    for name, x in named.items():
+        if x is None:
+            continue
+        if x.dtype != torch.int32 or x.ndim != 1 or x.device != tensor.device:
+            raise UsageError(
+                f"`{name}` must be int32, 1-D and on {tensor.device}, got {x.dtype} "
+                f"{list(x.shape)} on {x.device}"
+            )
+    if len(starts) != len(lengths) or not len(starts):
+        raise UsageError(
+            f"`lengths` must hold one value per start, got {len(lengths)} for {len(starts)}"
+        )
+    if size < 1:
+        raise UsageError(f"`size` must be at least 1, got {size}")
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _runs_triton(*tensors: torch.Tensor) -> bool:
+    """Whether the Triton kernels, which have no backward, can serve."""
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    known = all(x.dtype in _TRITON_DTYPES and x.device.type == "cuda" for x in tensors)
+    return known and not gradient and _has_triton()

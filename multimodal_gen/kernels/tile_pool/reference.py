@@ -1,0 +1,124 @@
+"""The coarse stage in plain PyTorch: any device, any floating dtype, differentiable.
+
+Shapes: B batch, S tokens, H heads, D head size, N tiles; Nq and Nk tiles of queries and keys.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["add_gated_reference", "pool_tiles_reference", "select_tiles_reference"]
+
+# Scores that are sorted at once; more heads than fit go one after the other.
+_SCORES_AT_ONCE = 2**26
+
+
+def _positions(
+    starts: torch.Tensor, lengths: torch.Tensor, index: torch.Tensor | None, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield, for the first, second, ... token of all tiles, where it is and whether there is one.
+
+    Yields:
+        int64 [N], 0 where a tile has no such token; bool [N].
+    """
+    for i in range(size):
+        real = lengths > i
+        position = torch.where(real, starts + i, 0).long()
+        yield (position if index is None else index[position].long()), real
+
+
+def pool_tiles_reference(
+    tensor: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    index: torch.Tensor | None,
+    size: int,
+) -> torch.Tensor:
+    """Return the mean over the tokens of every tile, summed in fp32 (fp64 for fp64).
+
+    Args:
+        tensor: [B, S, H, D].
+        starts: int32 [N].
+        lengths: int32 [N].
+        index: int32 [S'], or None.
+        size: upper bound of `lengths`.
+
+    Returns:
+        [B, H, N, D] in the dtype of `tensor`.
+    """
+    compute = torch.promote_types(tensor.dtype, torch.float32)
+    batch, _, heads, head_size = tensor.shape
+    total = tensor.new_zeros((batch, len(starts), heads, head_size), dtype=compute)
+    for position, real in _positions(starts, lengths, index, size):
+        token = tensor[:, position].to(compute)
+        total = total + torch.where(real.view(1, -1, 1, 1), token, 0.0)
+    mean = total / lengths.clamp_min(1).view(1, -1, 1, 1)
+    return mean.transpose(1, 2).to(tensor.dtype).contiguous()
+
+
+def select_tiles_reference(
+    query: torch.Tensor, key: torch.Tensor, count: int, always: int
+) -> torch.Tensor:
+    """Return the `count` key tiles with the largest scores of every query tile.
+
+    Scores are products in fp32 (fp64 for fp64). Equal scores go to the lowest index; a score that
+    is no number counts as infinitely large.
+
+    Args:
+        query: means of query tiles, [B, H, Nq, D].
+        key: means of key tiles, [B, Hkv, Nk, D].
+        count: key tiles to keep, in [1, Nk].
+        always: number of blocks after the Nk tiles that every row keeps.
+
+    Returns:
+        int32 [B, H, Nq, count + always], increasing along every row.
+    """
+    compute = torch.promote_types(query.dtype, torch.float32)
+    batch, heads, num_q, _ = query.shape
+    num_kv = key.shape[2]
+    out = torch.empty((batch, heads, num_q, count + always), dtype=torch.int32, device=query.device)
+    out[..., count:] = torch.arange(num_kv, num_kv + always, device=query.device)
+    group = heads // key.shape[1]
+    step = max(1, _SCORES_AT_ONCE // max(1, batch * num_q * num_kv))
+    for first in range(0, heads, step):
+        last = min(first + step, heads)
+        used = torch.arange(first, last, device=query.device) // group
+        scores = query[:, first:last].to(compute) @ key[:, used].to(compute).mT
+        scores = scores.nan_to_num(math.inf, posinf=math.inf, neginf=-math.inf)
+        best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
+        out[:, first:last, :, :count] = best.sort(dim=-1).values
+    return out
+
+
+def add_gated_reference(
+    out: torch.Tensor,
+    gate: torch.Tensor,
+    coarse: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    index: torch.Tensor | None,
+    size: int,
+) -> torch.Tensor:
+    """Return `out` plus `gate` times the value of every token's tile, rounded once.
+
+    Args:
+        out: [B, S, H, D].
+        gate: [B, S, H, D].
+        coarse: values of the tiles, [B, H, N, D].
+        starts: int32 [N].
+        lengths: int32 [N].
+        index: int32 [S'], or None.
+        size: upper bound of `lengths`.
+
+    Returns:
+        A new tensor like `out`; tokens in no tile are copied.
+    """
+    compute = torch.promote_types(out.dtype, torch.float32)
+    result = out.clone()
+    values = coarse.transpose(1, 2).to(compute)
+    for position, real in _positions(starts, lengths, index, size):
+        where = position[real]
+        added = out[:, where].to(compute) + gate[:, where].to(compute) * values[:, real]
+        result.index_copy_(1, where, added.to(out.dtype))
+    return result

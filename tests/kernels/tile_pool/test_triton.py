@@ -1,0 +1,154 @@
+"""The Triton kernels against the definitions, under the interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
+test_interpreter.py starts it.
+"""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.tile_pool.naive import (
+    assert_best,
+    naive_best,
+    naive_gated,
+    naive_mean,
+    ragged_tiles,
+    whole_numbers,
+)
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "layout", ["tokens first", "heads first", "channels last but one", "packed"]
+)
+def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
+    from multimodal_gen.kernels.tile_pool.kernel import pool_tiles
+
+    starts, lengths, index = ragged_tiles([64, 70, 1])
+    tokens = int(lengths.sum())
+    q, k = random(2, tokens, 4, 24, dtype=dtype), random(2, tokens, 2, 24, seed=1, dtype=dtype)
+    if layout == "heads first":
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    elif layout == "channels last but one":
+        q, k = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k))
+    v = k.flip(1)
+    if layout == "packed":
+        k, v = torch.stack((k, v), dim=2).unbind(2)
+    for order in (None, index):
+        for x in (q, k, v):
+            mean = pool_tiles(x, starts, lengths, order)
+            wanted = naive_mean(x, starts, lengths, order)
+            assert mean.dtype == dtype
+            band = 70 * torch.finfo(torch.float32).eps * x.abs().max()
+            assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
+
+
+@given(
+    batch=st.sampled_from([1, 2]),
+    heads=st.sampled_from([(1, 1), (2, 2), (2, 1)]),
+    num_q=st.sampled_from([1, 3]),
+    num_kv=st.sampled_from([1, 5, 33, 300]),
+    share=st.floats(0.0, 1.0),
+    always=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES),
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_selection_is_the_definition(
+    batch: int,
+    heads: tuple[int, int],
+    num_q: int,
+    num_kv: int,
+    share: float,
+    always: int,
+    seed: int,
+    dtype: torch.dtype,
+) -> None:
+    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
+
+    count = max(1, round(share * num_kv))
+    query = whole_numbers(batch, heads[0], num_q, 8, seed=seed, dtype=dtype)
+    key = whole_numbers(batch, heads[1], num_kv, 8, seed=seed + 1, dtype=dtype)
+    found = select_tiles(query, key, count, always)
+    assert torch.equal(found, naive_best(query, key, count, always))
+
+
+@pytest.mark.parametrize("scratch_bytes", [1, 2**14])
+def test_rows_are_done_in_turns_where_the_buffer_is_small(scratch_bytes: int) -> None:
+    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
+
+    query = whole_numbers(2, 1, 66, 16, seed=0, dtype=torch.float16)
+    key = whole_numbers(2, 1, 20, 16, seed=1, dtype=torch.float16)
+    found = select_tiles(query, key, 9, 2, scratch_bytes=scratch_bytes)
+    assert torch.equal(found, naive_best(query, key, 9, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [24, 128])
+def test_real_numbers_select_the_best_up_to_rounding(dtype: torch.dtype, head_size: int) -> None:
+    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
+
+    query = random(1, 2, 7, head_size, dtype=dtype)
+    key = random(1, 1, 150, head_size, seed=1, dtype=dtype)
+    assert_best(select_tiles(query, key, 9, 1), query, key, 9, 1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [0.0, -0.0, 0.0, -1.0],
+        [1e-45, 0.0, -1e-45, 1e-38],
+        [3e38, -3e38, float("inf"), -float("inf")],
+        [1.0, float("nan"), 2.0, -float("inf")],
+        [-5.0, -4.0, -3.0, -2.0],
+        [-float("inf")] * 4,
+    ],
+    ids=["zeros", "tiny", "huge", "nan", "negative", "lowest"],
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_scores_of_any_size_are_ordered(scores: list[float], count: int) -> None:
+    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
+    from multimodal_gen.kernels.tile_pool.reference import select_tiles_reference
+
+    key = torch.zeros(1, 1, 4, 16)
+    key[0, 0, :, 0] = torch.tensor(scores)
+    query = torch.zeros(1, 1, 1, 16)
+    query[..., 0] = 1.0
+    found = select_tiles(query, key, count, 0)
+    assert torch.equal(found, select_tiles_reference(query, key, count, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_gated_sum_is_rounded_once(
+    dtype: torch.dtype, heads_first: bool, indexed: bool
+) -> None:
+    from multimodal_gen.kernels.tile_pool.kernel import add_gated
+
+    starts, lengths, order = ragged_tiles([64, 70, 1])
+    index = order if indexed else None
+    tokens = int(lengths.sum()) + 3
+    out, gate = (random(2, tokens, 3, 24, seed=s, dtype=dtype) for s in (0, 1))
+    if heads_first:
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    coarse = random(2, 3, 3, 24, seed=2, dtype=dtype)
+    wanted = naive_gated(out, gate, coarse, starts, lengths, index)
+    found = add_gated(out.clone(), gate, coarse, starts, lengths, index)
+    band = 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
+    assert ((found - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
+    assert torch.equal(found[:, -3:], out[:, -3:])
