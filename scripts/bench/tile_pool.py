@@ -1,0 +1,139 @@
+"""The coarse stage of tile-based sparse attention: pooling, scores with top-k, the gated sum.
+
+Every contender's result is checked first. `select` has a contender per buffer size and per number
+of warps that share a row; the one that runs by default carries no figures in its name.
+
+    python3 scripts/bench/tile_pool.py --commit HASH [--only select] [--rounds 9]
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from _harness import interleave, parse_arguments, relative_error, rows_of, write_rows
+
+from multimodal_gen.kernels.tile_order.api import tile_order
+from multimodal_gen.kernels.tile_pool import kernel
+from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.kernels.tile_pool.reference import (
+    add_gated_reference,
+    pool_tiles_reference,
+    select_tiles_reference,
+)
+
+BOUND = 4e-3
+CHECKED_HEADS = 2
+VARIANTS = {
+    f"buffer {megabytes} MiB, {warps} warps": (megabytes * 2**20, warps)
+    for megabytes in (32, 64, 128)
+    for warps in (1, 2, 4, 8)
+}
+
+Runs = dict[str, Callable[[], torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One latent grid, its tiles, and the share of them that is kept."""
+
+    name: str
+    grid: tuple[int, int, int]
+    tile: tuple[int, int, int]
+    heads: int
+    keep: float = 0.1
+    head_size: int = 128
+
+    @property
+    def shape(self) -> str:
+        """What the results file calls it."""
+        grid, tile = ("x".join(map(str, x)) for x in (self.grid, self.tile))
+        return f"B1 H{self.heads} {grid} tiles {tile} D{self.head_size} bf16"
+
+
+CASES = (
+    Case(name="30x48x80", grid=(30, 48, 80), tile=(4, 4, 4), heads=24),
+    Case(name="21x45x80", grid=(21, 45, 80), tile=(4, 4, 4), heads=40),
+    Case(name="21x30x52", grid=(21, 30, 52), tile=(4, 4, 4), heads=12),
+    Case(name="21x45x80 by 256", grid=(21, 45, 80), tile=(4, 8, 8), heads=40),
+)
+
+
+def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
+    """Check and time the three stages of a case; returns rows of the results file."""
+    order = tile_order(case.grid, case.tile, "cuda")
+    torch.manual_seed(0)
+    shape = (1, order.num_tokens, case.heads, case.head_size)
+    q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    tiles = (order.starts, order.lengths)
+    options = {"size": order.largest, "index": order.order}
+    pooled_q, pooled_k = pool_tiles((q, k), *tiles, **options)
+    num_tiles = len(order.starts)
+    count = max(1, round(case.keep * num_tiles))
+    few = slice(0, CHECKED_HEADS)
+
+    errors = {}
+    wanted = pool_tiles_reference(q[:, :, few].float(), *tiles, order.order, order.largest)
+    errors["pool q, k"] = relative_error(pooled_q[:, few], wanted)
+    coarse = pooled_k
+    whole = add_gated_reference(
+        q[:, :, few].float(), k[:, :, few].float(), coarse[:, few].float(), *tiles, order.order,
+        order.largest,
+    )  # fmt: skip
+    summed = add_gated(q.clone(), k, coarse, *tiles, **options)
+    errors["gated sum"] = relative_error(summed[:, :, few], whole)
+    best = select_tiles_reference(pooled_q[:, few], pooled_k[:, few], count, 0)
+    selects: Runs = {"select": lambda: select_tiles(pooled_q, pooled_k, count)}
+    for name, (scratch_bytes, warps) in VARIANTS.items():
+        selects[f"select, {name}"] = lambda s=scratch_bytes, w=warps: kernel.select_tiles(
+            pooled_q, pooled_k, count, 0, scratch_bytes=s, warps=w
+        )
+    kept = torch.zeros((*best.shape[:3], num_tiles), dtype=torch.bool, device="cuda")
+    kept.scatter_(-1, best.long(), True)
+    for name, run in selects.items():
+        # Neighbours in rank may change places where the order of a sum differs.
+        errors[name] = 1.0 - float(kept.gather(-1, run()[:, few].long()).double().mean())
+    stages: dict[str, tuple[Runs, float]] = {
+        "pool": ({"pool q, k": lambda: pool_tiles((q, k), *tiles, **options)[0]}, 0.0),
+        "select": (selects, 2.0 * case.heads * num_tiles**2 * case.head_size),
+        "gate": ({"gated sum": lambda: add_gated(summed, k, coarse, *tiles, **options)}, 0.0),
+    }
+    rows: list[object] = []
+    for stage, (runs, flop) in stages.items():
+        if only not in stage:
+            continue
+        right = {name: run for name, run in runs.items() if errors[name] < BOUND}
+        for name in runs.keys() - right.keys():
+            print(f"{case.name}: {name} is wrong, error {errors[name]:.2e}")
+        if not right:
+            continue
+        times = interleave(right, rounds=rounds)
+        rows += rows_of(
+            times,
+            commit=commit,
+            benchmark="tile_pool",
+            case=f"{case.name} {stage}",
+            shape=case.shape,
+            flop=flop,
+            flop_formula="2*H*N*N*D",
+            errors=errors,
+            versions={},
+        )
+        if stage != "select":
+            moved = {"pool": 2, "gate": 3}[stage] * q.numel() * q.element_size()
+            (samples,) = times.values()
+            print(f"{case.name} {stage}: {moved / statistics.median(samples) / 1e9:.2f} TB/s")
+    return rows
+
+
+def main() -> None:
+    """Measure every case."""
+    arguments = parse_arguments(__doc__ or "")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for case in CASES:
+        rows = measure(case, arguments.rounds, arguments.only, arguments.commit)
+        write_rows(arguments.out / "tile_pool.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
