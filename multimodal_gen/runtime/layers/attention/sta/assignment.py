@@ -41,8 +41,9 @@ class Assignment:
 def assign(losses: torch.Tensor, costs: Sequence[int], budget: int) -> Assignment:
     """Return the assignment of least loss whose cost keeps to the budget.
 
-    It is the best there is, unless so many items are nearly tied that the table of the dynamic
-    programme would exceed 64 MiB; then `bound` tells how far from the best it can be at most.
+    It is the best there is, and its loss the bound, unless so many items are nearly tied that the
+    table of the dynamic programme would exceed 64 MiB; then `bound` tells how far from the best
+    it can be at most.
 
     Args:
         losses: fp64 [I, C], loss of each choice for each item.
@@ -71,6 +72,7 @@ class _Problem:
         self.bound = -math.inf
         self._losses = losses
         self._cost = cost
+        self._priced = cost.double()  # a Python float times integers would be fp32
         self._budget = budget
 
     def loss(self, choices: torch.Tensor) -> float:
@@ -88,22 +90,24 @@ class _Problem:
             self.bound = self.loss(free)
             return free
         price, choices = self._price(free)
-        scores = self._losses + price * self._cost
+        scores = self._losses + price * self._priced
         self.bound = float(scores.amin(1).sum()) - price * self._budget
         # How much a choice adds to the bound: those that lift it above what is found are out.
         regret = scores - scores.amin(1, keepdim=True)
         open_choices = regret < self.loss(choices) - self.bound
         open_choices.scatter_(1, choices[:, None], True)
         core = (open_choices.sum(1) > 1).nonzero().flatten()
-        core = self._affordable(core, regret)
+        core, left_out = self._affordable(core, regret)
         better = self._exact(choices, core)
         if self.loss(better) < self.loss(choices):
             choices = better
+        if not left_out:
+            self.bound = self.loss(choices)
         return choices
 
     def _at_price(self, price: float) -> torch.Tensor:
         # Ties go to the first, that is the cheapest, choice.
-        return (self._losses + price * self._cost).argmin(1)
+        return (self._losses + price * self._priced).argmin(1)
 
     def _price(self, free: torch.Tensor) -> tuple[float, torch.Tensor]:
         """Return the least price that keeps to the budget, and what it makes of the budget."""
@@ -125,12 +129,13 @@ class _Problem:
                 room -= more
         return high, choices
 
-    def _affordable(self, core: torch.Tensor, regret: torch.Tensor) -> torch.Tensor:
-        """Return the items of `core` that the table has room for, the most doubtful ones first."""
+    def _affordable(self, core: torch.Tensor, regret: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the most doubtful items that the table has room for, and how many are left out."""
         doubt = regret[core].topk(2, dim=1, largest=False).values[:, 1]
         core = core[doubt.argsort(stable=True)]
         span = int(self._cost[-1] - self._cost[0]) // self._unit()
-        return core[: max(1, math.isqrt(_TABLE // max(span, 1)))]
+        kept = core[: max(1, math.isqrt(_TABLE // max(span, 1)))]
+        return kept, len(core) - len(kept)
 
     def _unit(self) -> int:
         return math.gcd(*(self._cost - self._cost[0]).tolist()) or 1

@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.sta.losses import (
+    NEGATIVE,
+    POSITIVE,
+    LossRecorder,
+    record_into,
+)
+from multimodal_gen.runtime.layers.attention.sta.recording import branch_parts, session_for
+from multimodal_gen.runtime.layers.attention.sta.search import SearchFile, find_searches
+
+TILES = (3, 2, 4)
+
+
+def _run(folder, request: str, branch: str, steps: int = 2, layers: int = 2) -> None:
+    """Record a generation as its layers do, each asking for the session by itself."""
+    for step in range(steps):
+        for layer in range(layers):
+            session = session_for(str(folder), request)
+            windows = session.recorder.candidates(TILES)
+            losses = torch.full((len(windows), 2, 3), float(step))
+            session.recorder.add(losses, step=step, layer=layer, branch=branch)
+            session.finish(branch, steps, (6, 8, 16))
+
+
+def test_a_generation_writes_its_file_when_its_last_layer_is_done(tmp_path) -> None:
+    _run(tmp_path, "request-a", POSITIVE)
+    _run(tmp_path, "request-a", NEGATIVE)
+    _run(tmp_path, "request-b", POSITIVE)
+    files = find_searches(tmp_path, POSITIVE)
+    assert [file.name for file in files] == [
+        "mask_search_request-a.json",
+        "mask_search_request-b.json",
+    ]
+    assert files[0].parent.name == "mask_search_result_pos_16x8-tokens"
+    assert len(find_searches(tmp_path, NEGATIVE)) == 1
+    found = SearchFile.read(files[0])
+    assert found.tiles == TILES
+    assert found.losses.l2[0, :, 1, 2].tolist() == [0.0, 1.0]
+
+
+def test_an_unfinished_generation_leaves_no_file(tmp_path) -> None:
+    session = session_for(str(tmp_path), "unfinished")
+    losses = torch.zeros(len(session.recorder.candidates(TILES)), 2, 3)
+    session.recorder.add(losses, step=0, layer=0, branch=POSITIVE)
+    session.finish(POSITIVE, 2, (6, 8, 16))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recorder_in_use_gathers_and_nothing_is_written(tmp_path) -> None:
+    recorder = LossRecorder()
+    with record_into(recorder):
+        _run(tmp_path, "request-c", POSITIVE)
+    assert list(tmp_path.iterdir()) == []
+    assert recorder.losses()[POSITIVE].l2.shape[1:] == (2, 2, 3)
+
+
+def test_a_model_alone_cannot_tell_when_it_is_done(tmp_path) -> None:
+    with pytest.raises(UsageError, match="whose number of steps is known, got a model alone"):
+        session_for(str(tmp_path), None).finish(POSITIVE, None, TILES)
+
+
+@pytest.mark.parametrize(
+    ("name", "branches"),
+    [("cond", [POSITIVE]), ("uncond", [NEGATIVE]), (None, [POSITIVE])],
+)
+def test_a_call_of_one_branch_belongs_to_it(name, branches) -> None:
+    out, full = torch.rand(2, 3, 4, 5, 6)
+    ((branch, part, whole),) = branch_parts(name, out, full)
+    assert [branch] == branches
+    assert part is out
+    assert whole is full
+
+
+def test_a_batch_of_both_branches_has_the_negative_half_first() -> None:
+    out, full = torch.rand(2, 4, 4, 5, 6)
+    parts = branch_parts("both", out, full)
+    assert [branch for branch, _, _ in parts] == [NEGATIVE, POSITIVE]
+    assert torch.equal(torch.cat([part for _, part, _ in parts]), out)
+    assert torch.equal(torch.cat([whole for _, _, whole in parts]), full)
