@@ -28,6 +28,7 @@ from multimodal_gen.runtime.layers.attention.binding import (
     plannable_dtype,
 )
 from multimodal_gen.runtime.layers.attention.compiled import attention_op, register_layer
+from multimodal_gen.runtime.layers.attention.gating import attend_gated, gated_route
 from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
     normalise_mask,
@@ -172,16 +173,40 @@ class AttentionLayer(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend, as one opaque operator while `torch.compile` traces; see `attend`."""
+        """Attend, as one opaque operator while `torch.compile` traces; see `attend_now`."""
         if not torch.compiler.is_compiling():
-            return self.attend(query, key, value, attn_mask)
+            return self.attend_now(query, key, value, attn_mask, gate)
         # Here too: the traced operator's output has the dtype of the query it is given.
         if _autocasts(query.device.type):
             query, key, value = _autocast(query, key, value)
-        if _wants_gradient(query, key, value, attn_mask):
-            return _attend_outside_the_graph(self, query, key, value, attn_mask)
-        return attention_op(query, key, value, attn_mask, self._layer_id)
+        if _wants_gradient(query, key, value, attn_mask if gate is None else gate):
+            return _attend_outside_the_graph(self, query, key, value, attn_mask, gate)
+        return attention_op(query, key, value, attn_mask, self._layer_id, gate)
+
+    def attend_now(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend, with `gate` [B, Sq, H, D] as weight of a coarse branch where it is given."""
+        if gate is None:
+            return self.attend(query, key, value, attn_mask)
+        if not fits(query.shape, key.shape, value.shape, self.geometry):
+            raise misfit(query, key, value, self.geometry)
+        if _autocasts(query.device.type):
+            query, key, value = _autocast(query, key, value)
+        routes = self._route(query), gated_route(self._planned_routes())
+        return attend_gated(*routes, query, key, value, gate, attn_mask)
+
+    @property
+    def takes_gate(self) -> bool:
+        """Whether the schedule that serves `dtype` now has a coarse branch to weigh."""
+        return gated_route(self._planned_routes()) is not None
 
     def attend(
         self,
@@ -329,20 +354,14 @@ class AttentionLayer(nn.Module):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_outside_the_graph(
-    layer: AttentionLayer,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-) -> torch.Tensor:
+def _attend_outside_the_graph(layer: AttentionLayer, *inputs: Any) -> torch.Tensor:
     """Attend where gradients are needed: autograd cannot look into the opaque operator."""
-    return layer.attend(query, key, value, attn_mask)
+    return layer.attend_now(*inputs)
 
 
 def _autocasts(device_type: str) -> bool:
-    # Asking about a device type without autocast, such as "meta", is an error.
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # Asking about "meta" is an error; `torch.amp.is_autocast_available` does not trace on torch 2.11.
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

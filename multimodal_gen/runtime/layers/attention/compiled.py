@@ -40,6 +40,7 @@ def attention_op(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     layer: torch.Tensor,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a registered layer.
 
@@ -49,11 +50,12 @@ def attention_op(
         value: [B, Sk, Hkv, Dv].
         attn_mask: as `LocalAttention.forward` takes it.
         layer: what `register_layer` returned.
+        gate: [B, Sq, H, D] weight of the coarse branch, or None.
 
     Returns:
         [B, Sq, H, Dv], contiguous.
     """
-    return _LAYERS[int(layer)].attend(query, key, value, attn_mask).contiguous()
+    return _LAYERS[int(layer)].attend_now(query, key, value, attn_mask, gate).contiguous()
 
 
 @attention_op.register_fake
@@ -63,5 +65,6 @@ def _(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     layer: torch.Tensor,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))

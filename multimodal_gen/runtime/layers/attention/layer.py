@@ -225,12 +225,8 @@ class UlyssesAttention_VSA(UlyssesAttention):  # noqa: N801  the name users impo
                 "replicated_q, replicated_k and replicated_v must be None in UlyssesAttention_VSA; "
                 "use UlyssesAttention for joint sequences"
             )
-        if gate_compress is not None and self.backend is not AttentionBackendEnum.VIDEO_SPARSE_ATTN:
-            raise UsageError(
-                f"gate_compress must be None unless the backend is video_sparse_attn, this layer "
-                f"runs {self.backend}, which has no coarse branch to weigh"
-            )
-        return super().forward(q, k, v, seq_lens=seq_lens)[0]
+        check_seq_lens(seq_lens, q, exclusive=False)
+        return self.run(q, k, v, gate=gate_compress)
 
 
 class USPAttention(AttentionLayer):

@@ -1,0 +1,120 @@
+"""The gate of a coarse branch: who gets it, and what is refused."""
+
+import pytest
+import torch
+import torch._dynamo
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.gating import GatedImpl
+from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
+from multimodal_gen.runtime.managers.forward_context import (
+    current_forward_context,
+    set_forward_context,
+)
+from multimodal_gen.testing.fakes import PlainImpl
+from multimodal_gen.testing.inputs import make_qkv
+
+
+class Gated(PlainImpl, GatedImpl):
+    """Attention whose coarse branch is the mean of the values."""
+
+    steps = ()
+
+    def forward_gated(self, query, key, value, gate, context=None):
+        out = self.forward(query, key, value, context)
+        return self.add_coarse(out, query, key, value, gate, context)
+
+    def add_coarse(self, out, query, key, value, gate, context=None):
+        context = context or current_forward_context()
+        type(self).steps += (context and context.current_timestep,)
+        return out + gate * value.mean(dim=1, keepdim=True)
+
+
+@pytest.fixture
+def inputs():
+    return make_qkv(2, 6, 4, 8)
+
+
+@pytest.fixture
+def gate():
+    return torch.randn(2, 6, 4, 8, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """A layer whose backend has a coarse branch."""
+    layer = UlyssesAttention_VSA(4, 8)
+    for route in layer._planned_routes():
+        monkeypatch.setattr(route.primary, "impl", Gated(4, 8, 8**-0.5))
+    return layer
+
+
+def test_the_gate_weighs_the_coarse_branch(layer, inputs, gate):
+    plain = layer(*inputs)
+    weighed = layer(*inputs, gate_compress=gate)
+    mean = inputs.value.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(weighed, plain + gate * mean)
+    assert layer.report().calls == 2
+
+
+def test_no_gate_is_weight_zero(layer, inputs, gate):
+    assert torch.equal(layer(*inputs), layer(*inputs, gate_compress=torch.zeros_like(gate)))
+
+
+def test_the_compiled_layer_takes_the_gate_too(layer, inputs, gate):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    expected = layer(*inputs, gate_compress=gate)
+    torch.testing.assert_close(compiled(*inputs, gate_compress=gate), expected)
+
+
+def test_gradients_reach_the_gate(layer, inputs, gate):
+    gate.requires_grad_()
+    layer(*inputs, gate_compress=gate).sum().backward()
+    mean = inputs.value.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(gate.grad, mean.expand_as(gate))
+
+
+def test_the_gate_takes_the_dtype_of_the_query_under_autocast(layer, inputs, gate):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.MonkeyPatch.context() as patch:
+        layer(*inputs)  # selects for bfloat16
+        for route in layer._planned_routes():
+            patch.setattr(route.primary, "impl", Gated(4, 8, 8**-0.5))
+        assert layer(*inputs, gate_compress=gate).dtype == torch.bfloat16
+
+
+def test_a_gate_of_another_shape_is_refused(layer, inputs, gate):
+    with pytest.raises(
+        UsageError, match=r"the gate must have the shape of query, \[2, 6, 4, 8\], and"
+    ):
+        layer(*inputs, gate_compress=gate[:, :5])
+
+
+def test_a_gate_with_a_mask_is_refused(layer, inputs, gate):
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    with pytest.raises(UsageError, match=r"come without a mask, got .* a mask of shape \[2, 6\]"):
+        layer.run(*inputs, mask, gate=gate)
+
+
+def test_a_gate_without_a_coarse_branch_is_refused(inputs, gate):
+    layer = UlyssesAttention_VSA(4, 8)
+    assert not layer.takes_gate
+    with pytest.raises(UsageError, match=r"gate must be None unless .*, this layer runs torch_sdp"):
+        layer.run(*inputs, gate=gate)
+
+
+def test_dense_steps_of_the_schedule_get_the_coarse_branch_too(inputs, gate, monkeypatch):
+    from multimodal_gen.runtime.layers.attention.attention_config import scope_from
+
+    rules = {"rules": [{"steps": "0", "backend": "torch_sdpa"}]}
+    layer = UlyssesAttention_VSA(4, 8, scope=scope_from(attention_config=rules))
+    dense, sparse = layer._planned_routes()
+    monkeypatch.setattr(sparse.primary, "impl", Gated(4, 8, 8**-0.5))
+    monkeypatch.setattr(Gated, "steps", ())
+    outs = []
+    for step in (0, 1):
+        with set_forward_context(step):
+            outs.append(layer(*inputs, gate_compress=gate))
+    assert Gated.steps == (0, 1)
+    assert (dense.primary.calls, sparse.primary.calls) == (1, 1)
+    torch.testing.assert_close(outs[0], outs[1])
