@@ -73,6 +73,21 @@ class StockAttention(LocalAttention):
             key, value = key[:, : padding.valid], value[:, : padding.valid]
         return super().attend(query, key, value)
 
+    def attend_now(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend as `LocalAttention` does; a gate without a coarse branch has no effect.
+
+        That is how the stock model computes, and a backend may be forced on it at any time.
+        """
+        gate = gate if gate is not None and self.takes_gate else None
+        return super().attend_now(query, key, value, attn_mask, gate)
+
 
 class AttachedLayer:
     """The layers of one attention module: the one built for it, and one per unusual call.
@@ -126,6 +141,7 @@ class AttachedLayer:
         *,
         causal: bool = False,
         scale: float | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of `query` over `key` and `value`.
 
@@ -136,6 +152,7 @@ class AttachedLayer:
             attn_mask: as `LocalAttention.forward` takes it.
             causal: top-left aligned causality, as PyTorch's attention defines it.
             scale: factor on q k^T; None for `head_size ** -0.5`.
+            gate: [B, Sq, H, D] weight of the coarse branch, or None.
 
         Returns:
             [B, Sq, H, Dv].
@@ -152,7 +169,14 @@ class AttachedLayer:
             and _scale(query.shape[3], scale) == self.scale
         )
         layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
-        return layer(query, key, value, attn_mask)
+        if gate is None:
+            return layer(query, key, value, attn_mask)
+        return layer.run(query, key, value, attn_mask, gate)
+
+    @property
+    def takes_gate(self) -> bool:
+        """Whether a step of the schedule has a coarse branch that a gate weighs."""
+        return self.layer.takes_gate
 
     def report(self) -> LayerReport:
         """Return what ran, over all layers of the module."""

@@ -18,6 +18,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.attached import AttachedLayer
+from multimodal_gen.integrations.gates import GatedValue
 from multimodal_gen.integrations.pair_mask import PairMask
 from multimodal_gen.integrations.recompile import (
     LAYER,
@@ -180,7 +181,7 @@ def _rebind(method: FunctionType, replacements: Mapping[str, Any], owner: str) -
 def dispatch(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: "torch.Tensor | GatedValue",
     attn_mask: "torch.Tensor | PairMask | None" = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -199,6 +200,8 @@ def dispatch(
     Raises:
         UsageError: the call asks for something the layers do not do.
     """
+    gate = value.gate if isinstance(value, GatedValue) else None
+    value = value.value if isinstance(value, GatedValue) else value
     if not isinstance(backend, AttachedLayer):
         mask = attn_mask.dense() if isinstance(attn_mask, PairMask) else attn_mask
         return _stock_dispatch()(
@@ -230,7 +233,7 @@ def dispatch(
     elif attn_mask is not None and attn_mask.dim() == 2:
         # [B, Sk] to diffusers, which masks keys alone; to the layers it masks queries too.
         attn_mask = _over_keys(attn_mask)
-    return backend.attend(query, key, value, attn_mask, causal=is_causal, scale=scale)
+    return backend.attend(query, key, value, attn_mask, causal=is_causal, scale=scale, gate=gate)
 
 
 def _over_keys(mask: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from multimodal_gen.errors import NothingAppliedError, UsageError
 from multimodal_gen.integrations.attached import AttachedLayer, Geometry
 from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.denoiser import DenoiserHooks, NamedCalls, OwnCalls
+from multimodal_gen.integrations.gates import attach_gate, find_gates
 from multimodal_gen.integrations.models import ModelAdapter, find_adapter
 from multimodal_gen.integrations.rebinding import (
     attach,
@@ -78,6 +79,7 @@ class DenoiserPlan:
             component.model, self._adapter, component.name, tracker, pipeline
         )
         self._refuse_steps()
+        self._gates = find_gates(component.model, dict(self._gated()))
 
     @property
     def layers(self) -> tuple[AttachedLayer, ...]:
@@ -92,6 +94,11 @@ class DenoiserPlan:
             yield f"{name}: {cls} has no adapter, its latent grid is unknown{dense}"
         if self._takeovers and not self._hooks.tells_steps:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
+        if self._gates:
+            yield (
+                f"{name}: {len(self._gates)} layers weigh the coarse branch by the gates of the "
+                f"checkpoint"
+            )
         for reason, count in Counter(self._failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
         for takeover in self._takeovers if self._installed else ():
@@ -110,6 +117,8 @@ class DenoiserPlan:
             _register_like_stock(takeover)
             takeover.module.processor = takeover.replacement
             undo.callback(_restore, takeover)
+            if takeover.name in self._gates:
+                attach_gate(takeover.module, self._gates[takeover.name], undo)
         if not self._takeovers:
             return
         self._installed = True
@@ -123,6 +132,15 @@ class DenoiserPlan:
         if hasattr(type(model), "cache_context") and (own or "cache_context" not in vars(model)):
             vars(model)["cache_context"] = NamedCalls(model)
             undo.callback(vars(model).pop, "cache_context", None)
+
+    def _gated(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules whose processors can hand a gate to a layer that takes it."""
+        for takeover in self._takeovers:
+            cls = type(takeover.found)
+            known = _is_diffusers(cls) and cls.__name__ in self._adapter.gated
+            own_tokens = takeover.layer.site.role is AttentionRole.SELF
+            if known and own_tokens and takeover.layer.takes_gate:
+                yield takeover.name, takeover.module
 
     def _refuse_steps(self) -> None:
         if self._hooks.tells_steps:

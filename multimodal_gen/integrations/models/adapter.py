@@ -70,6 +70,7 @@ class ModelAdapter:
         batches_guidance: its pipelines run both guidance branches in one batch.
         masks_padding: stock processor classes whose masks tell the padding and nothing else.
         replacements: globals of stock processors to replace, by class name.
+        gated: stock processor classes whose replacements hand the gate of a coarse branch on.
     """
 
     classes: tuple[str, ...]
@@ -83,6 +84,7 @@ class ModelAdapter:
     replacements: Mapping[str, Mapping[str, Any]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    gated: tuple[str, ...] = ()
 
 
 def video_grid(call: ModelCall, patch: tuple[int, int, int]) -> Grid | None:

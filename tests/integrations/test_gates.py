@@ -1,0 +1,222 @@
+"""Gates of Video Sparse Attention: found in the files, attached, used, and taken away again."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+import torch._dynamo
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.gates import find_gates
+from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseBackend
+from multimodal_gen.runtime.layers.attention.gating import GatedImpl
+from multimodal_gen.runtime.layers.attention.scope import (
+    global_force_attn_backend_context_manager,
+)
+from multimodal_gen.testing.fakes import PlainImpl
+from tests.integrations.conftest import generate, load
+
+FILE = "diffusion_pytorch_model.safetensors"
+WIDTH = 128
+VSA = "video_sparse_attn"
+
+
+class MeanBranch(PlainImpl, GatedImpl):
+    """Dense attention whose coarse branch is the mean of the values."""
+
+    def forward_gated(self, query, key, value, gate, context=None):
+        return self.add_coarse(self.forward(query, key, value), query, key, value, gate, context)
+
+    def add_coarse(self, out, query, key, value, gate, context=None):
+        return out + gate * value.mean(dim=1, keepdim=True)
+
+
+class MeanBranchProcessor:
+    """The same within diffusers, without this package."""
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, weight, bias):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None,
+                 rotary_emb=None):  # fmt: skip
+        from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+        gate = nn.functional.linear(hidden_states, self.weight, self.bias)
+        value = attn.to_v(hidden_states).mean(dim=1, keepdim=True)
+        to_out, attn.to_out = attn.to_out, nn.ModuleList([nn.Identity(), nn.Identity()])
+        try:
+            out = WanAttnProcessor()(attn, hidden_states, None, attention_mask, rotary_emb)
+        finally:
+            attn.to_out = to_out
+        return to_out[0](out + gate * value)
+
+
+@pytest.fixture
+def coarse_branch(monkeypatch):
+    """Give the backend a coarse branch that is easy to compute another way."""
+    monkeypatch.setattr(VideoSparseBackend, "not_in_this_build", None)
+    monkeypatch.setattr(VideoSparseBackend, "get_impl_cls", classmethod(lambda cls: MeanBranch))
+
+
+def gates_for(folder, *, owner="blocks.{}", blocks=(0, 1), width=WIDTH, bias=True):
+    """Add gates to the transformer's file; returns them by block."""
+    path = folder / "transformer" / FILE
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(5)
+    gates = {}
+    for block in blocks:
+        weight = torch.randn(width, width, generator=generator) * width**-0.5
+        gates[block] = [weight, torch.randn(width, generator=generator) if bias else None]
+        name = f"{owner.format(block)}.to_gate_compress"
+        tensors[f"{name}.weight"] = weight
+        if bias:
+            tensors[f"{name}.bias"] = gates[block][1]
+    save_file(tensors, path, metadata={"format": "pt"})
+    return gates
+
+
+@pytest.fixture
+def folder(tiny_pipeline, tmp_path):
+    """A pipeline folder of one's own."""
+    return shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
+
+
+@pytest.mark.parametrize("owner", ["blocks.{}", "blocks.{}.attn1"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_gates_of_a_checkpoint_weigh_the_coarse_branch(folder, coarse_branch, owner, bias):
+    gates = gates_for(folder, owner=owner, bias=bias)
+    pipe = load(folder)
+    stock = generate(pipe, "wan")
+    with apply(pipe, attention_backend=VSA) as handle:
+        found = generate(pipe, "wan")
+        notes = handle.report().notes
+    for block, gate in gates.items():
+        pipe.transformer.blocks[block].attn1.processor = MeanBranchProcessor(*gate)
+    wanted = generate(pipe, "wan")
+    torch.testing.assert_close(found, wanted)
+    assert (found - stock).abs().max() > 1e-2
+    assert any("2 layers weigh the coarse branch by the gates of the checkp" in n for n in notes)
+
+
+def test_remove_takes_the_gates_away(folder, coarse_branch):
+    gates_for(folder)
+    pipe = load(folder)
+    before = list(pipe.transformer.state_dict())
+    stock = generate(pipe, "wan")
+    with apply(pipe, attention_backend=VSA):
+        assert "blocks.0.attn1.to_gate_compress.weight" in pipe.transformer.state_dict()
+    assert list(pipe.transformer.state_dict()) == before
+    assert torch.equal(generate(pipe, "wan"), stock)
+
+
+def test_only_layers_that_run_the_method_get_a_gate(folder, coarse_branch):
+    gates_for(folder)
+    pipe = load(folder)
+    rules = {"rules": [{"backend": VSA, "component": "transformer", "layers": "1"}]}
+    with apply(pipe, attention_config=rules):
+        names = [n for n, _ in pipe.transformer.named_modules() if n.endswith("to_gate_compress")]
+    assert names == ["blocks.1.attn1.to_gate_compress"]
+
+
+def test_without_gates_in_the_checkpoint_there_is_no_coarse_branch(folder, coarse_branch):
+    pipe = load(folder)
+    stock = generate(pipe, "wan")
+    with apply(pipe, attention_backend=VSA) as handle:
+        torch.testing.assert_close(generate(pipe, "wan"), stock)
+        assert not any("gates" in note for note in handle.report().notes)
+
+
+def test_another_backend_reads_no_gates(folder):
+    gates_for(folder)
+    pipe = load(folder)
+    with apply(pipe, attention_backend="torch_sdpa"):
+        assert not any("to_gate" in name for name in pipe.transformer.state_dict())
+
+
+def test_a_dense_backend_forced_later_computes_as_the_stock_model(folder, coarse_branch):
+    gates_for(folder)
+    pipe = load(folder)
+    stock = generate(pipe, "wan")
+    with (
+        apply(pipe, attention_backend=VSA),
+        global_force_attn_backend_context_manager("torch_sdpa"),
+    ):
+        torch.testing.assert_close(generate(pipe, "wan"), stock)
+
+
+def test_diffusers_own_backend_set_later_computes_as_the_stock_model(folder, coarse_branch):
+    gates_for(folder)
+    pipe = load(folder)
+    stock = generate(pipe, "wan")
+    with apply(pipe, attention_backend=VSA):
+        for block in pipe.transformer.blocks:
+            block.attn1.processor._attention_backend = None
+        torch.testing.assert_close(generate(pipe, "wan"), stock)
+
+
+def test_a_copy_of_an_attached_model_computes_as_the_stock_model(folder, coarse_branch):
+    gates_for(folder)
+    pipe = load(folder)
+    stock = generate(pipe, "wan")
+    with apply(pipe, attention_backend=VSA):
+        transformer = copy.deepcopy(pipe.transformer)
+    pipe.transformer = transformer
+    torch.testing.assert_close(generate(pipe, "wan"), stock)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_blocks_with_gates_compile_into_one_graph(folder, coarse_branch):
+    gates_for(folder)
+    pipe = load(folder)
+    torch._dynamo.reset()
+    with apply(pipe, attention_backend=VSA):
+        expected = generate(pipe, "wan")
+        pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+        torch.testing.assert_close(generate(pipe, "wan"), expected)
+
+
+def test_gates_have_the_dtype_the_model_computes_in(folder):
+    gates_for(folder)
+    model = load(folder).transformer.bfloat16()
+    gates = find_gates(model, {"blocks.0.attn1": model.blocks[0].attn1})
+    assert gates["blocks.0.attn1"].weight.dtype == torch.bfloat16
+    assert not gates["blocks.0.attn1"].weight.requires_grad
+
+
+def test_sharded_files_are_searched_too(folder):
+    wanted = gates_for(folder)
+    model = load(folder).transformer
+    model.save_pretrained(folder / "transformer", max_shard_size="100KB")
+    (folder / "transformer" / FILE).unlink(missing_ok=True)
+    shards = sorted((folder / "transformer").glob("*.safetensors"))
+    assert len(shards) > 2
+    tensors = load_file(shards[1])
+    tensors["blocks.1.to_gate_compress.weight"] = wanted[1][0]
+    save_file(tensors, shards[1], metadata={"format": "pt"})
+    modules = {f"blocks.{i}.attn1": model.blocks[i].attn1 for i in range(2)}
+    (name,) = gates = find_gates(model, modules)
+    assert name == "blocks.1.attn1"
+    assert torch.equal(gates[name].weight, wanted[1][0])
+
+
+def test_a_model_from_nowhere_has_no_gates():
+    from tests.integrations.test_compile import model_of
+
+    model = model_of(1)
+    assert find_gates(model, {"blocks.0.attn1": model.blocks[0].attn1}) == {}
+
+
+def test_gates_of_another_width_are_refused_before_anything_changes(folder, coarse_branch):
+    gates_for(folder, width=64)
+    pipe = load(folder)
+    with pytest.raises(UsageError, match=r"to_gate_compress.weight in .* must be \[128, 128\], .*"):
+        apply(pipe, attention_backend=VSA)
+    assert not any("to_gate" in name for name in pipe.transformer.state_dict())
+    apply(pipe, attention_backend="torch_sdpa").remove()
