@@ -88,15 +88,17 @@ def pair_density(window: Window, grid: Window, tile: Window) -> float:
     return density
 
 
-def joint_density(density: float, video: int, text: int) -> float:
+def joint_density(density: float, video: int, query_text: int, key_text: int) -> float:
     """Return the density of a joint sequence, where text attends and is attended to everywhere.
 
     Args:
         density: share of the pairs of video tokens that is kept.
         video: number of video tokens.
-        text: number of text tokens.
+        query_text: number of text queries.
+        key_text: number of text keys.
     """
-    return (density * video**2 + 2 * video * text + text**2) / (video + text) ** 2
+    every = (video + query_text) * (video + key_text)
+    return 1 - (1 - density) * video**2 / every
 
 
 def kept_indices(window: Window, tiles: Window, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -125,41 +127,44 @@ def tile_lists(
     windows: Sequence[Window],
     tiles: Window,
     *,
-    text_blocks: int = 0,
+    query_text: int = 0,
+    key_text: int = 0,
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return the lists of a block-sparse plan over video tiles followed by text blocks.
+    """Return the lists of a block-sparse plan over video tiles followed by blocks of text.
 
-    Text blocks are on every list, and the lists of text blocks hold everything.
+    Text keys are on every list, and the lists of text queries hold everything.
 
     Args:
         windows: one window per head.
         tiles: tiles along each axis.
-        text_blocks: number of text blocks behind the N video tiles.
+        query_text: blocks of text behind the N video tiles of the queries.
+        key_text: the same for keys.
         device: where the lists are made.
 
     Returns:
-        indices int32 [1, H|1, N + text_blocks, Kmax], counts int32 [1, H|1, N + text_blocks], and
+        indices int32 [1, H|1, N + query_text, Kmax], counts int32 [1, H|1, N + query_text], and
         whether all counts are equal. With one window for all heads their dimension is 1.
     """
     effective = [effective_window(window, tiles) for window in windows]
     distinct = sorted(set(effective))
     num = tiles[0] * tiles[1] * tiles[2]
-    kept = [tile_count(window, tiles) + text_blocks for window in distinct]
-    room = num + text_blocks if text_blocks else max(kept)
-    indices = torch.zeros(len(distinct), num + text_blocks, room, dtype=torch.int32, device=device)
-    counts = torch.full((len(distinct), num + text_blocks), room, dtype=torch.int32, device=device)
-    every = torch.arange(num + text_blocks, dtype=torch.int32, device=device)
+    kept = [tile_count(window, tiles) for window in distinct]
+    room = (num if query_text else max(kept)) + key_text
+    shape = (len(distinct), num + query_text)
+    indices = torch.zeros(*shape, room, dtype=torch.int32, device=device)
+    counts = torch.full(shape, room, dtype=torch.int32, device=device)
+    every = torch.arange(num + key_text, dtype=torch.int32, device=device)
     for i, window in enumerate(distinct):
-        indices[i, :num, : kept[i] - text_blocks] = kept_indices(window, tiles, device)
-        counts[i, :num] = kept[i]
-        if text_blocks:
-            indices[i, :num, kept[i] - text_blocks : kept[i]] = every[num:]
-            indices[i, num:] = every
+        indices[i, :num, : kept[i]] = kept_indices(window, tiles, device)
+        indices[i, :num, kept[i] : kept[i] + key_text] = every[num:]
+        counts[i, :num] = kept[i] + key_text
+    if query_text:
+        indices[:, num:] = every
     if len(distinct) > 1:
         of_head = torch.tensor([distinct.index(w) for w in effective], device=device)
         indices, counts = indices[of_head], counts[of_head]
-    uniform = len({*kept, *([room] if text_blocks else ())}) == 1
+    uniform = len({*kept, *([num] if query_text else ())}) == 1
     return indices.unsqueeze(0), counts.unsqueeze(0), uniform
 
 

@@ -126,29 +126,31 @@ def test_published_windows_have_the_published_densities() -> None:
 
 
 def test_text_is_dense_in_the_density_of_a_joint_sequence() -> None:
-    keep = torch.zeros(5, 5)
+    keep = torch.ones(6, 5)
     keep[:4, :4] = torch.eye(4)
-    keep[4] = keep[:, 4] = 1
-    assert joint_density(0.25, 4, 1) == pytest.approx(float(keep.mean()))
-    assert joint_density(0.25, 4, 0) == 0.25
+    assert joint_density(0.25, 4, 2, 1) == pytest.approx(float(keep.mean()))
+    assert joint_density(0.25, 4, 0, 0) == 0.25
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     windows=st.lists(WINDOWS, min_size=1, max_size=4),
     tiles=SIZES,
-    text_blocks=st.integers(0, 3),
+    query_text=st.integers(0, 3),
+    key_text=st.integers(0, 3),
 )
-def test_lists_keep_text_and_let_text_attend_to_everything(windows, tiles, text_blocks) -> None:
-    indices, counts, uniform = tile_lists(windows, tiles, text_blocks=text_blocks)
+def test_lists_keep_text_and_let_text_attend_to_everything(
+    windows, tiles, query_text, key_text
+) -> None:
+    indices, counts, uniform = tile_lists(windows, tiles, query_text=query_text, key_text=key_text)
     num = tiles[0] * tiles[1] * tiles[2]
     assert indices.shape[:3] == counts.shape
     assert uniform == (len(counts.unique()) == 1)
     heads = counts.shape[1]
     assert heads == (1 if len({effective_window(w, tiles) for w in windows}) == 1 else len(windows))
     for head in range(heads):
-        expected = torch.ones(num + text_blocks, num + text_blocks, dtype=torch.bool)
+        expected = torch.ones(num + query_text, num + key_text, dtype=torch.bool)
         expected[:num, :num] = naive_map(windows[head], tiles)
-        for row in range(num + text_blocks):
+        for row in range(num + query_text):
             listed = indices[0, head, row, : counts[0, head, row]].tolist()
             assert listed == expected[row].nonzero().flatten().tolist()
