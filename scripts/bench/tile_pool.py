@@ -59,6 +59,16 @@ CASES = (
 )
 
 
+def select_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> Runs:
+    """Return the contenders of the selection."""
+    runs: Runs = {"select": lambda: select_tiles(query, key, count)}
+    for name, (scratch_bytes, warps) in VARIANTS.items():
+        runs[f"select, {name}"] = lambda s=scratch_bytes, w=warps: kernel.select_tiles(
+            query, key, count, 0, scratch_bytes=s, warps=w
+        )
+    return runs
+
+
 def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
     """Check and time the three stages of a case; returns rows of the results file."""
     order = tile_order(case.grid, case.tile, "cuda")
@@ -83,11 +93,7 @@ def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
     summed = add_gated(q.clone(), k, coarse, *tiles, **options)
     errors["gated sum"] = relative_error(summed[:, :, few], whole)
     best = select_tiles_reference(pooled_q[:, few], pooled_k[:, few], count, 0)
-    selects: Runs = {"select": lambda: select_tiles(pooled_q, pooled_k, count)}
-    for name, (scratch_bytes, warps) in VARIANTS.items():
-        selects[f"select, {name}"] = lambda s=scratch_bytes, w=warps: kernel.select_tiles(
-            pooled_q, pooled_k, count, 0, scratch_bytes=s, warps=w
-        )
+    selects = select_runs(pooled_q, pooled_k, count)
     kept = torch.zeros((*best.shape[:3], num_tiles), dtype=torch.bool, device="cuda")
     kept.scatter_(-1, best.long(), True)
     for name, run in selects.items():
