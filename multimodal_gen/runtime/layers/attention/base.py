@@ -42,6 +42,7 @@ from multimodal_gen.runtime.layers.attention.request import (
     AttentionRole,
     Feature,
 )
+from multimodal_gen.runtime.layers.attention.schedule import with_dense_parts
 from multimodal_gen.runtime.layers.attention.scope import (
     AskedSchedule,
     LayerSite,
@@ -118,6 +119,7 @@ class AttentionLayer(nn.Module):
             num_kv_heads=num_kv_heads,
             softmax_scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
             causal=causal,
+            site=self.site,
         )
         self._scope = scope or current_scope()
         self._construction_override = claim_component_override(self.site.role)
@@ -295,7 +297,7 @@ class AttentionLayer(nn.Module):
             construction=self._construction_override,
             layer_default=self._layer_default,
         )
-        return schedule, request
+        return with_dense_parts(schedule, self.site, environment.platform), request
 
     def _attend_masked(
         self,
@@ -360,7 +362,7 @@ def _attend_outside_the_graph(layer: AttentionLayer, *inputs: Any) -> torch.Tens
 
 
 def _autocasts(device_type: str) -> bool:
-    # Asking about "meta" is an error; `torch.amp.is_autocast_available` does not trace on torch 2.11.
+    # Asking about "meta" is an error, and torch 2.11 cannot trace what tells such devices apart.
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 

@@ -16,7 +16,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import find_backe
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
-from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule
+from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule, LayerSite
 from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
     dense_for,
@@ -42,6 +42,7 @@ class LayerGeometry:
         num_kv_heads: key and value heads.
         softmax_scale: factor on q k^T.
         causal: bottom-right aligned causality.
+        site: where the layer sits.
     """
 
     num_heads: int
@@ -49,6 +50,7 @@ class LayerGeometry:
     num_kv_heads: int
     softmax_scale: float
     causal: bool
+    site: LayerSite
 
 
 class Bound:
@@ -74,6 +76,7 @@ class Bound:
             config=selection.asked.config if same_backend else None,
             variant=selection.variant,
         )
+        self.impl.site = geometry.site
 
 
 class Route:
@@ -128,15 +131,23 @@ class Route:
         """Return what ran: the primary implementation, and the detours that were taken."""
         steps = None if self.steps is None else str(self.steps)
         selection, calls = self.primary.selection, self.primary.calls
+        densities = dict(self.primary.impl.densities())
         detours = []
         for bound in self._substitutes.values():
             if bound.selection is selection:
                 calls += bound.calls
+                densities.update(bound.impl.densities())
             elif bound.calls:
                 detours.append(
                     ReportEntry(steps=steps, selection=bound.selection, calls=bound.calls)
                 )
-        return ReportEntry(steps=steps, selection=selection, calls=calls), tuple(detours)
+        entry = ReportEntry(
+            steps=steps,
+            selection=selection,
+            calls=calls,
+            densities=tuple(sorted(densities.items())),
+        )
+        return entry, tuple(detours)
 
     def _substitute(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> Bound:
         request, geometry = self._request, self._geometry

@@ -40,6 +40,18 @@ class IndexSelector:
             first <= index and (last is None or index <= last) for first, last in self.ranges
         )
 
+    def __and__(self, other: "IndexSelector") -> "IndexSelector | None":
+        """Return the indices in both, or None where there are none."""
+        shared = []
+        for first, last in self.ranges:
+            for start, stop in other.ranges:
+                low = max(first, start)
+                ends = [end for end in (last, stop) if end is not None]
+                high = min(ends) if ends else None
+                if high is None or low <= high:
+                    shared.append((low, high))
+        return IndexSelector(tuple(shared)) if shared else None
+
     def __str__(self) -> str:
         return ",".join(_range_text(first, last) for first, last in self.ranges)
 

@@ -19,15 +19,31 @@ class ReportEntry:
         steps: denoising steps it serves, e.g. "0-9"; None for every (other) step.
         selection: what runs and why.
         calls: how often it ran.
+        densities: for sparse methods, (step, share of query-key pairs attended to) per step.
     """
 
     steps: str | None
     selection: Selection
     calls: int
+    densities: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def density(self) -> float | None:
+        """Mean share of pairs attended to over the steps, or None for dense methods."""
+        if not self.densities:
+            return None
+        return sum(density for _, density in self.densities) / len(self.densities)
 
     def as_dict(self) -> dict[str, Json]:
         """Return the entry as JSON data."""
-        return {"steps": self.steps, **selection_as_dict(self.selection), "calls": self.calls}
+        data: dict[str, Json] = {
+            "steps": self.steps,
+            **selection_as_dict(self.selection),
+            "calls": self.calls,
+        }
+        if self.densities:
+            data["density_by_step"] = {str(step): density for step, density in self.densities}
+        return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

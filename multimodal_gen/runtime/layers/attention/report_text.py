@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class Group:
         detour: whether it stood in for the layers' own backend on single calls.
         layers: their indices; empty when they have none.
         count: how many they are.
+        density: for sparse methods, the least and the most dense layer's share of pairs attended
+            to, each the mean over its steps.
     """
 
     component: str
@@ -40,11 +42,20 @@ class Group:
     detour: bool
     layers: tuple[int, ...]
     count: int
+    density: tuple[float, float] | None = None
 
     @property
     def layers_text(self) -> str:
         """The layers as a selector, e.g. "0-3,38", or how many they are."""
         return ranges(self.layers) if self.layers else f"{self.count} unnumbered"
+
+    @property
+    def density_text(self) -> str:
+        """The density as percent, e.g. "density 9.0 %" or "density 9.0 to 31.2 %", or nothing."""
+        if self.density is None:
+            return ""
+        least, most = (f"{100 * share:.1f}" for share in self.density)
+        return f"density {least} %" if least == most else f"density {least} to {most} %"
 
     @property
     def source(self) -> str:
@@ -95,26 +106,30 @@ class Footnotes:
 def grouped(report: "AttentionReport") -> list[Group]:
     """Put the layers of a report that run alike into groups, in order of appearance."""
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
+    densities: dict[tuple[Any, ...], list[float]] = {}
     for layer in report.layers:
         where = (layer.component or "-", str(layer.role))
         # Without a schedule there may be several entries too: forcing adds one.
         rest = "other" if any(entry.steps for entry in layer.entries) else "all"
         for entry in layer.entries:
-            steps = entry.steps or rest
-            found.setdefault((*where, steps, entry, False), []).append(layer)
+            key = (*where, entry.steps or rest, replace(entry, densities=()), False)
+            found.setdefault(key, []).append(layer)
+            if entry.density is not None:
+                densities.setdefault(key, []).append(entry.density)
         for entry in layer.detours:
             found.setdefault((*where, entry.steps or "all", entry, True), []).append(layer)
     return [
         Group(
-            component,
-            role,
-            steps,
-            entry,
-            detour,
-            tuple(layer.layer for layer in layers if layer.layer is not None),
-            len(layers),
+            component=key[0],
+            role=key[1],
+            steps=key[2],
+            entry=key[3],
+            detour=key[4],
+            layers=tuple(layer.layer for layer in layers if layer.layer is not None),
+            count=len(layers),
+            density=(min(densities[key]), max(densities[key])) if key in densities else None,
         )
-        for (component, role, steps, entry, detour), layers in found.items()
+        for key, layers in found.items()
     ]
 
 
@@ -126,9 +141,10 @@ def summary(report: "AttentionReport") -> list[str]:
         steps = "" if group.steps == "all" else f", steps {group.steps}"
         detour = "detour to " if group.detour else ""
         selection, calls = group.entry.selection, group.entry.calls
+        density = f"{group.density_text}, " if group.density else ""
         lines.append(
             f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
-            f"{detour}{selection.label} [{group.source}], "
+            f"{detour}{selection.label} [{group.source}], {density}"
             f"{calls} {'call' if calls == 1 else 'calls'} each; {footnotes.reason(selection)}"
         )
     return [*lines, *(f"note: {note}" for note in report.notes), *footnotes.lines()]

@@ -50,6 +50,8 @@ class Asked:
         config: the backend's configuration, or None for its defaults.
         detail: what exactly asked, e.g. "transformer.cross" or "rule 2".
         narrow: a rule that names the component or the role it is for.
+        dense_because: why this part of a sparse backend's schedule runs on a dense one; "" where
+            the backend itself runs.
     """
 
     source: Source
@@ -57,6 +59,7 @@ class Asked:
     config: BackendConfig | None = None
     detail: str = ""
     narrow: bool = False
+    dense_because: str = ""
 
     @property
     def who(self) -> str:

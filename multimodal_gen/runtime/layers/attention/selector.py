@@ -157,6 +157,8 @@ def resolve(request: AttentionRequest, asked: Asked, *, strict: bool = False) ->
 def _resolve(request: AttentionRequest, asked: Asked, strict: bool) -> Selection:
     if asked.backend is None:
         return _automatic(request, asked, ())
+    if asked.dense_because:
+        return _because(_automatic(request, asked, ()), asked.dense_because)
     environment = request.environment
     if environment.always and str(asked.backend) != environment.always:
         reason = f"{environment.platform} always runs {environment.always}"

@@ -4,7 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +24,7 @@ from multimodal_gen.runtime.platforms import (
 )
 
 if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.scope import LayerSite
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 ALL_ROLES = frozenset(AttentionRole)
@@ -169,7 +170,12 @@ class AttentionImpl(ABC):
         num_kv_heads: key and value heads; `num_heads` when None.
         config: the backend's configuration; its defaults when None.
         variant: name of the chosen `Variant`.
+
+    Attributes:
+        site: where the layer sits; the layer sets it before the first call.
     """
+
+    site: "LayerSite | None" = None
 
     def __init__(
         self,
@@ -214,6 +220,10 @@ class AttentionImpl(ABC):
         Returns:
             [B, Sq, H, Dv], dtype of `query`. Rows of queries that see no key are zero.
         """
+
+    def densities(self) -> Mapping[int, float]:
+        """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
+        return {}
 
     def forward_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

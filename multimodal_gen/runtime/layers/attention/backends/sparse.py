@@ -1,0 +1,83 @@
+"""What the sparse backends share: the layout of a call, key masks, and the density they report."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.tiled import (
+    SequenceLayout,
+    sequence_layout,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+__all__ = ["SparseImpl"]
+
+
+class SparseImpl(AttentionImpl):
+    """A sparse method on one self-attention layer; see `AttentionImpl` for the arguments.
+
+    Attributes:
+        backend: the method, for messages.
+    """
+
+    backend: AttentionBackendEnum
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._densities: dict[int, float] = {}
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: ForwardContext | None = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward`; the mask is [B, 1, 1, Sk], and bool.
+
+        Raises:
+            UsageError: the latent grid is unknown or does not fit the sequence.
+        """
+        layout = sequence_layout(query, key, context, str(self.backend))
+        assert context is not None, "a layout needs a context"
+        keep = None
+        if attn_mask is not None:
+            keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
+        return self.attend(query, key, value, layout, context, keep)
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the method's attention.
+
+        Args:
+            query: [B, Sq, H, D] in the order of the sequence.
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, D].
+            layout: where the video lies.
+            context: the running denoiser call.
+            keep: bool [B, Sk], keys that may be attended to; None for all.
+
+        Returns:
+            [B, Sq, H, D].
+        """
+
+    def record(self, context: ForwardContext, density: float) -> None:
+        """Note the share of query-key pairs that the step attends to, in [0, 1], for the report."""
+        self._densities[context.current_timestep] = density
+
+    def densities(self) -> Mapping[int, float]:
+        """Return the density of every step so far."""
+        return self._densities

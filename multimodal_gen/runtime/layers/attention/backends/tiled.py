@@ -1,0 +1,246 @@
+"""Token sequences in tiles: where video and text lie, and attention over block plans of them.
+
+A denoiser's sequence holds the tokens of a latent grid in raster order, and in joint models text
+(and whatever else the model adds) before or behind them. In a tiled sequence the video comes
+first, tile by tile, then everything else, which here is called text. Tiles and pieces of text are
+the blocks of a plan.
+
+Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.tile_order.api import (
+    TileOrder,
+    gather_tokens,
+    scatter_tokens,
+    tile_order,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = ["SequenceLayout", "TiledSequence", "attend_tiled", "sequence_layout", "tiled_sequence"]
+
+Grid = tuple[int, int, int]
+
+# Copies of q, k, v and the output of so many heads exist at a time, as a share of all heads. Fewer
+# would save memory, but leave the GPU idle at the end of every pass.
+_HEADS_PER_PASS = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceLayout:
+    """Where the tokens of a latent grid lie in a sequence.
+
+    Attributes:
+        grid: (T, H, W) of the video tokens.
+        start: position of the first video token, on both sides.
+        num_queries: Sq, text included.
+        num_keys: Sk, text included; at most Sq, when a model drops padded text from the keys.
+    """
+
+    grid: Grid
+    start: int
+    num_queries: int
+    num_keys: int
+
+    @property
+    def num_video(self) -> int:
+        """Number of video tokens."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TiledSequence:
+    """One side of the attention in tiles; shared between callers, not to be written to.
+
+    Attributes:
+        order: the order of the video tokens.
+        index: int32 [S], position in the tiled sequence -> position in the sequence.
+        blocks: the tiles, then the pieces of text.
+        num_tiles: how many blocks are tiles.
+    """
+
+    order: TileOrder
+    index: torch.Tensor
+    blocks: Blocks
+    num_tiles: int
+
+    @property
+    def num_text_blocks(self) -> int:
+        """How many blocks are pieces of text."""
+        return self.blocks.num - self.num_tiles
+
+
+def sequence_layout(
+    query: torch.Tensor, key: torch.Tensor, context: ForwardContext | None, backend: str
+) -> SequenceLayout:
+    """Find the video in the sequences of a self-attention layer.
+
+    Args:
+        query: [B, Sq, H, D].
+        key: [B, Sk, Hkv, D].
+        context: the running denoiser call.
+        backend: who asks, for messages.
+
+    Raises:
+        UsageError: the latent grid is unknown, or the sequences do not hold it.
+    """
+    if context is None or context.latent_grid is None:
+        raise UsageError(
+            f"{backend} must know the latent grid of the video, got none; run the model through "
+            f"multimodal_gen.apply, or the layer inside `with set_forward_context(step, "
+            f"latent_grid=(T, H, W)):`"
+        )
+    grid, span = context.latent_grid, context.text_span
+    text_first = span is not None and span.start == 0
+    layout = SequenceLayout(
+        grid=grid,
+        start=span.stop if span is not None and text_first else 0,
+        num_queries=query.shape[1],
+        num_keys=key.shape[1],
+    )
+    least = layout.start + layout.num_video
+    if min(layout.num_queries, layout.num_keys) < least:
+        raise UsageError(
+            f"{backend} must get sequences that hold the latent grid {grid} behind {layout.start} "
+            f"text tokens, {least} tokens at least, got {layout.num_queries} queries and "
+            f"{layout.num_keys} keys; run such layers on a dense backend"
+        )
+    return layout
+
+
+def tiled_sequence(
+    layout: SequenceLayout, num_tokens: int, tile: Grid, device: torch.device
+) -> TiledSequence:
+    """Return one side of a layout in tiles; the last 64 are cached.
+
+    Args:
+        layout: where the video lies.
+        num_tokens: `layout.num_queries` or `layout.num_keys`.
+        tile: tokens per tile along (time, height, width).
+        device: where the tensors lie.
+    """
+    return _tiled_sequence(layout.grid, layout.start, num_tokens, tile, device)
+
+
+@lru_cache(maxsize=64)
+def _tiled_sequence(
+    grid: Grid, start: int, num_tokens: int, tile: Grid, device: torch.device
+) -> TiledSequence:
+    order = tile_order(grid, tile, device)
+    size = order.largest
+    video, text = order.num_tokens, num_tokens - order.num_tokens
+    with torch.inference_mode(False), torch.device("cpu"):
+        before = torch.arange(start, dtype=torch.int32)
+        behind = torch.arange(start + video, num_tokens, dtype=torch.int32)
+        starts = torch.arange(video, num_tokens, size, dtype=torch.int32)
+        lengths = (num_tokens - starts).clamp_max(size)
+        moved = [x.to(device) for x in (before, behind, starts, lengths.int())]
+        index = torch.cat((order.order + start, moved[0], moved[1]))
+        if order.uniform:
+            blocks = Blocks.regular(num_tokens, size)
+        else:
+            blocks = Blocks.ragged(
+                torch.cat((order.starts, moved[2])),
+                torch.cat((order.lengths, moved[3])),
+                total=num_tokens,
+                size=size,
+            )
+    num_tiles = len(order.starts)
+    assert blocks.num == num_tiles + -(-text // size)
+    return TiledSequence(order=order, index=index, blocks=blocks, num_tiles=num_tiles)
+
+
+def _masked_keys(sequence: TiledSequence, keep: torch.Tensor) -> tuple[torch.Tensor, Blocks]:
+    """Move the kept keys of every block to its front; does not wait for the device.
+
+    Args:
+        sequence: the keys' side.
+        keep: bool [B, Sk], in the order of the sequence.
+
+    Returns:
+        The index [B, Sk] of such keys, and the blocks without the others.
+    """
+    blocks = sequence.blocks
+    starts, lengths = (bound[0, 0].long() for bound in blocks.bounds(keep.device))
+    kept = keep[:, sequence.index.long()]
+    # Number of kept tokens before each position, and before each block.
+    before = torch.nn.functional.pad(kept.cumsum(1), (1, 0))
+    at_start = before[:, starts]
+    counts = before[:, starts + lengths] - at_start
+    block = torch.repeat_interleave(lengths, output_size=kept.shape[1])
+    block = torch.zeros_like(block).scatter_(0, starts, 1).cumsum(0) - 1
+    kept_before = before[:, :-1] - at_start[:, block]
+    inside = torch.arange(kept.shape[1], device=keep.device) - starts[block]
+    slot = torch.where(kept, kept_before, counts[:, block] + inside - kept_before) + starts[block]
+    index = torch.empty_like(slot, dtype=torch.int32)
+    index.scatter_(1, slot, sequence.index.expand_as(index))
+    ragged = Blocks.ragged(
+        starts.int().view(1, 1, -1),
+        counts.int().unsqueeze(1),
+        total=blocks.total,
+        size=blocks.size,
+    )
+    return index, ragged
+
+
+def attend_tiled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    queries: TiledSequence,
+    keys: TiledSequence,
+    plan_of: Callable[[slice], BlockPlan],
+    *,
+    scale: float,
+    kernel: str = "auto",
+    keep: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend by a plan of tiles: into tile order, block-sparse attention, and back.
+
+    Works on a share of the heads at a time, which bounds the memory of the copies.
+
+    Args:
+        query: [B, Sq, H, D] in the order of the sequence.
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, D].
+        queries: the queries in tiles.
+        keys: the keys in tiles.
+        plan_of: gives the plan of a range of query heads, over `queries.blocks` and
+            `keys.blocks`.
+        scale: factor of the scores.
+        kernel: provider of the block-sparse engine.
+        keep: bool [B, Sk], keys to attend to; None for all.
+
+    Returns:
+        [B, Sq, H, D] in the order of the sequence. Queries that see no key are zero.
+    """
+    heads, kv_heads = query.shape[2], key.shape[2]
+    index, masked = (keys.index, None) if keep is None else _masked_keys(keys, keep)
+    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
+    same = keep is None and query.shape[1] == key.shape[1]
+    group = heads // kv_heads
+    kv_pass = max(1, int(kv_heads * _HEADS_PER_PASS))
+    for first in range(0, kv_heads, kv_pass):
+        kv_slice = slice(first, min(first + kv_pass, kv_heads))
+        q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
+        parts = query[:, :, q_slice], key[:, :, kv_slice], value[:, :, kv_slice]
+        if same:
+            q, k, v = gather_tokens(parts, index)
+        else:
+            (q,) = gather_tokens(parts[:1], queries.index)
+            k, v = gather_tokens(parts[1:], index)
+        plan = plan_of(q_slice)
+        if masked is not None:
+            plan = replace(plan, kv=masked)
+        tiled = block_sparse_attention(q, k, v, plan, scale=scale, kernel=kernel)
+        assert isinstance(tiled, torch.Tensor)
+        scatter_tokens(tiled, queries.index, out[:, :, q_slice])
+    return out

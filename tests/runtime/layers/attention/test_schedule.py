@@ -1,0 +1,73 @@
+"""Dense steps and layers of a sparse backend."""
+
+import pytest
+
+from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.schedule import with_dense_parts
+from multimodal_gen.runtime.layers.attention.scope import AUTO, Asked, LayerSite, Source
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+
+
+def asked(**parameters: object) -> Asked:
+    return Asked(
+        source=Source.COMMAND_LINE,
+        backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
+        config=VideoSparseConfig(**parameters),
+    )
+
+
+def parts(
+    ask: Asked,
+    *,
+    steps: str | None = None,
+    layer: int = 0,
+    role: AttentionRole = AttentionRole.SELF,
+) -> list[tuple[str | None, str]]:
+    selector = None if steps is None else IndexSelector.parse(steps)
+    site = LayerSite(layer=layer, role=role)
+    found = with_dense_parts(((selector, ask),), site, PlatformEnum.CPU)
+    return [(None if s is None else str(s), a.dense_because) for s, a in found]
+
+
+def test_dense_steps_come_before_the_others() -> None:
+    assert parts(asked(dense_steps="0-3,38")) == [
+        ("0-3,38", "steps 0-3,38 are dense steps of video_sparse_attn"),
+        (None, ""),
+    ]
+
+
+def test_a_rule_for_some_steps_keeps_to_them() -> None:
+    assert parts(asked(dense_steps="0-3,38"), steps="2-9") == [
+        ("2-3", "steps 2-3 are dense steps of video_sparse_attn"),
+        ("2-9", ""),
+    ]
+    assert parts(asked(dense_steps="0-3"), steps="4-") == [("4-", "")]
+
+
+def test_dense_layers_are_dense_in_every_step() -> None:
+    ask = asked(dense_layers="1-2", dense_steps="0")
+    because = "layer 2 is among the dense layers of video_sparse_attn"
+    assert parts(ask, layer=2) == [(None, because)]
+    assert parts(ask, layer=3)[-1] == (None, "")
+
+
+@pytest.mark.parametrize("role", [AttentionRole.CROSS, AttentionRole.ENCODER])
+def test_other_roles_have_no_dense_parts(role: AttentionRole) -> None:
+    assert parts(asked(dense_steps="0-3"), role=role) == [(None, "")]
+
+
+def test_dense_backends_are_left_alone() -> None:
+    assert parts(AUTO) == [(None, "")]
+    sdpa = Asked(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.TORCH_SDPA)
+    assert parts(sdpa) == [(None, "")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [("0-3", "2-", "2-3"), ("5-", "7-", "7-"), ("0-3", "4-", None), ("0-3,8-9", "3-8", "3,8")],
+)
+def test_selectors_intersect(first: str, second: str, both: str | None) -> None:
+    shared = IndexSelector.parse(first) & IndexSelector.parse(second)
+    assert (None if shared is None else str(shared)) == both
