@@ -9,6 +9,7 @@ of warps that share a row; the one that runs by default carries no figures in it
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from _harness import interleave, parse_arguments, relative_error, rows_of, write_rows
@@ -62,11 +63,32 @@ CASES = (
 def select_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> Runs:
     """Return the contenders of the selection."""
     runs: Runs = {"select": lambda: select_tiles(query, key, count)}
-    for name, (scratch_bytes, warps) in VARIANTS.items():
-        runs[f"select, {name}"] = lambda s=scratch_bytes, w=warps: kernel.select_tiles(
-            query, key, count, 0, scratch_bytes=s, warps=w
-        )
+    out = torch.empty((*query.shape[:3], count), dtype=torch.int32, device=query.device)
+
+    def run(scratch_bytes: int, warps: int) -> torch.Tensor:
+        kernel.select_tiles(query, key, count, 0, out, scratch_bytes=scratch_bytes, warps=warps)
+        return out
+
+    runs.update({f"select, {name}": partial(run, *sizes) for name, sizes in VARIANTS.items()})
     return runs
+
+
+def select_errors(
+    runs: Runs, query: torch.Tensor, key: torch.Tensor, count: int
+) -> dict[str, float]:
+    """Return the share of tiles that contenders choose and the definition does not.
+
+    Neighbours in rank may change places where the order of a sum differs.
+    """
+    best = torch.empty((*query.shape[:3], count), dtype=torch.int32, device=query.device)
+    select_tiles_reference(query, key, count, 0, best)
+    kept = torch.zeros((*best.shape[:3], key.shape[2]), dtype=torch.bool, device=query.device)
+    kept.scatter_(-1, best.long(), True)
+    heads = slice(0, query.shape[1])
+    return {
+        name: 1.0 - float(kept.gather(-1, run()[:, heads].long()).double().mean())
+        for name, run in runs.items()
+    }
 
 
 def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
@@ -92,13 +114,7 @@ def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
     )  # fmt: skip
     summed = add_gated(q.clone(), k, coarse, *tiles, **options)
     errors["gated sum"] = relative_error(summed[:, :, few], whole)
-    best = select_tiles_reference(pooled_q[:, few], pooled_k[:, few], count, 0)
-    selects = select_runs(pooled_q, pooled_k, count)
-    kept = torch.zeros((*best.shape[:3], num_tiles), dtype=torch.bool, device="cuda")
-    kept.scatter_(-1, best.long(), True)
-    for name, run in selects.items():
-        # Neighbours in rank may change places where the order of a sum differs.
-        errors[name] = 1.0 - float(kept.gather(-1, run()[:, few].long()).double().mean())
+    errors.update(select_errors(selects, pooled_q[:, few], pooled_k[:, few], count))
     stages: dict[str, tuple[Runs, float]] = {
         "pool": ({"pool q, k": lambda: pool_tiles((q, k), *tiles, **options)[0]}, 0.0),
         "select": (selects, 2.0 * case.heads * num_tiles**2 * case.head_size),

@@ -57,7 +57,12 @@ def pool_tiles(
 
 
 def select_tiles(
-    query: torch.Tensor, key: torch.Tensor, count: int, *, always: int = 0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    count: int,
+    *,
+    always: int = 0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the `count` key tiles with the largest scores of every query tile.
 
@@ -69,13 +74,43 @@ def select_tiles(
         key: means of key tiles, [B, Hkv, Nk, D]; query head h uses key head h // (H / Hkv).
         count: key tiles to keep, in [1, Nk].
         always: number of blocks, numbered from Nk on, that every row keeps besides.
+        out: int32 [B, H, Nq, at least count + always], stride 1 along rows, to write to: a plan
+            may have further or longer rows.
 
     Returns:
-        int32 [B, H, Nq, count + always], strictly increasing along every row.
+        int32 [B, H, Nq, count + always], strictly increasing along every row: new, or `out`, whose
+        entries behind these are left as they are.
 
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other, or `count` is out of range.
     """
+    _check_selection(query, key, count, always)
+    out = _selection(query, count + always, out)
+    query, key = query.detach(), key.detach()  # indices have no gradient
+    if _runs_triton(query) and key.shape[2] <= _MAX_TILES:
+        from multimodal_gen.kernels.tile_pool import kernel
+
+        kernel.select_tiles(query, key, count, always, out)
+    else:
+        select_tiles_reference(query, key, count, always, out)
+    return out
+
+
+def _selection(query: torch.Tensor, length: int, out: torch.Tensor | None) -> torch.Tensor:
+    """Return where the lists go: a new tensor, or `out`, checked."""
+    shape = (*query.shape[:3], length)
+    if out is None:
+        return torch.empty(shape, dtype=torch.int32, device=query.device)
+    fits = out.shape[:3] == shape[:3] and out.shape[3] >= length and out.stride(3) == 1
+    if not fits or out.dtype != torch.int32 or out.device != query.device:
+        raise UsageError(
+            f"`out` must be int32 {list(shape)} or longer on {query.device}, with stride 1 along "
+            f"its rows, got {out.dtype} {list(out.shape)} on {out.device}"
+        )
+    return out
+
+
+def _check_selection(query: torch.Tensor, key: torch.Tensor, count: int, always: int) -> None:
     for name, x in (("query", query), ("key", key)):
         if x.ndim != 4:
             raise UsageError(f"`{name}` must be [B, H, N, D], got {list(x.shape)}")
@@ -94,12 +129,6 @@ def select_tiles(
         raise UsageError(f"`count` must lie in [1, {key.shape[2]}], got {count}")
     if always < 0:
         raise UsageError(f"`always` must be at least 0, got {always}")
-    query, key = query.detach(), key.detach()  # indices have no gradient
-    if _runs_triton(query) and key.shape[2] <= _MAX_TILES:
-        from multimodal_gen.kernels.tile_pool import kernel
-
-        return kernel.select_tiles(query, key, count, always)
-    return select_tiles_reference(query, key, count, always)
 
 
 def add_gated(

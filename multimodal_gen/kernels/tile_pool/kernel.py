@@ -136,9 +136,10 @@ def _score_kernel(
     tl.store(keys, _ordered(acc), mask=(row < num_q)[:, None] & (n < num_kv)[None, :])
 
 
-@triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "count", "always"])
+@triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "heads", "count", "always"])
 def _select_kernel(
-    key_ptr, out_ptr, first_block, num_q, num_kv, count, always, key_row,
+    key_ptr, out_ptr, out_b, out_h, out_n,
+    first_block, num_q, num_kv, heads, count, always, key_row,
     BM: tl.constexpr, NP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows]. `smallest` becomes the largest key that at least `count` others reach."""
@@ -148,7 +149,7 @@ def _select_kernel(
     row = block % blocks * BM + local % BM
     if row < num_q:
         key_ptr += local * key_row
-        out_ptr += (block // blocks * num_q + row) * (count + always)
+        out_ptr += block // blocks // heads * out_b + block // blocks % heads * out_h + row * out_n
         n = tl.arange(0, NP)
         keys = tl.load(key_ptr + n, mask=n < num_kv, other=-0x80000000)
         smallest = tl.min(tl.where(n < num_kv, keys, 0x7FFFFFFF), 0)
@@ -236,10 +237,11 @@ def select_tiles(
     key: torch.Tensor,
     count: int,
     always: int,
+    out: torch.Tensor,
     *,
     scratch_bytes: int = SCRATCH_BYTES,
     warps: int | None = None,
-) -> torch.Tensor:
+) -> None:
     """Launch scores and selection, as many rows at a time as the buffer holds.
 
     Args:
@@ -247,15 +249,12 @@ def select_tiles(
         key: [B, Hkv, Nk, D].
         count: key tiles to keep.
         always: blocks after the tiles that every row keeps.
+        out: int32 [B, H, Nq, at least count + always], stride 1 along rows; is written to.
         scratch_bytes: size of the buffer of scores.
         warps: warps that share a row; by default one for every 1024 keys.
-
-    Returns:
-        int32 [B, H, Nq, count + always].
     """
     batch, heads, num_q, head_size = query.shape
     num_kv = key.shape[2]
-    out = torch.empty((batch, heads, num_q, count + always), dtype=torch.int32, device=query.device)
     padded = triton.next_power_of_2(max(num_kv, 32))
     key_row = -(-num_kv // 16) * 16
     blocks = batch * heads * -(-num_q // SCORE_ROWS)
@@ -273,8 +272,7 @@ def select_tiles(
             UPCAST=interpreted(), num_warps=8 if wide else 4, num_stages=2,
         )  # fmt: skip
         _select_kernel[(used * SCORE_ROWS,)](
-            scratch, out, first, num_q, num_kv, count, always, key_row,
+            scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, key_row,
             BM=SCORE_ROWS, NP=padded, CHUNK=LISTED,
             num_warps=warps or min(max(padded // 1024, 1), 16),
         )  # fmt: skip
-    return out

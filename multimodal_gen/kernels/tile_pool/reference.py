@@ -58,9 +58,9 @@ def pool_tiles_reference(
 
 
 def select_tiles_reference(
-    query: torch.Tensor, key: torch.Tensor, count: int, always: int
-) -> torch.Tensor:
-    """Return the `count` key tiles with the largest scores of every query tile.
+    query: torch.Tensor, key: torch.Tensor, count: int, always: int, out: torch.Tensor
+) -> None:
+    """Write the `count` key tiles with the largest scores of every query tile.
 
     Scores are products in fp32 (fp64 for fp64). Equal scores go to the lowest index; a score that
     is no number counts as infinitely large.
@@ -70,15 +70,12 @@ def select_tiles_reference(
         key: means of key tiles, [B, Hkv, Nk, D].
         count: key tiles to keep, in [1, Nk].
         always: number of blocks after the Nk tiles that every row keeps.
-
-    Returns:
-        int32 [B, H, Nq, count + always], increasing along every row.
+        out: int32 [B, H, Nq, at least count + always]; rows are written to, in increasing order.
     """
     compute = torch.promote_types(query.dtype, torch.float32)
     batch, heads, num_q, _ = query.shape
     num_kv = key.shape[2]
-    out = torch.empty((batch, heads, num_q, count + always), dtype=torch.int32, device=query.device)
-    out[..., count:] = torch.arange(num_kv, num_kv + always, device=query.device)
+    out[..., count : count + always] = torch.arange(num_kv, num_kv + always, device=query.device)
     group = heads // key.shape[1]
     step = max(1, _SCORES_AT_ONCE // max(1, batch * num_q * num_kv))
     for first in range(0, heads, step):
@@ -88,7 +85,6 @@ def select_tiles_reference(
         scores = scores.nan_to_num(math.inf, posinf=math.inf, neginf=-math.inf)
         best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
         out[:, first:last, :, :count] = best.sort(dim=-1).values
-    return out
 
 
 def add_gated_reference(

@@ -62,6 +62,16 @@ def test_selection_is_the_definition_with_ties_to_the_lowest_index(
     assert torch.equal(found, naive_best(query, key, count, 3))
 
 
+def test_the_lists_may_be_part_of_a_larger_plan() -> None:
+    query, key = random(2, 4, 5, 8), random(2, 2, 13, 8, seed=1)
+    plan = torch.full((2, 4, 7, 20), -7, dtype=torch.int32)
+    out = plan[:, :, :5]
+    assert select_tiles(query, key, 6, always=2, out=out) is out
+    assert torch.equal(out[..., :8], naive_best(query, key, 6, 2))
+    assert (plan[:, :, 5:] == -7).all()
+    assert (out[..., 8:] == -7).all()
+
+
 def test_equal_scores_keep_the_first_tiles() -> None:
     found = select_tiles(torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 9, 4), 4)
     assert torch.equal(found, torch.arange(4).int().expand(1, 1, 2, 4))
@@ -157,6 +167,10 @@ TILES = torch.tensor([0, 3]).int()
         ),
         (lambda: select_tiles(X, X, 0), r"`count` must lie in \[1, 2\], got 0"),
         (lambda: select_tiles(X, X, 3), r"`count` must lie in \[1, 2\], got 3"),
+        (
+            lambda: select_tiles(X, X, 1, out=torch.empty(1, 6, 2, 0).int()),
+            r"`out` must be int32 \[1, 6, 2, 1\] or longer on cpu, with stride 1 .* \[1, 6, 2, 0\]",
+        ),
         (lambda: select_tiles(X, X, 1, always=-1), r"`always` must be at least 0, got -1"),
         (
             lambda: add_gated(X, X[:, :1], X, TILES, TILES, size=3),

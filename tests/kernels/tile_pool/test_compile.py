@@ -97,6 +97,7 @@ def test_selection_does_not_spill(
     from multimodal_gen.kernels.tile_pool.kernel import select_tiles
 
     query = torch.empty(1, 2, 64, head_size, dtype=dtype)
-    select_tiles(query, torch.empty(1, 2, num_kv, head_size, dtype=dtype), 30, 4)
+    out = torch.empty(1, 2, 64, 34, dtype=torch.int32)
+    select_tiles(query, torch.empty(1, 2, num_kv, head_size, dtype=dtype), 30, 4, out)
     assert len(logs) == 2
     assert_clean(logs)

@@ -30,6 +30,22 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def selected(
+    query: torch.Tensor, key: torch.Tensor, count: int, always: int, **options: int
+) -> torch.Tensor:
+    """Return what the kernel selects, written into rows of a longer and wider plan."""
+    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
+
+    batch, heads, num_q, _ = query.shape
+    plan = torch.full((batch, heads + 1, num_q + 2, count + always + 3), -7, dtype=torch.int32)
+    out = plan[:, :heads, :num_q]
+    select_tiles(query, key, count, always, out, **options)
+    assert (out[..., count + always :] == -7).all()
+    assert (plan[:, heads:] == -7).all()
+    assert (plan[:, :, num_q:] == -7).all()
+    return out[..., : count + always]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "layout", ["tokens first", "heads first", "channels last but one", "packed"]
@@ -77,33 +93,27 @@ def test_selection_is_the_definition(
     seed: int,
     dtype: torch.dtype,
 ) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
-
     count = max(1, round(share * num_kv))
     query = whole_numbers(batch, heads[0], num_q, 8, seed=seed, dtype=dtype)
     key = whole_numbers(batch, heads[1], num_kv, 8, seed=seed + 1, dtype=dtype)
-    found = select_tiles(query, key, count, always)
+    found = selected(query, key, count, always)
     assert torch.equal(found, naive_best(query, key, count, always))
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 2**14])
 def test_rows_are_done_in_turns_where_the_buffer_is_small(scratch_bytes: int) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
-
     query = whole_numbers(2, 1, 66, 16, seed=0, dtype=torch.float16)
     key = whole_numbers(2, 1, 20, 16, seed=1, dtype=torch.float16)
-    found = select_tiles(query, key, 9, 2, scratch_bytes=scratch_bytes)
+    found = selected(query, key, 9, 2, scratch_bytes=scratch_bytes)
     assert torch.equal(found, naive_best(query, key, 9, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [24, 128])
 def test_real_numbers_select_the_best_up_to_rounding(dtype: torch.dtype, head_size: int) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
-
     query = random(1, 2, 7, head_size, dtype=dtype)
     key = random(1, 1, 150, head_size, seed=1, dtype=dtype)
-    assert_best(select_tiles(query, key, 9, 1), query, key, 9, 1)
+    assert_best(selected(query, key, 9, 1), query, key, 9, 1)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -121,15 +131,14 @@ def test_real_numbers_select_the_best_up_to_rounding(dtype: torch.dtype, head_si
 )
 @pytest.mark.parametrize("count", [1, 3])
 def test_scores_of_any_size_are_ordered(scores: list[float], count: int) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
-    from multimodal_gen.kernels.tile_pool.reference import select_tiles_reference
+    from multimodal_gen.kernels.tile_pool.api import select_tiles
 
     key = torch.zeros(1, 1, 4, 16)
     key[0, 0, :, 0] = torch.tensor(scores)
     query = torch.zeros(1, 1, 1, 16)
     query[..., 0] = 1.0
-    found = select_tiles(query, key, count, 0)
-    assert torch.equal(found, select_tiles_reference(query, key, count, 0))
+    found = selected(query, key, count, 0)
+    assert torch.equal(found, select_tiles(query, key, count))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
