@@ -114,6 +114,7 @@ def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
     )  # fmt: skip
     summed = add_gated(q.clone(), k, coarse, *tiles, **options)
     errors["gated sum"] = relative_error(summed[:, :, few], whole)
+    selects = select_runs(pooled_q, pooled_k, count)
     errors.update(select_errors(selects, pooled_q[:, few], pooled_k[:, few], count))
     stages: dict[str, tuple[Runs, float]] = {
         "pool": ({"pool q, k": lambda: pool_tiles((q, k), *tiles, **options)[0]}, 0.0),
