@@ -27,7 +27,7 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = ["SequenceLayout", "TiledSequence", "attend_tiled", "sequence_layout", "tiled_sequence"]
 
-Grid = tuple[int, int, int]
+_Grid = tuple[int, int, int]
 
 # Copies of q, k, v and the output of so many heads exist at a time, as a share of all heads. Fewer
 # would save memory, but leave the GPU idle at the end of every pass.
@@ -45,7 +45,7 @@ class SequenceLayout:
         num_keys: Sk, text included; at most Sq, when a model drops padded text from the keys.
     """
 
-    grid: Grid
+    grid: _Grid
     start: int
     num_queries: int
     num_keys: int
@@ -117,7 +117,7 @@ def sequence_layout(
 
 
 def tiled_sequence(
-    layout: SequenceLayout, num_tokens: int, tile: Grid, device: torch.device
+    layout: SequenceLayout, num_tokens: int, tile: _Grid, device: torch.device
 ) -> TiledSequence:
     """Return one side of a layout in tiles; the last 64 are cached.
 
@@ -132,7 +132,7 @@ def tiled_sequence(
 
 @lru_cache(maxsize=64)
 def _tiled_sequence(
-    grid: Grid, start: int, num_tokens: int, tile: Grid, device: torch.device
+    grid: _Grid, start: int, num_tokens: int, tile: _Grid, device: torch.device
 ) -> TiledSequence:
     order = tile_order(grid, tile, device)
     size = order.largest
