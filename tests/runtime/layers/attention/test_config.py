@@ -236,14 +236,15 @@ def test_dense_steps_and_layers_are_the_dense_schedule():
 
 @pytest.mark.parametrize("alias", ["sta_mode", "STA_mode"])
 def test_sliding_tile_takes_its_mode_under_both_names(alias):
-    config = build_config(SlidingTileConfig, {alias: "sta_searching"}, backend="sliding_tile_attn")
+    raw = {alias: "sta_searching", "search_path": "searches"}
+    config = build_config(SlidingTileConfig, raw, backend="sliding_tile_attn")
     assert config.sta_mode == "STA_searching"
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({}, r"must name a strategy file, or `window` must give one window such as \[3, 3, 3\]$"),
+        ({}, r"must name a strategy file, or `window` must give one window such as \[3, 3, 3\];"),
         (
             {"mask_strategy_file_path": "m.json", "window": [3, 3, 3]},
             "`window` of sliding_tile_attn must not be given with `mask_strategy_file_path`",

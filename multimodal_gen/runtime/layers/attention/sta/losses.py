@@ -29,8 +29,10 @@ __all__ = [
     "record_into",
 ]
 
-POSITIVE, NEGATIVE = "positive", "negative"
-"""The branches of classifier-free guidance."""
+POSITIVE = "positive"
+"""The branch of classifier-free guidance that follows the prompt."""
+NEGATIVE = "negative"
+"""The branch that follows the negative prompt."""
 
 
 def head_losses(out: torch.Tensor, full: torch.Tensor) -> torch.Tensor:

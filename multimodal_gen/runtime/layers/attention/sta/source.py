@@ -53,6 +53,15 @@ class WindowSource:
         if strategy is not None:
             strategy.check_sizes(num_heads=num_heads, layer=self._layer)
 
+    def check(self, tiles: Window, num_steps: int | None) -> None:
+        """Refuse a strategy for another grid of tiles or, where it is known, other steps.
+
+        Raises:
+            ConfigError: it is, and nobody asked to rescale it.
+        """
+        if self._strategy is not None:
+            _fitted(self._strategy, tiles, num_steps, self._retarget)
+
     def windows(
         self,
         tiles: Window,
