@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from multimodal_gen import __version__
-from multimodal_gen.cli import attention
+from multimodal_gen.cli import attention, sta
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.cli.usage import CommandLineError, describe
@@ -33,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command()(generate)
+attention.app.add_typer(sta.app, name="sta")
 app.add_typer(attention.app, name="attention")
 
 

@@ -153,8 +153,8 @@ def test_every_command_that_a_message_names_exists() -> None:
 
 
 def test_a_planted_message_with_a_dead_command_is_reported() -> None:
-    code = 'raise E("see `sglang attention sta " "search` or `sglang attention list`")'
-    assert missing_commands(code) == ["attention sta search"]
+    code = 'raise E("see `sglang attention sta " "seek` or `sglang attention list`")'
+    assert missing_commands(code) == ["attention sta seek"]
 
 
 @pytest.mark.parametrize(

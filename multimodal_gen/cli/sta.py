@@ -1,0 +1,235 @@
+"""`sglang attention sta`: search the windows of Sliding Tile Attention, tune and look at them."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from multimodal_gen.cli.options import takes
+from multimodal_gen.cli.sta_options import SearchOptions, ShowOptions, TuneOptions
+from multimodal_gen.cli.table import Row, table
+from multimodal_gen.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.sta.windows import Window
+    from multimodal_gen.runtime.server_args import ServerArgs
+
+__all__ = ["app", "search", "show", "tune"]
+
+_BACKEND = "sliding_tile_attn"
+_CELL = 7  # columns of a table's cell with the gap before it
+
+app = typer.Typer(
+    help="Find the windows of Sliding Tile Attention: search, tune, show.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+@takes(SearchOptions)
+def search(options: SearchOptions) -> None:
+    """Try windows on prompts, and write how far each takes every head from full attention.
+
+    Generation goes on with full attention. Each prompt leaves a file per branch of guidance; an
+    interrupted search goes on where it was when the command is repeated.
+    """
+    from multimodal_gen.integrations.diffusers import apply
+    from multimodal_gen.runtime.generator.window_search import WindowSearch
+    from multimodal_gen.runtime.layers.attention.attention_config import (
+        refuse_not_in_this_build,
+        scope_from_args,
+    )
+
+    args = _search_args(options)
+    scope = scope_from_args(args)
+    refuse_not_in_this_build(scope)
+    windows = [_sizes("--window", text) for text in options.window or ()]
+    work = WindowSearch(args, _prompts(options), options.output, windows)
+    total = len(work.prompts)
+    if work.done:
+        typer.echo(f"{len(work.done)} of {total} prompts are done already")
+    found = work.run(lambda pipe: apply(pipe, scope=scope)) if work.pending else iter(())
+    for number, item in enumerate(found, len(work.done) + 1):
+        if number == len(work.done) + 1:
+            tried = ", ".join(_by_axis(window) for window in item.windows)
+            typer.echo(f"windows on {_by_axis(item.tiles)} tiles: {tried}")
+        typer.echo(f"[{number}/{total}] {item.seconds:.1f} s: {item.files[-1]}")
+    typer.echo(
+        f"searched {total} prompts; next: sglang attention sta tune --searches {options.output} "
+        f"--output mask_strategy.json"
+    )
+
+
+@app.command()
+@takes(TuneOptions)
+def tune(options: TuneOptions) -> None:
+    """Choose a window for every head at every step from what searches found.
+
+    Writes a strategy file for `--attention-backend sliding_tile_attn`.
+    """
+    from multimodal_gen.runtime.layers.attention.sta.losses import NEGATIVE
+    from multimodal_gen.runtime.layers.attention.sta.search import find_searches
+    from multimodal_gen.runtime.layers.attention.sta.tuning import tune_files
+
+    files = find_searches(options.searches)
+    if options.negative is not None:
+        files = (*files, *find_searches(options.negative, NEGATIVE))
+    tuned = tune_files(
+        files, skip_time_steps=options.skip_time_steps, target_density=options.target_density
+    )
+    tuned.strategy.write(options.output)
+    strategy = tuned.strategy
+    typer.echo(
+        f"{options.output}: {strategy.num_steps} steps x {strategy.num_layers} layers x "
+        f"{strategy.num_heads} heads, {_by_axis(tuned.tiles)} tiles, from {len(files)} searches"
+    )
+    typer.echo(f"density: {tuned.density:.1%}, the first {options.skip_time_steps} steps dense")
+    within = "" if tuned.bound is None else ", the least at this density"
+    if tuned.bound and tuned.loss > tuned.bound:
+        within = f", at most {tuned.loss / tuned.bound - 1:.2g} of it above the least possible"
+    typer.echo(f"loss: {tuned.loss:.6g} over all heads{within}")
+
+
+@app.command()
+@takes(ShowOptions)
+def show(options: ShowOptions) -> None:
+    """Show the density of a strategy file by step and layer, and draw its windows."""
+    from multimodal_gen.runtime.layers.attention.sta.strategy import load_strategy
+    from multimodal_gen.runtime.layers.attention.sta.windows import tile_density
+
+    strategy = load_strategy(options.file)
+    tiles = strategy.tiles or strategy.largest
+    if options.tiles is not None:
+        tiles = _sizes("--tiles", options.tiles)
+    density = strategy.density(tiles)
+    counts = strategy.counts().most_common()
+    total = sum(count for _, count in counts)
+    if options.png is not None:
+        from multimodal_gen.cli.sta_picture import draw
+
+        draw(strategy, tiles, options.png)
+    if options.as_json:
+        document = {
+            "tiles": tiles,
+            "steps": strategy.num_steps,
+            "layers": strategy.num_layers,
+            "heads": strategy.num_heads,
+            "density": _mean([_mean(step) for step in density]),
+            "density_by_step_and_layer": density,
+            "windows": [
+                {"window": w, "share": n / total, "density": tile_density(w, tiles)}
+                for w, n in counts
+            ],
+        }
+        typer.echo(json.dumps(document))
+        return
+    typer.echo(
+        f"{strategy.num_steps} steps x {strategy.num_layers} layers x {strategy.num_heads} heads "
+        f"on {_by_axis(tiles)} tiles, density {_mean([_mean(step) for step in density]):.1%}"
+    )
+    typer.echo("")
+    rows = [
+        Row((_by_axis(w), f"{n / total:.1%}", f"{tile_density(w, tiles):.1%}")) for w, n in counts
+    ]
+    _echo(table(("window", "heads", "density"), rows))
+    typer.echo("")
+    _echo(_density_table(density))
+    if options.png is not None:
+        typer.echo(f"\ndrawn: {options.png}")
+
+
+def _search_args(options: SearchOptions) -> "ServerArgs":
+    from multimodal_gen.runtime.server_args import ServerArgs
+
+    return ServerArgs(
+        model_path=options.model_path,
+        prompt="",
+        negative_prompt=options.negative_prompt,
+        backend="sglang",
+        attention_backend=_BACKEND,
+        attention_backend_config={
+            "sta_mode": "STA_searching",
+            "search_path": str(options.output),
+            "tile_size": list(_sizes("--tile-size", options.tile_size)),
+        },
+        height=options.height,
+        width=options.width,
+        num_frames=options.num_frames,
+        num_inference_steps=options.num_inference_steps,
+        guidance_scale=options.guidance_scale,
+        true_cfg_scale=options.true_cfg_scale,
+        seed=options.seed,
+        dtype=options.dtype.value,
+        device=options.device,
+        offload=options.offload.value,
+    )
+
+
+def _prompts(options: SearchOptions) -> list[str]:
+    prompts = [*(options.prompt or ())]
+    if options.prompts is not None:
+        try:
+            lines = options.prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(
+                f"--prompts must be a readable text file, got {str(options.prompts)!r}: {reason}"
+            ) from None
+        prompts += [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise UsageError(
+            "a search must have at least one prompt, got none; give --prompt or --prompts"
+        )
+    return prompts
+
+
+def _sizes(flag: str, text: str) -> "Window":
+    match = re.fullmatch(r"\s*\[?\s*(\d{1,6})\s*[,x]\s*(\d{1,6})\s*[,x]\s*(\d{1,6})\s*\]?\s*", text)
+    sizes = [int(size) for size in match.groups()] if match else []
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"{flag} must be three integers >= 1 such as 3,3,3, got {text!r}")
+    return (sizes[0], sizes[1], sizes[2])
+
+
+def _density_table(density: Sequence[Sequence[float]]) -> Iterator[str]:
+    """Yield a table of densities; equal steps share a row, layers a column where space is short."""
+    width = max(80, shutil.get_terminal_size((100, 24)).columns)
+    groups = list(_groups(len(density[0]), (width - 16) // _CELL))
+    headings = ("steps", *(_range(*group) for group in groups), "mean")
+    rows: list[tuple[int, int, list[str]]] = []
+    for step, layers in enumerate(density):
+        means = [_mean(layers[first : last + 1]) for first, last in groups]
+        cells = [f"{value:.0%}" for value in (*means, _mean(layers))]
+        if rows and rows[-1][2] == cells:
+            rows[-1] = (rows[-1][0], step, cells)
+        else:
+            rows.append((step, step, cells))
+    yield "density by step (rows) and layer (columns)"
+    yield from table(headings, [Row((_range(a, b), *cells)) for a, b, cells in rows])
+
+
+def _groups(count: int, columns: int) -> Iterator[tuple[int, int]]:
+    size = -(-count // max(columns, 1))
+    for first in range(0, count, size):
+        yield first, min(first + size, count) - 1
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _by_axis(sizes: Any) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _echo(lines: Iterator[str]) -> None:
+    for line in lines:
+        typer.echo(line)

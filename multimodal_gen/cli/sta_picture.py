@@ -1,0 +1,152 @@
+"""Draws a strategy: which window every head has at every step, and what each window covers."""
+
+import colorsys
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multimodal_gen.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy
+    from multimodal_gen.runtime.layers.attention.sta.windows import Window
+
+__all__ = ["draw"]
+
+_MARGIN = 12
+_TEXT = 14  # height of a line
+_ROW_HEIGHT = 8  # of a step
+_LEAST_WIDTH = 480
+_PAPER, _INK, _UNUSED = (255, 255, 255), (30, 30, 30), (225, 225, 225)
+
+
+def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
+    """Write a PNG file: a map of the windows, and a legend of them.
+
+    In the map, steps run downwards and heads to the right, layer by layer. The legend shows for
+    each window one frame per tile along time, in which the tiles kept around the middle one are
+    filled.
+
+    Args:
+        strategy: the strategy.
+        tiles: the grid of tiles.
+        path: the file; an older one is replaced.
+
+    Raises:
+        ConfigError: the file has another suffix or cannot be written.
+        MissingDependencyError: pillow is not installed.
+    """
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--png must end in .png, got {str(path)!r}")
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"drawing windows needs pillow ({error}); install with: pip install pillow"
+        ) from error
+    from multimodal_gen.runtime.layers.attention.sta.windows import tile_count
+
+    windows = sorted(strategy.counts(), key=lambda window: (tile_count(window, tiles), window))
+    colours = {window: _colour(rank, len(windows)) for rank, window in enumerate(windows)}
+    columns = strategy.num_layers * strategy.num_heads
+    scale = max(1, -(-_LEAST_WIDTH // columns))
+    map_height = strategy.num_steps * _ROW_HEIGHT
+    frame = _frame_size(tiles)
+    entry = max(frame[1], 2 * _TEXT) + _MARGIN
+    legend_width = 260 + tiles[0] * (frame[0] + 4)
+    size = (
+        2 * _MARGIN + max(columns * scale, legend_width),
+        3 * _MARGIN + 2 * _TEXT + map_height + len(windows) * entry,
+    )
+    image = Image.new("RGB", size, _PAPER)
+    pen = ImageDraw.Draw(image)
+    pen.text((_MARGIN, _MARGIN), _title(strategy), fill=_INK)
+    top = _MARGIN + 2 * _TEXT
+    _draw_map(pen, strategy, colours, scale, top)
+    top += map_height + _MARGIN
+    for window in windows:
+        _draw_entry(pen, strategy, window, tiles, colours[window], top)
+        top += entry
+    buffer = BytesIO()
+    image.save(buffer, format="PNG")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(buffer.getvalue())
+    except OSError as error:
+        raise ConfigError(
+            f"--png must name a file that can be written, got {str(path)!r}: {error.strerror}"
+        ) from None
+
+
+def _title(strategy: "Strategy") -> str:
+    return (
+        f"{strategy.num_steps} steps down, {strategy.num_layers} layers of {strategy.num_heads} "
+        f"heads to the right"
+    )
+
+
+def _draw_map(
+    pen: Any,
+    strategy: "Strategy",
+    colours: dict["Window", tuple[int, int, int]],
+    scale: int,
+    top: int,
+) -> None:
+    for step, layers in enumerate(strategy.windows):
+        y = top + step * _ROW_HEIGHT
+        heads = [window for layer in layers for window in layer]
+        for column, window in enumerate(heads):
+            x = _MARGIN + column * scale
+            pen.rectangle((x, y, x + scale - 1, y + _ROW_HEIGHT - 1), fill=colours[window])
+    bottom = top + strategy.num_steps * _ROW_HEIGHT - 1
+    for layer in range(1, strategy.num_layers if scale > 2 else 0):
+        x = _MARGIN + layer * strategy.num_heads * scale
+        pen.line((x, top, x, bottom), fill=_PAPER)
+
+
+def _draw_entry(
+    pen: Any,
+    strategy: "Strategy",
+    window: "Window",
+    tiles: "Window",
+    colour: tuple[int, int, int],
+    top: int,
+) -> None:
+    """Draw one line of the legend."""
+    from multimodal_gen.runtime.layers.attention.sta.windows import kept_map, tile_density
+
+    counts = strategy.counts()
+    share = counts[window] / sum(counts.values())
+    pen.rectangle((_MARGIN, top, _MARGIN + _TEXT, top + _TEXT), fill=colour)
+    name = "x".join(map(str, window))
+    pen.text((_MARGIN + 2 * _TEXT, top), f"{name}: density {tile_density(window, tiles):.1%}", _INK)
+    pen.text((_MARGIN + 2 * _TEXT, top + _TEXT), f"{share:.1%} of heads", fill=_INK)
+    frames, rows, columns = tiles
+    middle = (frames // 2 * rows + rows // 2) * columns + columns // 2
+    kept = kept_map(window, tiles)[middle].view(frames, rows, columns).tolist()
+    cell = _cell(tiles)
+    for f, plane in enumerate(kept):
+        left = 240 + f * (columns * cell + 4)
+        for r, row in enumerate(plane):
+            for c, keeps in enumerate(row):
+                x, y = left + c * cell, top + r * cell
+                fill = colour if keeps else _UNUSED
+                pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=fill)
+
+
+def _cell(tiles: "Window") -> int:
+    """Return the pixels of a tile in the legend, the gap included."""
+    return max(2, min(8, 900 // (tiles[0] * (tiles[2] + 1))))
+
+
+def _frame_size(tiles: "Window") -> tuple[int, int]:
+    """Return width and height of one frame of the legend."""
+    return tiles[2] * _cell(tiles), tiles[1] * _cell(tiles)
+
+
+def _colour(rank: int, count: int) -> tuple[int, int, int]:
+    """Return a colour: from blue for the sparsest window to red for the densest."""
+    hue = 0.62 * (1 - rank / max(count - 1, 1))
+    # Alternating brightness keeps neighbours apart.
+    red, green, blue = colorsys.hsv_to_rgb(hue, 0.75, 0.95 if rank % 2 else 0.75)
+    return round(red * 255), round(green * 255), round(blue * 255)

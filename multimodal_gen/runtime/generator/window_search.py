@@ -1,0 +1,186 @@
+"""Searches the windows of Sliding Tile Attention over prompts; the pipeline is loaded once.
+
+Every prompt leaves one file per branch of guidance, that of the positive one last: where it is,
+the prompt is done, and an interrupted search goes on behind it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.denoise import denoise
+from multimodal_gen.runtime.generator.failures import out_of_memory_explained
+from multimodal_gen.runtime.generator.loading import PipelineIndex, load_pipeline, pick_device
+from multimodal_gen.runtime.generator.record import Timings
+from multimodal_gen.runtime.generator.sampling import check_arguments, prepare_call
+from multimodal_gen.runtime.generator.session import Attach
+from multimodal_gen.runtime.layers.attention.sta.losses import POSITIVE, LossRecorder, record_into
+from multimodal_gen.runtime.layers.attention.sta.search import (
+    SearchFile,
+    branch_folder,
+    search_name,
+)
+from multimodal_gen.runtime.layers.attention.sta.windows import Window
+from multimodal_gen.runtime.server_args import ServerArgs
+
+__all__ = ["Searched", "WindowSearch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """One prompt that was searched.
+
+    Attributes:
+        prompt: the prompt.
+        files: its search files, the positive branch's last.
+        tiles: the grid of tiles.
+        windows: what was tried.
+        seconds: how long it took.
+    """
+
+    prompt: str
+    files: tuple[Path, ...]
+    tiles: Window
+    windows: tuple[Window, ...]
+    seconds: float
+
+
+class WindowSearch:
+    """A search over prompts.
+
+    Args:
+        args: what to load and how to run it; the backend and its configuration among it. Its
+            `prompt` is not used.
+        prompts: what to generate, each once.
+        folder: where the search files go.
+        windows: what to try; by default what suits the grid.
+
+    Raises:
+        UsageError: the folder holds a search of a prompt with other settings.
+        ConfigError: a search file in the folder cannot be read.
+    """
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        prompts: Sequence[str],
+        folder: Path,
+        windows: Sequence[Window] = (),
+    ) -> None:
+        self.prompts = tuple(dict.fromkeys(prompts))
+        self._args = args
+        self._folder = folder
+        self._windows = tuple(windows)
+        self.done = tuple(prompt for prompt in self.prompts if self._is_done(prompt))
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The prompts that are still to be searched."""
+        return tuple(prompt for prompt in self.prompts if prompt not in self.done)
+
+    def run(self, attach: Attach) -> Iterator[Searched]:
+        """Search the pending prompts, and yield each once its files are written.
+
+        Args:
+            attach: attaches the searching backend to the loaded pipeline.
+
+        Raises:
+            UsageError: an option does not fit the pipeline or the device, no layer could be
+                searched, or the device runs out of memory.
+        """
+        args = self._args
+        device = pick_device(args.device)
+        index = PipelineIndex.read(args.model_path)
+        check_arguments(index, args)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(out_of_memory_explained())
+            pipe = load_pipeline(index, args, device)
+            session = attach(pipe)
+            stack.callback(session.remove)
+            for prompt in self.pending:
+                call = prepare_call(pipe, index, replace(args, prompt=prompt))
+                arguments = dict(call.arguments)
+                if "output_type" in arguments:
+                    arguments["output_type"] = "latent"  # the losses are all that is wanted
+                recorder = LossRecorder(self._windows)
+                timings = Timings(device)
+                with record_into(recorder), timings.phase("search"):
+                    denoise(pipe, replace(call, arguments=arguments), timings)
+                size = _size(pipe, index, args)
+                yield self._write(prompt, recorder, size, timings.phases["search"])
+
+    def _write(
+        self, prompt: str, recorder: LossRecorder, size: tuple[object, object], seconds: float
+    ) -> Searched:
+        found = recorder.losses()
+        tiles = recorder.tiles
+        assert tiles is not None, "losses need a grid"
+        width, height = size
+        files = []
+        for branch in sorted(found, key=lambda branch: branch == POSITIVE):
+            folder = branch_folder(self._folder, branch, width=str(width), height=str(height))
+            files.append(folder / search_name(prompt))
+            settings = {"prompt": prompt, **self._settings()}
+            SearchFile(losses=found[branch], tiles=tiles, settings=settings).write(files[-1])
+        return Searched(
+            prompt=prompt,
+            files=tuple(files),
+            tiles=tiles,
+            windows=recorder.candidates(tiles),
+            seconds=seconds,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a search depends on, as JSON data."""
+        args = self._args
+        config = args.attention_backend_config
+        tile = config.get("tile_size") if isinstance(config, Mapping) else None
+        names = (
+            "negative_prompt",
+            "height",
+            "width",
+            "num_frames",
+            "num_inference_steps",
+            "guidance_scale",
+            "true_cfg_scale",
+            "seed",
+        )
+        return {
+            "model": Path(args.model_path).name,
+            **{name: getattr(args, name) for name in names},
+            "tile_size": [*tile] if isinstance(tile, (list, tuple)) else None,
+            "windows": [list(window) for window in self._windows],
+        }
+
+    def _is_done(self, prompt: str) -> bool:
+        folder = branch_folder(self._folder, POSITIVE, width="*", height="*")
+        wanted = {"prompt": prompt, **self._settings()}
+        for path in self._folder.glob(f"{folder.name}/{search_name(prompt)}"):
+            found = SearchFile.read(path).settings
+            other = [name for name in wanted if found.get(name) != wanted[name]]
+            if other:
+                name = other[0]
+                raise UsageError(
+                    f"--output must not hold a search with other settings, got {str(path)!r} with "
+                    f"{name} {found.get(name)!r}, this search has {wanted[name]!r}; name another "
+                    f"folder"
+                )
+            return True
+        return False
+
+
+def _size(pipe: Any, index: PipelineIndex, args: ServerArgs) -> tuple[object, object]:
+    """Return width and height of the output in pixels, as far as they are known."""
+    sizes: list[object] = []
+    for name in ("width", "height"):
+        default = getattr(index.parameters.get(name), "default", None)
+        if not isinstance(default, int):
+            edge: Any = getattr(pipe, "default_sample_size", None)
+            scale: Any = getattr(pipe, "vae_scale_factor", None)
+            known = isinstance(edge, int) and isinstance(scale, int)
+            default = edge * scale if known else "default"
+        sizes.append(getattr(args, name) or default)
+    return sizes[0], sizes[1]

@@ -1,0 +1,236 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import SlidingTileBackend
+from multimodal_gen.runtime.layers.attention.sta.search import SearchFile, find_searches
+from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
+
+TILE = "1,2,2"
+TILES = (3, 2, 3)  # of the tiny Wan's latent grid 3x4x6
+STEPS = 3
+SIZE = ("--height", 64, "--width", 96, "--num-frames", 9, "--num-inference-steps", STEPS)
+RUN = (*SIZE, "--guidance-scale", 3, "--seed", 0)
+
+
+@pytest.fixture(autouse=True)
+def in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlidingTileBackend, "not_in_this_build", None)
+
+
+@pytest.fixture
+def search(sglang, tiny_pipeline, tmp_path):
+    """Return a function that searches on the tiny Wan, into the folder `searches`."""
+
+    def run(*arguments: object):
+        model = ("--model-path", tiny_pipeline("wan"), *RUN, "--tile-size", TILE)
+        return sglang(
+            *("attention", "sta", "search", *model, "--output", tmp_path / "searches", *arguments)
+        )
+
+    return run
+
+
+@pytest.fixture
+def latents(sglang, tiny_pipeline, tmp_path):
+    """Return a function that generates on the tiny Wan and returns latents and record."""
+
+    def run(name: str, *arguments: object) -> tuple[torch.Tensor, dict]:
+        out = tmp_path / name
+        model = ("--model-path", tiny_pipeline("wan"), *RUN, "--prompt", "a fox")
+        outcome = sglang("generate", *model, "--output-path", out, "--save-latents", *arguments)
+        assert outcome.code == 0, outcome.err
+        (file,), (record,) = out.glob("*.safetensors"), out.glob("*.json")
+        return load_file(file)["latents"], json.loads(record.read_text())
+
+    return run
+
+
+def _sta(config: dict) -> tuple[str, ...]:
+    config = {"tile_size": [1, 2, 2], **config}
+    return (
+        *("--attention-backend", "sliding_tile_attn"),
+        *("--attention-backend-config", json.dumps(config)),
+    )
+
+
+def _strategy(path: Path, *windows: tuple[int, int, int]) -> Path:
+    """Write a strategy with one window per step for 2 layers of 4 heads."""
+    Strategy(windows=tuple(((window,) * 4,) * 2 for window in windows)).write(path)
+    return path
+
+
+def test_a_search_a_tune_and_an_inference_from_the_command_line(
+    search, sglang, latents, tmp_path
+) -> None:
+    outcome = search("--prompt", "a fox", "--prompt", "a cat")
+    assert outcome.code == 0, outcome.err
+    assert "windows on 3x2x3 tiles: 1x1x1, " in outcome.out
+    assert "[2/2] " in outcome.out
+    searches, strategy = tmp_path / "searches", tmp_path / "mask_strategy.json"
+    files = find_searches(searches)
+    assert [file.parent.name for file in files] == ["mask_search_result_pos_96x64"] * 2
+    found = SearchFile.read(files[0])
+    assert found.losses.l2.shape[1:] == (STEPS, 2, 4)
+    assert bool((found.losses.l2 > 0).all())
+
+    both = ("--searches", searches, "--negative", searches)
+    outcome = sglang(
+        *("attention", "sta", "tune", *both, "--skip-time-steps", 1, "--output", strategy)
+    )
+    assert outcome.code == 0, outcome.err
+    assert "3 steps x 2 layers x 4 heads, 3x2x3 tiles, from 4 searches" in outcome.out
+    tuned = load_strategy(strategy)
+    assert {w for layer in tuned.windows[0] for w in layer} == {TILES}
+    assert TILES not in {w for step in tuned.windows[1:] for layer in step for w in layer}
+
+    config = {"mask_strategy_file_path": str(strategy), "skip_time_steps": 1}
+    sparse, record = latents("sparse", *_sta(config))
+    dense, _ = latents("dense", "--attention-backend", "torch_sdpa")
+    assert sparse.isfinite().all()
+    assert not torch.equal(sparse, dense)
+    entries = [
+        entry
+        for layer in record["attention"]["layers"]
+        if (layer["component"], layer["role"]) == ("transformer", "self")
+        for entry in layer["entries"]
+    ]
+    calls = {entry["backend"]: entry["calls"] for entry in entries}
+    assert calls == {"torch_sdpa": 2, "sliding_tile_attn": 4}  # two branches of guidance
+    densities = [e["density_by_step"] for e in entries if e["backend"] == "sliding_tile_attn"]
+    assert len(densities) == 2  # one per layer
+    for layer, by_step in enumerate(densities):
+        assert by_step == {
+            str(step): pytest.approx(tuned.density(TILES)[step][layer]) for step in (1, 2)
+        }
+
+
+def test_full_windows_give_the_latents_of_dense_attention(latents, tmp_path) -> None:
+    dense, _ = latents("dense", "--attention-backend", "torch_sdpa")
+    full, _ = latents("full", *_sta({"window": [99, 99, 99], "skip_time_steps": 0}))
+    torch.testing.assert_close(full, dense, atol=1e-5, rtol=0)
+    path = _strategy(tmp_path / "full.json", *[TILES] * STEPS)
+    config = {"mask_strategy_file_path": str(path), "skip_time_steps": 0}
+    from_file, _ = latents("file", *_sta(config))
+    torch.testing.assert_close(from_file, dense, atol=1e-5, rtol=0)
+
+
+def test_an_interrupted_search_goes_on_where_it_was(search, tmp_path) -> None:
+    assert search("--prompt", "a fox").code == 0
+    (file,) = find_searches(tmp_path / "searches")
+    before = file.stat().st_mtime_ns
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a fox\n\na cat\na cat\n")
+    outcome = search("--prompts", prompts)
+    assert outcome.code == 0, outcome.err
+    assert "1 of 2 prompts are done already" in outcome.out
+    assert outcome.out.count("[2/2]") == 1
+    assert "[1/2]" not in outcome.out
+    assert len(find_searches(tmp_path / "searches")) == 2
+    assert file.stat().st_mtime_ns == before
+
+    outcome = search("--prompts", prompts)
+    assert (outcome.code, "2 of 2 prompts are done already" in outcome.out) == (0, True)
+
+
+def test_a_search_with_other_settings_is_not_mixed_in(search) -> None:
+    assert search("--prompt", "a fox", "--window", "1,1,1").code == 0
+    outcome = search("--prompt", "a fox", "--window", "3,1,1")
+    assert outcome.code == 2
+    assert "must not hold a search with other settings" in outcome.err
+    assert "windows [[1, 1, 1]], this search has [[3, 1, 1]]; name another folder" in outcome.err
+
+
+def test_search_errors_are_one_line(search, tmp_path) -> None:
+    for arguments, message in (
+        ((), "a search must have at least one prompt, got none; give --prompt or --prompts"),
+        (("--prompts", tmp_path / "absent"), "--prompts must be a readable text file, got"),
+        (("--prompt", "a", "--window", "3,3"), "--window must be three integers >= 1 such as"),
+        (("--prompt", "a", "--tile-size", "0,1,1"), "--tile-size must be three integers >= 1"),
+        (("--prompt", "a", "--tile-size", "99,99,99"), "which has 1x1x1 tiles; use a smaller"),
+    ):
+        outcome = search(*arguments)
+        assert outcome.code == 2, arguments
+        assert message in outcome.err
+        assert len(outcome.err.splitlines()) == 1
+
+
+def test_tune_reaches_a_target_density(search, sglang, tmp_path) -> None:
+    assert search("--prompt", "a fox").code == 0
+    strategy = tmp_path / "mask_strategy.json"
+    tune = ("attention", "sta", "tune", "--searches", tmp_path / "searches", "--output", strategy)
+    outcome = sglang(*tune, "--skip-time-steps", 1, "--target-density", 0.6)
+    assert outcome.code == 0, outcome.err
+    assert ", the least at this density" in outcome.out
+    density = load_strategy(strategy).density(TILES)
+    mean = sum(map(sum, density)) / (STEPS * 2)
+    assert 0.5 < mean <= 0.6
+
+    outcome = sglang(*tune, "--skip-time-steps", 1, "--target-density", 0.1)
+    assert outcome.code == 2
+    assert "`target_density` must be at least 0.3704" in outcome.err
+    outcome = sglang(*tune)
+    assert outcome.code == 2
+    assert "`skip_time_steps` must be below the 3 steps of the searches, got 15" in outcome.err
+
+
+def test_a_strategy_for_other_steps_is_refused_unless_retargeted(
+    sglang, latents, tiny_pipeline, tmp_path
+) -> None:
+    path = _strategy(tmp_path / "s.json", TILES, (1, 1, 1))
+    config = {"mask_strategy_file_path": str(path), "skip_time_steps": 0}
+    model = ("--model-path", tiny_pipeline("wan"), *RUN, "--prompt", "a fox")
+    outcome = sglang("generate", *model, "--output-path", tmp_path / "out", *_sta(config))
+    assert outcome.code == 2
+    assert "it is for 2 steps, the run has 3; give retarget=true to rescale it" in outcome.err
+    found, _ = latents("retargeted", *_sta({**config, "retarget": True}))
+    assert found.isfinite().all()
+
+
+def test_show_prints_density_by_step_and_layer(sglang, tmp_path) -> None:
+    path = _strategy(tmp_path / "s.json", TILES, TILES, (1, 1, 3), (3, 2, 1))
+    outcome = sglang("attention", "sta", "show", path)
+    assert outcome.code == 0, outcome.err
+    lines = [line.split() for line in outcome.out.splitlines()]
+    assert "4 steps x 2 layers x 4 heads on 3x2x3 tiles, density 62.5%" in outcome.out
+    assert ["3x2x3", "50.0%", "100.0%"] in lines
+    assert ["0-1", "100%", "100%", "100%"] in lines
+    assert ["2", "17%", "17%", "17%"] in lines
+    assert ["3", "33%", "33%", "33%"] in lines
+
+    outcome = sglang("attention", "sta", "show", path, "--json", "--tiles", "3,2,6")
+    document = json.loads(outcome.out)
+    assert document["density_by_step_and_layer"][3] == [pytest.approx(1 / 6)] * 2
+    assert document["windows"][0] == {"window": [3, 2, 3], "share": 0.5, "density": 0.5}
+
+
+def test_many_layers_share_columns(sglang, tmp_path) -> None:
+    strategy = Strategy.uniform((1, 1, 1), num_steps=1, num_layers=60, num_heads=2)
+    strategy.write(tmp_path / "s.json")
+    outcome = sglang("attention", "sta", "show", tmp_path / "s.json")
+    assert "0-4" in outcome.out
+    assert all(len(line) <= 100 for line in outcome.out.splitlines()[1:])
+
+
+def test_show_draws_the_windows(sglang, tmp_path) -> None:
+    from PIL import Image
+
+    path = _strategy(tmp_path / "s.json", TILES, (1, 1, 3))
+    png = tmp_path / "new" / "windows.png"
+    outcome = sglang("attention", "sta", "show", path, "--png", png)
+    assert outcome.code == 0, outcome.err
+    with Image.open(png) as image:
+        assert image.format == "PNG"
+        pixels = image.convert("RGB")
+        first, second = (pixels.getpixel((20, 44 + 8 * step)) for step in (0, 1))
+    assert first != second
+    assert (255, 255, 255) not in (first, second)
+
+    outcome = sglang("attention", "sta", "show", path, "--png", tmp_path / "windows.jpg")
+    assert (outcome.code, "--png must end in .png" in outcome.err) == (2, True)
+    outcome = sglang("attention", "sta", "show", tmp_path / "absent.json")
+    assert outcome.code == 2
+    assert "mask strategy must be a readable file" in outcome.err
