@@ -1,9 +1,24 @@
-"""Video Sparse Attention: a coarse stage over tiles picks the tiles of a fine stage."""
+"""Video Sparse Attention: a coarse stage over tiles picks the tiles of a fine stage.
 
+The coarse stage attends among means of tiles. Every query tile keeps the key tiles that score
+best there; the fine stage attends to their tokens, and to all text. Text attends to everything.
+Where a model has a gate, output = fine + gate * coarse output of the token's tile.
+
+Shapes: B batch, S tokens, H heads, D head size, N tiles; q/k suffix = query/key side.
+"""
+
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from fractions import Fraction
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError, NotInThisBuildError
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -14,13 +29,30 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
+from multimodal_gen.runtime.layers.attention.backends.tiled import (
+    SequenceLayout,
+    TiledSequence,
+    attend_tiled,
+    sequence_layout,
+    tiled_sequence,
+)
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.gating import GatedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.vsa.upstream import (
+    UPSTREAM,
+    UpstreamCall,
+    attend_upstream,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 # Looked for on disk only: importing it needs a GPU.
 _VSA = PackageProbe(module="vsa", distribution="vsa", install="pip install vsa")
 
+# Rows of a query block where everything is attended to: what the engine is fastest with.
+_DENSE_BLOCK = 384
 _TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
 
 
@@ -74,12 +106,251 @@ class VideoSparseBackend(AttentionBackend):
     config_cls: ClassVar[type[VideoSparseConfig]] = VideoSparseConfig
     not_in_this_build: ClassVar[str | None] = "Video Sparse Attention is not in this build yet"
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA,)),
+        *engine_variants((Feature.GQA, Feature.KEY_MASK)),
         upstream_variant("vsa", _VSA),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),
     )
 
     @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants that the `kernel` parameter leaves."""
+        kernel = getattr(config, "kernel", "auto")
+        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
+
+    @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise `NotInThisBuildError`."""
-        raise NotInThisBuildError(cls.not_in_this_build)
+        """Return the implementation."""
+        if cls.not_in_this_build:
+            raise NotInThisBuildError(cls.not_in_this_build)
+        return VideoSparseImpl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Coarse:
+    """The coarse stage of one call: the tiles, and the means of their queries and keys."""
+
+    queries: TiledSequence
+    keys: TiledSequence
+    pooled_query: torch.Tensor
+    pooled_key: torch.Tensor
+
+    def plan(self, heads: slice, kept: int) -> BlockPlan:
+        """Return what a range of query heads attends to: `kept` tiles and all text."""
+        group = self.pooled_query.shape[1] // self.pooled_key.shape[1]
+        query = self.pooled_query[:, heads]
+        key = self.pooled_key[:, heads.start // group : heads.stop // group]
+        q_blocks, kv_blocks = self.queries.blocks, self.keys.blocks
+        num_tiles, text = self.queries.num_tiles, self.queries.num_text_blocks
+        always = self.keys.num_text_blocks
+        if not text:
+            indices = select_tiles(query, key, kept, always=always)
+            counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
+            return BlockPlan(indices=indices, counts=counts, q=q_blocks, kv=kv_blocks, uniform=True)
+        leading = query.shape[:2]
+        indices = torch.empty(
+            (*leading, q_blocks.num, kv_blocks.num), dtype=torch.int32, device=query.device
+        )
+        select_tiles(query, key, kept, always=always, out=indices[:, :, :num_tiles])
+        indices[:, :, num_tiles:] = torch.arange(kv_blocks.num, device=query.device)
+        counts = indices.new_full((q_blocks.num,), kept + always)
+        counts[num_tiles:] = kv_blocks.num
+        return BlockPlan(
+            indices=indices,
+            counts=counts.expand(*leading, -1),
+            q=q_blocks,
+            kv=kv_blocks,
+            order=_text_first(leading[0] * leading[1], q_blocks.num, num_tiles, query.device),
+        )
+
+    def add(
+        self, out: torch.Tensor, value: torch.Tensor, gate: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Return `out` plus `gate` times attention among the tiles."""
+        order, index = self.queries.order, self.queries.index
+        starts, lengths, size = order.starts, order.lengths, order.largest
+        (pooled_value,) = pool_tiles((value,), starts, lengths, size=size, index=index)
+        coarse = F.scaled_dot_product_attention(
+            self.pooled_query,
+            self.pooled_key,
+            pooled_value,
+            scale=scale,
+            enable_gqa=self.pooled_query.shape[1] != self.pooled_key.shape[1],
+        )
+        return add_gated(out, gate, coarse, starts, lengths, size=size, index=index)
+
+
+class VideoSparseImpl(SparseImpl, GatedImpl):
+    """Video Sparse Attention of one layer."""
+
+    backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self._config = config if isinstance(config, VideoSparseConfig) else VideoSparseConfig()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the fine stage; see `SparseImpl.attend`."""
+        return self._attend(query, key, value, layout, context, keep, None)
+
+    def forward_gated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor,
+        context: ForwardContext | None = None,
+    ) -> torch.Tensor:
+        """Return both stages; see `GatedImpl.forward_gated`."""
+        layout = sequence_layout(query, key, context, str(self.backend))
+        assert context is not None, "a layout needs a context"
+        return self._attend(query, key, value, layout, context, None, gate)
+
+    def add_coarse(
+        self,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor,
+        context: ForwardContext | None = None,
+    ) -> torch.Tensor:
+        """Add the coarse stage; see `GatedImpl.add_coarse`."""
+        layout = sequence_layout(query, key, context, str(self.backend))
+        return self._coarse(query, key, layout).add(out, value, gate, self.softmax_scale)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        scale, kernel = self.softmax_scale, self._config.kernel
+        tiles = self._tiles(layout.grid)
+        kept = kept_tiles(self._config, math.prod(tiles), layout.num_video)
+        self.record(context, _density(kept / math.prod(tiles), layout))
+        if kept == math.prod(tiles) and keep is None and kernel not in UPSTREAM:
+            out = _attend_to_all(query, key, value, scale, kernel)
+            return out if gate is None else self.add_coarse(out, query, key, value, gate, context)
+        coarse = self._coarse(query, key, layout)
+        if kernel in UPSTREAM:
+            out = self._upstream(query, key, value, coarse, kept, keep)
+            return out if gate is None else coarse.add(out, value, gate, scale)
+        out = attend_tiled(
+            query,
+            key,
+            value,
+            coarse.queries,
+            coarse.keys,
+            lambda heads: coarse.plan(heads, kept),
+            scale=scale,
+            kernel=kernel,
+            keep=keep,
+        )
+        return out if gate is None else coarse.add(out, value, gate, scale)
+
+    def _upstream(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        coarse: _Coarse,
+        kept: int,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        order = coarse.queries.order
+        call = UpstreamCall(
+            tokens_per_tile=order.largest,
+            text=max(query.shape[1], key.shape[1]) - order.num_tokens,
+            masked=keep is not None,
+            scale=self.softmax_scale,
+            head_size=query.shape[3],
+            heads=query.shape[2],
+            kv_heads=key.shape[2],
+        )
+        return attend_upstream(
+            self._config.kernel,
+            query,
+            key,
+            value,
+            order,
+            lambda: select_tiles(coarse.pooled_query, coarse.pooled_key, kept),
+            kept,
+            call,
+        )
+
+    def _tile(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return tiles no larger than the grid: kernels make room for whole ones."""
+        t, h, w = (min(pair) for pair in zip(self._config.tile_size, grid, strict=True))
+        return t, h, w
+
+    def _tiles(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
+        """Return the number of tiles along each axis."""
+        return tuple(-(-n // edge) for n, edge in zip(grid, self._tile(grid), strict=True))
+
+    def _coarse(self, query: torch.Tensor, key: torch.Tensor, layout: SequenceLayout) -> _Coarse:
+        tile = self._tile(layout.grid)
+        queries = tiled_sequence(layout, layout.num_queries, tile, query.device)
+        keys = tiled_sequence(layout, layout.num_keys, tile, query.device)
+        order = queries.order
+        # The video lies at the same positions on both sides.
+        pooled = pool_tiles(
+            (query, key), order.starts, order.lengths, size=order.largest, index=queries.index
+        )
+        return _Coarse(queries=queries, keys=keys, pooled_query=pooled[0], pooled_key=pooled[1])
+
+
+def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> int:
+    """Return how many key tiles each query tile keeps, in [1, `num_tiles`].
+
+    Args:
+        config: the budget, and what its share is of.
+        num_tiles: tiles of the grid, ragged ones included.
+        num_tokens: tokens of the grid.
+    """
+    if config.topk is not None:
+        return min(config.topk, num_tiles)
+    if config.sparsity == 0:
+        return num_tiles  # also where ragged tiles outnumber tokens / tokens per tile
+    whole = Fraction(num_tiles)
+    if config.topk_convention == "tokens":
+        whole = Fraction(num_tokens, math.prod(config.tile_size))
+    # In decimals, as people write them: 1 - 0.7 is more than 0.3 in binary.
+    kept = math.ceil((1 - Fraction(repr(config.sparsity))) * whole)
+    return min(max(kept, 1), num_tiles)
+
+
+def _attend_to_all(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, kernel: str
+) -> torch.Tensor:
+    """Return dense attention, in the order of the sequence: there is nothing to select."""
+    q_blocks, kv_blocks = (Blocks.regular(x.shape[1], _DENSE_BLOCK) for x in (query, key))
+    plan = BlockPlan.dense(q_blocks, kv_blocks, query.device)
+    out = block_sparse_attention(query, key, value, plan, scale=scale, kernel=kernel)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _text_first(rows: int, num_blocks: int, num_tiles: int, device: torch.device) -> torch.Tensor:
+    """Return an order of all rows in which text, which attends to everything, is started first."""
+    every = torch.arange(rows * num_blocks, dtype=torch.int32, device=device).view(rows, -1)
+    return torch.cat((every[:, num_tiles:].flatten(), every[:, :num_tiles].flatten()))
+
+
+def _density(of_tiles: float, layout: SequenceLayout) -> float:
+    """Return the share of pairs attended to, taking every tile for one of mean size."""
+    video, queries, keys = layout.num_video, layout.num_queries, layout.num_keys
+    kept = video * (of_tiles * video + keys - video) + (queries - video) * keys
+    return kept / (queries * keys)

@@ -1,0 +1,1 @@
+"""What Video Sparse Attention needs besides its backend: the authors' own kernels."""
