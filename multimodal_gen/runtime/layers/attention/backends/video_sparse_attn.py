@@ -60,6 +60,9 @@ _TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
 class VideoSparseConfig(SparseConfig):
     """Parameters of `video_sparse_attn`.
 
+    Where a checkpoint has gates, dense steps keep the coarse stage that they weigh; dense layers
+    compute as the stock model, without it.
+
     Attributes:
         sparsity: share of key tiles each query tile skips; 0 equals dense attention.
         topk: key tiles each query tile keeps, instead of `sparsity`.
