@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import SlidingTileBackend
 from multimodal_gen.runtime.layers.attention.sta.search import SearchFile, find_searches
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
+from multimodal_gen.testing.tiny_models import FAMILIES
 
 TILE = "1,2,2"
 TILES = (3, 2, 3)  # of the tiny Wan's latent grid 3x4x6
@@ -234,3 +235,64 @@ def test_show_draws_the_windows(sglang, tmp_path) -> None:
     outcome = sglang("attention", "sta", "show", tmp_path / "absent.json")
     assert outcome.code == 2
     assert "mask strategy must be a readable file" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["wan", "wan22", "hunyuan_video", "flux", "qwen_image"])
+def test_every_family_runs_sparse_and_full_windows_are_dense(
+    name, sglang, tiny_pipeline, tmp_path
+) -> None:
+    family = FAMILIES[name]
+    sizes = [("--height", family.height), ("--width", family.width)]
+    sizes += [("--num-frames", family.num_frames)] if family.output == "video" else []
+    flags = [text for flag in sizes for text in flag]
+
+    def run(out: str, *arguments: object) -> tuple[torch.Tensor, list[dict]]:
+        outcome = sglang(
+            *("generate", "--model-path", tiny_pipeline(name), "--prompt", "a fox", "--seed", 0),
+            *("--num-inference-steps", 2, "--output-path", tmp_path / out, "--save-latents"),
+            *(*flags, *arguments),
+        )
+        assert outcome.code == 0, outcome.err
+        (file,), (record,) = (tmp_path / out).glob("*.safetensors"), (tmp_path / out).glob("*.json")
+        layers = json.loads(record.read_text())["attention"]["layers"]
+        return load_file(file)["latents"], [
+            entry
+            for layer in layers
+            if layer["component"].startswith("transformer") and layer["role"] == "self"
+            for entry in layer["entries"]
+        ]
+
+    config = {"tile_size": [2, 2, 2], "skip_time_steps": 0}
+    dense, _ = run("dense", "--attention-backend", "torch_sdpa")
+    full, _ = run("full", *_sta({**config, "window": [99, 99, 99]}))
+    torch.testing.assert_close(full, dense, atol=1e-5, rtol=0)
+    sparse, entries = run("sparse", *_sta({**config, "window": [1, 1, 1]}))
+    assert sparse.isfinite().all()
+    assert (sparse - dense).abs().max() > 1e-4
+    assert {entry["backend"] for entry in entries} == {"sliding_tile_attn"}
+    ran = [entry for entry in entries if entry["calls"]]
+    assert ran
+    assert all(0 < d < 1 for entry in ran for d in entry["density_by_step"].values())
+
+
+def test_ctrl_c_during_a_search_leaves_only_complete_files(search, monkeypatch, tmp_path) -> None:
+    write = SearchFile.write
+    written = []
+
+    def write_two(self: SearchFile, path: Path) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(self, path)
+
+    monkeypatch.setattr(SearchFile, "write", write_two)
+    outcome = search("--prompt", "a fox", "--prompt", "a cat")
+    assert outcome.code == 130
+    files = [path for path in (tmp_path / "searches").rglob("*") if path.is_file()]
+    assert sorted(files) == sorted(written)
+    monkeypatch.undo()
+    monkeypatch.setattr(SlidingTileBackend, "not_in_this_build", None)
+    outcome = search("--prompt", "a fox", "--prompt", "a cat")
+    assert outcome.code == 0, outcome.err
+    assert "1 of 2 prompts are done already" in outcome.out
+    assert len(find_searches(tmp_path / "searches")) == 2

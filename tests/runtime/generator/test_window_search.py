@@ -1,0 +1,88 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.generator.loading import PipelineIndex
+from multimodal_gen.runtime.generator.window_search import WindowSearch, _size
+from multimodal_gen.runtime.layers.attention.sta.losses import POSITIVE, BranchLosses
+from multimodal_gen.runtime.layers.attention.sta.search import (
+    SearchFile,
+    branch_folder,
+    search_name,
+)
+from multimodal_gen.runtime.server_args import ServerArgs
+
+
+def args(**changes: object) -> ServerArgs:
+    return ServerArgs(
+        **{
+            "model_path": "models/wan",
+            "prompt": "",
+            "backend": "sglang",
+            "attention_backend": "sliding_tile_attn",
+            "attention_backend_config": {"tile_size": [1, 2, 2]},
+            "seed": 0,
+            **changes,
+        }
+    )
+
+
+def leave_file(folder: Path, search: WindowSearch, prompt: str) -> Path:
+    """Leave what a finished search of a prompt leaves."""
+    losses = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    found = BranchLosses(windows=((1, 1, 1),), l2=losses, l1=losses)
+    path = branch_folder(folder, POSITIVE, width=96, height=64) / search_name(prompt)
+    settings = {"prompt": prompt, **search._settings()}
+    SearchFile(losses=found, tiles=(3, 2, 3), settings=settings).write(path)
+    return path
+
+
+def test_repeated_prompts_are_searched_once_and_finished_ones_not_again(tmp_path) -> None:
+    first = WindowSearch(args(), ["a fox", "a cat", "a fox"], tmp_path)
+    assert (first.done, first.pending) == ((), ("a fox", "a cat"))
+    leave_file(tmp_path, first, "a fox")
+    second = WindowSearch(args(), ["a fox", "a cat"], tmp_path)
+    assert (second.done, second.pending) == (("a fox",), ("a cat",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_inference_steps": 30}, "num_inference_steps None, this search has 30; name another"),
+        ({"seed": 7}, "seed 0, this search has 7"),
+        ({"model_path": "models/other"}, "model 'wan', this search has 'other'"),
+        ({"attention_backend_config": {"tile_size": [6, 8, 8]}}, r"tile_size \[1, 2, 2\], this"),
+    ],
+)
+def test_a_search_with_other_settings_is_refused_with_both_values(
+    tmp_path, changes, message
+) -> None:
+    leave_file(tmp_path, WindowSearch(args(), ["a fox"], tmp_path), "a fox")
+    with pytest.raises(UsageError, match=message):
+        WindowSearch(args(**changes), ["a fox"], tmp_path)
+
+
+def test_a_damaged_search_file_is_named(tmp_path) -> None:
+    path = leave_file(tmp_path, WindowSearch(args(), ["a fox"], tmp_path), "a fox")
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=f"search file {path.name} must be JSON"):
+        WindowSearch(args(), ["a fox"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "pipe", "changes", "size"),
+    [
+        ("wan", SimpleNamespace(), {}, (832, 480)),  # the defaults of the signature
+        ("wan", SimpleNamespace(), {"width": 96, "height": 64}, (96, 64)),
+        ("flux", SimpleNamespace(default_sample_size=128, vae_scale_factor=8), {}, (1024, 1024)),
+        ("flux", SimpleNamespace(), {"width": 96}, (96, "default")),
+    ],
+)
+def test_the_size_in_a_folder_name_is_that_of_the_output(
+    tiny_pipeline, family, pipe, changes, size
+) -> None:
+    index = PipelineIndex.read(str(tiny_pipeline(family)))
+    assert _size(pipe, index, args(**changes)) == size
