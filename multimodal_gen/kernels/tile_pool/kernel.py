@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["add_gated", "interpreted", "pool_tiles", "select_tiles"]
-
 READ_BYTES = 2**15  # of a tile, at once
 SCORE_ROWS = 64
 SCORE_KEYS = 128
