@@ -13,7 +13,7 @@ READ_BYTES = 2**15  # of a tile, at once
 SCORE_ROWS = 64
 SCORE_KEYS = 128
 LISTED = 256  # keys that are listed at once
-# Scores wait in a buffer of this size for their selection; it stays in the L2 cache of large GPUs.
+# Scores wait for their selection in a buffer of this size: about the L2 cache of a large GPU.
 SCRATCH_BYTES = 2**26
 
 
