@@ -93,6 +93,8 @@ def dense_mask(plan: BlockPlan, batch: int, heads: int) -> torch.Tensor:
                         rows[:, keys[j][0] : keys[j][1]] &= torch.tensor(
                             chosen, dtype=torch.bool
                         ).view(-1, 1)
+    if plan.causal:
+        mask = mask.tril(plan.kv.total - plan.q.total)
     return mask.to(plan.device)
 
 

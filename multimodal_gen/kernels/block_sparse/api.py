@@ -11,6 +11,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse import providers
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.providers import loadable
 from multimodal_gen.kernels.block_sparse.reference import attention_reference_backward
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "block_sparse_attention_backward_op",
     "block_sparse_attention_op",
     "kernel_for",
+    "loadable",
 ]
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,12 +61,18 @@ def block_sparse_attention(
     """
     _validate(q, k, v, plan, scale)
     backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    if not backward and type(q) is torch.Tensor and not torch.compiler.is_compiling():
+        # Past the operator, whose plan would be another object every time, without a cache.
+        provider = providers.choose(kernel, providers.request_for(q, k, v, plan, backward=False))
+        out, found = provider.run(q, k, v, plan, scale, return_lse, deterministic)
+        return out if found is None else (out, found)
     out, lse = block_sparse_attention_op(
         q,
         k,
         v,
         *_flatten(plan),
-        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
+        scale=scale,
         return_lse=return_lse,
         kernel=kernel,
         deterministic=deterministic,
@@ -149,12 +157,13 @@ def _flatten(plan: BlockPlan) -> tuple[Any, ...]:
         kv.num,
         kv.size,
         plan.uniform,
+        plan.causal,
     )
 
 
 def _unflatten(q: torch.Tensor, k: torch.Tensor, flat: tuple[Any, ...]) -> BlockPlan:
     indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order = flat[:8]
-    q_num, q_size, kv_num, kv_size, uniform = flat[8:]
+    q_num, q_size, kv_num, kv_size, uniform, causal = flat[8:]
     return BlockPlan(
         indices=indices,
         counts=counts,
@@ -163,6 +172,7 @@ def _unflatten(q: torch.Tensor, k: torch.Tensor, flat: tuple[Any, ...]) -> Block
         row_bits=row_bits,
         order=order,
         uniform=uniform,
+        causal=causal,
     )
 
 
@@ -184,6 +194,7 @@ def block_sparse_attention_op(
     kv_num: int,
     kv_size: int,
     uniform: bool,
+    causal: bool,
     scale: float,
     return_lse: bool,
     kernel: str,
@@ -192,7 +203,7 @@ def block_sparse_attention_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the provider; the plan comes as its tensors and sizes. lse is empty unless asked for."""
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
-    plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform))
+    plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
     provider = providers.choose(kernel, providers.request_for(q, k, v, plan, backward=backward))
     # The reference computes lse anyway, and the backward pass is only its.
     out, lse = provider.run(q, k, v, plan, scale, return_lse, deterministic)
@@ -226,11 +237,12 @@ def block_sparse_attention_backward_op(
     kv_num: int,
     kv_size: int,
     uniform: bool,
+    causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, by the reference."""
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
-    plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform))
+    plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
     return attention_reference_backward(grad_out, grad_lse, q, k, v, plan, scale=scale)
 
 
@@ -268,7 +280,7 @@ def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple
         *ctx.sizes,
         ctx.scale,
     )
-    return (*grads, *[None] * 18)
+    return (*grads, *[None] * 19)
 
 
 block_sparse_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -6,6 +6,7 @@ broadcast. Everything is counted per *query* head, also where several of them sh
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -154,6 +155,10 @@ class BlockPlan:
         uniform: whether all counts are equal. Saves sorting the rows by their work.
         order: int32 [B|1 * H|1 * Nq], or None: the order in which kernels start the rows of
             `counts`, flattened. `longest_first` computes it once for a plan that is used often.
+        causal: drop keys after the query, aligned to the last query and the last key. For plans
+            that otherwise keep everything, as `dense` makes them.
+        cache: what kernels derive from the plan once and use in every call. The plan's tensors
+            must therefore not be written to.
     """
 
     indices: torch.Tensor
@@ -163,6 +168,8 @@ class BlockPlan:
     row_bits: torch.Tensor | None = None
     uniform: bool = False
     order: torch.Tensor | None = None
+    causal: bool = False
+    cache: dict[Any, Any] = dataclasses.field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         _expect_int32("indices", self.indices, ("B|1", "H|1", "Nq", "Kmax"))
@@ -191,6 +198,11 @@ class BlockPlan:
                     f"`order` must hold one value per row of `counts` ({self.counts.numel()}), "
                     f"got {self.order.numel()}"
                 )
+        if self.causal and not (self.uniform and self.q.is_regular and self.kv.is_regular):
+            raise UsageError(
+                "`causal` must be given only with plans that keep every block, got another; make "
+                "it with BlockPlan.dense on regular blocks"
+            )
         devices = {str(tensor.device) for tensor in self.tensors()}
         if len(devices) > 1:
             raise UsageError(f"`plan` must lie on one device, got {sorted(devices)}")
@@ -205,7 +217,9 @@ class BlockPlan:
             )
 
     @classmethod
-    def dense(cls, q: Blocks, kv: Blocks, device: torch.device | str) -> "BlockPlan":
+    def dense(
+        cls, q: Blocks, kv: Blocks, device: torch.device | str, *, causal: bool = False
+    ) -> "BlockPlan":
         """Every query block attends to every key block; one list, shared by expansion."""
         every = torch.arange(kv.num, dtype=torch.int32, device=device)
         counts = torch.tensor(kv.num, dtype=torch.int32, device=device)
@@ -215,6 +229,7 @@ class BlockPlan:
             q=q,
             kv=kv,
             uniform=True,
+            causal=causal,
         )
 
     @classmethod
@@ -290,6 +305,10 @@ class BlockPlan:
 
         Does not wait for the device.
         """
+        if self.causal:
+            seen = torch.arange(self.q.total, device=self.device) + 1
+            seen = (seen + (self.kv.total - self.q.total)).clamp(0, self.kv.total)
+            return seen.sum().view(1, 1)
         starts, q_lengths = self.q.bounds(self.device)
         _, kv_lengths = self.kv.bounds(self.device)
         slots = torch.arange(self.indices.shape[3], device=self.device)
@@ -367,8 +386,15 @@ def launch_order(plan: BlockPlan, counts: torch.Tensor) -> torch.Tensor | None:
     Returns:
         int32 [rows of counts], longest first, or None when every row has the same work.
     """
-    if plan.uniform and plan.kv.is_regular:
+    if plan.uniform and plan.kv.is_regular and not plan.causal:
         return None
     if plan.order is not None and plan.order.numel() == counts.numel():
         return plan.order
-    return torch.argsort(counts.flatten(), descending=True, stable=True).int()
+    key = ("order", counts.data_ptr())
+    if key not in plan.cache:
+        work = counts.flatten()
+        if plan.causal:  # the last queries see the most keys
+            work = torch.arange(counts.numel(), device=counts.device)
+        plan.cache[key] = torch.argsort(work, descending=True, stable=True).int()
+    order: torch.Tensor = plan.cache[key]
+    return order

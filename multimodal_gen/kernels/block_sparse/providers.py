@@ -20,6 +20,7 @@ __all__ = [
     "EngineRequest",
     "Provider",
     "choose",
+    "loadable",
     "request_for",
 ]
 
@@ -42,6 +43,7 @@ class EngineRequest:
         head_size: D.
         q_size: rows of a query block, or their upper bound.
         row_bits: whether the plan chooses per row.
+        causal: whether the plan is causal.
         backward: whether a gradient will be asked for.
         aligned: whether q, k and v have stride 1 along D and their other strides and addresses are
             multiples of 16 bytes, as the copy engine needs.
@@ -54,6 +56,7 @@ class EngineRequest:
     head_size: int
     q_size: int
     row_bits: bool = False
+    causal: bool = False
     backward: bool = False
     aligned: bool = True
 
@@ -89,8 +92,8 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
-    """Whether the copy engine can read the tensor, [B, S, H, D]."""
+def loadable(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can read the tensor, [B, S, H, D]: in rows of 16 bytes."""
     size = tensor.element_size()
     strides = [s for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1]
     rows = all(s > 0 and s * size % 16 == 0 for s in strides)
@@ -163,6 +166,8 @@ def _gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
         )
     if request.row_bits:
         reasons.append("has no choice per row, and the plan has row bits")
+    if request.causal:
+        reasons.append("has no causal variant")
     if not request.aligned:
         reasons.append("needs q, k and v in rows of 16 bytes; call .contiguous() on them")
     return tuple(reasons)
@@ -206,7 +211,7 @@ def _run_triton(
         capability=capability,
         shared_memory=shared_memory,
     )
-    engine = capability is not None and capability >= (9, 0) and all(map(_aligned, (q, k, v)))
+    engine = capability is not None and capability >= (9, 0) and all(map(loadable, (q, k, v)))
     attend(q, k, v, plan, out, lse, scale=scale, tile=tile, copy_engine=engine)
     return out, lse
 
@@ -268,8 +273,9 @@ def request_for(
         head_size=q.shape[3],
         q_size=plan.q.size,
         row_bits=plan.row_bits is not None,
+        causal=plan.causal,
         backward=backward,
-        aligned=all(map(_aligned, (q, k, v))),
+        aligned=all(map(loadable, (q, k, v))),
     )
 
 

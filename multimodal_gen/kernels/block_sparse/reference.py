@@ -5,7 +5,8 @@ For query row r of block i, over the keys K(r) of the blocks it keeps,
     lse(r) = log sum_{j in K(r)} exp(scale * q_r . k_j)
     out(r) = sum_{j in K(r)} exp(scale * q_r . k_j - lse(r)) v_j
 
-with out(r) = 0 and lse(r) = -inf where K(r) is empty. One query block is computed at a time, for
+with out(r) = 0 and lse(r) = -inf where K(r) is empty. Under causality, K(r) ends at the key that is
+as far from the last one as r is from the last query. One query block is computed at a time, for
 all batches and heads together, so the scores never take more than size * Sk per batch and head.
 """
 
@@ -53,6 +54,9 @@ def _tiles(plan: BlockPlan, batch: int, heads: int) -> Iterator[_Tile]:
         if plan.row_bits is not None:
             chosen = _chosen(plan.row_bits.expand(batch, heads, -1, -1), rows, blocks)
             keep = keep & chosen.repeat_interleave(plan.kv.size, dim=-1)
+        if plan.causal:
+            last = rows.unsqueeze(-1) + (plan.kv.total - plan.q.total)
+            keep = keep & (keys.unsqueeze(2) <= last)
         yield _Tile(rows=rows, real_rows=real_rows, keys=keys, keep=keep)
 
 

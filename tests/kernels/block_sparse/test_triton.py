@@ -202,3 +202,12 @@ def test_neighbouring_blocks_are_merged_into_whole_steps() -> None:
     assert steps.num_tail.item() == 1
     assert steps.starts[0, 0, 0, -1].item() == 128
     assert steps.tail_lengths[0, 0, 0, 0].item() == 22
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(200, 200), (130, 300), (300, 130), (1, 70)])
+@pytest.mark.parametrize("size", [64, 128])
+def test_causality_is_aligned_to_the_last_query_and_key(queries: int, keys: int, size: int) -> None:
+    q_blocks, kv_blocks = Blocks.regular(queries, size), Blocks.regular(keys, size)
+    plan = BlockPlan.dense(q_blocks, kv_blocks, "cpu", causal=True)
+    q, k, v = make_qkv(2, queries, 4, 64, num_keys=keys, num_kv_heads=2, dtype=torch.bfloat16)
+    check(plan, q, k, v, 0.125)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps.kernel import Steps, make_steps
 from multimodal_gen.kernels.block_sparse.tuning import PortableTile
@@ -100,6 +101,28 @@ def _row_choice(bits_ptr, block, row_stride, word_stride, rows, real):
     return ((words >> (block % 32)) & 1)[:, None] != 0
 
 
+@triton.jit
+def _partial_step(
+    tail, list_ptr, block_ptr, tail_length_ptr, block_row, length_row, room, num_full,
+    kv_last, kv_tail,
+    SUB: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return first key, number of keys and block of a partial step."""
+    block = kv_last
+    if CAUSAL:
+        start = (num_full + tail) * BN
+        length = kv_last * SUB * BN + kv_tail - start
+    elif SUB > 0:
+        start = (kv_last * SUB + kv_tail // BN) * BN
+        length = kv_tail % BN
+    else:
+        start = tl.load(list_ptr + room - 1 - tail)
+        length = tl.load(tail_length_ptr + length_row + tail)
+        if BITS:
+            block = tl.load(block_ptr + block_row + room - 1 - tail)
+    return start.to(tl.int64), length, block
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "q_size", "q_total",
@@ -120,12 +143,13 @@ def _attention_kernel(
     QSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
     ORDERED: tl.constexpr, BITS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    UPCAST: tl.constexpr, TMA: tl.constexpr,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * H * Nq * QSUB]; QSUB tiles of BM rows per query block.
 
     SUB > 0: `list_ptr` holds blocks of SUB steps, the last of all blocks being `kv_tail` keys long.
-    SUB = 0: it holds the steps of `make_steps`.
+    SUB = 0: it holds the steps of `make_steps`. CAUSAL: the list holds every block, and the steps
+    that cross the diagonal are taken as partial ones.
     """
     b, h, i, sub = _locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
     list_ptr += b * list_b + h * list_h + i * list_q
@@ -182,6 +206,12 @@ def _attention_kernel(
         if Q_LENGTHS:
             num_tail = tl.where(sub * BM < length, num_tail, 0)
 
+    if CAUSAL:
+        kv_total = kv_last * SUB * BN + kv_tail
+        last = begin + sub * BM + kv_total - q_total  # the last key that the first row sees
+        last_key = last + in_tile
+        num_full = tl.minimum(num_full, tl.maximum(last + 1, 0) // BN)
+        num_tail = tl.cdiv(tl.minimum(tl.maximum(last + BM, 0), kv_total), BN) - num_full
     acc = tl.zeros([BM, DP], tl.float32)
     total = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
@@ -207,19 +237,14 @@ def _attention_kernel(
         acc, total, m = _update(q, k_t, v, acc, total, m, keep, scale_log2, BITS, UPCAST)
 
     for tail in tl.range(0, num_tail, num_stages=1):
-        if SUB > 0:
-            start = (kv_last.to(tl.int64) * SUB + kv_tail // BN) * BN
-            length_n = kv_tail % BN
-            block = kv_last
-        else:
-            start = tl.load(list_ptr + room - 1 - tail).to(tl.int64)
-            length_n = tl.load(tail_length_ptr + at * tail_room + tail)
-            block = 0
-            if BITS:
-                row_at = b * list_b + h * list_h + i * list_q
-                block = tl.load(block_ptr + row_at + room - 1 - tail)
+        start, length_n, block = _partial_step(
+            tail, list_ptr, block_ptr, tail_length_ptr, b * list_b + h * list_h + i * list_q,
+            at * tail_room, room, num_full, kv_last, kv_tail, SUB, BN, BITS, CAUSAL,
+        )  # fmt: skip
         real_n = n < length_n
         keep = real_n[None, :]
+        if CAUSAL:
+            keep = keep & (start + n[None, :] <= last_key[:, None])
         if BITS:
             keep = keep & _row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)
         k_t, v = _load_step(
@@ -276,6 +301,11 @@ def attend(
     """
     batch, _, heads, head_size = q.shape
     direct = plan.kv.is_regular and plan.kv.size % tile.keys == 0
+    if plan.causal and not direct:
+        raise UsageError(
+            f"`plan` must have key blocks of a multiple of {tile.keys} keys to be causal, "
+            f"got {plan.kv.size}"
+        )
     steps = None if direct else make_steps(plan, tile.keys)
     lists, counts, blocks = _lists(plan, steps)
     _, plan_h, num_q = counts.shape
@@ -316,7 +346,7 @@ def attend(
         RAGGED_END=direct and kv_tail != plan.kv.size,
         Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
         ORDERED=order is not None, BITS=plan.row_bits is not None, LSE=lse is not None,
-        STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine,
+        STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine, CAUSAL=plan.causal,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -176,10 +176,18 @@ def _steps_kernel(
 
 
 def make_steps(plan: BlockPlan, step: int) -> Steps:
-    """Cut the lists of `plan` into steps of `step` keys; does not wait for the device.
+    """Cut the lists of `plan` into steps of `step` keys, once; does not wait for the device.
 
     With `row_bits` blocks are not merged, because each step then belongs to one block.
     """
+    known = plan.cache.get(("steps", step))
+    if known is None:
+        known = plan.cache["steps", step] = _make_steps(plan, step)
+    assert isinstance(known, Steps)
+    return known
+
+
+def _make_steps(plan: BlockPlan, step: int) -> Steps:
     kv, indices, counts = plan.kv, plan.indices, plan.counts
     leading = broadcast_leading(counts, *kv.tensors())
     num_q, longest = indices.shape[2:]

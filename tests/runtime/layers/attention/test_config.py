@@ -29,7 +29,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 CONFIGS = Path(__file__).parents[4] / "configs" / "attention"
 NOT_IN_THIS_BUILD = [
     *(member for member in AttentionBackendEnum if member.is_sparse),
-    AttentionBackendEnum.TRITON_ATTN,
 ]
 CONFIGURABLE = [
     member for member in AttentionBackendEnum if parameters_of(backends_of(member)[0].config_cls)

@@ -27,6 +27,14 @@ CUDA_ONLY = frozenset({PlatformEnum.CUDA})
 BF16_ONLY = frozenset({torch.bfloat16})
 
 TRITON = PackageProbe(module="triton", distribution="triton", install="pip install triton")
+# Gluon is experimental: its interface changes with every minor release.
+TRITON_WITH_GLUON = PackageProbe(
+    module="triton",
+    distribution="triton",
+    install="pip install 'triton==3.6.*'",
+    minimum="3.6",
+    below="3.7",
+)
 FASTVIDEO_KERNEL = PackageProbe(
     module="fastvideo_kernel",
     distribution="fastvideo-kernel",
@@ -54,9 +62,9 @@ def engine_variants(features: Iterable[Feature]) -> tuple[Variant, ...]:
             name="gluon",
             platforms=CUDA_ONLY,
             dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(listed=(64, 128)),
+            head_sizes=HeadSizes(minimum=32, maximum=128, multiple_of=16),
             features=shared,
-            packages=(TRITON,),
+            packages=(TRITON_WITH_GLUON,),
             capability=_HOPPER,
             roles=SELF_ONLY,
         ),

@@ -1,9 +1,19 @@
-"""Dense attention on this package's own block-sparse engine, with every block kept."""
+"""Dense attention on this package's own block-sparse engine, with every block kept.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
 
 from dataclasses import replace
-from typing import ClassVar
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
-from multimodal_gen.errors import NotInThisBuildError
+import torch
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     ALL_ROLES,
     AttentionBackend,
@@ -14,7 +24,99 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import eng
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-_FEATURES = (Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.LSE)
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.LSE})
+# By kernel: what it can do beyond that.
+_MORE = MappingProxyType({"triton": frozenset({Feature.CAUSAL})})
+_KEY_BLOCK = 384
+_CAUSAL_BLOCK = 128
+
+
+class TritonAttentionImpl(AttentionImpl):
+    """Attention over a plan of every block; see `AttentionImpl` for the arguments."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: "ForwardContext | None" = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward`; the mask is bool [B, 1, 1, Sk]."""
+        del context
+        if key.shape[1] == 0:
+            return attend_to_nothing(query, value)[0]
+        plan = _plan(query.shape[1], key.shape[1], self.causal, query.device)
+        if attn_mask is not None:
+            keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
+            key, value, kv = _kept_first(key, value, keep, plan.kv)
+            plan = replace(plan, kv=kv)
+        query, key, value = map(_loadable, (query, key, value))
+        out = block_sparse_attention(
+            query, key, value, plan, scale=self.softmax_scale, kernel=self.variant
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def forward_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionImpl.forward_lse`."""
+        if key.shape[1] == 0:
+            return attend_to_nothing(query, value)
+        plan = _plan(query.shape[1], key.shape[1], self.causal, query.device)
+        query, key, value = map(_loadable, (query, key, value))
+        out, lse = block_sparse_attention(
+            query, key, value, plan, scale=self.softmax_scale, kernel=self.variant, return_lse=True
+        )
+        return out, lse
+
+
+def _loadable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if loadable(tensor) else tensor.contiguous()
+
+
+@lru_cache(maxsize=64)
+def _plan(num_queries: int, num_keys: int, causal: bool, device: torch.device) -> BlockPlan:
+    """Return the plan of dense attention; the last 64 are cached."""
+    if causal:
+        q_size = kv_size = _CAUSAL_BLOCK
+    else:
+        kv_size = _KEY_BLOCK
+        q_size = next((size for size in (64, 128) if num_queries <= size), 384)
+    with torch.inference_mode(False):
+        return BlockPlan.dense(
+            Blocks.regular(num_queries, q_size),
+            Blocks.regular(num_keys, kv_size),
+            device,
+            causal=causal,
+        )
+
+
+def _kept_first(
+    key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor, blocks: Blocks
+) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
+    """Move the kept keys of every sample to its front; does not wait for the device.
+
+    Args:
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, D].
+        keep: bool [B, Sk].
+        blocks: regular blocks of Sk keys.
+
+    Returns:
+        Keys and values in the new order, and blocks that end with each sample's kept keys.
+    """
+    index = torch.argsort(~keep, dim=1, stable=True).int()
+    key, value = gather_tokens((key, value), index)
+    starts = torch.arange(blocks.num, dtype=torch.int32, device=keep.device) * blocks.size
+    lengths = (keep.sum(1, dtype=torch.int32).view(-1, 1, 1) - starts).clamp(0, blocks.size)
+    ragged = Blocks.ragged(starts.view(1, 1, -1), lengths, total=blocks.total, size=blocks.size)
+    return key, value, ragged
 
 
 class TritonAttentionBackend(AttentionBackend):
@@ -22,14 +124,17 @@ class TritonAttentionBackend(AttentionBackend):
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.TRITON_ATTN
     summary: ClassVar[str] = "dense attention on the package's own kernels"
-    not_in_this_build: ClassVar[str | None] = "The dense Triton kernel is not in this build yet"
     variants: ClassVar[tuple[Variant, ...]] = tuple(
-        replace(variant, roles=ALL_ROLES)
+        replace(
+            variant,
+            roles=ALL_ROLES,
+            features=variant.features | _MORE.get(variant.name, frozenset()),
+        )
         for variant in engine_variants(_FEATURES)
         if variant.name in ("gluon", "triton")
     )
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise `NotInThisBuildError`."""
-        raise NotInThisBuildError(cls.not_in_this_build)
+        """Return the implementation."""
+        return TritonAttentionImpl

@@ -1,0 +1,52 @@
+"""The dense backend on the block-sparse engine, its logic on the engine's reference."""
+
+import pytest
+import torch
+
+from multimodal_gen.runtime.layers.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.reference import reference_attention
+
+
+def impl(*, causal: bool = False) -> TritonAttentionImpl:
+    return TritonAttentionImpl(4, 32, 0.2, causal, 2, variant="reference")
+
+
+def draw(num_queries: int, num_keys: int) -> tuple[torch.Tensor, ...]:
+    return make_qkv(2, num_queries, 4, 32, num_keys=num_keys, num_kv_heads=2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (70, 400), (129, 77), (400, 770)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_length_is_dense_attention(queries: int, keys: int, causal: bool) -> None:
+    q, k, v = draw(queries, keys)
+    expected, expected_lse = reference_attention(q, k, v, scale=0.2, causal=causal)
+    out, lse = impl(causal=causal).forward_lse(q, k, v)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse.double(), expected_lse)
+    torch.testing.assert_close(impl(causal=causal).forward(q, k, v), expected)
+
+
+def test_masked_keys_have_no_influence_whatever_the_masks_shape() -> None:
+    q, k, v = draw(40, 500)
+    keep = torch.rand(2, 500, generator=torch.Generator().manual_seed(0)) < 0.4
+    keep[1] = False
+    for mask in (keep[:, None, None, :], keep[:1, None, None, :]):
+        expected, _ = reference_attention(q, k, v, scale=0.2, mask=mask)
+        torch.testing.assert_close(impl().forward(q, k, v, attn_mask=mask), expected)
+
+
+def test_no_keys_at_all_give_zeros() -> None:
+    q, k, v = draw(5, 0)
+    out, lse = impl().forward_lse(q, k, v)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+def test_only_the_portable_kernel_is_causal() -> None:
+    causal = {v.name: Feature.CAUSAL in v.features for v in TritonAttentionBackend.variants}
+    assert causal == {"gluon": False, "triton": True}
