@@ -155,7 +155,6 @@ def _attention_kernel(
     list_ptr += b * list_b + h * list_h + i * list_q
     at = b * count_b + h * count_h + i * count_q
     count = tl.load(count_ptr + at)
-
     begin = (i * q_size).to(tl.int32)
     if Q_STARTS:
         begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + i)
