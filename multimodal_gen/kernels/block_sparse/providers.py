@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +10,7 @@ from functools import cache
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, nearest
+from multimodal_gen.kernels.block_sparse.cute import launch as cute
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.kernels.block_sparse.tuning import hopper_tile, portable_tile
@@ -28,6 +30,8 @@ AUTO = "auto"
 _MAX_HEAD_SIZE = 256
 # Gluon is experimental: its interface changes with every minor release.
 GLUON_TRITON = "3.6."
+# The first beta known to fit its tiles to the blocks; later ones keep the interface.
+_FLASH_ATTN_4 = (4, 0, 0, 36)
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -42,6 +46,8 @@ class EngineRequest:
         dtype: dtype of q, k and v.
         head_size: D.
         q_size: rows of a query block, or their upper bound.
+        kv_size: keys of a key block, or their upper bound.
+        regular: whether queries and keys are cut in regular blocks.
         row_bits: whether the plan chooses per row.
         causal: whether the plan is causal.
         backward: whether a gradient will be asked for.
@@ -55,6 +61,8 @@ class EngineRequest:
     dtype: torch.dtype
     head_size: int
     q_size: int
+    kv_size: int = 128
+    regular: bool = True
     row_bits: bool = False
     causal: bool = False
     backward: bool = False
@@ -173,6 +181,46 @@ def _gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+def _fa4_reasons(request: EngineRequest) -> tuple[str, ...]:
+    version = _version("flash-attn-4")
+    if not version:
+        return ("needs the package flash-attn-4, which is not installed",)
+    # A beta's number is the fourth; a final release has none and is later.
+    numbers = tuple(map(int, re.findall(r"\d+", version.split("+")[0])))
+    if "b" in version and numbers < _FLASH_ATTN_4:
+        return (f"needs flash-attn-4 >= 4.0.0b36, found {version}",)
+    reasons = _sixteen_bit_reasons(request)
+    capability = request.capability
+    if request.device_type != "cuda" or request.rocm or capability is None:
+        reasons.append(f"needs an NVIDIA GPU, the tensors are on {request.device_type}")
+    elif capability != (9, 0) and capability[0] != 10:
+        reasons.append(f"needs compute capability 9.0 or 10.x, this GPU has {_dotted(capability)}")
+    else:
+        reasons += _fa4_tile_reasons(request, capability)
+    if not request.regular:
+        reasons.append("needs regular blocks, and the plan's have lengths of their own")
+    if request.row_bits:
+        reasons.append("has no choice per row, and the plan has row bits")
+    if request.causal:
+        reasons.append("serves no causal plans, and this one is")
+    return tuple(reasons)
+
+
+def _fa4_tile_reasons(request: EngineRequest, capability: tuple[int, int]) -> list[str]:
+    reasons = []
+    rows, most = (64, _MAX_HEAD_SIZE) if capability < (10, 0) else (256, 128)
+    head_size, q_size, kv_size = request.head_size, request.q_size, request.kv_size
+    if head_size > most or head_size % 8:
+        reasons.append(f"needs a head size that is a multiple of 8 up to {most}, got {head_size}")
+    if q_size % rows:
+        reasons.append(f"needs query blocks of a multiple of {rows} rows, got {q_size}")
+    if not cute.tile_keys(capability, head_size=head_size, q_size=q_size, kv_size=kv_size):
+        widest = cute.widest_tile(capability, head_size=head_size, q_size=q_size)
+        tiles = f"64 to {widest} keys (in steps of 16)" if capability < (10, 0) else "128 keys"
+        reasons.append(f"needs key blocks that tiles of {tiles} cut evenly, got {kv_size}")
+    return reasons
+
+
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
@@ -239,6 +287,23 @@ def _run_gluon(
     return out, lse
 
 
+def _run_fa4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    capability, _ = _limits(q.get_device())
+    keys = cute.tile_keys(
+        capability or (0, 0), head_size=q.shape[3], q_size=plan.q.size, kv_size=plan.kv.size
+    )
+    assert keys is not None, "the reasons refuse such plans"
+    return cute.attend(q, k, v, plan, scale=scale, keys=keys, return_lse=return_lse)
+
+
 def _run_reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -254,6 +319,7 @@ def _run_reference(
 
 PROVIDERS = (
     Provider(name="gluon", unsupported_reasons=_gluon_reasons, run=_run_gluon),
+    Provider(name="fa4", unsupported_reasons=_fa4_reasons, run=_run_fa4),
     Provider(name="triton", unsupported_reasons=_triton_reasons, run=_run_triton),
     Provider(name="reference", unsupported_reasons=lambda _: (), run=_run_reference),
 )
@@ -272,6 +338,8 @@ def request_for(
         dtype=q.dtype,
         head_size=q.shape[3],
         q_size=plan.q.size,
+        kv_size=plan.kv.size,
+        regular=plan.q.is_regular and plan.kv.is_regular,
         row_bits=plan.row_bits is not None,
         causal=plan.causal,
         backward=backward,

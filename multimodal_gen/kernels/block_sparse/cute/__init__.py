@@ -1,0 +1,1 @@
+"""The FlashAttention-4 provider: the block-sparse interface of the package flash-attn-4."""

@@ -1,0 +1,147 @@
+"""Runs FlashAttention-4 on a plan.
+
+It takes two lists of key tiles per query block: full ones, which it computes without looking at
+single keys, and masked ones. Its key tile is fixed by the head size, so a key block may become
+several tiles; only the tile that the keys end in is masked.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+
+__all__ = ["TileLists", "attend", "make_lists", "tile_keys", "widest_tile"]
+
+# Narrower tiles are possible, but no faster than the Triton provider.
+_NARROWEST = 64
+_GRANULE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TileLists:
+    """The key tiles of every query block.
+
+    Attributes:
+        full_counts: int32 [B|1, H|1, Nq], tiles whose keys all exist.
+        full_indices: int32 [B|1, H|1, Nq, n], stride 1 along n; past the count anything.
+        mask_counts: int32 [B|1, H|1, Nq], 1 where the row has the tile that the keys end in.
+        mask_indices: int32 [1, 1, Nq, 1], that tile.
+    """
+
+    full_counts: torch.Tensor
+    full_indices: torch.Tensor
+    mask_counts: torch.Tensor
+    mask_indices: torch.Tensor
+
+
+def widest_tile(capability: tuple[int, int], *, head_size: int, q_size: int) -> int:
+    """Return the most keys that a tile may have.
+
+    Args:
+        capability: compute capability, 9.0 or 10.x.
+        head_size: D.
+        q_size: rows of a query block.
+    """
+    if capability >= (10, 0) or head_size <= 64:
+        return 128
+    if head_size <= 96:
+        return 144 if q_size % 192 == 0 else 128
+    if head_size <= 128:
+        return 128
+    return 112 if head_size <= 192 else 80
+
+
+def tile_keys(
+    capability: tuple[int, int], *, head_size: int, q_size: int, kv_size: int
+) -> int | None:
+    """Return the keys of a tile for key blocks of `kv_size`, or None when no tile cuts them evenly.
+
+    Args:
+        capability: compute capability, 9.0 or 10.x.
+        head_size: D.
+        q_size: rows of a query block.
+        kv_size: keys of a key block.
+    """
+    widest = widest_tile(capability, head_size=head_size, q_size=q_size)
+    # SM90 narrows its tile to the blocks it is told; SM100 has one width.
+    narrowest = _NARROWEST if capability < (10, 0) else widest
+    fitting = (n for n in range(widest, narrowest - 1, -_GRANULE) if kv_size % n == 0)
+    return next(fitting, None)
+
+
+def make_lists(plan: BlockPlan, keys: int) -> TileLists:
+    """Return the plan's lists in tiles of `keys`; does not wait for the device.
+
+    Args:
+        plan: regular blocks, whose size is a multiple of `keys`.
+        keys: keys of a tile.
+    """
+    kv, room = plan.kv, plan.indices.shape[3]
+    per_block = kv.size // keys
+    tiles = -(-kv.total // keys)
+    # The last block is listed last, if at all, and may have fewer tiles.
+    last = (plan.counts - 1).clamp_min(0).unsqueeze(-1)
+    ends = plan.indices.gather(3, last.long()).squeeze(-1) == kv.num - 1
+    ends = (ends & (plan.counts > 0)).int()
+    counts = plan.counts * per_block - ends * (kv.num * per_block - tiles)
+    within = torch.arange(per_block, dtype=torch.int32, device=plan.device)
+    indices = (plan.indices.unsqueeze(-1) * per_block + within).flatten(3)
+    masked = ends if kv.total % keys else torch.zeros_like(ends)
+    return TileLists(
+        full_counts=counts - masked,
+        # A row that lists every block has more entries than there are tiles.
+        full_indices=indices[..., : min(room * per_block, tiles)],
+        mask_counts=masked,
+        mask_indices=masked.new_full((1, 1, plan.q.num, 1), tiles - 1),
+    )
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    keys: int,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return out and, where asked for, lse.
+
+    Args:
+        q: [B, Sq, H, D]; copied by the package if its rows are not aligned to 16 bytes.
+        k: [B, Sk, Hkv, D], as q.
+        v: [B, Sk, Hkv, D], as q.
+        plan: regular blocks without row bits, on the same device.
+        scale: factor of the scores.
+        keys: keys of a tile, as `tile_keys` chooses them.
+        return_lse: whether lse is wanted.
+
+    Returns:
+        out, contiguous [B, Sq, H, D] in q's dtype; lse, fp32 [B, H, Sq], natural logarithm, or
+        None.
+    """
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    key = ("cute", keys)
+    if key not in plan.cache:
+        plan.cache[key] = make_lists(plan, keys)
+    lists: TileLists = plan.cache[key]
+    out, lse = flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        pack_gqa=False,  # lists are per query head
+        block_sparse_tensors=BlockSparseTensorsTorch(
+            mask_block_cnt=lists.mask_counts,
+            mask_block_idx=lists.mask_indices,
+            full_block_cnt=lists.full_counts,
+            full_block_idx=lists.full_indices,
+            block_size=(plan.q.size, keys),
+        ),
+        return_lse=return_lse,
+    )
+    return out, lse if return_lse else None
