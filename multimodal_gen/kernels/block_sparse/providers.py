@@ -182,11 +182,11 @@ def _gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
 
 
 def _fa4_reasons(request: EngineRequest) -> tuple[str, ...]:
-    version = _version("flash-attn-4")
+    version = _version("flash-attn-4").split("+")[0]
     if not version:
         return ("needs the package flash-attn-4, which is not installed",)
     # A beta's number is the fourth; a final release has none and is later.
-    numbers = tuple(map(int, re.findall(r"\d+", version.split("+")[0])))
+    numbers = tuple(map(int, re.findall(r"\d+", version)))
     if "b" in version and numbers < _FLASH_ATTN_4:
         return (f"needs flash-attn-4 >= 4.0.0b36, found {version}",)
     reasons = _sixteen_bit_reasons(request)

@@ -231,6 +231,7 @@ def test_it_says_why_it_cannot_serve(
         ("4.0.0b36", None),
         ("4.0.0b37", None),
         ("4.0.0", None),
+        ("4.0.0+build", None),
         ("4.1.0b1", None),
     ],
 )
