@@ -60,6 +60,8 @@ TRITON_64 = {
     for t in (
         PortableTile(rows=64, keys=64, warps=4, stages=4),
         PortableTile(rows=64, keys=64, warps=4, stages=3),
+        PortableTile(rows=64, keys=64, warps=4, stages=2),
+        PortableTile(rows=64, keys=64, warps=8, stages=3),
     )
 }
 VARIANTS: dict[str, dict[str, HopperTile | PortableTile]] = {

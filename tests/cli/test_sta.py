@@ -5,7 +5,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import SlidingTileBackend
 from multimodal_gen.runtime.layers.attention.sta.search import SearchFile, find_searches
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
 from multimodal_gen.testing.tiny_models import FAMILIES
@@ -15,11 +14,6 @@ TILES = (3, 2, 3)  # of the tiny Wan's latent grid 3x4x6
 STEPS = 3
 SIZE = ("--height", 64, "--width", 96, "--num-frames", 9, "--num-inference-steps", STEPS)
 RUN = (*SIZE, "--guidance-scale", 3, "--seed", 0)
-
-
-@pytest.fixture(autouse=True)
-def in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlidingTileBackend, "not_in_this_build", None)
 
 
 @pytest.fixture
@@ -208,7 +202,8 @@ def test_show_prints_density_by_step_and_layer(sglang, tmp_path) -> None:
     assert document["windows"][0] == {"window": [3, 2, 3], "share": 0.5, "density": 0.5}
 
 
-def test_many_layers_share_columns(sglang, tmp_path) -> None:
+def test_many_layers_share_columns(sglang, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     strategy = Strategy.uniform((1, 1, 1), num_steps=1, num_layers=60, num_heads=2)
     strategy.write(tmp_path / "s.json")
     outcome = sglang("attention", "sta", "show", tmp_path / "s.json")
@@ -291,7 +286,6 @@ def test_ctrl_c_during_a_search_leaves_only_complete_files(search, monkeypatch, 
     files = [path for path in (tmp_path / "searches").rglob("*") if path.is_file()]
     assert sorted(files) == sorted(written)
     monkeypatch.undo()
-    monkeypatch.setattr(SlidingTileBackend, "not_in_this_build", None)
     outcome = search("--prompt", "a fox", "--prompt", "a cat")
     assert outcome.code == 0, outcome.err
     assert "1 of 2 prompts are done already" in outcome.out

@@ -175,7 +175,8 @@ def keep(*shape: int) -> torch.Tensor:
 def run_mask(group: Group, mask: torch.Tensor) -> None:
     qkv = group.inputs(QUERIES, MORE_KEYS)
     group.check(group.impl().forward(*qkv, attn_mask=mask), qkv, mask=mask)
-    if {Feature.GQA, Feature.CAUSAL} <= group.variant.features:
+    # Layers fold causality into a mask, so only variants with dense masks see both.
+    if {Feature.GQA, Feature.CAUSAL, Feature.DENSE_MASK} <= group.variant.features:
         qkv = group.inputs(QUERIES, MORE_KEYS, 2)
         out = group.impl(causal=True, num_kv_heads=2).forward(*qkv, attn_mask=mask)
         group.check(out, qkv, causal=True, mask=mask)

@@ -61,7 +61,6 @@ class MeanBranchProcessor:
 @pytest.fixture
 def coarse_branch(monkeypatch):
     """Give the backend a coarse branch that is easy to compute another way."""
-    monkeypatch.setattr(VideoSparseBackend, "not_in_this_build", None)
     monkeypatch.setattr(VideoSparseBackend, "get_impl_cls", classmethod(lambda cls: MeanBranch))
 
 

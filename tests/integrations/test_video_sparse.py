@@ -7,16 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseBackend
 from tests.integrations.conftest import generate, load
 
 FAMILIES = ["wan", "wan22", "hunyuan_video", "flux", "qwen_image"]
 VSA = "video_sparse_attn"
-
-
-@pytest.fixture(autouse=True)
-def in_this_build(monkeypatch):
-    monkeypatch.setattr(VideoSparseBackend, "not_in_this_build", None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

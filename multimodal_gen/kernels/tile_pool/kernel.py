@@ -249,7 +249,7 @@ def select_tiles(
         always: blocks after the tiles that every row keeps.
         out: int32 [B, H, Nq, at least count + always], stride 1 along rows; is written to.
         scratch_bytes: size of the buffer of scores.
-        warps: warps that share a row; by default one for every 1024 keys.
+        warps: warps that share a row; by default one for every 4096 keys.
     """
     batch, heads, num_q, head_size = query.shape
     num_kv = key.shape[2]
@@ -272,5 +272,5 @@ def select_tiles(
         _select_kernel[(used * SCORE_ROWS,)](
             scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, key_row,
             BM=SCORE_ROWS, NP=padded, CHUNK=LISTED,
-            num_warps=warps or min(max(padded // 1024, 1), 16),
+            num_warps=warps or min(max(padded // 4096, 1), 16),
         )  # fmt: skip

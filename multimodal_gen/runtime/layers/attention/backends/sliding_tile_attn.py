@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from multimodal_gen.errors import ConfigError, NotInThisBuildError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -155,7 +155,6 @@ class SlidingTileBackend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SLIDING_TILE_ATTN
     summary: ClassVar[str] = "Sliding Tile Attention: a window of tiles per step, layer and head"
     config_cls: ClassVar[type[SlidingTileConfig]] = SlidingTileConfig
-    not_in_this_build: ClassVar[str | None] = "Sliding Tile Attention is not in this build yet"
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants((Feature.GQA, Feature.KEY_MASK)),
         upstream_variant("st_attn", _ST_ATTN, head_sizes=(128,)),
@@ -171,8 +170,6 @@ class SlidingTileBackend(AttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return the implementation."""
-        if cls.not_in_this_build:
-            raise NotInThisBuildError(cls.not_in_this_build)
         return SlidingTileImpl
 
 

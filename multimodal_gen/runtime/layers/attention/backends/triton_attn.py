@@ -13,7 +13,10 @@ import torch
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.tile_order.api import gather_tokens
-from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
+from multimodal_gen.runtime.layers.attention.backends._common import (
+    attend_to_nothing,
+    refuse_mask,
+)
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     ALL_ROLES,
     AttentionBackend,
@@ -52,6 +55,8 @@ class TritonAttentionImpl(AttentionImpl):
             return attend_to_nothing(query, value)[0]
         plan = _plan(query.shape[1], key.shape[1], self.causal, query.device)
         if attn_mask is not None:
+            if self.causal:
+                refuse_mask(attn_mask, "causal triton_attn")
             keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
             key, value, kv = _kept_first(key, value, keep, plan.kv)
             plan = replace(plan, kv=kv)

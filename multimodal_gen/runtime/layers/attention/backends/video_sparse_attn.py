@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.errors import ConfigError, NotInThisBuildError
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
@@ -107,7 +107,6 @@ class VideoSparseBackend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.VIDEO_SPARSE_ATTN
     summary: ClassVar[str] = "Video Sparse Attention: coarse attention picks the tiles to attend to"
     config_cls: ClassVar[type[VideoSparseConfig]] = VideoSparseConfig
-    not_in_this_build: ClassVar[str | None] = "Video Sparse Attention is not in this build yet"
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants((Feature.GQA, Feature.KEY_MASK)),
         upstream_variant("vsa", _VSA),
@@ -123,8 +122,6 @@ class VideoSparseBackend(AttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return the implementation."""
-        if cls.not_in_this_build:
-            raise NotInThisBuildError(cls.not_in_this_build)
         return VideoSparseImpl
 
 

@@ -8,7 +8,6 @@ import torch
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import (
-    SlidingTileBackend,
     SlidingTileConfig,
 )
 from multimodal_gen.runtime.layers.attention.config import build_config
@@ -39,11 +38,6 @@ HEADS, HEAD_SIZE = 2, 32
 GRID, TILE = (4, 6, 10), (2, 2, 2)
 TILES = (2, 3, 5)
 RAGGED = (3, 5, 7)  # tiles of 2 leave one of 1 along every axis
-
-
-@pytest.fixture(autouse=True)
-def in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlidingTileBackend, "not_in_this_build", None)
 
 
 def layer(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -50,3 +51,9 @@ def test_no_keys_at_all_give_zeros() -> None:
 def test_only_the_portable_kernel_is_causal() -> None:
     causal = {v.name: Feature.CAUSAL in v.features for v in TritonAttentionBackend.variants}
     assert causal == {"gluon": False, "triton": True}
+
+
+def test_a_mask_on_a_causal_implementation_is_refused_rather_than_dropped() -> None:
+    q, k, v = draw(40, 50)
+    with pytest.raises(UsageError, match="attn_mask must be None on causal triton_attn"):
+        impl(causal=True).forward(q, k, v, attn_mask=torch.ones(2, 1, 1, 50, dtype=torch.bool))

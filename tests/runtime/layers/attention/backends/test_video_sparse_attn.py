@@ -36,11 +36,6 @@ TEXTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_this_build(monkeypatch):
-    monkeypatch.setattr(VideoSparseBackend, "not_in_this_build", None)
-
-
 def config(**parameters):
     return build_config(VideoSparseConfig, parameters, backend="video_sparse_attn")
 
