@@ -11,6 +11,7 @@ Shapes: B batch, L tokens, H heads, D head size, N tiles.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -111,9 +112,18 @@ def attend_upstream(
             nothing = q.new_zeros(()).expand(q.shape)
             padded = module.video_sparse_attn(q, k, v, order.lengths, kept, _tile(), nothing)
         else:
-            padded, _ = module.block_sparse_attn(q, k, v, keep[b : b + 1], order.lengths)
+            padded, _ = _fine_stage(module)(q, k, v, keep[b : b + 1], order.lengths)
         out[b, token] = padded[0, :, slots].transpose(0, 1)
     return out
+
+
+def _fine_stage(module: Any) -> Callable[..., Any]:
+    """Return fastvideo-kernel's function; before 0.3 a submodule of the same name holds it."""
+    found = getattr(module, "block_sparse_attn", None)
+    if not callable(found):
+        submodule = importlib.import_module("fastvideo_kernel.block_sparse_attn")
+        found = submodule.block_sparse_attn
+    return cast("Callable[..., Any]", found)
 
 
 def _tile() -> tuple[int, int, int]:

@@ -66,6 +66,20 @@ def implementation(kernel):
     return VideoSparseImpl(2, 32, 32**-0.5, config=config, variant=kernel)
 
 
+def test_the_kernel_is_found_in_a_submodule_of_its_name_too(monkeypatch):
+    kernel = FakeKernel()
+    submodule = SimpleNamespace(block_sparse_attn=kernel.block_sparse_attn)
+    package = SimpleNamespace(block_sparse_attn=submodule)
+    monkeypatch.setitem(sys.modules, "fastvideo_kernel", package)
+    monkeypatch.setitem(sys.modules, "fastvideo_kernel.block_sparse_attn", submodule)
+    qkv = make_qkv(1, math.prod(GRID), 2, 32)
+    outs = []
+    for name in ("fastvideo_kernel", "reference"):
+        with set_forward_context(0, latent_grid=GRID) as context:
+            outs.append(implementation(name).forward(*qkv, context))
+    torch.testing.assert_close(*outs)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_package_computes_what_the_engine_does(package, gated):
     qkv = make_qkv(2, math.prod(GRID), 2, 32)
