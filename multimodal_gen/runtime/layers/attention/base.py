@@ -26,6 +26,7 @@ from multimodal_gen.runtime.layers.attention.binding import (
     Route,
     bind,
     plannable_dtype,
+    route_at,
 )
 from multimodal_gen.runtime.layers.attention.compiled import attention_op, register_layer
 from multimodal_gen.runtime.layers.attention.gating import attend_gated, gated_route
@@ -259,14 +260,7 @@ class AttentionLayer(nn.Module):
         routes = self._routes.get(key) or self._bind(key)
         if len(routes) == 1:
             return routes[0]
-        context = current_forward_context()
-        if context is None:
-            raise UsageError(
-                "a schedule by denoising step must run inside a denoiser call, got none; wrap "
-                "the call in `with set_forward_context(step):`"
-            )
-        step = context.current_timestep
-        return next(route for route in routes if route.steps is None or step in route.steps)
+        return route_at(routes, current_forward_context())
 
     def _plan_dtype(self) -> torch.dtype:
         key = (forced_backend(), *self._last[0])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
@@ -23,6 +23,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
     resolve,
     warn_of_fallback,
 )
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Route:
         primary: the implementation selection gave.
     """
 
-    __slots__ = ("_asked", "_geometry", "_request", "_substitutes", "primary", "steps")
+    __slots__ = ("_asked", "_geometry", "_request", "_run", "_substitutes", "primary", "steps")
 
     def __init__(
         self,
@@ -107,6 +108,14 @@ class Route:
         self._request = request
         self._geometry = geometry
         self._substitutes: dict[tuple[frozenset[Feature], bool], Bound] = {}
+        self._run: tuple[object, ...] | None = None
+
+    def check_run(self, context: ForwardContext) -> None:
+        """Let the implementation refuse a run it does not fit, once, before any of its steps."""
+        run = (context.request_id, context.latent_grid, context.num_steps)
+        if run != self._run:
+            self.primary.impl.check_run(context)
+            self._run = run
 
     def honouring(self, *features: Feature, causal_in_mask: bool = False) -> Bound:
         """Return the implementation for calls that need `features`.
@@ -183,6 +192,24 @@ def bind(
         UnsupportedBackendError: see `resolve`.
     """
     return tuple(Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule)
+
+
+def route_at(routes: tuple[Route, ...], context: ForwardContext | None) -> Route:
+    """Return the route that serves the running step.
+
+    Raises:
+        UsageError: no denoiser call is running.
+        ConfigError: an implementation does not fit the run, even if for a later step.
+    """
+    if context is None:
+        raise UsageError(
+            "a schedule by denoising step must run inside a denoiser call, got none; wrap "
+            "the call in `with set_forward_context(step):`"
+        )
+    for route in routes:
+        route.check_run(context)
+    step = context.current_timestep
+    return next(route for route in routes if route.steps is None or step in route.steps)
 
 
 def _bind_first_that_imports(

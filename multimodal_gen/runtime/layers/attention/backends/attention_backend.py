@@ -221,6 +221,13 @@ class AttentionImpl(ABC):
             [B, Sq, H, Dv], dtype of `query`. Rows of queries that see no key are zero.
         """
 
+    def check_run(self, context: "ForwardContext") -> None:
+        """Refuse a run that the configuration does not fit, before the first step it serves.
+
+        Raises:
+            ConfigError: it is for another run.
+        """
+
     def densities(self) -> Mapping[int, float]:
         """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
         return {}

@@ -38,7 +38,7 @@ TRITON_WITH_GLUON = PackageProbe(
 FASTVIDEO_KERNEL = PackageProbe(
     module="fastvideo_kernel",
     distribution="fastvideo-kernel",
-    install="pip install fastvideo-kernel",
+    install="pip install fastvideo-kernel einops",
 )
 SPAS_SAGE_ATTN = PackageProbe(
     module="spas_sage_attn",

@@ -223,6 +223,18 @@ def test_a_strategy_for_another_run_is_refused_with_numbers(tmp_path) -> None:
         attention(q, k, v)
 
 
+def test_the_first_dense_step_refuses_a_strategy_for_another_run(tmp_path) -> None:
+    full = ((TILES,) * HEADS,) * 4
+    attention = layer(mask_strategy_file_path=step_strategy(tmp_path, *full), skip_time_steps=2)
+    with (
+        set_forward_context(0, latent_grid=GRID, num_steps=6),
+        pytest.raises(ConfigError, match=r"4 .*6|6 .*4"),
+    ):
+        attention(*qkv())
+    with set_forward_context(0, latent_grid=GRID, num_steps=4):
+        assert attention(*qkv()).isfinite().all()
+
+
 def test_a_retargeted_strategy_is_rescaled_to_the_run(tmp_path) -> None:
     path = step_strategy(tmp_path, (TILES, TILES), ((1, 1, 3), (2, 1, 5)))
     attention = layer(mask_strategy_file_path=path, retarget=True)
