@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +49,17 @@ class Row:
 
 def parse_arguments(description: str) -> argparse.Namespace:
     """Return the options every benchmark takes."""
+    return make_parser(description).parse_args()
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options every benchmark takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--commit", required=True, help="commit that is measured")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    return parser.parse_args()
+    return parser
 
 
 def version_of(*distributions: str) -> str:
@@ -81,7 +88,7 @@ def interleave(
     """
     for run in contenders.values():
         run()
-    torch.cuda.synchronize()
+    synchronize()
     repeats = {n: max(1, round(block_ms / event_ms(run))) for n, run in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for name in shuffled_rounds(contenders, rounds):
@@ -100,13 +107,34 @@ def shuffled_rounds(names: Iterable[str], rounds: int) -> Iterator[str]:
 
 def event_ms(run: Callable[[], object], *, repeat: int = 1) -> float:
     """Return milliseconds per call between two device events."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    start = mark()
     for _ in range(repeat):
         run()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / repeat
+    stop = mark()
+    synchronize()
+    return elapsed_ms(start, stop) / repeat
+
+
+def mark() -> "torch.cuda.Event | float":
+    """Return a point in time: a recorded device event; on the CPU, the clock."""
+    if DEVICE == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(start: "torch.cuda.Event | float", stop: "torch.cuda.Event | float") -> float:
+    """Return the milliseconds between two marks; on a device, after `synchronize`."""
+    if isinstance(start, float) and isinstance(stop, float):
+        return (stop - start) * 1e3
+    return start.elapsed_time(stop)
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def rows_of(
@@ -130,7 +158,7 @@ def rows_of(
         rows.append(
             Row(
                 date=datetime.date.today().isoformat(),
-                gpu=torch.cuda.get_device_name(),
+                gpu=torch.cuda.get_device_name() if DEVICE == "cuda" else "none",
                 torch=torch.__version__,
                 triton=version_of("triton").split()[-1],
                 commit=commit,
@@ -154,11 +182,13 @@ def rows_of(
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Append rows to a CSV file, with a header when it is new."""
+    """Append rows, all of one class, to a CSV file, with a header when it is new."""
+    if not rows:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(file, [f.name for f in fields(rows[0])], lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(asdict(row) for row in rows)

@@ -1,18 +1,24 @@
 """One denoiser forward of Wan2.1-T2V with random bf16 weights: stock diffusers against `apply`.
 
     python3 scripts/bench/wan_forward.py --commit HASH [--only "14B 720p"]
+        [--contenders "stock native,apply auto,apply video_sparse_attn"] [--modes compiled]
 
 Needs diffusers. Contenders take turns on one model, so the weights and the inputs are the same.
+Dense outputs are checked against the first dense contender's. Sparse ones differ from them by
+design: there it is checked that every self-attention ran sparse, at the density it should have.
 """
 
+import argparse
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from _harness import (
+    DEVICE,
     event_ms,
-    parse_arguments,
+    make_parser,
     relative_error,
     rows_of,
     shuffled_rounds,
@@ -23,6 +29,19 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
 
 import multimodal_gen
+from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.sta.windows import pair_density
+
+TILE, WINDOW, SPARSITY = (6, 8, 8), (3, 3, 3), 0.9
+SPARSE = {
+    "sliding_tile_attn": {"window": list(WINDOW), "skip_time_steps": 0},
+    "video_sparse_attn": {"sparsity": SPARSITY},
+}
+MODES = ("eager", "compiled")
+
+Context = Callable[[], AbstractContextManager]
+Contexts = dict[str, Context]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +55,19 @@ class Case:
     latent: tuple[int, int, int]
 
     @property
-    def tokens(self) -> int:
-        """Tokens after 1x2x2 patches."""
+    def grid(self) -> tuple[int, int, int]:
+        """The latent in patches of 1x2x2."""
         frames, height, width = self.latent
-        return frames * (height // 2) * (width // 2)
+        return frames, height // 2, width // 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the video."""
+        return math.prod(self.grid)
 
     @property
     def flop(self) -> float:
-        """Operations of self-attention, the part that differs."""
+        """Operations of dense self-attention, the part that differs."""
         return 4.0 * self.layers * self.heads * self.tokens**2 * 128
 
 
@@ -51,6 +75,7 @@ CASES = (
     Case(name="wan 1.3B 480p 81f", heads=12, layers=30, ffn=8960, latent=(21, 60, 104)),
     Case(name="wan 14B 720p 81f", heads=40, layers=40, ffn=13824, latent=(21, 90, 160)),
 )
+SMOKE = (Case(name="smoke", heads=1, layers=2, ffn=64, latent=(7, 20, 52)),)
 
 
 def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
@@ -59,7 +84,7 @@ def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
         model = WanTransformer3DModel(
             num_attention_heads=case.heads, num_layers=case.layers, ffn_dim=case.ffn
         )
-    model = model.to(torch.bfloat16).to_empty(device="cuda").eval()
+    model = model.to(torch.bfloat16).to_empty(device=DEVICE).eval()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
@@ -68,12 +93,12 @@ def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
             torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
     # The rotary table is a buffer without a checkpoint entry; rebuild it from a real instance.
     fresh = WanTransformer3DModel(num_attention_heads=case.heads, num_layers=1, ffn_dim=8)
-    model.rope = fresh.rope.to("cuda")
+    model.rope = fresh.rope.to(DEVICE)
     frames, height, width = case.latent
     inputs = {
-        "hidden_states": torch.randn(1, 16, frames, height, width).to("cuda", torch.bfloat16),
-        "timestep": torch.tensor([500], device="cuda"),
-        "encoder_hidden_states": torch.randn(1, 512, 4096).to("cuda", torch.bfloat16),
+        "hidden_states": torch.randn(1, 16, frames, height, width).to(DEVICE, torch.bfloat16),
+        "timestep": torch.tensor([500], device=DEVICE),
+        "encoder_hidden_states": torch.randn(1, 512, 4096).to(DEVICE, torch.bfloat16),
     }
     return model, inputs
 
@@ -85,58 +110,132 @@ def stock(name: str) -> Iterator[None]:
         yield
 
 
-def contenders(model: WanTransformer3DModel) -> dict[str, Callable[[], AbstractContextManager]]:
+def contenders(model: WanTransformer3DModel) -> Contexts:
     """Return what to compare, each as a context in which the model runs."""
+
+    def applied(backend: str | None, config: dict[str, object] | None = None) -> Context:
+        return lambda: multimodal_gen.apply(
+            model, attention_backend=backend, attention_backend_config=config
+        )
+
     return {
         "stock native": lambda: stock("native"),
         "stock _native_cudnn": lambda: stock("_native_cudnn"),
-        "apply torch_sdpa": lambda: multimodal_gen.apply(model, attention_backend="torch_sdpa"),
-        "apply auto": lambda: multimodal_gen.apply(model),
+        "apply torch_sdpa": applied("torch_sdpa"),
+        "apply auto": applied(None),
+        **{f"apply {backend}": applied(backend, config) for backend, config in SPARSE.items()},
     }
 
 
-def measure(
-    case: Case,
-    model: WanTransformer3DModel,
-    inputs: dict[str, torch.Tensor],
-    *,
-    rounds: int,
-    mode: str,
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return times and errors of every contender."""
-    contexts = contenders(model)
-    outputs = {}
+def sparse_backend(contender: str) -> str | None:
+    """Return the sparse backend of a contender, or None where it is dense."""
+    return next((name for name in SPARSE if contender == f"apply {name}"), None)
+
+
+def expected_density(case: Case, backend: str) -> float:
+    """Return the share of token pairs that a sparse backend should attend to."""
+    if backend == "sliding_tile_attn":
+        return pair_density(WINDOW, case.grid, TILE)
+    tiles = math.prod(math.ceil(size / 4) for size in case.grid)
+    return math.ceil(round((1 - SPARSITY) * tiles, 6)) / tiles
+
+
+def check_report(case: Case, name: str, report: AttentionReport) -> None:
+    """Stop unless every layer ran once, and every self-attention of a sparse contender sparse."""
+    idle = [layer.name for layer in report.layers if layer.calls != 1]
+    if idle:
+        raise SystemExit(f"{case.name}: {name} did not run in {idle}")
+    backend = sparse_backend(name)
+    if backend is None:
+        return
+    wanted = expected_density(case, backend)
+    layers = [layer for layer in report.layers if layer.role is AttentionRole.SELF]
+    for layer in layers:
+        ran = [entry for entry in (*layer.entries, *layer.detours) if entry.calls]
+        found = [(str(entry.selection.backend), entry.density) for entry in ran]
+        if not all(b == backend and d and abs(d - wanted) < 1e-3 for b, d in found):
+            raise SystemExit(
+                f"{case.name}: {name} must run {backend} at density {wanted:.4f} in {layer.name}, "
+                f"ran {found}"
+            )
+    if not layers:
+        raise SystemExit(f"{case.name}: {name} has no self-attention")
+    print(f"{case.name}: {name} at density {wanted:.4f} in {len(layers)} layers", flush=True)
+
+
+def check(
+    case: Case, model: WanTransformer3DModel, inputs: dict[str, torch.Tensor], contexts: Contexts
+) -> dict[str, float]:
+    """Run every contender once and return the relative errors; NaN where there is no reference."""
+    expected: torch.Tensor | None = None
+    errors = {}
     for name, context in contexts.items():
         with torch.inference_mode(), context() as handle:
-            outputs[name] = model(**inputs, return_dict=False)[0]
+            out = model(**inputs, return_dict=False)[0]
             if isinstance(handle, multimodal_gen.AttentionHandle):
-                idle = [layer.name for layer in handle.report().layers if layer.calls != 1]
-                if idle:
-                    raise SystemExit(f"{case.name} {mode}: {name} did not run in {idle}")
-    expected = outputs["stock native"]
-    errors = {name: relative_error(out, expected) for name, out in outputs.items()}
-    for name, error in errors.items():
-        if not error < 5e-2:
-            raise SystemExit(f"{case.name} {mode}: {name} is wrong, relative error {error:.2e}")
+                check_report(case, name, handle.report())
+        if not out.isfinite().all():
+            raise SystemExit(f"{case.name}: {name} is not finite")
+        if sparse_backend(name) is None and expected is None:
+            expected = out
+        errors[name] = math.nan if expected is None else relative_error(out, expected)
+        if sparse_backend(name) is None and not errors[name] < 5e-2:
+            raise SystemExit(f"{case.name}: {name} is wrong, relative error {errors[name]:.2e}")
+    return errors
+
+
+def measure(
+    model: WanTransformer3DModel,
+    inputs: dict[str, torch.Tensor],
+    contexts: Contexts,
+    rounds: int,
+) -> dict[str, list[float]]:
+    """Return times of every contender; a warm-up must have been."""
     times: dict[str, list[float]] = {name: [] for name in contexts}
     for name in shuffled_rounds(contexts, rounds):
-        # The outputs above were the warm-up; attaching is outside the timed region.
+        # Attaching is outside the timed region.
         with torch.inference_mode(), contexts[name]():
             times[name].append(event_ms(lambda: model(**inputs, return_dict=False)))
-    return times, errors
+    return times
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--contenders", default="", help="names by commas; all by default")
+    parser.add_argument("--modes", default=",".join(MODES), help="eager, compiled, or both")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
+    arguments = parser.parse_args()
+    arguments.contenders = [name.strip() for name in arguments.contenders.split(",") if name]
+    arguments.modes = [mode.strip() for mode in arguments.modes.split(",")]
+    if not set(arguments.modes) <= set(MODES):
+        parser.error(f"--modes must be among {', '.join(MODES)}, got {arguments.modes}")
+    return arguments
+
+
+def pick(contexts: Contexts, names: list[str]) -> Contexts:
+    """Return the contenders asked for, or all; in their own order."""
+    unknown = sorted(set(names) - contexts.keys())
+    if unknown:
+        raise SystemExit(f"--contenders must be among {', '.join(contexts)}, got {unknown}")
+    return {name: context for name, context in contexts.items() if not names or name in names}
 
 
 def main() -> None:
     """Check, then time, eager and regionally compiled; append to `wan_forward.csv`."""
-    arguments = parse_arguments(__doc__ or "")
-    for case in CASES:
+    arguments = parse()
+    for case in SMOKE if arguments.smoke else CASES:
         if arguments.only not in case.name:
             continue
         model, inputs = build(case)
-        for mode in ("eager", "compiled"):
+        contexts = pick(contenders(model), arguments.contenders)
+        for mode in arguments.modes:
             if mode == "compiled":
-                model.compile_repeated_blocks(fullgraph=True)
-            times, errors = measure(case, model, inputs, rounds=arguments.rounds, mode=mode)
+                model.compile_repeated_blocks(
+                    fullgraph=True, backend="eager" if arguments.smoke else "inductor"
+                )
+            errors = check(case, model, inputs, contexts)
+            times = measure(model, inputs, contexts, arguments.rounds)
             rows = rows_of(
                 times,
                 commit=arguments.commit,
@@ -144,7 +243,7 @@ def main() -> None:
                 case=f"{case.name}, {mode}",
                 shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
                 flop=case.flop,
-                flop_formula="4*L*H*S*S*D, self-attention only",
+                flop_formula="4*L*H*S*S*D, self-attention only, as if dense",
                 errors=errors,
                 versions=dict.fromkeys(times, version_of("diffusers")),
             )
