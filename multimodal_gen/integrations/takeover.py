@@ -155,16 +155,22 @@ class DenoiserPlan:
                 )
 
     def _plan(self) -> Iterator[_Takeover]:
-        indices: Counter[AttentionRole] = Counter()
+        found = []
         for path, module in self._component.model.named_modules():
             processor = getattr(module, "processor", None)
-            if not callable(processor):
-                continue
-            name = path.replace("_orig_mod.", "")
-            self._check(name, processor)
-            role = self._adapter.role_of(name, module)
+            if callable(processor):
+                name = path.replace("_orig_mod.", "")
+                self._check(name, processor)
+                found.append((name, module, processor, self._adapter.role_of(name, module)))
+        totals = Counter(role for *_, role in found)
+        indices: Counter[AttentionRole] = Counter()
+        for name, module, processor, role in found:
             site = LayerSite(
-                name=name, component=self._component.name, role=role, layer=indices[role]
+                name=name,
+                component=self._component.name,
+                role=role,
+                layer=indices[role],
+                num_layers=totals[role],
             )
             try:
                 takeover = self._take_over(site, module, processor)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.arguments import (
     check_numbers,
     check_sizes,

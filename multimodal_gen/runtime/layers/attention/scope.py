@@ -80,12 +80,14 @@ class LayerSite:
         role: what the layer attends to.
         layer: index of the layer among those of its role in its component, or None. Layers built
             with a `prefix` and no site have the first number of that path: 2 in `blocks.2.attn1`.
+        num_layers: how many layers of its role its component has, or None when unknown.
     """
 
     name: str = ""
     component: str | None = None
     role: AttentionRole = AttentionRole.SELF
     layer: int | None = None
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,7 @@ class AttentionImpl(ABC):
             [B, Sq, H, Dv], dtype of `query`. Rows of queries that see no key are zero.
         """
 
-    def check_run(self, context: "ForwardContext") -> None:
+    def check_run(self, context: "ForwardContext") -> None:  # noqa: B027 - most demand nothing
         """Refuse a run that the configuration does not fit, before the first step it serves.
 
         Raises:

@@ -262,6 +262,7 @@ class SlidingTileImpl(SparseImpl):
             window=None if window is None else (window[0], window[1], window[2]),
             retarget=config.retarget,
             layer=self._layer,
+            num_layers=None if self._site is None else self._site.num_layers,
             num_heads=self.num_heads,
         )
 

@@ -24,6 +24,7 @@ class WindowSource:
         window: the window everywhere; used without a strategy.
         retarget: rescale a strategy that does not fit the run, instead of refusing it.
         layer: index of the layer; None where it is unknown, which a strategy cannot serve.
+        num_layers: self-attention layers of the model, or None when unknown.
         num_heads: heads of the layer, those of other processes included.
 
     Raises:
@@ -38,6 +39,7 @@ class WindowSource:
         window: Window | None = None,
         retarget: bool = False,
         layer: int | None = None,
+        num_layers: int | None = None,
         num_heads: int,
     ) -> None:
         assert strategy is not None or window is not None, "the configuration checks that"
@@ -51,7 +53,7 @@ class WindowSource:
         self._retarget = retarget
         self._layer = layer or 0
         if strategy is not None:
-            strategy.check_sizes(num_heads=num_heads, layer=self._layer)
+            strategy.check_sizes(num_heads=num_heads, num_layers=num_layers, layer=self._layer)
 
     def check(self, tiles: Window, num_steps: int | None) -> None:
         """Refuse a strategy for another grid of tiles or, where it is known, other steps.

@@ -45,6 +45,8 @@ def test_a_strategy_is_refused_where_it_does_not_fit() -> None:
         WindowSource(strategy=strategy(), layer=0, num_heads=12)
     with pytest.raises(ConfigError, match="it is for 2 layers, the run has at least 6"):
         WindowSource(strategy=strategy(), layer=5, num_heads=2)
+    with pytest.raises(ConfigError, match="it is for 2 layers, the run has 7"):
+        WindowSource(strategy=strategy(), layer=1, num_layers=7, num_heads=2)
     with pytest.raises(UsageError, match="must know the layer's index, got a layer without one"):
         WindowSource(strategy=strategy(), layer=None, num_heads=2)
     source = WindowSource(strategy=strategy(), layer=0, num_heads=2)
