@@ -139,6 +139,8 @@ def fastvideo_vsa_fine(setting: Setting) -> Contender:
     """The fine stage of fastvideo-kernel, on the tiles that we select."""
     need_tiles_alone(setting.case)
     function = _import("fastvideo_kernel").block_sparse_attn
+    if not callable(function):  # before 0.3 a submodule of that name holds it
+        function = _import("fastvideo_kernel.block_sparse_attn").block_sparse_attn
     q, k, v, _ = setting.vsa.padded
     lengths, keep = setting.vsa.sequence.order.lengths, _map(setting.vsa_plan)
     return Contender(

@@ -152,7 +152,8 @@ class BlockPlan:
         kv: how the keys are cut.
         row_bits: int32 [B|1, H|1, Sq, ceil(Nk / 32)], or None. Row r keeps key block j of its list
             if bit j % 32 of word j // 32 is set: a choice per row inside the blocks of the list.
-        uniform: whether all counts are equal. Saves sorting the rows by their work.
+        uniform: whether all counts are equal. Saves sorting the rows by their work, also where
+            ragged blocks make it differ a little.
         order: int32 [B|1 * H|1 * Nq], or None: the order in which kernels start the rows of
             `counts`, flattened. `longest_first` computes it once for a plan that is used often.
         causal: drop keys after the query, aligned to the last query and the last key. For plans
@@ -386,7 +387,7 @@ def launch_order(plan: BlockPlan, counts: torch.Tensor) -> torch.Tensor | None:
     Returns:
         int32 [rows of counts], longest first, or None when every row has the same work.
     """
-    if plan.uniform and plan.kv.is_regular and not plan.causal:
+    if plan.uniform and not plan.causal:
         return None
     if plan.order is not None and plan.order.numel() == counts.numel():
         return plan.order

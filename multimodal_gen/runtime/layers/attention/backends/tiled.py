@@ -10,7 +10,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -29,9 +29,10 @@ __all__ = ["SequenceLayout", "TiledSequence", "attend_tiled", "sequence_layout",
 
 _Grid = tuple[int, int, int]
 
-# Copies of q, k, v and the output of so many heads exist at a time, as a share of all heads. Fewer
-# would save memory, but leave the GPU idle at the end of every pass.
-_HEADS_PER_PASS = 0.25
+# Copies of q, k, v and the output are made for a share of the heads at a time, and of two such
+# shares at once. Launches of less than so many bytes would cost more than they save.
+_SHARE_AT_ONCE = 0.05
+_BYTES_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +228,8 @@ def attend_tiled(
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
     same = keep is None and query.shape[1] == key.shape[1]
     group = heads // kv_heads
-    kv_pass = max(1, int(kv_heads * _HEADS_PER_PASS))
-    for first in range(0, kv_heads, kv_pass):
-        kv_slice = slice(first, min(first + kv_pass, kv_heads))
+
+    def attend(kv_slice: slice) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
         parts = query[:, :, q_slice], key[:, :, kv_slice], value[:, :, kv_slice]
         if same:
@@ -243,4 +243,33 @@ def attend_tiled(
         tiled = block_sparse_attention(q, k, v, plan, scale=scale, kernel=kernel)
         assert isinstance(tiled, torch.Tensor)
         scatter_tokens(tiled, queries.index, out[:, :, q_slice])
+
+    copies = 2 * (query.numel() + out.numel()) * query.element_size() // kv_heads
+    at_once = max(int(kv_heads * _SHARE_AT_ONCE), -(-_BYTES_AT_ONCE // copies), 1)
+    passes = [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
+    if query.device.type == "cuda" and len(passes) > 1:
+        _run_in_turns([partial(attend, part) for part in passes], query.device)
+    else:
+        for part in passes:
+            attend(part)
     return out
+
+
+def _run_in_turns(calls: list[Callable[[], None]], device: torch.device) -> None:
+    """Run independent calls on two streams in turns: one's copies beside the other's products."""
+    current = torch.cuda.current_stream(device)
+    streams = _streams(device)
+    for stream in streams:
+        stream.wait_stream(current)
+    for i, call in enumerate(calls):
+        with torch.cuda.stream(streams[i % len(streams)]):
+            call()
+    for stream in streams:
+        current.wait_stream(stream)
+
+
+@lru_cache(maxsize=16)
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return two streams of a device; cached, because memory belongs to the stream it was for."""
+    first, second = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+    return first, second
