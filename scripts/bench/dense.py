@@ -72,7 +72,7 @@ DISTRIBUTIONS = {
     "sage1": "sageattention",
     "sage2": "sageattention",
 }
-BACKENDS = ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn", "flex_attn")
+BACKENDS = ("torch_sdpa", "torch_cudnn_sdpa", "fa", "triton_attn", "sage_attn", "flex_attn")
 
 
 def contenders_of(

@@ -1,0 +1,79 @@
+"""compute-sanitizer finds no invalid access in the kernels, on small cases of every form."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer of CUDA"
+    ),
+]
+
+CASES = """
+import torch
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
+from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.testing.block_plans import PlanShape, random_plan
+
+def draw(plan, heads=4):
+    q = torch.randn(2, plan.q.total, heads, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (
+        torch.randn(2, plan.kv.total, 2, 128, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    return q, k, v
+
+plans = [
+    random_plan(
+        PlanShape(heads=4, num_q=3, num_kv=5, q_size=size, kv_size=size, q_form=form, kv_form=form),
+        seed=1,
+        device="cuda",
+    )
+    for size in (64, 128, 384)
+    for form in ("regular", "ragged")
+]
+queries, keys = Blocks.regular(200, 128), Blocks.regular(300, 128)
+plans.append(BlockPlan.dense(queries, keys, "cuda", causal=True))
+ran = 0
+for kernel in ("gluon", "triton"):
+    for plan in plans:
+        try:
+            block_sparse_attention(*draw(plan), plan, return_lse=True, kernel=kernel)
+        except UnsupportedBackendError:
+            continue
+        ran += 1
+order = tile_order((3, 5, 7), (4, 4, 4), "cuda")
+x = torch.randn(2, 105, 4, 128, device="cuda", dtype=torch.bfloat16)
+(tiled,) = gather_tokens((x,), order.order)
+back = torch.empty_like(x)
+scatter_tokens(tiled, order.order, back)
+assert torch.equal(back, x)
+(pooled,) = pool_tiles((tiled,), order.starts, order.lengths, size=order.largest)
+select_tiles(pooled, pooled, 2, always=1)
+add_gated(x.clone(), x, pooled, order.starts, order.lengths, size=order.largest, index=order.order)
+torch.cuda.synchronize()
+print("kernels ran:", ran)
+"""
+
+
+def test_no_kernel_reads_or_writes_where_it_must_not(tmp_path: Path) -> None:
+    script = tmp_path / "cases.py"
+    script.write_text(CASES)
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    result = subprocess.run(
+        [*command, sys.executable, str(script)], capture_output=True, text=True, timeout=400
+    )
+    log = result.stdout[-6000:] + result.stderr[-3000:]
+    assert result.returncode == 0, log
+    assert "ERROR SUMMARY: 0 errors" in log
+    assert int(log.split("kernels ran: ")[1].split()[0]) >= 7
