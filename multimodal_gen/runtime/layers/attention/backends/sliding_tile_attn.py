@@ -27,6 +27,7 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
     TiledSequence,
     attend_tiled,
     tiled_sequence,
+    tiled_video,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
@@ -219,7 +220,7 @@ class SlidingTileImpl(SparseImpl):
             query=query,
             key=key,
             value=value,
-            queries=tiled_sequence(layout, layout.num_queries, tile, query.device),
+            queries=tiled_video(layout, tile, query.device),
             keys=tiled_sequence(layout, layout.num_keys, tile, query.device),
             keep=keep,
             scale=self.softmax_scale,
@@ -340,7 +341,7 @@ class _Call:
             head_size=self.query.shape[3],
             kv_heads=self.key.shape[2],
         )
-        index = self.queries.index
+        index = self.keys.index  # that of the queries too, where the kernels serve the call
         return attend_upstream(self.kernel, self.query, self.key, self.value, index, call)
 
 
@@ -364,8 +365,8 @@ def _strategy(config: SlidingTileConfig) -> Strategy:
     )
 
 
-# Lists of heads with different windows take megabytes; layers mostly share one.
-@lru_cache(maxsize=8)
+# Few heads share a pass, so there are few combinations of windows.
+@lru_cache(maxsize=128)
 def _plan(queries: TiledSequence, keys: TiledSequence, windows: tuple[Window, ...]) -> BlockPlan:
     # Not as inference tensors: the first caller must not decide what later ones may do with them.
     with torch.inference_mode(False):

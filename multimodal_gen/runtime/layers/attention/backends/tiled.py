@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
+import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -25,7 +26,14 @@ from multimodal_gen.kernels.tile_order.api import (
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["SequenceLayout", "TiledSequence", "attend_tiled", "sequence_layout", "tiled_sequence"]
+__all__ = [
+    "SequenceLayout",
+    "TiledSequence",
+    "attend_tiled",
+    "sequence_layout",
+    "tiled_sequence",
+    "tiled_video",
+]
 
 _Grid = tuple[int, int, int]
 
@@ -66,12 +74,14 @@ class TiledSequence:
         index: int32 [S], position in the tiled sequence -> position in the sequence.
         blocks: the tiles, then the pieces of text.
         num_tiles: how many blocks are tiles.
+        rest: the tokens of the sequence that are left out.
     """
 
     order: TileOrder
     index: torch.Tensor
     blocks: Blocks
     num_tiles: int
+    rest: tuple[slice, ...] = ()
 
     @property
     def num_text_blocks(self) -> int:
@@ -129,6 +139,25 @@ def tiled_sequence(
         device: where the tensors lie.
     """
     return _tiled_sequence(layout.grid, layout.start, num_tokens, tile, device)
+
+
+def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> TiledSequence:
+    """Return the queries of the video in tiles, without text; the last 64 are cached.
+
+    Text attends to everything, which `attend_tiled` does apart: in a plan, its long rows would
+    keep the GPU waiting.
+    """
+    return _tiled_video(layout, tile, device)
+
+
+@lru_cache(maxsize=64)
+def _tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> TiledSequence:
+    first, last = layout.start, layout.start + layout.num_video
+    alone = _tiled_sequence(layout.grid, 0, layout.num_video, tile, device)
+    with torch.inference_mode(False):
+        index = alone.index + first if first else alone.index
+    spans = (slice(0, first), slice(last, layout.num_queries))
+    return replace(alone, index=index, rest=tuple(s for s in spans if s.start < s.stop))
 
 
 @lru_cache(maxsize=64)
@@ -212,7 +241,7 @@ def attend_tiled(
         query: [B, Sq, H, D] in the order of the sequence.
         key: [B, Sk, Hkv, D].
         value: [B, Sk, Hkv, D].
-        queries: the queries in tiles.
+        queries: the queries in tiles; those left out attend to every key.
         keys: the keys in tiles.
         plan_of: gives the plan of a range of query heads, over `queries.blocks` and
             `keys.blocks`.
@@ -226,7 +255,7 @@ def attend_tiled(
     heads, kv_heads = query.shape[2], key.shape[2]
     index, masked = (keys.index, None) if keep is None else _masked_keys(keys, keep)
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
-    same = keep is None and query.shape[1] == key.shape[1]
+    same = queries.index is keys.index and keep is None
     group = heads // kv_heads
 
     def attend(kv_slice: slice) -> None:
@@ -244,15 +273,37 @@ def attend_tiled(
         assert isinstance(tiled, torch.Tensor)
         scatter_tokens(tiled, queries.index, out[:, :, q_slice])
 
+    def attend_to_all(span: slice) -> None:
+        out[:, span] = _attend_to_all(query[:, span], key, value, keep, scale)
+
     copies = 2 * (query.numel() + out.numel()) * query.element_size() // kv_heads
     at_once = max(int(kv_heads * _SHARE_AT_ONCE), -(-_BYTES_AT_ONCE // copies), 1)
     passes = [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
-    if query.device.type == "cuda" and len(passes) > 1:
-        _run_in_turns([partial(attend, part) for part in passes], query.device)
+    calls = [*(partial(attend_to_all, span) for span in queries.rest)]
+    calls += [partial(attend, part) for part in passes]
+    if query.device.type == "cuda" and len(calls) > 1:
+        _run_in_turns(calls, query.device)
     else:
-        for part in passes:
-            attend(part)
+        for call in calls:
+            call()
     return out
+
+
+def _attend_to_all(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Return attention of a few queries to all keys that `keep` [B, Sk] leaves."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask = None if keep is None else keep[:, None, None, :]
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped)
+    if mask is not None:
+        out = torch.where(mask.any(-1, keepdim=True), out, 0.0)
+    return out.transpose(1, 2)
 
 
 def _run_in_turns(calls: list[Callable[[], None]], device: torch.device) -> None:

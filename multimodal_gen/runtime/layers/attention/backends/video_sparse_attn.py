@@ -36,6 +36,7 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
     attend_tiled,
     sequence_layout,
     tiled_sequence,
+    tiled_video,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.gating import GatedImpl
@@ -140,27 +141,9 @@ class _Coarse:
         query = self.pooled_query[:, heads]
         key = self.pooled_key[:, heads.start // group : heads.stop // group]
         q_blocks, kv_blocks = self.queries.blocks, self.keys.blocks
-        num_tiles, text = self.queries.num_tiles, self.queries.num_text_blocks
-        always = self.keys.num_text_blocks
-        if not text:
-            indices = select_tiles(query, key, kept, always=always)
-            counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
-            return BlockPlan(indices=indices, counts=counts, q=q_blocks, kv=kv_blocks, uniform=True)
-        leading = query.shape[:2]
-        indices = torch.empty(
-            (*leading, q_blocks.num, kv_blocks.num), dtype=torch.int32, device=query.device
-        )
-        select_tiles(query, key, kept, always=always, out=indices[:, :, :num_tiles])
-        indices[:, :, num_tiles:] = torch.arange(kv_blocks.num, device=query.device)
-        counts = indices.new_full((q_blocks.num,), kept + always)
-        counts[num_tiles:] = kv_blocks.num
-        return BlockPlan(
-            indices=indices,
-            counts=counts.expand(*leading, -1),
-            q=q_blocks,
-            kv=kv_blocks,
-            order=_text_first(leading[0] * leading[1], q_blocks.num, num_tiles, query.device),
-        )
+        indices = select_tiles(query, key, kept, always=self.keys.num_text_blocks)
+        counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
+        return BlockPlan(indices=indices, counts=counts, q=q_blocks, kv=kv_blocks, uniform=True)
 
     def add(
         self, out: torch.Tensor, value: torch.Tensor, gate: torch.Tensor, scale: float
@@ -302,7 +285,7 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
 
     def _coarse(self, query: torch.Tensor, key: torch.Tensor, layout: SequenceLayout) -> _Coarse:
         tile = self._tile(layout.grid)
-        queries = tiled_sequence(layout, layout.num_queries, tile, query.device)
+        queries = tiled_video(layout, tile, query.device)
         keys = tiled_sequence(layout, layout.num_keys, tile, query.device)
         order = queries.order
         # The video lies at the same positions on both sides.
@@ -341,12 +324,6 @@ def _attend_to_all(
     out = block_sparse_attention(query, key, value, plan, scale=scale, kernel=kernel)
     assert isinstance(out, torch.Tensor)
     return out
-
-
-def _text_first(rows: int, num_blocks: int, num_tiles: int, device: torch.device) -> torch.Tensor:
-    """Return an order of all rows in which text, which attends to everything, is started first."""
-    every = torch.arange(rows * num_blocks, dtype=torch.int32, device=device).view(rows, -1)
-    return torch.cat((every[:, num_tiles:].flatten(), every[:, :num_tiles].flatten()))
 
 
 def _density(of_tiles: float, layout: SequenceLayout) -> float:

@@ -10,6 +10,7 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
     attend_tiled,
     sequence_layout,
     tiled_sequence,
+    tiled_video,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, TextSpan
 from multimodal_gen.testing.reference import reference_attention
@@ -36,9 +37,15 @@ def draw(layout: SequenceLayout, kv_heads: int = 4) -> tuple[torch.Tensor, ...]:
 
 
 def attend_densely(
-    layout: SequenceLayout, inputs: tuple[torch.Tensor, ...], keep: torch.Tensor | None = None
+    layout: SequenceLayout,
+    inputs: tuple[torch.Tensor, ...],
+    keep: torch.Tensor | None = None,
+    *,
+    with_text: bool = False,
 ) -> torch.Tensor:
-    queries = tiled_sequence(layout, layout.num_queries, TILE, CPU)
+    queries = tiled_video(layout, TILE, CPU)
+    if with_text:
+        queries = tiled_sequence(layout, layout.num_queries, TILE, CPU)
     keys = tiled_sequence(layout, layout.num_keys, TILE, CPU)
     plan = BlockPlan.dense(queries.blocks, keys.blocks, CPU)
     return attend_tiled(
@@ -48,10 +55,25 @@ def attend_densely(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_a_plan_that_keeps_everything_is_dense_attention(name: str, kv_heads: int) -> None:
+@pytest.mark.parametrize("with_text", [False, True])
+def test_a_plan_that_keeps_everything_is_dense_attention(
+    name: str, kv_heads: int, with_text: bool
+) -> None:
     inputs = draw(LAYOUTS[name], kv_heads)
     expected, _ = reference_attention(*inputs, scale=0.25)
-    torch.testing.assert_close(attend_densely(LAYOUTS[name], inputs), expected)
+    out = attend_densely(LAYOUTS[name], inputs, with_text=with_text)
+    torch.testing.assert_close(out, expected)
+
+
+def test_no_text_means_one_index_for_both_sides() -> None:
+    layout = LAYOUTS["ragged"]
+    queries, keys = tiled_video(layout, TILE, CPU), tiled_sequence(layout, 45, TILE, CPU)
+    assert queries.index is keys.index
+    assert queries.rest == ()
+    assert tiled_video(LAYOUTS["text on both sides"], TILE, CPU).rest == (
+        slice(0, 5),
+        slice(23, 35),
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
