@@ -8,7 +8,7 @@ the blocks of a plan.
 Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -306,7 +306,7 @@ def _attend_to_all(
     return out.transpose(1, 2)
 
 
-def _run_in_turns(calls: list[Callable[[], None]], device: torch.device) -> None:
+def _run_in_turns(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
     """Run independent calls on two streams in turns: one's copies beside the other's products."""
     current = torch.cuda.current_stream(device)
     streams = _streams(device)
