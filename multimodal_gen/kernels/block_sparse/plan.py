@@ -158,8 +158,7 @@ class BlockPlan:
             `counts`, flattened. `longest_first` computes it once for a plan that is used often.
         causal: drop keys after the query, aligned to the last query and the last key. For plans
             that otherwise keep everything, as `dense` makes them.
-        cache: what kernels derive from the plan once and use in every call. The plan's tensors
-            must therefore not be written to.
+        cache: what kernels derive from the plan once; its tensors must not be written to.
     """
 
     indices: torch.Tensor

@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.hopper.kernel import Shape, attention_kernel, describe
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
-from multimodal_gen.kernels.block_sparse.steps.kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import HopperTile
+
+if TYPE_CHECKING:
+    from multimodal_gen.kernels.block_sparse.hopper.kernel import Shape
 
 __all__ = ["attend"]
 
@@ -36,6 +38,9 @@ def attend(
         scale: factor of the scores.
         tile: shape of a program, as `hopper_tile` chooses it.
     """
+    from multimodal_gen.kernels.block_sparse.hopper.kernel import attention_kernel, describe
+    from multimodal_gen.kernels.block_sparse.steps.kernel import make_steps
+
     batch, _, heads, channels = q.shape
     kv = plan.kv
     sub = kv.size // tile.keys if kv.is_regular and kv.size % tile.keys == 0 else 0
@@ -83,8 +88,10 @@ def _q_tiles(plan: BlockPlan, tile: HopperTile) -> int:
 
 def _shape(
     plan: BlockPlan, tile: HopperTile, channels: int, sub: int, *, ordered: bool, lse: bool
-) -> Shape:
+) -> "Shape":
     """Return the compile-time shape of the kernel."""
+    from multimodal_gen.kernels.block_sparse.hopper.kernel import Shape
+
     kv_tail = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
     return Shape(
         keys=tile.keys,

@@ -222,11 +222,7 @@ class AttentionImpl(ABC):
         """
 
     def check_run(self, context: "ForwardContext") -> None:  # noqa: B027 - most demand nothing
-        """Refuse a run that the configuration does not fit, before the first step it serves.
-
-        Raises:
-            ConfigError: it is for another run.
-        """
+        """Raise `ConfigError` for a run that the configuration does not fit."""
 
     def densities(self) -> Mapping[int, float]:
         """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
