@@ -6,6 +6,7 @@ forced backend) is never frozen into it.
 """
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
 # Process-wide, because a compiled graph can carry numbers but no Python objects.
 _LAYERS: "WeakValueDictionary[int, AttentionLayer]" = WeakValueDictionary()
 _NUMBERS = itertools.count()
+
+_VMAP_KEYS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        "FuncTorchDynamicLayerFrontMode",
+        "FuncTorchDynamicLayerBackMode",
+        "FuncTorchBatched",
+        "FuncTorchVmapMode",
+    )
+)
 
 
 def register_layer(layer: "AttentionLayer") -> torch.Tensor:
@@ -31,6 +42,21 @@ def _never_captured() -> dict[str, Any]:
     # without the tag capture no graph that takes a tensor of the CPU, as the layer's identity is.
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
     return {} if tag is None else {"tags": (tag,)}
+
+
+def _with_vmap() -> AbstractContextManager[object]:
+    """Let backends use `torch.vmap`, as FlexAttention does.
+
+    The first call of a compiled graph runs inside a dispatch mode of the compiler. What such modes
+    call runs with the dispatch keys of `torch.vmap` switched off, where it fails.
+    """
+    outside = torch._C._functorch.peek_interpreter_stack() is None  # not itself under vmap
+    if not (outside and torch._C._dispatch_tls_is_dispatch_key_excluded(_VMAP_KEYS[0])):
+        return nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _VMAP_KEYS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 @torch.library.custom_op("multimodal_gen::attention", mutates_args=(), **_never_captured())
@@ -55,7 +81,8 @@ def attention_op(
     Returns:
         [B, Sq, H, Dv], contiguous.
     """
-    return _LAYERS[int(layer)].attend_now(query, key, value, attn_mask, gate).contiguous()
+    with _with_vmap():
+        return _LAYERS[int(layer)].attend_now(query, key, value, attn_mask, gate).contiguous()
 
 
 @attention_op.register_fake

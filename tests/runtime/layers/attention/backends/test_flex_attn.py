@@ -3,13 +3,17 @@ import math
 import pytest
 import torch
 
+from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.flex_attn import (
     FlexAttentionBackend,
     FlexAttentionImpl,
     _causal_blocks,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.platforms import PlatformEnum
+from multimodal_gen.runtime.layers.attention.selector import (
+    global_force_attn_backend_context_manager,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
@@ -77,6 +81,20 @@ def test_it_joins_a_graph_that_is_being_compiled():
     q, k, v = make_qkv(1, 12, 4, 32, num_kv_heads=2)
     compiled = torch.compile(impl.forward, backend="eager", fullgraph=True)
     assert_within_error_budget(compiled(q, k, v), q, k, v, scale=SCALE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_first_call_of_a_compiled_model_runs_as_the_next_ones_do(causal):
+    torch._dynamo.reset()
+    _causal_blocks.cache_clear()
+    layer = LocalAttention(4, 32, num_kv_heads=2, causal=causal)
+    q, k, v = make_qkv(1, 12, 4, 32, num_kv_heads=2)
+    compiled = torch.compile(lambda *x: layer(*x) * 2, backend="aot_eager", fullgraph=True)
+    with global_force_attn_backend_context_manager(AttentionBackendEnum.FLEX_ATTN):
+        first = compiled(q, k, v)
+        assert torch.equal(first, compiled(q, k, v))
+        assert layer.backend is AttentionBackendEnum.FLEX_ATTN
+    assert_within_error_budget(first / 2, q, k, v, scale=32**-0.5, causal=causal)
 
 
 def test_the_cpu_form_declares_no_backward_and_refuses_it(request_on):
