@@ -12,6 +12,11 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.generator.components import (
+    check_complete,
+    check_folders,
+    load_text_models,
+)
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -108,13 +113,16 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     """
     if args.offload != "none" and device.type == "cpu":
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
-    _check_folders(index)
-    dtype = pick_dtype(args.dtype, device)
+    check_folders(index.model_path, index.components)
+    dtypes = _dtypes(index, args.dtype, pick_dtype(args.dtype, device))
     try:
         with _bars_on_terminals_only():
+            models = load_text_models(index.model_path, index.components, dtypes)
             pipe = index.pipeline_class.from_pretrained(  # type: ignore[attr-defined]
-                index.model_path, **{_dtype_argument(): _dtypes(index, args.dtype, dtype)}
+                index.model_path, **models, **{_dtype_argument(): dtypes}
             )
+    except UsageError:
+        raise
     except Exception as error:
         # Files that do not fit their classes fail in every way there is, from within libraries.
         if is_out_of_memory(error):
@@ -123,6 +131,7 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
             f"the pipeline at {index.model_path!r} could not be loaded, check its files and "
             f"options: {_described(error)}"
         ) from error
+    check_complete(index.model_path, pipe)
     if args.vae_tiling:
         _tile_vae(pipe)
     if args.offload == "model":
@@ -132,17 +141,6 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     else:
         pipe.to(device)
     return pipe
-
-
-def _check_folders(index: PipelineIndex) -> None:
-    """Refuse a folder that lacks components: diffusers runs some pipelines without, and badly."""
-    folder = Path(index.model_path)
-    missing = [name for name in index.components if not (folder / name).is_dir()]
-    if folder.is_dir() and missing:
-        raise UsageError(
-            f"the pipeline at {index.model_path!r} must have a folder for every component of its "
-            f"model_index.json, missing {', '.join(missing)}; download it again"
-        )
 
 
 def pick_device(device: str | None) -> torch.device:
