@@ -65,5 +65,7 @@ class NotInThisBuildError(MultimodalGenError, NotImplementedError):
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return ", did you mean 'x'?" for the valid name closest to `name`, or an empty string."""
-    match = get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return f", did you mean {match[0]!r}?" if match else ""
+    # Dashes that all options start with would make every short name look close.
+    stems = {option.lstrip("-"): option for option in valid}
+    match = get_close_matches(name.lstrip("-"), list(stems), n=1, cutoff=0.6)
+    return f", did you mean {stems[match[0]]!r}?" if match else ""

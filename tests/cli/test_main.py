@@ -210,3 +210,12 @@ def test_a_reader_that_closes_the_pipe_gets_no_traceback() -> None:
     shell = f"'{sys.executable}' -u -m multimodal_gen attention list --json | true"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"), [("--nope", "; see"), ("--sed", ", did you mean '--seed'?")]
+)
+def test_an_option_is_suggested_only_where_the_names_are_close(option, hint, sglang) -> None:
+    done = sglang("generate", option, "1")
+    assert done.code == 2
+    assert f"no such option {option!r}{hint}" in done.err
