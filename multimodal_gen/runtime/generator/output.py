@@ -8,6 +8,7 @@ free, in a folder the next free name is taken.
 import itertools
 import os
 import re
+import tempfile
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -235,8 +236,16 @@ def _require_writable(folder: Path) -> None:
             f"--output-path must lie in a folder, got {str(folder)!r}, where {str(existing)!r} "
             f"is none"
         )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(f"--output-path must be writable, got {str(folder)!r}, which is not")
+    # Permissions alone say little: some file systems take no files from anybody.
+    try:
+        if existing == folder:
+            tempfile.TemporaryFile(dir=existing).close()
+        else:
+            tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        raise UsageError(
+            f"--output-path must be writable, got {str(folder)!r}, which is not ({error.strerror})"
+        ) from error
 
 
 def _require_short(names: OutputNames) -> None:

@@ -105,14 +105,31 @@ def test_a_file_type_that_is_never_written_makes_no_folder(tmp_path, name: str) 
         OutputTarget.plan(tmp_path / name, "image", stem="fox")
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(UsageError, match="--output-path must be writable, got"):
-        _plan(tmp_path / "new")
+@pytest.mark.parametrize(
+    ("name", "way"), [("fox.png", "TemporaryFile"), ("new", "TemporaryDirectory")]
+)
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path, monkeypatch, name: str, way: str
+) -> None:
+    def refuse(dir: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+    monkeypatch.setattr(f"tempfile.{way}", refuse)
+    rule = r"--output-path must be writable, got .*, which is not \(Permission denied\)$"
+    with pytest.raises(UsageError, match=rule):
+        _plan(tmp_path / name)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+@pytest.mark.parametrize("path", ["/proc/fox.png", "/proc/new", "/proc/new/fox.png"])
+def test_a_file_system_that_takes_no_files_is_refused_early(path: str) -> None:
+    with pytest.raises(UsageError, match=r"--output-path must be writable, got '/proc.*, which"):
+        _plan(path)
 
 
 def test_planning_creates_nothing(tmp_path) -> None:
-    _plan(tmp_path / "new").names()
+    for path in (tmp_path, tmp_path / "fox.png", tmp_path / "new"):
+        _plan(path).names()
     assert list(tmp_path.iterdir()) == []
 
 
