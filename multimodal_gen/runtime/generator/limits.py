@@ -4,14 +4,20 @@ diffusers finds these out inside a model, where the message is about tensors, or
 """
 
 import math
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import (
+    ComponentAttentionBackendNotAppliedError,
+    UsageError,
+    nearest,
+)
 from multimodal_gen.runtime.generator.loading import PipelineIndex, denoisers
+from multimodal_gen.runtime.layers.attention.scope import component_names
 from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["check_asked", "check_loaded", "token_size"]
+__all__ = ["check_asked", "check_components", "check_loaded", "token_size"]
 
 # Beyond these, memory runs out while the noise is drawn or the files are named, or floats overflow.
 _MOST = MappingProxyType(
@@ -69,6 +75,26 @@ def check_asked(index: PipelineIndex, args: ServerArgs) -> None:
             raise UsageError(
                 f"--num-outputs must be 1 for {index.name}, {reason}, got {args.num_outputs}; "
                 f"run the command again with another --seed"
+            )
+
+
+def check_components(index: PipelineIndex, args: ServerArgs) -> None:
+    """Check the components that backends are named for, before weights are loaded.
+
+    Raises:
+        UsageError: the pipeline has no component of that name.
+    """
+    overrides = args.component_attention_backends
+    if not isinstance(overrides, Mapping):
+        return
+    known = {name for component in index.components for name in component_names(component)}
+    for key in overrides:
+        component = key.partition(".")[0]
+        if component not in known:
+            raise ComponentAttentionBackendNotAppliedError(
+                f"--component-attention-backends must name components of {index.name} "
+                f"({', '.join(sorted(index.components))}), got {key!r}"
+                f"{nearest(component, sorted(known))}"
             )
 
 

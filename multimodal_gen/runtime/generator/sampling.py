@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.limits import check_asked
+from multimodal_gen.runtime.generator.limits import check_asked, check_components
 from multimodal_gen.runtime.generator.loading import PipelineIndex, denoisers
 from multimodal_gen.runtime.server_args import ServerArgs
 
@@ -68,6 +68,7 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         if getattr(args, option) != default and not any(name in parameters for name in names):
             raise _not_taken(index.name, option, getattr(args, option), parameters)
     check_asked(index, args)
+    check_components(index, args)
     if args.guidance_scale is not None and not _takes_guidance(index):
         raise _not_taken(index.name, "guidance_scale", args.guidance_scale, parameters)
     if args.fps is not None and index.kind == "image":

@@ -4,8 +4,13 @@ import diffusers
 import pytest
 from diffusers import DiffusionPipeline
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.limits import check_asked, check_loaded, token_size
+from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, UsageError
+from multimodal_gen.runtime.generator.limits import (
+    check_asked,
+    check_components,
+    check_loaded,
+    token_size,
+)
 from multimodal_gen.runtime.generator.loading import PipelineIndex
 from multimodal_gen.runtime.server_args import ServerArgs
 
@@ -145,3 +150,30 @@ def test_a_text_that_is_no_unicode_is_refused(option: str) -> None:
     with pytest.raises(UsageError, match=rule):
         check_asked(_index("WanPipeline"), _args(**{option: "a\udcff"}))
     check_asked(_index("WanPipeline"), _args(**{option: "\U0001f98a fox"}))
+
+
+def _parts() -> PipelineIndex:
+    library = ("diffusers", "WanTransformer3DModel")
+    return PipelineIndex(
+        model_path="m",
+        pipeline_class=diffusers.WanPipeline,
+        components={"transformer": library, "vae": library, "text_encoder_2": library},
+    )
+
+
+@pytest.mark.parametrize("key", ["transfomer", "transfomer.cross"])
+def test_a_backend_for_a_component_there_is_none_of_is_refused_before_loading(key: str) -> None:
+    rule = (
+        r"--component-attention-backends must name components of WanPipeline \(text_encoder_2, "
+        rf"transformer, vae\), got '{key}', did you mean 'transformer'\?$"
+    )
+    with pytest.raises(ComponentAttentionBackendNotAppliedError, match=rule):
+        check_components(_parts(), _args(component_attention_backends={key: "fa"}))
+
+
+@pytest.mark.parametrize("key", ["transformer", "transformer.cross", "text_encoder", "vae"])
+def test_components_may_be_named_without_their_number_and_with_a_role(key: str) -> None:
+    args = _args(component_attention_backends={key: "fa"})
+    assert check_components(_parts(), args) is None
+    with pytest.raises(ComponentAttentionBackendNotAppliedError, match="must name components"):
+        check_components(_index("FluxPipeline"), args)
