@@ -91,3 +91,38 @@ use_environment() {
     --editable "$ROOT[video,dev]" --constraint "$constraints" || _fail "the installation failed"
   printf '%s\n' "$wanted" >"$stamp"
 }
+
+# Puts the releases of scripts/triton.txt into $ENVIRONMENT/kernels, one folder each, unless the
+# environment has the same one; call it after use_environment. The kernel tests that find theirs
+# nowhere are skipped, so a failure is an error where CI is "true", as hosted runners set it.
+install_triton() {
+  local purpose release folder partial
+  if [[ $(uname -sm) != "Linux x86_64" ]]; then
+    echo "No triton is installed on $(uname -sm): kernel tests that need one are skipped"
+    return
+  fi
+  while read -r purpose release; do
+    folder=$ENVIRONMENT/kernels/triton-$release
+    if [[ -z $purpose || $purpose == "#"* || -d $folder ]] || _has_triton "$release"; then
+      continue
+    fi
+    echo "Installing triton $release into $folder, for kernel tests ($purpose)"
+    mkdir -p "$ENVIRONMENT/kernels"
+    partial=$(mktemp -d "$ENVIRONMENT/kernels/partial.XXXXXX")
+    if "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps \
+      --target "$partial" "triton==$release" </dev/null; then
+      chmod 755 "$partial"
+      # Another run may have been faster.
+      mv -T "$partial" "$folder" 2>/dev/null || rm -rf "$partial"
+      continue
+    fi
+    rm -rf "$partial"
+    [[ ${CI:-} != true ]] || _fail "the installation of triton $release failed"
+    echo "That failed: kernel tests that need triton $release ($purpose) are skipped"
+  done <"$ROOT/scripts/triton.txt"
+}
+
+_has_triton() {
+  "$PYTHON" -I -c 'import sys; from importlib.metadata import version
+sys.exit(version("triton") != sys.argv[1])' "$1" 2>/dev/null
+}

@@ -18,6 +18,9 @@ prefix = pathlib.Path(sys.prefix)
 if "install" in sys.argv:
     with open(prefix / "pip.log", "a") as log:
         print(*sys.argv[1:], file=log)
+    if "--target" in sys.argv:
+        pathlib.Path(sys.argv[sys.argv.index("--target") + 1], "triton").mkdir()
+        sys.exit((prefix / "pip_fails").exists())
     checkout = sys.argv[sys.argv.index("--editable") + 1].partition("[")[0]
     site = pathlib.Path(sysconfig.get_path("purelib"))
     (site / "multimodal_gen.pth").write_text(checkout)
@@ -40,10 +43,23 @@ class Checkout:
         shutil.copy(REPOSITORY / "pyproject.toml", root)
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        script = 'source "$0"; use_environment "$@"; echo "rest: ${ARGUMENTS[*]-}"'
+        return self.shell(
+            'use_environment "$@"; echo "rest: ${ARGUMENTS[*]-}"', *arguments, **variables
+        )
+
+    def install_triton(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        releases = self.root / "scripts" / "triton.txt"
+        releases.write_text("# purpose release\n\ncompile 3.6.0\ninterpret 3.9.0\n")
+        # The tests need no machine that triton is built for.
+        prelude = "uname() { echo ${SYSTEM:-Linux x86_64}; };"
+        return self.shell(f"{prelude} _find_python; install_triton", **variables)
+
+    def shell(
+        self, script: str, *arguments: str, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         helper = self.root / "scripts" / "_environment.sh"
         return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script, str(helper), *arguments],
+            ["bash", "-euo", "pipefail", "-c", f'source "$0"; {script}', str(helper), *arguments],
             env={**os.environ, "VIRTUAL_ENV": str(self.environment), **variables},
             cwd=self.root.parent,
             capture_output=True,
@@ -54,6 +70,9 @@ class Checkout:
     def installs(self) -> list[str]:
         log = self.environment / "pip.log"
         return log.read_text().splitlines() if log.exists() else []
+
+    def tritons(self) -> list[str]:
+        return sorted(path.name for path in self.environment.glob("kernels/*"))
 
 
 @pytest.fixture
@@ -177,3 +196,49 @@ def test_an_environment_is_made_where_none_is_active(checkout: Checkout, tmp_pat
     assert "Making .venv" in result.stdout
     assert (checkout.root / ".venv" / "multimodal_gen.stamp").exists()
     assert "Making" not in checkout.run(VIRTUAL_ENV="", PATH=path).stdout
+
+
+def test_the_tritons_of_the_kernel_tests_are_installed_once_and_apart(checkout: Checkout) -> None:
+    first, second = checkout.install_triton(), checkout.install_triton()
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, second.stderr
+    assert second.stdout == ""
+    assert checkout.tritons() == ["triton-3.6.0", "triton-3.9.0"]
+    installs = checkout.installs()
+    assert [line.split()[-1] for line in installs] == ["triton==3.6.0", "triton==3.9.0"]
+    assert all("--no-deps --target" in line for line in installs)
+    assert all(
+        (checkout.environment / "kernels" / name / "triton").is_dir() for name in checkout.tritons()
+    )
+
+
+def test_a_triton_that_the_environment_has_is_not_installed_again(checkout: Checkout) -> None:
+    (site,) = checkout.environment.glob("lib/python*/site-packages")
+    (site / "triton-3.9.0.dist-info").mkdir()
+    (site / "triton-3.9.0.dist-info" / "METADATA").write_text("Name: triton\nVersion: 3.9.0\n")
+    checkout.install_triton()
+    assert checkout.tritons() == ["triton-3.6.0"]
+
+
+def test_kernel_tests_are_skipped_where_no_triton_can_be_installed(checkout: Checkout) -> None:
+    (checkout.environment / "pip_fails").touch()
+    result = checkout.install_triton(CI="")
+    assert result.returncode == 0, result.stderr
+    assert "kernel tests that need triton 3.6.0 (compile) are skipped" in result.stdout
+    assert "kernel tests that need triton 3.9.0 (interpret) are skipped" in result.stdout
+    assert checkout.tritons() == []
+
+
+def test_in_ci_a_triton_that_cannot_be_installed_is_an_error(checkout: Checkout) -> None:
+    (checkout.environment / "pip_fails").touch()
+    result = checkout.install_triton(CI="true")
+    assert result.returncode == 1
+    assert "error: the installation of triton 3.6.0 failed" in result.stderr
+    assert checkout.tritons() == []
+
+
+def test_no_triton_is_installed_on_other_systems(checkout: Checkout) -> None:
+    result = checkout.install_triton(SYSTEM="Darwin arm64", CI="true")
+    assert result.returncode == 0, result.stderr
+    assert "No triton is installed on Darwin arm64" in result.stdout
+    assert checkout.installs() == []

@@ -1,10 +1,16 @@
-"""The SM90 kernels compile without a GPU, through their launcher: no spills, no ptxas warnings.
+"""The GPU kernels compile without a GPU, through their launchers: no spills, no ptxas warnings.
 
-A stand-in driver answers for the GPU, so what is compiled is what a launch would compile.
+A stand-in driver answers for the GPU, so what is compiled is what a launch would compile. These
+tests need triton 3.6 and a process of their own: test_compiler.py starts it, without the cases
+marked slow. scripts/test leaves that triton in the environment, so for all cases:
+
+    PYTHONPATH=.venv/kernels/triton-3.6.0 .venv/bin/python -m pytest \
+        tests/kernels/block_sparse/test_compile.py
 """
 
 import dataclasses
 import importlib.metadata
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -14,7 +20,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.providers import GLUON_TRITON
-from multimodal_gen.kernels.block_sparse.tuning import hopper_tile
+from multimodal_gen.kernels.block_sparse.tuning import HopperTile, hopper_tile, portable_tile
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 
 
@@ -30,119 +36,286 @@ pytestmark = pytest.mark.skipif(
     reason=f"compiles with triton {GLUON_TRITON}x, this one is {triton_version()}",
 )
 
+# Compute capability -> shared memory of a program. SM80 is the A100.
+SHARED_MEMORY = {80: 166912, 90: 232448}
+
 
 class StandInDriver:
     """What compiling asks of a GPU driver."""
 
+    def __init__(self) -> None:
+        self.capability = 90
+
     def get_current_target(self) -> object:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton asks for a device's target once.
+        return self.capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class Kernel:
     """What ptxas says of a kernel."""
 
+    name: str
     spilled: int
     warnings: tuple[str, ...]
 
 
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Compiled]:
+class Compiler:
     """Collects the kernels that launches would compile; nothing is launched."""
+
+    def __init__(self, driver: StandInDriver, folder: Path) -> None:
+        self.driver = driver
+        self.folder = folder
+        self.kernels: list[Kernel] = []
+
+    def add(self, name: str, ptx: str) -> None:
+        import triton
+
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        source = self.folder / "kernel.ptx"
+        source.write_text(ptx)
+        (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
+        command = [ptxas, "-v", f"--gpu-name={target}", source, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        spills = re.findall(r"(\d+) bytes spill stores", log)
+        assert spills, log
+        warnings = tuple(re.findall(r"\(C75\d\d\).*", log))
+        self.kernels.append(Kernel(name, sum(map(int, spills)), warnings))
+
+    def assert_clean(self) -> None:
+        assert "attention_kernel" in {kernel.name.strip("_") for kernel in self.kernels}
+        assert [kernel for kernel in self.kernels if kernel.warnings or kernel.spilled] == []
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     import triton
     from triton.runtime.jit import JITFunction
 
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    found: list[Compiled] = []
+    found = Compiler(StandInDriver(), tmp_path)
     original = JITFunction.run
 
     def run(
         self: JITFunction, *args: object, grid: object, warmup: bool, **options: object
     ) -> None:
         kernel = original(self, *args, grid=grid, warmup=True, **options)
-        source = tmp_path / "kernel.ptx"
-        source.write_text(kernel.asm["ptx"])
-        command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        spills = re.findall(r"(\d+) bytes spill stores", log)
-        assert spills, log
-        found.append(Compiled(sum(map(int, spills)), tuple(re.findall(r"\(C75\d\d\).*", log))))
+        found.add(self.__name__, kernel.asm["ptx"])
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(triton.runtime.driver, "_active", StandInDriver())
+    monkeypatch.setattr(triton.runtime.driver, "_active", found.driver)
     return found
 
 
-def launch(
-    plan: BlockPlan,
-    *,
-    head_size: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    deterministic: bool = False,
-    with_lse: bool = True,
-) -> None:
-    from multimodal_gen.kernels.block_sparse.hopper.launch import attend
-
-    q = torch.zeros(2, plan.q.total, 4, head_size, dtype=dtype)
-    k, v = (torch.zeros(2, plan.kv.total, 2, head_size, dtype=dtype) for _ in range(2))
-    out, lse = torch.empty_like(q), torch.empty(2, 4, plan.q.total)
-    tile = hopper_tile(
-        q_size=plan.q.size,
-        kv_size=plan.kv.size,
-        regular=plan.kv.is_regular,
-        fast=dtype == torch.bfloat16,
-        deterministic=deterministic,
-    )
-    attend(q, k, v, plan, out, lse if with_lse else None, scale=0.1, tile=tile)
-
-
-def assert_clean(compiled: list[Compiled]) -> None:
-    assert compiled
-    assert [kernel.warnings for kernel in compiled if kernel.warnings] == []
-    assert [kernel.spilled for kernel in compiled] == [0] * len(compiled)
-
-
 def plan_of(form: str, q_size: int, kv_size: int) -> BlockPlan:
-    if form == "dense":
-        q, kv = Blocks.regular(4 * q_size, q_size), Blocks.regular(6 * kv_size, kv_size)
-        return BlockPlan.dense(q, kv, "cpu")
-    forms = {"q_form": form, "kv_form": form}
-    shape = PlanShape(heads=4, num_q=3, num_kv=5, q_size=q_size, kv_size=kv_size, **forms)
+    """Return a plan that needs one variant of the kernels.
+
+    Args:
+        form: "dense" and "causal" keep everything, with whole blocks and with a short last one.
+            "regular" chooses blocks, the last being short, and "bits" chooses for every row too;
+            "padded" and "ragged" give the blocks lengths, and starts, of their own.
+        q_size: rows of a query block.
+        kv_size: keys of a key block.
+    """
+    if form in ("dense", "causal"):
+        causal = form == "causal"
+        keys = Blocks.regular(6 * kv_size - (5 if causal else 0), kv_size)
+        return BlockPlan.dense(Blocks.regular(4 * q_size, q_size), keys, "cpu", causal=causal)
+    blocks = "regular" if form == "bits" else form
+    shape = PlanShape(
+        heads=4,
+        num_q=3,
+        num_kv=5,
+        q_size=q_size,
+        kv_size=kv_size,
+        q_form=blocks,
+        kv_form=blocks,
+        row_bits=form == "bits",
+    )
     return random_plan(shape, seed=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["fast", "exact"])
-@pytest.mark.parametrize("form", ["dense", "regular", "padded", "ragged"])
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def tensors_for(plan: BlockPlan, head_size: int, dtype: torch.dtype) -> Tensors:
+    q = torch.zeros(2, plan.q.total, 4, head_size, dtype=dtype)
+    k, v = (torch.zeros(2, plan.kv.total, 2, head_size, dtype=dtype) for _ in range(2))
+    return q, k, v, torch.empty_like(q)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of the SM90 kernel."""
+
+    sizes: tuple[int, int]
+    form: str
+    fast: bool
+    head_size: int = 128
+    lse: bool = True
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        marks = [self.form, "fast" if self.fast else "exact", f"d{self.head_size}"]
+        marks += ["lse"] * self.lse + ["deterministic"] * self.deterministic
+        return "-".join([*map(str, self.sizes), *marks])
+
+    def tile(self) -> HopperTile:
+        return hopper_tile(
+            q_size=self.sizes[0],
+            kv_size=self.sizes[1],
+            regular=self.form in ("dense", "regular"),
+            fast=self.fast,
+            deterministic=self.deterministic,
+        )
+
+    def launch(self) -> None:
+        from multimodal_gen.kernels.block_sparse.hopper.launch import attend
+
+        plan = plan_of(self.form, *self.sizes)
+        dtype = torch.bfloat16 if self.fast else torch.float16
+        q, k, v, out = tensors_for(plan, self.head_size, dtype)
+        lse = torch.empty(2, 4, plan.q.total) if self.lse else None
+        attend(q, k, v, plan, out, lse, scale=0.1, tile=self.tile())
+
+
+WIDE, SQUARE, SHORT, NARROW = (384, 384), (128, 128), (128, 64), (64, 64)
+
+EVERY_CASE = [
+    Case(sizes, form, fast)
+    for sizes in (WIDE, SQUARE, SHORT, NARROW)
+    for form in ("dense", "regular", "padded", "ragged")
+    for fast in (True, False)
+]
+EVERY_CASE += [
+    Case(SQUARE, form, fast, head_size, lse, deterministic)
+    for form in ("dense", "regular")
+    for fast in (True, False)
+    for head_size in (64, 96, 128)
+    for lse in (True, False)
+    for deterministic in (True, False)
+    if Case(SQUARE, form, fast, head_size, lse, deterministic) not in EVERY_CASE
+]
+
+# Every tile, each with the kind of blocks that takes most registers; and every other choice with
+# some fast and some exact tile.
+CASES = [
+    Case(WIDE, "dense", fast=True, lse=False),
+    Case(WIDE, "ragged", fast=True),
+    Case(WIDE, "regular", fast=False),
+    Case(SQUARE, "regular", fast=True),
+    Case(SQUARE, "dense", fast=True, head_size=96, deterministic=True),
+    Case(SQUARE, "regular", fast=False, head_size=64, lse=False),
+    Case(SQUARE, "dense", fast=False, head_size=96, deterministic=True),
+    Case(SQUARE, "padded", fast=True),
+    Case(SHORT, "regular", fast=True, head_size=64),
+    Case(SHORT, "ragged", fast=False),
+    Case(NARROW, "ragged", fast=True),
+    Case(NARROW, "dense", fast=True, lse=False),
+    Case(NARROW, "padded", fast=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_tile_of_sm90_compiles_without_spills_or_warnings(
+    compiler: Compiler, case: Case
+) -> None:
+    case.launch()
+    compiler.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in EVERY_CASE if case not in CASES], ids=str)
+def test_every_variant_of_sm90_compiles_without_spills_or_warnings(
+    compiler: Compiler, case: Case
+) -> None:
+    case.launch()
+    compiler.assert_clean()
+
+
+def test_no_tile_and_no_choice_is_left_to_the_slow_cases() -> None:
+    assert {case.tile() for case in EVERY_CASE} == {case.tile() for case in CASES}
+    for field in dataclasses.fields(Case):
+        every, quick = ({getattr(case, field.name) for case in c} for c in (EVERY_CASE, CASES))
+        assert every == quick
+
+
+def launch_portable(
+    compiler: Compiler, capability: int, form: str, q_size: int, head_size: int
+) -> None:
+    """Launch the portable kernel, through the copy engine on SM90."""
+    from multimodal_gen.kernels.block_sparse.portable.kernel import attend
+
+    compiler.driver.capability = capability
+    plan = plan_of(form, q_size, 128)
+    q, k, v, out = tensors_for(plan, head_size, torch.bfloat16)
+    tile = portable_tile(
+        head_size=head_size,
+        q_size=q_size,
+        kv_size=plan.kv.size if plan.kv.is_regular else 1,
+        capability=(capability // 10, capability % 10),
+        shared_memory=SHARED_MEMORY[capability],
+    )
+    lse = torch.empty(2, 4, plan.q.total)
+    attend(q, k, v, plan, out, lse, scale=0.1, tile=tile, copy_engine=capability >= 90)
+
+
+FORMS = ("dense", "regular", "ragged", "bits", "causal")
+ROWS = (64, 128)
+# With 128 rows of 256 channels, blocks with starts of their own spill 4 bytes.
+EVERY_PORTABLE_SM90 = [
+    case
+    for case in itertools.product(FORMS, ROWS, (64, 96, 128, 256))
+    if case != ("ragged", 128, 256)
+]
+PORTABLE_SM90 = [
+    *itertools.product(("regular", "ragged", "bits", "causal"), ROWS, (128,)),
+    *itertools.product(("ragged",), ROWS, (64,)),
+    *itertools.product(("dense",), ROWS, (96,)),
+    *itertools.product(("causal",), ROWS, (256,)),
+]
+# From 96 channels on, partial steps take more registers than SM80 has: they spill.
+EVERY_PORTABLE_SM80 = [
+    *itertools.product(FORMS, ROWS, (64,)),
+    *itertools.product(("dense",), ROWS, (96, 128)),
+    ("dense", 64, 256),
+]
+PORTABLE_SM80 = [
+    *itertools.product(("ragged", "causal"), ROWS, (64,)),
+    *itertools.product(("dense",), ROWS, (128,)),
+    ("dense", 64, 256),
+]
+
+
+def marked(cases: list[tuple[str, int, int]], quick: list[tuple[str, int, int]]) -> list[object]:
+    """Mark the cases that are not among the quick ones as slow."""
+    return [
+        pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases
+    ]
+
+
 @pytest.mark.parametrize(
-    ("q_size", "kv_size"), [(384, 384), (128, 128), (128, 64), (64, 64)], ids=str
+    ("form", "q_size", "head_size"), marked(EVERY_PORTABLE_SM90, PORTABLE_SM90)
 )
-def test_every_tile_compiles_without_spills_or_warnings(
-    compiled: list[Compiled], q_size: int, kv_size: int, form: str, dtype: torch.dtype
+def test_the_portable_kernel_does_not_spill_on_sm90(
+    compiler: Compiler, form: str, q_size: int, head_size: int
 ) -> None:
-    plan = plan_of(form, q_size, kv_size)
-    launch(plan, dtype=dtype)
-    assert_clean(compiled)
+    launch_portable(compiler, 90, form, q_size, head_size)
+    compiler.assert_clean()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["fast", "exact"])
-@pytest.mark.parametrize("form", ["dense", "regular"])
-def test_tiles_without_lse_compile_as_cleanly(
-    compiled: list[Compiled], form: str, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("form", "q_size", "head_size"), marked(EVERY_PORTABLE_SM80, PORTABLE_SM80)
+)
+def test_the_portable_kernel_does_not_spill_on_sm80(
+    compiler: Compiler, form: str, q_size: int, head_size: int
 ) -> None:
-    launch(plan_of(form, 128, 128), dtype=dtype, with_lse=False)
-    assert_clean(compiled)
-
-
-@pytest.mark.parametrize("head_size", [64, 96])
-def test_other_head_sizes_compile_too(compiled: list[Compiled], head_size: int) -> None:
-    plan = plan_of("regular", 128, 128)
-    launch(plan, head_size=head_size, deterministic=True)
-    assert_clean(compiled)
+    launch_portable(compiler, 80, form, q_size, head_size)
+    compiler.assert_clean()

@@ -1,0 +1,92 @@
+"""Child processes for the kernel tests that need a certain release of triton.
+
+test_triton.py and test_compile.py are run by test_interpreter.py and test_compiler.py beside them,
+and collected only where they are named.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Seconds. The longest child takes 80 on an idle core.
+TIMEOUT = 570
+
+RunWithTriton = Callable[..., None]
+
+collect_ignore_glob = ["*/test_triton.py", "*/test_compile.py"]
+
+
+def pinned_release(purpose: str) -> str:
+    """Return the release that scripts/triton.txt pins for `purpose`."""
+    lines = (REPOSITORY / "scripts" / "triton.txt").read_text().splitlines()
+    pins = dict(line.split() for line in lines if line and not line.startswith("#"))
+    return pins[purpose]
+
+
+def installed_release() -> str | None:
+    """Return the release of the environment's own triton, if it has one."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def python_path(release: str, environment: Path, installed: str | None) -> list[str]:
+    """Return what a child's path needs in front to import triton `release`.
+
+    Skips the test where there is neither a folder of it in `environment`, as scripts/test makes,
+    nor one of the same minor release among the installed packages.
+    """
+    folder = environment / "kernels" / f"triton-{release}"
+    if folder.is_dir():
+        return [str(folder)]
+    series = release.rpartition(".")[0]
+    if installed is None or not installed.startswith(f"{series}."):
+        pytest.skip(
+            f"needs triton {series}, which is neither in {folder}, where scripts/test puts it, "
+            f"nor installed ({installed or 'none'} is)"
+        )
+    return []
+
+
+@pytest.fixture
+def run_with_triton() -> RunWithTriton:
+    """Run a file of tests in a process with the triton that is pinned for a purpose."""
+
+    def run(purpose: str, tests: Path, *arguments: str, **variables: str) -> None:
+        path = python_path(pinned_release(purpose), Path(sys.prefix), installed_release())
+        path += filter(None, [os.environ.get("PYTHONPATH")])
+        result = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                *arguments,
+                str(tests),
+            ],
+            cwd=REPOSITORY,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path),
+                "OMP_NUM_THREADS": "1",
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+        assert " passed" in result.stdout
+        assert "skipped" not in result.stdout, result.stdout[-8000:]
+
+    return run
