@@ -1,13 +1,14 @@
 """Tells attention layers what they may know of each denoiser call, through `ForwardContext`.
 
-A forward pre-hook sets the context and a forward hook ends it, so it is there once per call and
-never outlives one. Both run outside of compiled graphs.
+A forward pre-hook sets the context and a forward hook ends it, so it is there once per call. Both
+run outside of compiled graphs. torch calls no hook after a `KeyboardInterrupt`: what that leaves
+behind ends with the next call or with the hooks.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,7 +22,7 @@ from multimodal_gen.integrations.steps import Step, StepTracker
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
     current_forward_context,
-    use_forward_context,
+    replace_forward_context,
 )
 
 _OPEN = "multimodal_gen.open_context"
@@ -71,9 +72,22 @@ class DenoiserHooks:
         """Whether the denoising step of a call can be told."""
         return self._timestep is not None or self._tracker.has_index
 
+    def end_context(self) -> None:
+        """End the context these hooks set in this thread, if it is there still.
+
+        With it end the contexts of calls inside of that call. Those around it stay.
+        """
+        context = current_forward_context()
+        while context is not None:
+            owner, context = context.cache.get(_OPEN, (None, None))
+            if owner is self:
+                replace_forward_context(context)
+                return
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the context; a forward pre-hook with keyword arguments."""
         del module
+        self.end_context()
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
         padding = self._adapter.padding(call)
@@ -90,17 +104,13 @@ class DenoiserHooks:
         )
         if padding is not None:
             padding.store(context.cache)
-        opened = use_forward_context(context)
-        opened.__enter__()
-        context.cache[_OPEN] = self, opened
+        context.cache[_OPEN] = self, current_forward_context()
+        replace_forward_context(context)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End the context; a forward hook that is called after errors too."""
         del module, args, output
-        context = current_forward_context()
-        owner, opened = (None, None) if context is None else context.cache.get(_OPEN, (None, None))
-        if owner is self and isinstance(opened, AbstractContextManager):
-            opened.__exit__(None, None, None)
+        self.end_context()
 
     def _locate(self, call: ModelCall, padding: KeyPadding | None) -> tuple[Step, float | None]:
         """Find the step and settle the padding, with one device synchronisation for both."""

@@ -123,6 +123,7 @@ class DenoiserPlan:
             return
         self._installed = True
         undo.callback(setattr, self, "_installed", False)
+        undo.callback(self._hooks.end_context)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
         after = model.register_forward_hook(self._hooks.after, always_call=True)

@@ -214,6 +214,64 @@ def test_an_outer_context_is_there_again_afterwards(fresh):
         assert current_forward_context() is outer
 
 
+def interrupted(model, at="blocks.1"):
+    """Run a call that the user interrupts, after which torch calls no hook."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt("by the user")
+
+    hook = model.get_submodule(at).register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt, match="by the user"):
+        model(**wan_inputs())
+    hook.remove()
+
+
+def test_what_an_interrupted_call_leaves_ends_with_the_next_call(fresh, calls):
+    model = fresh("wan").transformer
+    with torch.no_grad(), apply(model):
+        interrupted(model)
+        calls.clear()
+        model(**wan_inputs())
+        assert current_forward_context() is None
+    assert len({id(call.context) for call in calls}) == 1
+
+
+def test_what_an_interrupted_call_leaves_ends_with_the_hooks(fresh):
+    model = fresh("wan").transformer
+    handle = apply(model)
+    with torch.no_grad():
+        interrupted(model)
+        interrupted(model)
+        handle.remove()
+        assert current_forward_context() is None
+
+
+def test_interrupted_calls_of_several_models_leave_nothing(fresh):
+    pipe = fresh("wan22")
+    handle = apply(pipe)
+    with torch.no_grad():
+        for model in (pipe.transformer, pipe.transformer_2, pipe.transformer):
+            interrupted(model)
+    handle.remove()
+    assert current_forward_context() is None
+
+
+def test_a_call_of_another_model_inside_a_call_gives_the_context_back(fresh, calls):
+    pipe = fresh("wan22")
+
+    def call_the_other(*args):
+        pipe.transformer_2(**wan_inputs())
+
+    with torch.no_grad(), apply(pipe):
+        hook = pipe.transformer.blocks[1].register_forward_pre_hook(call_the_other)
+        pipe.transformer(**wan_inputs())
+        hook.remove()
+        assert current_forward_context() is None
+    components = [call.context.component for call in calls]
+    assert components == ["transformer"] * 2 + ["transformer_2"] * 4 + ["transformer"] * 2
+    assert all(call.context.component == call.site.component for call in calls)
+
+
 def test_the_name_of_a_call_ends_with_it(fresh, calls):
     model = fresh("wan").transformer
     with torch.no_grad(), apply(model):

@@ -98,6 +98,11 @@ def use_forward_context(context: ForwardContext | None) -> Iterator[None]:
         _CONTEXT.reset(token)
 
 
+def replace_forward_context(context: ForwardContext | None) -> None:
+    """Make `context` the current one until it is replaced, for hooks, which no block encloses."""
+    _CONTEXT.set(context)
+
+
 def get_forward_context() -> ForwardContext:
     """Return the current context.
 
