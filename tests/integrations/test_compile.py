@@ -168,6 +168,20 @@ def test_gradients_flow_through_a_compiled_model():
     assert torch.allclose(out, reference, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_one_graph_with_gradients_is_refused_with_what_to_do():
+    model = model_of(1)
+    with apply(model):
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        with pytest.raises(
+            Unsupported,
+            match=r"gradients through attention layers are recorded outside compiled graphs; "
+            r"run under torch\.no_grad\(\) or compile without fullgraph",
+        ):
+            model(**inputs())
+        assert run(model).isfinite().all()
+
+
 def test_a_call_first_met_while_compiling_asks_for_a_step_before():
     geometry = Geometry(num_heads=2, head_size=16, num_kv_heads=2)
     site = LayerSite(name="blocks.0.attn")

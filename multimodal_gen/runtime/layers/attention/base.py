@@ -27,7 +27,11 @@ from multimodal_gen.runtime.layers.attention.binding import (
     plannable_dtype,
     route_at,
 )
-from multimodal_gen.runtime.layers.attention.compiled import attention_op, register_layer
+from multimodal_gen.runtime.layers.attention.compiled import (
+    attention_op,
+    outside_graphs,
+    register_layer,
+)
 from multimodal_gen.runtime.layers.attention.gating import attend_gated, gated_route
 from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
@@ -348,7 +352,7 @@ class AttentionLayer(nn.Module):
         self._layer_id = register_layer(self)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def _attend_outside_the_graph(layer: AttentionLayer, *inputs: Any) -> torch.Tensor:
     """Attend where gradients are needed: autograd cannot look into the opaque operator."""
     return layer.attend_now(*inputs)

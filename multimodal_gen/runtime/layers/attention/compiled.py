@@ -5,7 +5,9 @@ number of layers share one compiled graph, and what a layer does at run time (it
 forced backend) is never frozen into it.
 """
 
+import inspect
 import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 # Process-wide, because a compiled graph can carry numbers but no Python objects.
 _LAYERS: "WeakValueDictionary[int, AttentionLayer]" = WeakValueDictionary()
 _NUMBERS = itertools.count()
+
+_WHY_OUTSIDE = (
+    "gradients through attention layers are recorded outside compiled graphs; run under "
+    "torch.no_grad() or compile without fullgraph"
+)
 
 _VMAP_KEYS = tuple(
     getattr(torch._C.DispatchKey, name)
@@ -35,6 +42,14 @@ def register_layer(layer: "AttentionLayer") -> torch.Tensor:
     number = next(_NUMBERS)
     _LAYERS[number] = layer
     return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def outside_graphs(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Keep `function` out of compiled graphs; with `fullgraph` the error of torch says why."""
+    disable: Callable[..., Callable[..., torch.Tensor]] = torch.compiler.disable
+    # Older versions of torch take no reason.
+    takes_reason = "reason" in inspect.signature(disable).parameters
+    return disable(function, **({"reason": _WHY_OUTSIDE} if takes_reason else {}))
 
 
 def _never_captured() -> dict[str, Any]:
