@@ -1,6 +1,7 @@
 """Checks of the arguments that the layers take."""
 
 import math
+from numbers import Integral, Real
 
 import torch
 
@@ -62,6 +63,11 @@ def check_mask_meta(
     """Refuse a packing without its mask, or of another batch."""
     if meta is None:
         return
+    if not isinstance(meta, VarlenMaskMeta):
+        raise UsageError(
+            f"attn_mask_meta must be what build_varlen_mask_meta returns, got a "
+            f"{type(meta).__name__}"
+        )
     if attn_mask is None:
         raise UsageError("attn_mask_meta must come with the attn_mask it packs, got no attn_mask")
     if meta.keep.shape != k.shape[:2]:
@@ -74,6 +80,8 @@ def check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
     """Refuse sizes no attention has."""
     sizes = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
     for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise ConfigError(f"{name} must be a whole number, got {size!r}")
         if size < 1:
             raise ConfigError(f"{name} must be at least 1, got {size}")
     if num_heads % num_kv_heads:
@@ -84,6 +92,10 @@ def check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
 
 def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None) -> None:
     """Refuse a scale that makes every output NaN, and what is no dtype."""
+    if softmax_scale is not None and (
+        isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real)
+    ):
+        raise ConfigError(f"softmax_scale must be a number, got {softmax_scale!r}")
     if softmax_scale is not None and not math.isfinite(softmax_scale):
         raise ConfigError(f"softmax_scale must be finite, got {softmax_scale}")
     if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):

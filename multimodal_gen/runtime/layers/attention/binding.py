@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
@@ -44,6 +44,9 @@ class LayerGeometry:
         softmax_scale: factor on q k^T.
         causal: bottom-right aligned causality.
         site: where the layer sits.
+
+    Raises:
+        ConfigError: `causal` is no bool; text such as "no" would count as true.
     """
 
     num_heads: int
@@ -52,6 +55,10 @@ class LayerGeometry:
     softmax_scale: float
     causal: bool
     site: LayerSite
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise ConfigError(f"causal must be True or False, got {self.causal!r}")
 
 
 class Bound:

@@ -219,6 +219,12 @@ class TestUSP:
         ):
             layer(*image, attn_mask_meta=meta)
 
+    def test_a_packing_of_another_type_is_refused(self, layer, image):
+        with pytest.raises(
+            UsageError, match=r"attn_mask_meta must be what build_varlen_mask_meta .*got a dict$"
+        ):
+            layer(*image, torch.ones(2, 6, dtype=torch.bool), attn_mask_meta={})
+
     def test_a_packing_of_another_batch_is_refused(self, layer, image):
         meta = build_varlen_mask_meta(torch.ones(1, 6))
         with pytest.raises(
