@@ -38,6 +38,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "scripts" / "_environment.sh").write_text(
         '_fail() { echo "error: $1" >&2; exit 1; }\n'
         f'use_environment() {{ ARGUMENTS=("$@"); PYTHON="{python}"; cd "{tmp_path}"; }}\n'
+        "install_triton() { :; }\n"
     )
     return tmp_path
 

@@ -1,6 +1,7 @@
 """What block_sparse_attention refuses, which provider it takes, and that it compiles."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -73,6 +74,17 @@ def test_auto_on_the_cpu_is_the_reference() -> None:
     assert kernel_for(Q, K, V, PLAN) == "reference"
 
 
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Choose as where triton is installed and compiles, whether it is or not."""
+    monkeypatch.setattr(providers, "_installed", lambda _: True)
+    monkeypatch.setattr(providers, "_interpreted", lambda: False)
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.usefixtures("with_triton")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -97,6 +109,7 @@ def test_triton_is_not_offered_where_it_is_not_installed(monkeypatch: pytest.Mon
         choose("triton", request)
 
 
+@pytest.mark.usefixtures("with_triton")
 def test_a_gradient_through_a_kernel_without_backward_is_refused() -> None:
     q = Q.half().requires_grad_()
     with pytest.raises(
@@ -105,6 +118,7 @@ def test_a_gradient_through_a_kernel_without_backward_is_refused() -> None:
         block_sparse_attention(q, K.half(), V.half(), PLAN, kernel="triton")
 
 
+@pytest.mark.usefixtures("with_triton")
 def test_amd_gpus_are_not_measured_by_compute_capability() -> None:
     request = dataclasses.replace(H100, rocm=True, capability=(7, 0))
     assert choose("triton", request).name == "triton"
