@@ -128,3 +128,24 @@ def misfit(
         f"{geometry.head_size} and {geometry.num_heads} query heads per {geometry.num_kv_heads} "
         f"key heads, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
     )
+
+
+def are_tensors(query: object, key: object, value: object, attn_mask: object) -> bool:
+    """Whether q, k and v are tensors, and the mask one or None; spelled out, for it is per call."""
+    return (
+        isinstance(query, torch.Tensor)
+        and isinstance(key, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and (attn_mask is None or isinstance(attn_mask, torch.Tensor))
+    )
+
+
+def no_tensor(**arguments: object) -> UsageError:
+    """Return the error of the first argument that is no tensor; a mask may be None."""
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor) and not (name == "attn_mask" and value is None):
+            break
+    return UsageError(
+        f"{name} must be a torch.Tensor, got {type(value).__name__}; make it one with "
+        f"torch.as_tensor"
+    )

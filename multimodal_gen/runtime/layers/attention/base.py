@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from multimodal_gen.runtime.layers.attention.arguments import (
+    are_tensors,
     check_numbers,
     check_sizes,
     fits,
     misfit,
+    no_tensor,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import (
@@ -240,6 +242,8 @@ class AttentionLayer(nn.Module):
             UsageError: shapes do not fit, or a schedule by step runs outside a denoiser call.
             UnsupportedBackendError: no backend can honour the call.
         """
+        if not are_tensors(query, key, value, attn_mask):
+            raise no_tensor(query=query, key=key, value=value, attn_mask=attn_mask)
         if not fits(query.shape, key.shape, value.shape, self.geometry):
             raise misfit(query, key, value, self.geometry)
         if _autocasts(query.device.type):

@@ -534,3 +534,19 @@ def test_the_names_other_models_import_are_where_they_look_for_them():
         name = f"build_varlen_mask_meta{name}"
         assert getattr(layer, name) is getattr(varlen, name)
     assert issubclass(selector.ComponentAttentionBackendNotAppliedError, UsageError)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("query", ([1.0], 0, 0, None)),
+        ("key", (0, None, 0, None)),
+        ("value", (0, 0, "v", None)),
+        ("attn_mask", (0, 0, 0, [True])),
+    ],
+)
+def test_what_is_no_tensor_is_named(name, inputs):
+    layer = LocalAttention(2, 8)
+    tensors = [torch.randn(1, 4, 2, 8) if x == 0 else x for x in inputs]
+    with pytest.raises(UsageError, match=rf"{name} must be a torch.Tensor, got \w+; make it one"):
+        layer(*tensors)
