@@ -176,6 +176,8 @@ def _interrupted_import(folder: Path, tail: str) -> subprocess.CompletedProcess[
         timeout=120,
         check=False,
         env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path.cwd()}"},
+        # A test run in the background of a shell ignores the signal, and its children would, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

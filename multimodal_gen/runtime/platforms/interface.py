@@ -39,6 +39,10 @@ class AttentionBackendEnum(Enum):
     def __str__(self) -> str:
         return str(self.value)
 
+    def __reduce_ex__(self, protocol: object) -> tuple[type["AttentionBackendEnum"], tuple[str]]:
+        # By value: some releases of Python pickle by name, and the class has no plug-in's name.
+        return type(self), (self._value_,)
+
     @property
     def is_sparse(self) -> bool:
         """Whether the backend skips part of the attention matrix."""
