@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from multimodal_gen.errors import ConfigError, NotInThisBuildError
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
-from multimodal_gen.runtime.layers.attention.backends.sla_attn import SageSLAConfig, SLAConfig
+from multimodal_gen.runtime.layers.attention.backends.sage_sla_attn import SageSLAConfig
+from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
 from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.backends.svg2_attn import SVG2Config
 from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig

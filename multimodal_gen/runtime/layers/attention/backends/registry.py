@@ -51,7 +51,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.VIDEO_SPARSE_ATTN: ("video_sparse_attn:VideoSparseBackend",),
         AttentionBackendEnum.VMOBA_ATTN: ("vmoba_attn:VMoBABackend",),
         AttentionBackendEnum.SLA_ATTN: ("sla_attn:SLABackend",),
-        AttentionBackendEnum.SAGE_SLA_ATTN: ("sla_attn:SageSLABackend",),
+        AttentionBackendEnum.SAGE_SLA_ATTN: ("sage_sla_attn:SageSLABackend",),
         AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("svg2_attn:SVG2Backend",),
     }
 )
