@@ -1,0 +1,238 @@
+"""Linear attention beside block-sparse attention: validates, then runs Triton or the reference.
+
+Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, N blocks.
+"""
+
+import importlib.util
+from functools import cache
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.linear_attention.reference import (
+    FEATURE_MAPS,
+    KeyState,
+    Projection,
+    add_linear_reference,
+    add_unselected_reference,
+    key_means_reference,
+    key_state_reference,
+)
+
+__all__ = [
+    "FEATURE_MAPS",
+    "KeyState",
+    "Projection",
+    "add_linear",
+    "add_unselected",
+    "key_means",
+    "key_state",
+]
+
+_TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16})
+_BLOCK_SIZES = (16, 32, 64, 128, 256)
+# A state without the selected blocks has to fit into the registers of one program.
+_MAX_UNSELECTED_HEAD_SIZE = 128
+
+
+def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Return the mean key of every block; does not wait for the device.
+
+    Args:
+        key: [B, S, Hkv, D], any strides.
+        blocks: how the keys are cut, the same for all heads.
+
+    Returns:
+        [B, Hkv, N, D], fp32 (fp64 for fp64); 0 for blocks without tokens. Has no gradient.
+
+    Raises:
+        UsageError: shapes or devices do not fit each other.
+    """
+    _check_keys(key, None, blocks)
+    key = _channels_last(key.detach())
+    if _runs_triton(key, blocks=blocks):
+        from multimodal_gen.kernels.linear_attention import kernel
+
+        means, _ = kernel.summarise_keys(key, None, blocks, FEATURE_MAPS[0])
+        assert means is not None
+        return means
+    return key_means_reference(key, blocks)
+
+
+def key_state(
+    key: torch.Tensor, value: torch.Tensor, blocks: Blocks, *, feature_map: str
+) -> tuple[torch.Tensor, KeyState]:
+    """Return the mean key of every block, and the state over all of them, in one pass.
+
+    Args:
+        key: [B, S, Hkv, D], any strides.
+        value: as `key`.
+        blocks: how they are cut, the same for all heads; tokens in no block do not count.
+        feature_map: one of `FEATURE_MAPS`.
+
+    Returns:
+        What `key_means` returns, and the state.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not fit each other; no such feature map.
+    """
+    _check_keys(key, value, blocks)
+    _check_feature_map(feature_map)
+    if _runs_triton(key, value, blocks=blocks):
+        from multimodal_gen.kernels.linear_attention import kernel
+
+        k, v = _channels_last(key), _channels_last(value)
+        means, state = kernel.summarise_keys(k, v, blocks, feature_map)
+        assert means is not None
+        assert state is not None
+        return means, state
+    means = key_means_reference(key.detach(), blocks)
+    return means, key_state_reference(key, value, blocks, feature_map)
+
+
+def add_linear(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    state: KeyState,
+    projection: Projection,
+    *,
+    rows: slice,
+    feature_map: str,
+) -> torch.Tensor:
+    """Return `out` plus projected linear attention over everything in `state`.
+
+    Args:
+        out: [B, S, H, D], stride 1 along D; may be changed, where no gradient is recorded.
+        query: [B, S, H, D], any strides.
+        state: of the keys; query head h uses key head h // (H / Hkv).
+        projection: what the result goes through.
+        rows: the queries that get it, with start and stop.
+        feature_map: one of `FEATURE_MAPS`.
+
+    Returns:
+        [B, S, H, D], summed in fp32 and rounded once.
+
+    Raises:
+        UsageError: shapes or devices do not fit each other; no such feature map.
+    """
+    _check_queries(out, query, projection)
+    _check_feature_map(feature_map)
+    wanted = (query.shape[0], state.sums.shape[1], query.shape[3])
+    if tuple(state.sums.shape) != wanted or query.shape[2] % wanted[1]:
+        raise UsageError(
+            f"`state` must be of a batch of {wanted[0]}, a divisor of {query.shape[2]} heads and "
+            f"head size {wanted[2]}, got {list(state.sums.shape)}"
+        )
+    tensors = (out, query, state.moments, projection.weight)
+    if _runs_triton(query, gradients=tensors):
+        from multimodal_gen.kernels.linear_attention import kernel
+
+        kernel.add_linear(out, _channels_last(query), state, projection, rows, feature_map)
+        return out
+    return add_linear_reference(out, query, state, projection, rows, feature_map)
+
+
+def add_unselected(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: KeyState,
+    plan: BlockPlan,
+    projection: Projection,
+    *,
+    feature_map: str,
+) -> torch.Tensor:
+    """Return `out` plus projected linear attention over the key blocks that `plan` leaves out.
+
+    The state over all blocks, less that over the selected ones, is what is left: exact but for
+    fp32 rounding, with memory for neither a state per block nor one per row.
+
+    Args:
+        out: [B, S, H, D], stride 1 along D; may be changed, where no gradient is recorded.
+        query: [B, S, H, D], any strides.
+        key: [B, Sk, Hkv, D], any strides.
+        value: as `key`.
+        state: of the same keys and values over `plan.kv`.
+        plan: the selected blocks, cut alike for all heads.
+        projection: what the result goes through.
+        feature_map: one of `FEATURE_MAPS`.
+
+    Returns:
+        [B, S, H, D]; queries in no block keep their value.
+
+    Raises:
+        UsageError: shapes or devices do not fit each other; no such feature map.
+    """
+    _check_queries(out, query, projection)
+    _check_keys(key, value, plan.kv)
+    _check_feature_map(feature_map)
+    tensors = (out, query, key, value, projection.weight)
+    small = query.shape[3] <= _MAX_UNSELECTED_HEAD_SIZE
+    if small and _runs_triton(query, key, value, blocks=plan.kv, gradients=tensors):
+        from multimodal_gen.kernels.linear_attention import kernel
+
+        q, k, v = (_channels_last(x) for x in (query, key, value))
+        kernel.add_unselected(out, q, k, v, state, plan, projection, feature_map)
+        return out
+    return add_unselected_reference(out, query, key, value, plan, projection, feature_map)
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _check_feature_map(feature_map: str) -> None:
+    if feature_map not in FEATURE_MAPS:
+        raise UsageError(
+            f"`feature_map` must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}"
+        )
+
+
+def _check_keys(key: torch.Tensor, value: torch.Tensor | None, blocks: Blocks) -> None:
+    if key.ndim != 4 or key.shape[1] != blocks.total:
+        raise UsageError(f"`key` must be [B, {blocks.total}, Hkv, D], got {list(key.shape)}")
+    if value is not None and (value.shape != key.shape or value.dtype != key.dtype):
+        raise UsageError(
+            f"`value` must be {list(key.shape)} in {key.dtype}, as key, got {list(value.shape)} "
+            f"in {value.dtype}"
+        )
+    if any(x.shape[1] != 1 for x in blocks.tensors()):
+        raise UsageError("`blocks` must be the same for all heads, got bounds per head")
+
+
+def _check_queries(out: torch.Tensor, query: torch.Tensor, projection: Projection) -> None:
+    if out.shape != query.shape or out.ndim != 4 or out.stride(3) != 1:
+        raise UsageError(
+            f"`out` must be [B, S, H, D] as query, {list(query.shape)}, with stride 1 along D, "
+            f"got {list(out.shape)} with strides {list(out.stride())}"
+        )
+    head_size = query.shape[3]
+    if tuple(projection.weight.shape) != (head_size, head_size):
+        raise UsageError(
+            f"`projection` must have a weight of [{head_size}, {head_size}], "
+            f"got {list(projection.weight.shape)}"
+        )
+    if projection.weight.device != query.device:
+        raise UsageError(
+            f"`projection` must lie on {query.device}, as query, got {projection.weight.device}"
+        )
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _runs_triton(
+    *tensors: torch.Tensor,
+    blocks: Blocks | None = None,
+    gradients: tuple[torch.Tensor, ...] | None = None,
+) -> bool:
+    """Whether the Triton kernels, which have no backward, can serve."""
+    inputs = tensors if gradients is None else gradients
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    known = all(x.dtype in _TRITON_DTYPES and x.device.type == "cuda" for x in tensors)
+    sized = blocks is None or blocks.size in _BLOCK_SIZES
+    return known and sized and not gradient and _has_triton()

@@ -1,0 +1,129 @@
+"""The Triton kernels against the definitions, under the interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
+test_interpreter.py starts it.
+"""
+
+import pytest
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.linear_attention.reference import FEATURE_MAPS, KeyState, Projection
+from tests.kernels.linear_attention.naive import assert_added, naive_linear, tokens_of
+from tests.kernels.linear_attention.plans import BLOCKS, Case, random
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+)
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def state_of(case: Case, **options: object) -> tuple[torch.Tensor, KeyState]:
+    from multimodal_gen.kernels.linear_attention.kernel import summarise_keys
+
+    mean, state = summarise_keys(case.key, case.value, case.kv, case.feature_map, **options)
+    assert mean is not None
+    assert state is not None
+    return mean, state
+
+
+@pytest.mark.parametrize("layout", BLOCKS)
+@pytest.mark.parametrize("splits", [1, 3, 100])
+def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, splits: int) -> None:
+    from multimodal_gen.kernels.linear_attention.kernel import summarise_keys
+
+    case = Case(layout=layout, dtype=torch.bfloat16)
+    mean, nothing = summarise_keys(case.key, None, case.kv, "softmax", splits=splits)
+    with_state, _ = state_of(case, splits=splits)
+    assert nothing is None
+    assert mean is not None
+    assert torch.equal(mean, with_state)
+    for b in range(case.key.shape[0]):
+        for i, tokens in enumerate(tokens_of(case.kv, b)):
+            wanted = case.key[b, list(tokens)].double().sum(0) / max(len(tokens), 1)
+            band = max(len(tokens), 1) * torch.finfo(torch.float32).eps * 8
+            assert (mean[b, :, i].double() - wanted).abs().max() <= band
+
+
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize("layout", BLOCKS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_branch_over_all_tokens_is_added(
+    feature_map: str, layout: str, dtype: torch.dtype
+) -> None:
+    from multimodal_gen.kernels.linear_attention.kernel import add_linear
+
+    case = Case(layout=layout, dtype=dtype, feature_map=feature_map)
+    _, state = state_of(case, splits=2)
+    rows = slice(3, case.query.shape[1] - 2)
+    out = case.out.clone()
+    add_linear(out, case.query, state, case.projection, rows, feature_map)
+    branch, size = naive_linear(*case.qkv, case.seen_by_all(), feature_map, *case.parameters)
+    assert torch.equal(out[:, :3], case.out[:, :3])
+    assert torch.equal(out[:, rows.stop :], case.out[:, rows.stop :])
+    assert_added(out[:, rows], case.out[:, rows], branch[:, rows], size[:, rows])
+
+
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize("layout", BLOCKS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_branch_over_unselected_blocks_is_added(
+    feature_map: str, layout: str, dtype: torch.dtype
+) -> None:
+    from multimodal_gen.kernels.linear_attention.kernel import add_unselected
+
+    case = Case(layout=layout, dtype=dtype, feature_map=feature_map)
+    _, state = state_of(case)
+    out = case.out.clone()
+    plan, seen = case.plan()
+    add_unselected(out, *case.qkv, state, plan, case.projection, feature_map)
+    branch, size = naive_linear(*case.qkv, seen, feature_map, *case.parameters)
+    rows = torch.tensor([t for block in tokens_of(plan.q, 0) for t in block])
+    others = torch.ones(out.shape[1], dtype=torch.bool)
+    others[rows] = False
+    assert torch.equal(out[:, others], case.out[:, others])
+    assert_added(out[:, rows], case.out[:, rows], branch[:, rows], size[:, rows])
+
+
+@pytest.mark.parametrize("head_size", [32, 48, 256])
+def test_other_head_sizes_are_padded_or_parted(head_size: int) -> None:
+    from multimodal_gen.kernels.linear_attention.kernel import add_linear
+
+    case = Case(layout="regular", dtype=torch.bfloat16, head_size=head_size, bias=False)
+    _, state = state_of(case)
+    out = case.out.clone()
+    add_linear(out, case.query, state, case.projection, slice(0, out.shape[1]), "softmax")
+    branch, size = naive_linear(*case.qkv, case.seen_by_all(), "softmax", *case.parameters)
+    assert_added(out, case.out, branch, size)
+
+
+def test_everything_selected_leaves_the_bias_alone() -> None:
+    from multimodal_gen.kernels.linear_attention.kernel import add_unselected
+
+    case = Case(layout="regular", dtype=torch.bfloat16)
+    _, state = state_of(case)
+    out = case.out.clone()
+    plan = BlockPlan.dense(case.q, case.kv, "cpu")
+    add_unselected(out, *case.qkv, state, plan, case.projection, "softmax")
+    bias = case.projection.bias
+    assert bias is not None
+    branch = bias.double().expand(case.out.shape)
+    assert_added(out, case.out, branch, torch.zeros_like(branch))
+
+
+def test_large_sums_stay_inside_half_precision() -> None:
+    from multimodal_gen.kernels.linear_attention.kernel import add_linear
+
+    tokens, d = 512, 16
+    query = random(1, 64, 1, d, dtype=torch.float16)
+    key = torch.full((1, tokens, 1, d), 300.0, dtype=torch.float16)
+    value = torch.full((1, tokens, 1, d), 50.0, dtype=torch.float16)
+    case = Case(layout="regular", dtype=torch.float16, feature_map="elu", head_size=d)
+    _, state = state_of(
+        case.replaced(key=key, value=value, kv=Blocks.regular(tokens, 64))
+    )  # sums of 300 * 50 * 512 are far beyond the largest half
+    out = torch.zeros_like(query)
+    add_linear(out, query, state, Projection(weight=torch.eye(d)), slice(0, 64), "elu")
+    torch.testing.assert_close(out, torch.full_like(out, 50.0), rtol=4e-3, atol=0)
