@@ -14,8 +14,12 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.reference import EPSILON, KeyState, Projection
 
 PIECE = 64  # tokens that are read at once
-ROW_TILES = 4  # tiles of queries per program
+KEY_WARPS = 8
+KEY_STAGES = 3
 WAVE = 264  # programs of a pass over the keys: two for every multiprocessor of a large GPU
+ROWS = 128  # queries that are read at once
+ROW_TILES = 4  # as many times per program
+ROW_WARPS = 8
 # What is left of a sum in fp32 after almost all of it was subtracted is rounding below this share.
 _ROUNDING = tl.constexpr(2.0**-19)
 
@@ -305,7 +309,7 @@ def summarise_keys(
         heads, splits, per_split, blocks.num, blocks.total,
         D=head_size, DP=padded, DV=columns, T=piece, SIZE=blocks.size, MAP=feature_map,
         STATE=state, MEANS=means, GIVEN=given, UPCAST=interpreted(),
-        num_warps=8, num_stages=3 if padded <= 128 else 2,
+        num_warps=KEY_WARPS, num_stages=KEY_STAGES if padded <= 128 else 2,
     )  # fmt: skip
     found = KeyState(moments=moments.sum(1), sums=sums.sum(1)) if state else None
     return (mean if means else None), found
@@ -330,7 +334,7 @@ def add_linear(
     batch, _, heads, head_size = query.shape
     padded = _channels(head_size)
     columns = _columns(padded)
-    tile = 128 if padded <= 128 else 32
+    tile = ROWS if padded <= 128 else 32
     tiles = -(-(rows.stop - rows.start) // (tile * ROW_TILES))
     bias = projection.bias
     _add_kernel[(batch * tiles * heads, -(-head_size // columns))](
@@ -338,7 +342,7 @@ def add_linear(
         state.sums if bias is None else bias, *out.stride()[:3], *query.stride()[:3],
         heads, heads // state.sums.shape[1], tiles, rows.start, rows.stop,
         D=head_size, DP=padded, DV=columns, T=tile, TILES=ROW_TILES, MAP=feature_map,
-        EPS=EPSILON, BIAS=bias is not None, UPCAST=interpreted(), num_warps=8, num_stages=2,
+        EPS=EPSILON, BIAS=bias is not None, UPCAST=interpreted(), num_warps=ROW_WARPS, num_stages=2,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ it, and those that serve the calls it cannot honour (a mask, a gradient).
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageErr
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl, ProjectionSlot
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule, LayerSite
@@ -44,6 +45,7 @@ class LayerGeometry:
         softmax_scale: factor on q k^T.
         causal: bottom-right aligned causality.
         site: where the layer sits.
+        projection: the trained projection of methods that have one; may be filled at any time.
 
     Raises:
         ConfigError: `causal` is no bool; text such as "no" would count as true.
@@ -55,6 +57,7 @@ class LayerGeometry:
     softmax_scale: float
     causal: bool
     site: LayerSite
+    projection: ProjectionSlot = field(default_factory=ProjectionSlot, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
@@ -85,6 +88,8 @@ class Bound:
             variant=selection.variant,
         )
         self.impl.site = geometry.site
+        if isinstance(self.impl, ProjectedImpl):
+            self.impl.slot = geometry.projection
 
 
 class Route:

@@ -1,10 +1,22 @@
-"""Sparse-Linear Attention: exact attention over the best blocks plus linear attention."""
+"""Sparse-Linear Attention: exact attention over the best blocks plus linear attention.
+
+Tokens stay in raster order. Every block of queries attends exactly to the key blocks whose means
+match its own best, and to all text; text attends to everything. To that is added what a linear
+attention finds, projected by the layer's trained `proj_l`; without one that branch is zero.
+
+Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
+"""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, cast
 
-from multimodal_gen.errors import NotInThisBuildError
+import torch
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    HALF_DTYPES,
     AttentionBackend,
     AttentionImpl,
     Capability,
@@ -15,8 +27,29 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
+from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout, attend_rows
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.sla.block_map import block_map, density, kept_blocks
+from multimodal_gen.runtime.layers.attention.sla.blocks import (
+    RasterBlocks,
+    pack_keys,
+    raster_blocks,
+)
+from multimodal_gen.runtime.layers.attention.sla.branch import (
+    LinearBranch,
+    projection_of,
+    warn_of_no_projection,
+)
+from multimodal_gen.runtime.layers.attention.sla.upstream import (
+    UPSTREAM,
+    UpstreamCall,
+    attend_upstream,
+    upstream_module,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _SLA = PackageProbe(
@@ -35,7 +68,7 @@ class SLAConfig(SparseConfig):
         feature_map: feature map of the linear branch.
         BLKQ: tokens per query block.
         BLKK: tokens per key block.
-        use_bf16: run the exact branch in bfloat16, else in float16.
+        use_bf16: compute in bfloat16, else in float16, where inputs have 16 bits.
         linear_branch: linear attention over `all` tokens, or over `unselected` blocks only.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
@@ -46,7 +79,7 @@ class SLAConfig(SparseConfig):
     )
     BLKQ: Literal[64, 128] = option(128, "tokens per query block")
     BLKK: Literal[64, 128] = option(64, "tokens per key block")
-    use_bf16: bool = option(True, "exact branch in bfloat16, else float16")
+    use_bf16: bool = option(True, "compute in bfloat16, else float16, on 16-bit inputs")
     linear_branch: Literal["all", "unselected"] = option(
         "all", "tokens of the linear branch: all, or those of unselected blocks"
     )
@@ -61,15 +94,163 @@ class SLABackend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SLA_ATTN
     summary: ClassVar[str] = "Sparse-Linear Attention: exact over the best blocks, linear beside it"
     config_cls: ClassVar[type[SLAConfig]] = SLAConfig
-    not_in_this_build: ClassVar[str | None] = "Sparse-Linear Attention is not in this build yet"
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA,)),
+        *engine_variants((Feature.GQA, Feature.KEY_MASK)),
         upstream_variant(
             "sparse_linear_attention", _SLA, TRITON, capability=Capability(minimum=(8, 0))
         ),
     )
 
     @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants that the `kernel` parameter leaves."""
+        kernel = getattr(config, "kernel", "auto")
+        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
+
+    @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise `NotInThisBuildError`."""
-        raise NotInThisBuildError(cls.not_in_this_build)
+        """Return the implementation."""
+        return SLAImpl
+
+
+class SLAOptions(Protocol):
+    """The parameters that every form of the method has; see `SLAConfig`."""
+
+    topk_ratio: float
+    feature_map: str
+    BLKQ: int
+    BLKK: int
+    use_bf16: bool
+    linear_branch: str
+    kernel: str
+
+
+class SLAImpl(SparseImpl, ProjectedImpl):
+    """Sparse-Linear Attention of one layer; a subclass may compute the sparse branch otherwise."""
+
+    backend = AttentionBackendEnum.SLA_ATTN
+    config_cls: ClassVar[type[SparseConfig]] = SLAConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        if not isinstance(config, self.config_cls):
+            config = self.config_cls()
+        self.options = cast("SLAOptions", config)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return both branches, and dense attention for text; see `SparseImpl.attend`."""
+        options = self.options
+        blocks = raster_blocks(layout, options.BLKQ, options.BLKK, query.device)
+        kept = kept_blocks(options.topk_ratio, blocks.num_video)
+        self.record(context, density(kept, blocks, layout))
+        if self.slot.linear is None and kept < blocks.num_video:
+            component = None if self.site is None else self.site.component
+            warn_of_no_projection(str(self.backend), component, options.topk_ratio)
+        if self.by_upstream:
+            return self.attend_upstream(query, key, value, blocks, keep)
+        dtype = self._exact_dtype(query.dtype)
+        q, k, v = (x.to(dtype) for x in (query, key, value))
+        keys = blocks.keys
+        if keep is not None:
+            index, keys = pack_keys(blocks, keep)
+            k, v = gather_tokens((k, v), index)
+        branch = self._linear_branch(k, v, keys)
+        plan = block_map(q, branch.means, keys, blocks, kept)
+        out = self.attend_blocks(q, k, v, plan)
+        for span in blocks.rest:
+            out[:, span] = attend_rows(query[:, span], key, value, keep, self.softmax_scale)
+        return branch.add(out, q, k, v, plan, blocks.video).to(query.dtype)
+
+    def attend_blocks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+    ) -> torch.Tensor:
+        """Return the sparse branch: softmax attention over the pairs of `plan`.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: as `key`.
+            plan: the selected blocks.
+
+        Returns:
+            [B, Sq, H, D], a new tensor; queries in no block are zero.
+        """
+        out = block_sparse_attention(
+            query, key, value, plan, scale=self.softmax_scale, kernel=self.options.kernel
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    @property
+    def by_upstream(self) -> bool:
+        """Whether the authors' package computes everything."""
+        return UPSTREAM in (self.options.kernel, self.variant)
+
+    def attend_upstream(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: RasterBlocks,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return both branches as the authors' package computes them.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: as `key`.
+            blocks: the blocks that it will use, too.
+            keep: bool [B, Sk], keys that may be attended to; None for all.
+
+        Raises:
+            UnsupportedBackendError: it cannot serve the call; lists the reasons.
+        """
+        options = self.options
+        module = upstream_module(
+            self.head_size,
+            self.slot.linear,
+            topk=options.topk_ratio,
+            feature_map=options.feature_map,
+            BLKQ=options.BLKQ,
+            BLKK=options.BLKK,
+            use_bf16=options.use_bf16,
+        )
+        call = UpstreamCall(
+            text=max(query.shape[1], key.shape[1]) - (blocks.video.stop - blocks.video.start),
+            masked=keep is not None,
+            unselected=options.linear_branch == "unselected",
+            scale=self.softmax_scale,
+            head_size=query.shape[3],
+            heads=query.shape[2],
+            kv_heads=key.shape[2],
+            blocks=blocks.num_video,
+            topk_ratio=options.topk_ratio,
+        )
+        return attend_upstream(module, query, key, value, call)
+
+    def _linear_branch(self, key: torch.Tensor, value: torch.Tensor, keys: Blocks) -> LinearBranch:
+        linear = self.slot.linear
+        return LinearBranch.of(
+            key,
+            value,
+            keys,
+            None if linear is None else projection_of(linear, key.device),
+            feature_map=self.options.feature_map,
+            unselected=self.options.linear_branch == "unselected",
+        )
+
+    def _exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return what both branches compute in; `use_bf16` is about 16 bits only."""
+        if dtype not in HALF_DTYPES:
+            return dtype
+        return torch.bfloat16 if self.options.use_bf16 else torch.float16

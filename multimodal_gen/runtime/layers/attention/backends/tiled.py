@@ -29,6 +29,7 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 __all__ = [
     "SequenceLayout",
     "TiledSequence",
+    "attend_rows",
     "attend_tiled",
     "sequence_layout",
     "tiled_sequence",
@@ -274,7 +275,7 @@ def attend_tiled(
         scatter_tokens(tiled, queries.index, out[:, :, q_slice])
 
     def attend_to_all(span: slice) -> None:
-        out[:, span] = _attend_to_all(query[:, span], key, value, keep, scale)
+        out[:, span] = attend_rows(query[:, span], key, value, keep, scale)
 
     copies = 2 * (query.numel() + out.numel()) * query.element_size() // kv_heads
     at_once = max(int(kv_heads * _SHARE_AT_ONCE), -(-_BYTES_AT_ONCE // copies), 1)
@@ -289,7 +290,7 @@ def attend_tiled(
     return out
 
 
-def _attend_to_all(
+def attend_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

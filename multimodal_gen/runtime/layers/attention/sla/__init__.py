@@ -1,0 +1,1 @@
+"""Sparse-Linear Attention without its sparse branch: block map, linear branch, projection."""

@@ -1,0 +1,126 @@
+"""The linear branch of one call, and the projection that its result goes through.
+
+Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.linear_attention.api import (
+    KeyState,
+    Projection,
+    add_linear,
+    add_unselected,
+    key_means,
+    key_state,
+)
+
+__all__ = ["LinearBranch", "projection_of", "warn_of_no_projection"]
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=256)
+def warn_of_no_projection(backend: str, component: str | None, topk_ratio: float) -> None:
+    """Say once per component of the process what the missing projection means."""
+    logger.warning(
+        "%s of %s has no trained proj_l: its linear branch is zero, so every query attends to "
+        "the best %g %% of the key blocks alone and the rest is lost; without a checkpoint that "
+        "was fine-tuned for Sparse-Linear Attention expect visibly worse results",
+        backend,
+        component or "a layer",
+        100 * topk_ratio,
+    )
+
+
+def projection_of(linear: nn.Linear, device: torch.device) -> Projection:
+    """Return the weights of a projection, on `device`."""
+    bias = None if linear.bias is None else linear.bias.to(device)
+    return Projection(weight=linear.weight.to(device), bias=bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinearBranch:
+    """The keys of one call as the linear branch sees them.
+
+    Attributes:
+        means: means of the key blocks, fp32 or fp64 [B, Hkv, Nk, D].
+        feature_map: softmax, elu or relu.
+        unselected: whether only the tokens of blocks that are not selected count.
+        state: the state over all tokens; None where the branch is zero.
+        projection: what its result goes through; None where the branch is zero.
+    """
+
+    means: torch.Tensor
+    feature_map: str
+    unselected: bool
+    state: KeyState | None
+    projection: Projection | None
+
+    @classmethod
+    def of(
+        cls,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: Blocks,
+        projection: Projection | None,
+        *,
+        feature_map: str,
+        unselected: bool,
+    ) -> "LinearBranch":
+        """Look at keys and values, once: the means are needed in any case.
+
+        Args:
+            key: [B, Sk, Hkv, D].
+            value: as `key`.
+            keys: how they are cut.
+            projection: what the result goes through; None for zero.
+            feature_map: softmax, elu or relu.
+            unselected: whether only tokens of blocks that are not selected count.
+        """
+        state = None
+        if projection is None:
+            means = key_means(key, keys)
+        else:
+            means, state = key_state(key, value, keys, feature_map=feature_map)
+        return cls(
+            means=means,
+            feature_map=feature_map,
+            unselected=unselected,
+            state=state,
+            projection=projection,
+        )
+
+    def add(
+        self,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        rows: slice,
+    ) -> torch.Tensor:
+        """Return `out` plus the branch, for the queries in `rows`; may change `out`.
+
+        Args:
+            out: [B, Sq, H, D], the sparse branch.
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: as `key`.
+            plan: the selected blocks.
+            rows: the queries of the plan.
+        """
+        if self.projection is None or self.state is None:
+            return out
+        if not self.unselected:
+            return add_linear(
+                out, query, self.state, self.projection, rows=rows, feature_map=self.feature_map
+            )
+        return add_unselected(
+            out, query, key, value, self.state, plan, self.projection, feature_map=self.feature_map
+        )
