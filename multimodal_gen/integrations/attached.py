@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
+from multimodal_gen.runtime.layers.attention.projecting import takes_projection
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
@@ -125,6 +127,7 @@ class AttachedLayer:
         self._compute_dtype = compute_dtype
         self._scope = scope
         self._masks_padding = masks_padding
+        self._projection: nn.Linear | None = None
         self.layer = self._build(geometry)
         self.others: dict[Geometry, StockAttention] = {}
         for other in also:
@@ -178,6 +181,19 @@ class AttachedLayer:
         """Whether a step of the schedule has a coarse branch that a gate weighs."""
         return self.layer.takes_gate
 
+    @property
+    def takes_projection(self) -> bool:
+        """Whether a step of the schedule has a branch that a trained projection weighs."""
+        entries = self.layer.report().entries
+        return takes_projection(entry.selection.backend for entry in entries)
+
+    def project(self, projection: nn.Linear | None) -> None:
+        """Set the projection of that branch, [D, D]; None for zero."""
+        for layer in (self.layer, *self.others.values()):
+            if layer.head_size == self.head_size:
+                layer.geometry.projection.fill(projection, self.head_size)
+        self._projection = projection
+
     def report(self) -> LayerReport:
         """Return what ran, over all layers of the module."""
         ran = [layer for layer in (self.layer, *self.others.values()) if layer.report().calls]
@@ -221,6 +237,8 @@ class AttachedLayer:
             scope=self._scope,
         )
         layer.masks_padding = self._masks_padding
+        if layer.head_size == self.head_size:
+            layer.geometry.projection.fill(self._projection, self.head_size)
         return layer
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

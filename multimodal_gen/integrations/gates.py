@@ -8,16 +8,21 @@ the model is attached.
 Shapes: B batch, S tokens, H heads, D head size.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.checkpoint import (
+    StoredLayers,
+    attach_child,
+    model_folder,
+    stored_layers,
+)
 from multimodal_gen.integrations.components import compute_dtype
 
 __all__ = ["GATE", "GatedValue", "attach_gate", "find_gates", "wan_projections"]
@@ -70,15 +75,15 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
     Raises:
         UsageError: a gate does not fit its module.
     """
-    folder = _folder(model)
+    folder = model_folder(model)
     if folder is None or not modules:
         return {}
-    stored = _stored(folder)
+    stored = stored_layers(folder, GATE)
     gates = {}
     for name, module in modules.items():
         # In the block, as the method's own models have it, or beside the other projections.
         owners = (name, name.rpartition(".")[0])
-        prefix = next((f"{o}.{GATE}" for o in owners if f"{o}.{GATE}.weight" in stored), None)
+        prefix = next((f"{o}.{GATE}" for o in owners if f"{o}.{GATE}" in stored), None)
         if prefix is not None:
             gates[name] = _read(prefix, stored, module, compute_dtype(module, model))
     return gates
@@ -86,61 +91,16 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
 
 def attach_gate(module: nn.Module, gate: nn.Linear, undo: ExitStack) -> None:
     """Make `gate` part of an attention module, on its device; `undo` takes the way back."""
-    hook = next((h for m in module.children() if (h := getattr(m, "_hf_hook", None))), None)
-    if hook is not None:  # offloaded layer by layer, as accelerate does it
-        from accelerate import cpu_offload
-
-        cpu_offload(gate, execution_device=hook.execution_device)
-    else:
-        gate.to(next(module.parameters()).device)
-    module.add_module(GATE, gate)
-    undo.callback(delattr, module, GATE)
+    attach_child(module, GATE, gate, undo)
 
 
-def _folder(model: nn.Module) -> Path | None:
-    config = getattr(model, "config", None)
-    name = config.get("_name_or_path") if isinstance(config, Mapping) else None
-    if not isinstance(name, str) or not name:
-        return None
-    folder = Path(name)
-    return folder if folder.is_dir() else None
-
-
-def _stored(folder: Path) -> dict[str, Path]:
-    """Return the file of every gate parameter; only the heads of the files are read."""
-    from safetensors import safe_open
-
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in _gate_keys(file.keys()):
-                found.setdefault(key, path)
-    return found
-
-
-def _gate_keys(keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if key.rpartition(".")[0].endswith(f".{GATE}")]
-
-
-def _read(
-    prefix: str, stored: Mapping[str, Path], module: nn.Module, dtype: torch.dtype
-) -> nn.Linear:
-    from safetensors import safe_open
-
-    tensors = {}
-    for part in ("weight", "bias"):
-        key = f"{prefix}.{part}"
-        if key in stored:
-            with safe_open(stored[key], framework="pt") as file:
-                tensors[part] = file.get_tensor(key).to(dtype)
-    weight = tensors["weight"]
+def _read(prefix: str, stored: StoredLayers, module: nn.Module, dtype: torch.dtype) -> nn.Linear:
+    gate = stored.read(prefix, dtype)
     reference = getattr(module, "to_q", None)
     wanted = (getattr(reference, "out_features", None), getattr(reference, "in_features", None))
-    if tuple(weight.shape) != wanted:
+    if tuple(gate.weight.shape) != wanted:
         raise UsageError(
-            f"{prefix}.weight in {stored[f'{prefix}.weight']} must be {list(wanted)}, as the "
-            f"query's projection, got {list(weight.shape)}; the file belongs to another model"
+            f"{prefix}.weight in {stored.file(prefix)} must be {list(wanted)}, as the query's "
+            f"projection, got {list(gate.weight.shape)}; the file belongs to another model"
         )
-    gate = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in tensors, device="meta")
-    gate.load_state_dict(tensors, assign=True)
-    return gate.requires_grad_(False)
+    return gate

@@ -14,6 +14,7 @@ from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.denoiser import DenoiserHooks, NamedCalls, OwnCalls
 from multimodal_gen.integrations.gates import attach_gate, find_gates
 from multimodal_gen.integrations.models import ModelAdapter, find_adapter
+from multimodal_gen.integrations.projections import attach_projection, find_projections
 from multimodal_gen.integrations.rebinding import (
     attach,
     derive,
@@ -80,6 +81,8 @@ class DenoiserPlan:
         )
         self._refuse_steps()
         self._gates = find_gates(component.model, dict(self._gated()))
+        projected = {t.name: t.layer.head_size for t in self._takeovers if t.layer.takes_projection}
+        self._projections = find_projections(component.model, projected)
 
     @property
     def layers(self) -> tuple[AttachedLayer, ...]:
@@ -98,6 +101,11 @@ class DenoiserPlan:
             yield (
                 f"{name}: {len(self._gates)} layers weigh the coarse branch by the gates of the "
                 f"checkpoint"
+            )
+        if self._projections:
+            yield (
+                f"{name}: {len(self._projections)} layers project the linear branch as the "
+                f"checkpoint does"
             )
         for reason, count in Counter(self._failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
@@ -119,6 +127,11 @@ class DenoiserPlan:
             undo.callback(_restore, takeover)
             if takeover.name in self._gates:
                 attach_gate(takeover.module, self._gates[takeover.name], undo)
+            if takeover.name in self._projections:
+                projection = self._projections[takeover.name]
+                attach_projection(takeover.module, projection, undo)
+                takeover.layer.project(projection)
+                undo.callback(takeover.layer.project, None)
         if not self._takeovers:
             return
         self._installed = True
