@@ -1,0 +1,49 @@
+"""Sparse-Linear Attention in whole pipelines: dense at ratio 1, and to the end at any other."""
+
+import pytest
+
+from multimodal_gen.integrations.diffusers import apply
+from tests.integrations.conftest import generate
+
+FAMILIES = ["wan", "wan22", "hunyuan_video", "flux", "qwen_image"]
+SLA = "sla_attn"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_ratio_one_the_latents_are_those_of_dense_attention(family, fresh, stock_latents):
+    pipe = fresh(family)
+    config = {"topk_ratio": 1.0, "BLKQ": 64}
+    with apply(pipe, attention_backend=SLA, attention_backend_config=config) as handle:
+        latents = generate(pipe, family)
+        entries = [
+            entry
+            for layer in handle.report().layers
+            for entry in layer.entries
+            if str(entry.selection.backend) == SLA and entry.calls
+        ]
+    assert (latents - stock_latents(family)).abs().max() <= 1e-3
+    assert entries
+    assert {density for entry in entries for _, density in entry.densities} == {1.0}
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3])  # the others' images are one block
+def test_with_fewer_blocks_the_latents_change_and_the_report_tells_the_density(
+    family, fresh, stock_latents
+):
+    pipe = fresh(family)
+    config = {"topk_ratio": 0.0, "BLKQ": 64}
+    with apply(pipe, attention_backend=SLA, attention_backend_config=config) as handle:
+        latents = generate(pipe, family)
+        entries = [e for layer in handle.report().layers for e in layer.entries if e.densities]
+    assert latents.isfinite().all()
+    assert (latents - stock_latents(family)).abs().max() > 1e-3
+    assert entries
+    assert all(0.0 < density < 1.0 for entry in entries for _, density in entry.densities)
+
+
+def test_dense_steps_and_layers_run_on_the_dense_backend(fresh, stock_latents):
+    pipe = fresh("wan")
+    config = {"topk_ratio": 0.0, "dense_steps": "0-", "dense_layers": "0"}
+    with apply(pipe, attention_backend=SLA, attention_backend_config=config):
+        latents = generate(pipe, "wan")
+    assert (latents - stock_latents("wan")).abs().max() <= 1e-3
