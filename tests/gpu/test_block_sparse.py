@@ -125,10 +125,26 @@ def test_many_draws_of_irregular_plans_are_right(kernel: str, name: str, seed: i
     check(kernel, plan, inputs_for(plan, dtype=torch.bfloat16, seed=seed))
 
 
-def test_rows_may_choose_among_the_blocks() -> None:
-    shape = dataclasses.replace(PLANS["ragged"], row_bits=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", PLANS)
+def test_rows_may_choose_among_the_blocks(kernel: str, name: str, dtype: torch.dtype) -> None:
+    shape = dataclasses.replace(PLANS[name], row_bits=True)
     plan = random_plan(shape, seed=3, device="cuda")
-    check("triton", plan, inputs_for(plan, dtype=torch.bfloat16))
+    check(kernel, plan, inputs_for(plan, dtype=dtype))
+
+
+@pytest.mark.parametrize("deviation", [8, 60])
+@pytest.mark.parametrize("words", [0, 1, 2], ids=["no block", "one block", "another block"])
+def test_rows_that_choose_need_no_reference_among_their_keys(
+    kernel: str, words: int, deviation: float
+) -> None:
+    """The keys that a kernel looks at first are not those that half of the rows attend to."""
+    shape = PlanShape(heads=4, num_q=3, num_kv=7, q_size=128, kv_size=150, keep=1.0, row_bits=True)
+    plan = random_plan(shape, seed=4, device="cuda")
+    assert plan.row_bits is not None
+    plan.row_bits[..., ::2, :] = words << 4
+    q, k, v = inputs_for(plan, dtype=torch.bfloat16)
+    check(kernel, plan, (q * deviation, k, v))
 
 
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 256])

@@ -172,8 +172,6 @@ def _gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
         reasons.append(
             f"needs a head size that is a multiple of 8 up to 128, got {request.head_size}"
         )
-    if request.row_bits:
-        reasons.append("has no choice per row, and the plan has row bits")
     if request.causal:
         reasons.append("has no causal variant")
     if not request.aligned:
@@ -279,9 +277,10 @@ def _run_gluon(
     tile = hopper_tile(
         q_size=plan.q.size,
         kv_size=plan.kv.size,
-        regular=plan.kv.is_regular,
+        # Rows that choose need to know the block of every step, and where it lies in the list.
+        regular=plan.kv.is_regular and plan.row_bits is None,
         fast=q.dtype == torch.bfloat16,
-        deterministic=deterministic,
+        deterministic=deterministic or plan.row_bits is not None,
     )
     attend(q, k, v, plan, out, lse, scale=scale, tile=tile)
     return out, lse

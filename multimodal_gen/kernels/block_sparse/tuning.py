@@ -90,6 +90,7 @@ class HopperTile:
         own: whether each consumer has a query block of its own.
         q_registers: whether Q is kept in registers.
         fast: whether the first step's maximum stays the reference; needs bfloat16.
+        lazy: whether the exact variant keeps its reference while scores lie little above it.
         sync: how often, in steps, a program publishes its place in the keys for its neighbours to
             start from; makes the order of summation vary from run to run; 0 never.
         registers: registers of a consumer thread.
@@ -102,6 +103,7 @@ class HopperTile:
     own: bool = False
     q_registers: bool = True
     fast: bool = True
+    lazy: bool = False
     sync: int = 0
     registers: int = 240
     producer_registers: int = 24
@@ -111,13 +113,17 @@ class HopperTile:
 _HOPPER = MappingProxyType(
     {
         "wide fast": HopperTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160),
-        "wide exact": HopperTile(consumers=2, keys=128, stages=2, fast=False),
-        "fast": HopperTile(consumers=2, keys=128, stages=2, sync=4),
+        "wide exact": HopperTile(
+            consumers=3, keys=64, stages=4, q_registers=False, registers=160, fast=False, lazy=True
+        ),
+        "fast": HopperTile(consumers=2, keys=128, stages=3, sync=4),
         "exact": HopperTile(consumers=2, keys=128, stages=2, fast=False, sync=4),
         "short keys fast": HopperTile(consumers=2, keys=64, stages=4),
         "short keys exact": HopperTile(consumers=2, keys=64, stages=4, fast=False),
         "narrow fast": HopperTile(consumers=2, keys=64, stages=3, own=True, sync=8),
-        "narrow exact": HopperTile(consumers=2, keys=64, stages=3, own=True, fast=False, sync=8),
+        "narrow exact": HopperTile(
+            consumers=2, keys=64, stages=3, own=True, fast=False, lazy=True, sync=8
+        ),
     }
 )
 

@@ -11,7 +11,7 @@ from multimodal_gen.runtime.platforms.interface import (
 
 
 class CudaPlatform(Platform):
-    """NVIDIA GPUs: FlashAttention where a fast build for the GPU is installed, else SDPA."""
+    """NVIDIA GPUs: the kernel that was measured to be the fastest, else SDPA."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.CUDA
     device_type: ClassVar[str] = "cuda"
@@ -37,7 +37,10 @@ class CudaPlatform(Platform):
     def attention_priority(
         self, capability: DeviceCapability | None
     ) -> tuple[AttentionBackendEnum, ...]:
-        """Prefer FlashAttention from SM80 on; SM12x and older GPUs take SDPA."""
+        """Prefer our own kernel on SM90 and FlashAttention from SM80 on; others take SDPA."""
         if capability is None or capability.major < 8 or capability.major == 12:
             return (AttentionBackendEnum.TORCH_SDPA,)
-        return (AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA)
+        packaged = (AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA)
+        if capability == DeviceCapability(9, 0):
+            return (AttentionBackendEnum.TRITON_ATTN, *packaged)
+        return packaged

@@ -174,7 +174,7 @@ def gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
         ({"rocm": True}, "needs an NVIDIA GPU"),
         ({"head_size": 192}, "needs a head size that is a multiple of 8 up to 128, got 192"),
         ({"head_size": 36}, "needs a head size that is a multiple of 8 up to 128, got 36"),
-        ({"row_bits": True}, "has no choice per row, and the plan has row bits"),
+        ({"causal": True}, "has no causal variant"),
         ({"aligned": False}, "needs q, k and v in rows of 16 bytes"),
         ({"backward": True}, "has no backward pass, and an input requires grad"),
         ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),

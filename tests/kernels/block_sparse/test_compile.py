@@ -173,7 +173,7 @@ class Case:
             kv_size=self.sizes[1],
             regular=self.form in ("dense", "regular"),
             fast=self.fast,
-            deterministic=self.deterministic,
+            deterministic=self.deterministic or self.form == "bits",
         )
 
     def launch(self) -> None:
@@ -191,7 +191,7 @@ WIDE, SQUARE, SHORT, NARROW = (384, 384), (128, 128), (128, 64), (64, 64)
 EVERY_CASE = [
     Case(sizes, form, fast)
     for sizes in (WIDE, SQUARE, SHORT, NARROW)
-    for form in ("dense", "regular", "padded", "ragged")
+    for form in ("dense", "regular", "padded", "ragged", "bits")
     for fast in (True, False)
 ]
 EVERY_CASE += [
@@ -220,6 +220,9 @@ CASES = [
     Case(NARROW, "ragged", fast=True),
     Case(NARROW, "dense", fast=True, lse=False),
     Case(NARROW, "padded", fast=False),
+    Case(SQUARE, "bits", fast=True),
+    Case(SQUARE, "bits", fast=False),
+    Case(NARROW, "bits", fast=False),
 ]
 
 

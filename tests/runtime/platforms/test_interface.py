@@ -170,12 +170,12 @@ def priority(platform, *capability: int) -> list[str]:
         ((7, 5), ["torch_sdpa"]),
         ((8, 0), ["fa", "torch_sdpa"]),
         ((8, 9), ["fa", "torch_sdpa"]),
-        ((9, 0), ["fa", "torch_sdpa"]),
+        ((9, 0), ["triton_attn", "fa", "torch_sdpa"]),
         ((10, 0), ["fa", "torch_sdpa"]),
         ((12, 0), ["torch_sdpa"]),
     ],
 )
-def test_nvidia_gpus_prefer_flash_attention_where_it_is_fast(capability, expected):
+def test_nvidia_gpus_prefer_what_is_fastest_on_them(capability, expected):
     assert priority(CudaPlatform(), *capability) == expected
 
 

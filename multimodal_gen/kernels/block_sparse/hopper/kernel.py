@@ -5,9 +5,14 @@ of BN keys, with a full and an empty barrier each; V lags K by one step, and the
 step runs while the scores of the next one are computed. With s = scale * log2(e) * q k^T:
 
 * exact: the online softmax, m' = max(m, rowmax s), acc = acc 2^(m - m') + 2^(s - m') v;
+* lazy: the same, with m' = m unless rowmax s > m + SLACK. Weights then reach 2^SLACK, which costs
+  no bits, and hardly any step rescales: each warp of 16 rows jumps over it when it may;
 * fast: the row maximum of the first step stays the reference, so nothing is rescaled. bfloat16
   weights have the exponents of fp32, so only a row whose later scores are far above the reference
   can go wrong. Such tiles are flagged, and the exact kernel redoes them.
+
+Where rows choose among the blocks of their list, a step of a block that a row does not keep has the
+reference infinity in that row, which makes its weights 0.
 
 OWN: every consumer has its own query block, ring and producer warp; else all consumers share one.
 """
@@ -24,6 +29,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
 OVERFLOW = gl.constexpr(2.0**64)
+# Rows that choose may not see the keys of the reference: below this, weights may have been lost.
+UNDERFLOW = gl.constexpr(2.0**-64)
+# How far, in powers of two, scores may lie above a lazy reference.
+SLACK = gl.constexpr(8.0)
+# Lower than any score, and finite: the maximum of nothing.
+LOWEST = gl.constexpr(-3.0e38)
 SEARCH = gl.constexpr(256)
 
 
@@ -74,6 +85,11 @@ class Plan(NamedTuple):
     q_size: Any
     q_total: Any
     total: Any
+    blocks: Any
+    bits: Any
+    bits_b: Any
+    bits_h: Any
+    words: Any
 
 
 class Outs(NamedTuple):
@@ -93,7 +109,8 @@ class Work(NamedTuple):
 
     `row` is its first query row in the tensor, `real` and `owned` how many rows from there on are
     attended and written, `tail` the first key of the partial step of a regular plan or the last
-    place of the list, `tail_keys` its length or None.
+    place of the list, `tail_keys` its length or None, `blocks` the block of every step and `bits`
+    the words of the first row.
     """
 
     row_list: Any
@@ -111,6 +128,9 @@ class Work(NamedTuple):
     out_s: Any
     lse: Any
     sweep: Any
+    blocks: Any
+    bits: Any
+    words: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +148,13 @@ class Shape:
         own: whether each consumer has its own query block.
         q_registers: whether Q is kept in registers.
         fast: fixed reference and flags instead of the online softmax.
+        lazy: whether the online softmax keeps its reference while it can.
         sync: publish the position in the key sweep every so many steps; 0 never.
         ragged: whether any step may be partial.
         ordered: whether `order` is given.
         q_starts: whether query blocks have starts of their own.
         q_lengths: whether query blocks have lengths of their own.
+        bits: whether rows choose among the blocks of their list; the list then holds steps.
         lse: whether lse is wanted.
         redo: whether only flagged tiles are computed.
         registers: registers of a consumer thread.
@@ -149,11 +171,13 @@ class Shape:
     own: bool
     q_registers: bool
     fast: bool
+    lazy: bool
     sync: int
     ragged: bool
     ordered: bool
     q_starts: bool
     q_lengths: bool
+    bits: bool
     lse: bool
     redo: bool
     registers: int
@@ -225,6 +249,9 @@ def _work(W: gl.constexpr, plan, outs, C: gl.constexpr):
         row_list, gl.where(real > 0, num_full, 0), gl.where(real > 0, num_tail, 0), tail,
         tail_keys, b, h, kv_h, row, real, owned, out, outs.out_s, lse,
         plan.sweep + b * plan.sweep_b + kv_h,
+        plan.blocks + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q,
+        plan.bits + b_64 * plan.bits_b + h_64 * plan.bits_h + row.to(gl.int64) * plan.words,
+        plan.words,
     )  # fmt: skip
 
 
@@ -321,6 +348,47 @@ def _partial_sums(p, C: gl.constexpr):
     return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
 
 
+def _rescale_assembly(count: int) -> str:
+    """Return PTX that multiplies `count` values $count.. by factors, unless all of a warp's are 1.
+
+    A thread of an MMA accumulator holds pairs of two rows in turns, so factors 0 and 2 are those
+    of its rows.
+    """
+    factor = 2 * count
+    moves = "".join(f"mov.f32 ${i}, ${count + i};" for i in range(count))
+    products = "".join(f"mul.f32 ${i}, ${i}, ${factor + i};" for i in range(count))
+    return (
+        "{ .reg .pred any;"
+        f"setp.neu.f32 any, ${factor}, 0f3F800000;"
+        f"setp.neu.or.f32 any, ${factor + 2}, 0f3F800000, any;"
+        "vote.sync.any.pred any, any, 0xffffffff;"
+        f"{moves}"
+        "@!any bra.uni SKIP_${:uid};"
+        f"{products}"
+        "SKIP_${:uid}: }"
+    )
+
+
+RESCALE = gl.constexpr(_rescale_assembly(32))
+RESCALE_WIDE = gl.constexpr(_rescale_assembly(64))
+OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
+OPERANDS_WIDE = gl.constexpr(",".join(["=f"] * 64 + ["f"] * 128))
+
+
+@gluon.jit
+def _rescale(acc, alpha, C: gl.constexpr):
+    """Return `acc` times `alpha`, both [64, D]; jumps over it where all factors of a warp are 1."""
+    if C.head_size == 128:
+        acc = gl.inline_asm_elementwise(
+            RESCALE_WIDE, OPERANDS_WIDE, [acc, alpha], dtype=gl.float32, is_pure=True, pack=64
+        )
+    else:
+        acc = gl.inline_asm_elementwise(
+            RESCALE, OPERANDS, [acc, alpha], dtype=gl.float32, is_pure=True, pack=32
+        )
+    return acc
+
+
 @gluon.jit
 def _tail_keys(work, tail, C: gl.constexpr):
     """Return how many keys of a partial step are real."""
@@ -331,9 +399,23 @@ def _tail_keys(work, tail, C: gl.constexpr):
 
 
 @gluon.jit
+def _kept(work, step, first_row, layout: gl.constexpr, C: gl.constexpr):
+    """Return which of 64 rows keep the block of a step."""
+    whole = step
+    if C.ragged:
+        whole = step - gl.minimum(work.num_tail, 1)
+    is_whole = (whole >= 0) & (whole < work.num_full)
+    tail = gl.maximum(step - work.num_full, 0)
+    block = gl.load(work.blocks + gl.where(is_whole, whole, work.tail - tail))
+    rows = first_row + gl.arange(0, 64, layout)
+    word = gl.load(work.bits + rows * work.words + block // 32, mask=rows < work.real, other=0)
+    return ((word >> (block % 32)) & 1) != 0
+
+
+@gluon.jit
 def _advance(
-    q, rings, acc, sums, m, weights, keys, step, scale_log2, FIRST: gl.constexpr,
-    MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr,
+    q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST: gl.constexpr,
+    ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Scores of `step` while P V of the step before is in flight; then its softmax."""
     BN: gl.constexpr = C.keys
@@ -345,6 +427,8 @@ def _advance(
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     slot = FIRST + step % C.stages
     slot_v = FIRST + (step - 1) % C.stages
+    if C.bits:
+        kept = _kept(work, step, ROW, gl.SliceLayout(1, s_layout), C)
     mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
     k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
     s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
@@ -358,22 +442,34 @@ def _advance(
         s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
     m_new = m
     if not C.fast:
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
+        m_step = gl.max(s, 1) * scale_log2
+        if C.bits:
+            m_step = gl.where(kept, m_step, LOWEST)
+        m_new = gl.where(m_step > m + SLACK, m_step, m) if C.lazy else gl.maximum(m, m_step)
+    reference = m_new
+    if C.bits:
+        reference = gl.where(kept, m_new, float("inf"))
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
     following = weights
-    if C.fast:
+    if not C.fast:
+        alpha = gl.exp2(m - m_new)
+    if C.lazy:
+        sums_rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+        sums = sums * gl.expand_dims(gl.convert_layout(alpha, sums_rows), 1)
+    if C.fast or C.lazy:
         sums += _partial_sums(p, C)
+    else:
+        sums = sums * alpha + gl.sum(p, 1)
+    if C.fast:
         # Before the wait, unlike below: that is what keeps the exact variant's registers down.
         following = gl.convert_layout(p.to(dtype), weights.type.layout)
-    else:
-        alpha = gl.exp2(m - m_new)
-        sums = sums * alpha + gl.sum(p, 1)
     # The weights in flight must pass through the wait, or their registers are reused early.
     acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
     mbarrier.arrive(rings.v_empty.index(slot_v))
     if not C.fast:
         following = gl.convert_layout(p.to(dtype), weights.type.layout)
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, rows_o), 1)
+        factor, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(alpha, rows_o), 1), acc)
+        acc = _rescale(acc, factor, C) if C.lazy else acc * factor
     return acc, sums, m_new, following
 
 
@@ -437,8 +533,14 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
             columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
             s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
         m = gl.max(s, 1) * scale_log2
-        p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
-        sums = _partial_sums(p, C) if C.fast else gl.sum(p, 1)
+        reference = m
+        if C.bits:
+            kept = _kept(work, 0, ROW, rows_s, C)
+            reference = gl.where(kept, m, float("inf"))
+            if not C.fast:
+                m = gl.where(kept, m, LOWEST)
+        p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
+        sums = _partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([64, D], gl.float32, o_layout)
         last = work.num_full
@@ -446,31 +548,40 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
             last += gl.minimum(work.num_tail, 1)
         for step in range(1, last):
             acc, sums, m, weights = _advance(
-                q, rings, acc, sums, m, weights, BN, step, scale_log2, FIRST, False, dtype, C
-            )
+                q, rings, acc, sums, m, weights, BN, step, work, scale_log2, FIRST, ROW, False,
+                dtype, C,
+            )  # fmt: skip
         if C.sub == 0:  # a regular plan has one partial step at most
             for step in range(last, steps):
                 keys = _tail_keys(work, step - work.num_full, C)
                 acc, sums, m, weights = _advance(
-                    q, rings, acc, sums, m, weights, keys, step, scale_log2, FIRST, True, dtype, C
-                )
+                    q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, True,
+                    dtype, C,
+                )  # fmt: skip
         slot = FIRST + (steps - 1) % C.stages
         mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
         v_tile = rings.v.index(slot).reshape([BN, D])
         o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
 
-        if C.fast:
+        row_sum = sums
+        if C.fast or C.lazy:
             row_sum = gl.convert_layout(gl.sum(sums, 1), rows_s)
+        if C.fast:
             real = ROW + gl.arange(0, 64, rows_s) < work.real
-            wrong = gl.max((real & ~(row_sum < OVERFLOW)).to(gl.int32), 0)
+            sound = row_sum < OVERFLOW
+            if C.bits:
+                sound = sound & (row_sum > UNDERFLOW)
+            wrong = gl.max((real & ~sound).to(gl.int32), 0)
             if wrong > 0:
                 gl.store(flag, wrong)
-        else:
-            row_sum = sums
-        o = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, rows_o), 1)
-        q_tile.store(o.to(dtype))
+        inverse = 1.0 / row_sum
         lse = 0.6931471805599453 * (m + gl.log2(row_sum))
+        if C.bits:
+            inverse = gl.where(row_sum > 0.0, inverse, 0.0)
+            lse = gl.where(row_sum > 0.0, lse, float("-inf"))
+        o = acc * gl.expand_dims(gl.convert_layout(inverse, rows_o), 1)
+        q_tile.store(o.to(dtype))
         _store(q_tile.load(store_layout), lse, work, ROW, C)
 
 
@@ -543,15 +654,17 @@ def _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype: gl.constexpr, C: gl.co
         "rows", "rep_h", "num_q", "plan_h", "group", "kv_last", "kv_tail", "room", "tail_room",
         "steps_b", "steps_h", "steps_q", "count_b", "count_h", "count_q", "sweep_b",
         "q_start_b", "q_start_h", "q_length_b", "q_length_h", "q_size", "q_total", "total",
+        "bits_b", "bits_h", "words",
     ]
 )  # fmt: skip
 def attention_kernel(
-    dq, dk, dv, out_ptr, lse_ptr, flag_ptr,
-    step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, sweep_ptr,
+    dq, dk, dv, out_ptr, lse_ptr, flag_ptr, sweep_ptr,
+    step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr,
     q_start_ptr, q_length_ptr,
     rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
     steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b,
     q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
+    block_ptr, bits_ptr, bits_b, bits_h, words,
     out_b, out_s, out_h, lse_b, lse_h, scale_log2, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile. A redo does only the tiles whose flag is set."""
@@ -560,6 +673,7 @@ def attention_kernel(
         rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
         steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b, q_start_ptr, q_length_ptr,
         q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
+        block_ptr, bits_ptr, bits_b, bits_h, words,
     )  # fmt: skip
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
     flag = flag_ptr + gl.program_id(0)
@@ -571,11 +685,13 @@ def attention_kernel(
         _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype, C)
 
 
+_TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
 def describe(tensor: torch.Tensor, rows: int, head_size: int) -> TensorDescriptor:
     """Describe [B, S, H, D] to the copy engine as [B, H, S, D] in boxes of [1, 1, rows, D]."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     order = (0, 2, 1, 3)
     sizes = [tensor.shape[i] for i in order]
     # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
     strides = [tensor.stride(i) if tensor.shape[i] > 1 else 64 for i in order[:3]]
-    return TensorDescriptor(tensor, sizes, [*strides, 1], [1, 1, rows, head_size], layout)
+    return TensorDescriptor(tensor, sizes, [*strides, 1], [1, 1, rows, head_size], _TILE_LAYOUT)

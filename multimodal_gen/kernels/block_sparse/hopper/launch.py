@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.tuning import HopperTile
+from multimodal_gen.kernels.launcher import Launcher
 
 if TYPE_CHECKING:
     from multimodal_gen.kernels.block_sparse.hopper.kernel import Shape
@@ -32,18 +35,72 @@ def attend(
         q: [B, Sq, H, D], stride 1 along D, all other strides multiples of 16 bytes.
         k: [B, Sk, Hkv, D], as q.
         v: [B, Sk, Hkv, D], as q.
-        plan: the pairs, without row bits, on the same device.
+        plan: the pairs, on the same device.
         out: contiguous [B, Sq, H, D]; only rows that belong to a query block are written.
         lse: contiguous fp32 [B, H, Sq], or None.
         scale: factor of the scores.
         tile: shape of a program, as `hopper_tile` chooses it.
     """
-    from multimodal_gen.kernels.block_sparse.hopper.kernel import attention_kernel, describe
+    from multimodal_gen.kernels.block_sparse.hopper.kernel import describe
+
+    key = ("hopper", tile, q.shape, k.shape[2], lse is None)
+    launch = plan.cache.get(key)
+    if launch is None:
+        launch = plan.cache[key] = _prepare(q, k, plan, tile, lse)
+    shape, rows = launch.shapes[0], launch.num_flags
+    # One allocation, whose second part begins at a multiple of 16 bytes like the first.
+    marks = launch.counts.new_zeros(rows + launch.num_sweeps)
+    sweep = marks[rows:] if launch.num_sweeps else marks
+    arguments = (
+        describe(q, 64, shape.head_size), describe(k, tile.keys, shape.head_size),
+        describe(v, tile.keys, shape.head_size), out, out if lse is None else lse, marks, sweep,
+        *launch.arguments, *out.stride()[:3],
+        *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
+    )  # fmt: skip
+    _launcher()(launch.grid, *arguments, last=launch.shapes, num_warps=4)
+
+
+@cache
+def _launcher() -> Launcher:
+    from multimodal_gen.kernels.block_sparse.hopper.kernel import attention_kernel
+
+    return Launcher(attention_kernel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Launch:
+    """What launches on one plan have in common, whatever the tensors.
+
+    Attributes:
+        grid: number of programs.
+        shapes: the kernel to compile, and the one that redoes flagged tiles, if any.
+        arguments: those that follow from the plan, in the kernel's order.
+        counts: a tensor of the plan.
+        num_flags: int32 flags to make room for, a multiple of four.
+        num_sweeps: positions of key sweeps to make room for.
+    """
+
+    grid: tuple[int]
+    shapes: tuple["Shape", ...]
+    arguments: tuple[Any, ...]
+    counts: torch.Tensor
+    num_flags: int
+    num_sweeps: int
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plan: BlockPlan,
+    tile: HopperTile,
+    lse: torch.Tensor | None,
+) -> _Launch:
     from multimodal_gen.kernels.block_sparse.steps.kernel import make_steps
 
     batch, _, heads, channels = q.shape
     kv = plan.kv
-    sub = kv.size // tile.keys if kv.is_regular and kv.size % tile.keys == 0 else 0
+    whole = kv.is_regular and kv.size % tile.keys == 0 and plan.row_bits is None
+    sub = kv.size // tile.keys if whole else 0
     steps = None if sub else make_steps(plan, tile.keys)
     lists = plan.indices if steps is None else steps.starts
     if lists.stride(3) != 1:
@@ -51,6 +108,9 @@ def attend(
     counts = plan.counts if steps is None else steps.num_full
     tail_counts = counts if steps is None else steps.num_tail
     tail_lengths = counts if steps is None else steps.tail_lengths
+    # A plan with row bits is always cut in steps, none of which are merged.
+    blocks = lists if steps is None or steps.blocks is None else steps.blocks
+    bits = counts.unsqueeze(3) if plan.row_bits is None else plan.row_bits.contiguous()
     order = launch_order(plan, counts)
     _, plan_h, num_q = counts.shape
     total = batch * heads * num_q
@@ -61,24 +121,24 @@ def attend(
         counts if t is None else t.expand(batch, heads, -1).contiguous()
         for t in (plan.q.starts, plan.q.lengths)
     ]
-    flags = counts.new_zeros((num_tiles,) if tile.fast else (1,))
-    sweep = counts.new_zeros((batch * k.shape[2],) if tile.sync else (1,))
     every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
     arguments = (
-        describe(q, 64, shape.head_size), describe(k, tile.keys, shape.head_size),
-        describe(v, tile.keys, shape.head_size), out, out if lse is None else lse, flags,
         every_list, every_count, tail_counts, tail_lengths, counts if order is None else order,
-        sweep, *q_bounds,
-        counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2], kv.num - 1, kv_tail,
-        lists.shape[3], plan.indices.shape[3],
+        *q_bounds, counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
+        kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],
         *every_list.stride()[:3], *every_count.stride(), k.shape[2],
         *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], plan.q.size, plan.q.total, total,
-        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
+        blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
     )  # fmt: skip
-    attention_kernel[(num_tiles,)](*arguments, shape, num_warps=4)
-    if tile.fast:
-        redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
-        attention_kernel[(num_tiles,)](*arguments, redo, num_warps=4)
+    redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
+    return _Launch(
+        grid=(num_tiles,),
+        shapes=(shape, redo) if tile.fast else (shape,),
+        arguments=arguments,
+        counts=counts,
+        num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
+        num_sweeps=batch * k.shape[2] if tile.sync else 0,
+    )
 
 
 def _q_tiles(plan: BlockPlan, tile: HopperTile) -> int:
@@ -104,11 +164,13 @@ def _shape(
         own=tile.own,
         q_registers=tile.q_registers,
         fast=tile.fast,
+        lazy=tile.lazy,
         sync=tile.sync,
         ragged=sub == 0 or kv_tail != plan.kv.size,
         ordered=ordered,
         q_starts=plan.q.starts is not None,
         q_lengths=plan.q.lengths is not None,
+        bits=plan.row_bits is not None,
         lse=lse,
         redo=False,
         registers=tile.registers,

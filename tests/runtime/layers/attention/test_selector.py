@@ -56,7 +56,7 @@ def asked(backend, source=Source.COMMAND_LINE, **fields) -> Asked:
 AUTO = Asked(source=Source.AUTO)
 
 
-def request(platform="cuda", capability=(9, 0), **fields) -> AttentionRequest:
+def request(platform="cuda", capability=(8, 0), **fields) -> AttentionRequest:
     kind = PlatformEnum(platform)
     device = FakeDevice(platform=kind, capability=capability if platform == "cuda" else None)
     known = {"head_size": 128, "num_heads": 8, "num_kv_heads": 8, "dtype": torch.bfloat16}

@@ -24,7 +24,11 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import engine_variants
-from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    AttentionRole,
+    Feature,
+)
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ _FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.LSE})
 _MORE = MappingProxyType({"triton": frozenset({Feature.CAUSAL})})
 _KEY_BLOCK = 384
 _CAUSAL_BLOCK = 128
+_FASTEST_HEAD_SIZES = (64, 128)
 
 
 class TritonAttentionImpl(AttentionImpl):
@@ -138,6 +143,27 @@ class TritonAttentionBackend(AttentionBackend):
         for variant in engine_variants(_FEATURES)
         if variant.name in ("gluon", "triton")
     )
+
+    @classmethod
+    def reasons_against_auto(cls, request: AttentionRequest) -> tuple[str, ...]:
+        """It is the fastest where it was measured to be: see scripts/bench/results/dense.csv."""
+        variant = cls.choose_variant(request)
+        if variant is None:
+            return ()
+        reasons = []
+        if variant.name != "gluon":
+            reasons.append("its kernel for compute capability 9.0 cannot serve this layer")
+        if request.role is not AttentionRole.SELF:
+            reasons.append(
+                f"is the fastest in self attention only, this is {request.role} attention"
+            )
+        if request.dtype != torch.bfloat16:
+            dtype = str(request.dtype).removeprefix("torch.")
+            reasons.append(f"is the fastest in bfloat16 only, got {dtype}")
+        if request.head_size not in _FASTEST_HEAD_SIZES:
+            sizes = " and ".join(map(str, _FASTEST_HEAD_SIZES))
+            reasons.append(f"is the fastest at head sizes {sizes} only, got {request.head_size}")
+        return tuple(reasons)
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:

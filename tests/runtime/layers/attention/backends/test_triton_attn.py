@@ -8,7 +8,13 @@ from multimodal_gen.runtime.layers.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    AttentionRole,
+    Feature,
+)
+from multimodal_gen.runtime.platforms import PlatformEnum
+from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
 
@@ -57,3 +63,34 @@ def test_a_mask_on_a_causal_implementation_is_refused_rather_than_dropped() -> N
     q, k, v = draw(40, 50)
     with pytest.raises(UsageError, match="attn_mask must be None on causal triton_attn"):
         impl(causal=True).forward(q, k, v, attn_mask=torch.ones(2, 1, 1, 50, dtype=torch.bool))
+
+
+GLUON = frozenset({("triton", "triton", "3.6.0")})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({}, ()),
+        ({"head_size": 64}, ()),
+        ({"head_size": 96}, ("is the fastest at head sizes 64 and 128 only, got 96",)),
+        ({"dtype": torch.float16}, ("is the fastest in bfloat16 only, got float16",)),
+        (
+            {"role": AttentionRole.CROSS},
+            ("is the fastest in self attention only, this is cross attention",),
+        ),
+        (
+            {"needs": frozenset({Feature.CAUSAL})},
+            ("its kernel for compute capability 9.0 cannot serve this layer",),
+        ),
+    ],
+    ids=["self attention", "head size 64", "head size 96", "fp16", "cross attention", "causal"],
+)
+def test_auto_takes_it_only_where_it_was_measured_to_be_fastest(
+    fields: dict[str, object], reasons: tuple[str, ...]
+) -> None:
+    device = FakeDevice(platform=PlatformEnum.CUDA, capability=(9, 0), packages=GLUON)
+    known = {"head_size": 128, "num_heads": 8, "num_kv_heads": 8, "dtype": torch.bfloat16}
+    environment = simulated_environment(device)
+    request = AttentionRequest(environment=environment, **(known | fields))
+    assert TritonAttentionBackend.reasons_against_auto(request) == reasons

@@ -1,0 +1,111 @@
+"""A launcher compiles once per kind of arguments, and launches what fits them."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from multimodal_gen.kernels.launcher import Launcher
+
+
+@dataclass
+class Compiled:
+    """What a kernel was compiled to: it notes its launches."""
+
+    launches: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.launches.append((grid, arguments))
+
+
+class Kernel:
+    """A Triton kernel of a pointer, a value, a size and a shape: compiles at every call."""
+
+    def __init__(self, *, parameters: bool = True) -> None:
+        names = (("pointer", False), ("value", False), ("size", True), ("SHAPE", False))
+        self.params = [SimpleNamespace(do_not_specialize=free) for _, free in names]
+        if not parameters:
+            self.params = []
+        self.compiled: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, num_warps: int) -> Compiled:
+            self.compiled.append(Compiled([(grid, arguments)]))
+            return self.compiled[-1]
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+DATA = torch.zeros(64)
+
+
+def test_a_second_launch_of_its_kind_compiles_nothing() -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    for size in (5, 16):
+        launch((3,), DATA, 7, size, last=(0,), num_warps=4)
+    (compiled,) = kernel.compiled
+    assert [(grid, arguments[1:]) for grid, arguments in compiled.launches] == [
+        ((3,), (7, 5, 0)),
+        ((3, 1, 1), (7, 16, 0)),
+    ]
+
+
+def test_every_value_of_the_last_parameter_is_launched_in_order() -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    for _ in range(2):
+        launch((1,), DATA, 7, 5, last=("do", "redo"), num_warps=4)
+    assert [[a[-1] for _, a in compiled.launches] for compiled in kernel.compiled] == [
+        ["do", "do"],
+        ["redo", "redo"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "num_warps"),
+    [
+        ((DATA.double(), 7, 5), 4),
+        ((DATA[1:], 7, 5), 4),
+        ((DATA, 8, 5), 4),
+        ((DATA, 7, 1 << 31), 4),
+        ((DATA, 7.0, 5), 4),
+        ((DATA, 7, 5), 8),
+    ],
+    ids=["dtype", "alignment", "value", "width", "type", "warps"],
+)
+def test_whatever_compilations_depend_on_compiles_anew(
+    other: tuple[Any, ...], num_warps: int
+) -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    launch((1,), DATA, 7, 5, last=(0,), num_warps=4)
+    launch((1,), *other, last=(0,), num_warps=num_warps)
+    assert len(kernel.compiled) == 2
+
+
+def test_descriptors_differ_by_dtype_and_box() -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    for dtype, box in ((torch.half, [64]), (torch.half, [64]), (torch.half, [32]), (None, [64])):
+        described = SimpleNamespace(base=DATA.to(dtype or torch.float), block_shape=box)
+        launch((1,), described, 7, 5, last=(0,), num_warps=4)
+    assert [len(compiled.launches) for compiled in kernel.compiled] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("case", ["amd", "interpreter"])
+def test_elsewhere_triton_looks_at_every_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "amd":
+        monkeypatch.setattr(torch.version, "hip", "6.0")
+    kernel = Kernel(parameters=case == "amd")
+    launch = Launcher(kernel)
+    for _ in range(2):
+        launch((1,), DATA, 7, 5, last=(0,), num_warps=4)
+    assert len(kernel.compiled) == 2
