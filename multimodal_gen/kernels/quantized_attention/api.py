@@ -1,0 +1,170 @@
+"""8-bit attention: validates, chooses a provider, quantises and computes.
+
+Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
+"""
+
+import math
+from typing import Literal
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.quantized_attention import providers
+from multimodal_gen.kernels.quantized_attention.providers import Call, QuantisedRequest
+
+__all__ = ["kernel_for", "quantized_attention"]
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Values = Literal["auto", "e4m3", "16-bit"]
+
+
+def quantized_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    kernel: str = providers.AUTO,
+    values: Values = "auto",
+    mean: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention over the pairs of `plan`, on int8 queries and keys.
+
+    The mean over the sequence is subtracted from the keys first, which changes no weight; lse is
+    corrected for it. Does not wait for the device, and has no backward pass.
+
+    Args:
+        q: queries, [B, Sq, H, D], any strides.
+        k: keys, [B, Sk, Hkv, D], any strides; query head h uses key head h // (H / Hkv).
+        v: values, [B, Sk, Hkv, D], any strides. Keys and values must be finite.
+        plan: which pairs count, without row bits; on the device of q.
+        scale: positive factor of the scores, 1 / sqrt(D) by default.
+        return_lse: whether to return the log-sum-exp of the scores as well.
+        kernel: provider that must run, or "auto" for the fastest that can.
+        values: what weights and values are rounded to before they are multiplied: "e4m3", which
+            needs compute capability 8.9, "16-bit", their own dtype, or "auto" for the faster.
+        mean: fp32 [B, Hkv, D], the mean of the keys where it is known.
+
+    Returns:
+        out [B, Sq, H, D] in q's dtype, contiguous; with `return_lse` also lse [B, H, Sq], fp32,
+        natural logarithm. Query rows without keys, or in no query block, give 0 and -inf.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not fit each other or the plan.
+        UnsupportedBackendError: the call cannot be served; lists the reasons.
+    """
+    _validate(q, k, v, plan)
+    if scale is not None and not (0.0 < scale < math.inf):
+        raise UsageError(f"`scale` must be positive and finite, got {scale}")
+    if values not in ("auto", "e4m3", "16-bit"):
+        raise UsageError(f"`values` must be auto, e4m3 or 16-bit, got {values!r}")
+    wanted = (k.shape[0], k.shape[2], k.shape[3])
+    if mean is not None and (mean.shape != wanted or mean.dtype != torch.float32):
+        raise UsageError(
+            f"`mean` must be float32 {list(wanted)}, got {mean.dtype} {list(mean.shape)}"
+        )
+    request = _request(q, plan, values)
+    e4m3 = values == "e4m3" or (
+        values == "auto" and providers.has_e4m3(request.device_type, request.capability)
+    )
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        plan=plan,
+        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
+        return_lse=return_lse,
+        e4m3=e4m3,
+        mean=None if mean is None else mean.contiguous(),
+    )
+    out, lse = providers.choose(kernel, request).run(call)
+    return out if lse is None else (out, lse)
+
+
+def kernel_for(
+    q: torch.Tensor, plan: BlockPlan, kernel: str = providers.AUTO, values: Values = "auto"
+) -> str:
+    """Return the name of the provider that `quantized_attention` would run.
+
+    Raises:
+        UnsupportedBackendError: the call cannot be served; lists the reasons.
+    """
+    return providers.choose(kernel, _request(q, plan, values)).name
+
+
+def _request(q: torch.Tensor, plan: BlockPlan, values: Values) -> QuantisedRequest:
+    on_cuda = q.device.type == "cuda"
+    return QuantisedRequest(
+        device_type=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if on_cuda else None,
+        rocm=torch.version.hip is not None,
+        dtype=q.dtype,
+        head_size=q.shape[3],
+        values=values,
+        causal=plan.causal,
+        aligned_causal=plan.q.size % 64 == plan.kv.size % 64 == 0,
+    )
+
+
+def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise UsageError(f"`{name}` must be [B, S, H, D], got {list(tensor.shape)}")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise UsageError(
+                f"`{name}` must have q's dtype and device ({q.dtype}, {q.device}), "
+                f"got {tensor.dtype}, {tensor.device}"
+            )
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise UsageError(
+                f"`{name}` must not require grad, 8-bit attention has no backward pass; call it "
+                f"under torch.no_grad()"
+            )
+    if q.dtype not in _FLOATING:
+        raise UsageError(f"`q` must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    batch, _, heads, head_size = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if k.shape[0] != batch or k.shape[3] != head_size:
+        raise UsageError(f"`k` must be [{batch}, Sk, Hkv, {head_size}], got {list(k.shape)}")
+    if v.shape != k.shape:
+        raise UsageError(f"`v` must have the shape of k {list(k.shape)}, got {list(v.shape)}")
+    if heads % kv_heads:
+        raise UsageError(f"`q` must have a multiple of k's {kv_heads} heads, got {heads}")
+    _validate_plan(plan, q, keys, kv_heads)
+
+
+def _validate_plan(plan: BlockPlan, q: torch.Tensor, keys: int, kv_heads: int) -> None:
+    batch, queries, heads, _ = q.shape
+    if plan.device != q.device:
+        raise UsageError(
+            f"`plan` must be on the device of q ({q.device}), got {plan.device}; "
+            f"call plan.to(q.device)"
+        )
+    for name, blocks, tokens in (("q", plan.q, queries), ("k", plan.kv, keys)):
+        if blocks.total != tokens:
+            raise UsageError(
+                f"`{name}` must have the {blocks.total} tokens the plan was made for, got {tokens}"
+            )
+    if plan.row_bits is not None:
+        raise UsageError("`plan` must be without row bits for 8-bit attention, got some")
+    for tensor in plan.tensors():
+        if tensor.ndim == 1:
+            continue  # `order`
+        for name, size, wanted in zip(
+            ("batch", "heads"), tensor.shape, (batch, heads), strict=False
+        ):
+            if size not in (1, wanted):
+                raise UsageError(f"`plan` must have 1 or {wanted} as {name}, got {size}")
+    _validate_sharing(plan, kv_heads)
+
+
+def _validate_sharing(plan: BlockPlan, kv_heads: int) -> None:
+    for tensor in plan.kv.tensors():
+        if tensor.shape[1] not in (1, kv_heads):
+            raise UsageError(
+                f"`plan` must cut keys alike for the query heads that share them, or 1 or "
+                f"{kv_heads} times, got {tensor.shape[1]} times"
+            )

@@ -1,0 +1,1 @@
+"""The SM90 kernel, in Gluon."""

@@ -1,0 +1,617 @@
+"""8-bit attention on SM90 in Gluon: int8 Q K^T and e4m3 P V, producer warp and consumer warpgroups.
+
+A consumer warpgroup owns 64 query rows. K and V travel through rings of STAGES shared-memory tiles
+of BN keys, V one step behind K, so that the product P V of a step runs while the scores of the
+next one are computed. Three things differ from 16 bits:
+
+* The int32 accumulator of Q K^T starts at 0x4B400000. Read as fp32 a sum x is then 12582912 + x
+  exactly, so that no conversion is needed, and the constant folds into the one multiply-add that
+  scales the score.
+* P stays in registers. A thread holds the scores of the keys 2t, 2t+1, 2t+8 and 2t+9 of 16 where
+  the e4m3 operand wants four neighbours; the quantiser stores the keys of V in that order.
+* Tensor cores keep about 14 bits of an e4m3 sum, so every step sums into registers of its own and
+  is then added in fp32. The scale of V, one per BN keys, is undone by the factor that the online
+  softmax multiplies the old sum with anyway.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+MAGIC = gl.constexpr(0x4B400000)
+MAGIC_VALUE = gl.constexpr(12582912.0)
+# Weights are e4m3 times 2^8.75 = 431; the largest e4m3 number is 448.
+LIFT = gl.constexpr(8.75)
+
+# Four numbers to one register; a cast packs them in another order and shuffles bytes afterwards.
+PACK = gl.constexpr(
+    """
+    {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }
+    """
+)
+
+
+class Rings(NamedTuple):
+    """Shared memory: tiles, and barriers that say when they are full and empty."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    q_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Plan(NamedTuple):
+    """The plan as the kernel reads it; `order` and the counts are over rows of the plan."""
+
+    steps: Any
+    count: Any
+    tail_count: Any
+    tail_length: Any
+    order: Any
+    q_start: Any
+    q_length: Any
+    rows: Any
+    rep_h: Any
+    num_q: Any
+    plan_h: Any
+    group: Any
+    kv_last: Any
+    kv_tail: Any
+    room: Any
+    tail_room: Any
+    steps_b: Any
+    steps_h: Any
+    steps_q: Any
+    count_b: Any
+    count_h: Any
+    count_q: Any
+    q_start_b: Any
+    q_start_h: Any
+    q_length_b: Any
+    q_length_h: Any
+    q_size: Any
+    q_slots: Any
+    q_total: Any
+
+
+class Scales(NamedTuple):
+    """Scales of queries (per row, in the units of base-2 exponents), keys and values (per step)."""
+
+    q: Any
+    k: Any
+    v: Any
+    shift: Any
+    q_rows: Any
+    kv_steps: Any
+
+
+class Outs(NamedTuple):
+    """Where results go."""
+
+    out: Any
+    lse: Any
+    out_b: Any
+    out_s: Any
+    out_h: Any
+    lse_b: Any
+    lse_h: Any
+
+
+class Work(NamedTuple):
+    """One tile: what its producer and its consumers agree on.
+
+    `slot` is its first row in the quantised queries, `row` in the tensor that results go to; `real`
+    and `owned` say how many rows from there on are attended and written. `tail` is the first key of
+    the partial step of a regular plan or the last place of the list, `tail_keys` its length or
+    where that stands.
+    """
+
+    row_list: Any
+    num_full: Any
+    num_tail: Any
+    tail: Any
+    tail_keys: Any
+    b: Any
+    h: Any
+    kv_h: Any
+    slot: Any
+    real: Any
+    owned: Any
+    out: Any
+    out_s: Any
+    lse: Any
+    q_scale: Any
+    shift: Any
+    k_scale: Any
+    v_scale: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Compile-time shape of the kernel.
+
+    Attributes:
+        keys: keys of a step, BN.
+        head_size: D, padded to 64 or 128.
+        channels: D of the results.
+        sub: steps per key block; 0 when the list already holds steps.
+        q_tiles: tiles per query block.
+        consumers: consumer warpgroups of 64 rows.
+        stages: tiles in a ring.
+        ragged: whether any step may be partial.
+        ordered: whether `order` is given.
+        q_starts: whether query blocks have starts of their own.
+        q_lengths: whether query blocks have lengths of their own.
+        lse: whether lse is wanted.
+        registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
+    """
+
+    keys: int
+    head_size: int
+    channels: int
+    sub: int
+    q_tiles: int
+    consumers: int
+    stages: int
+    ragged: bool
+    ordered: bool
+    q_starts: bool
+    q_lengths: bool
+    lse: bool
+    registers: int
+    producer_registers: int
+
+
+@gluon.jit
+def _work(plan, scales, outs, C: gl.constexpr):
+    """Return the work of this program."""
+    position = gl.program_id(0) // C.q_tiles
+    inside = gl.program_id(0) % C.q_tiles * (C.consumers * 64)
+    outer = position // plan.rows
+    place = position % plan.rows
+    if C.ordered:
+        place = gl.load(plan.order + place)
+    h = place // plan.num_q % plan.plan_h + outer % plan.rep_h
+    b = place // plan.num_q // plan.plan_h + outer // plan.rep_h
+    i = place % plan.num_q
+    begin = i * plan.q_size
+    if C.q_starts:
+        begin = gl.load(plan.q_start + b * plan.q_start_b + h * plan.q_start_h + i)
+    length = gl.minimum(plan.q_total - begin, plan.q_size)
+    if C.q_lengths:
+        length = gl.load(plan.q_length + b * plan.q_length_b + h * plan.q_length_h + i)
+    owned = length
+    if C.q_lengths and not C.q_starts:
+        owned = plan.q_size  # the padding of a block is its own, and is set to zero
+    real = length - inside
+
+    b_64 = b.to(gl.int64)
+    h_64 = h.to(gl.int64)
+    i_64 = i.to(gl.int64)
+    row_list = plan.steps + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q
+    at = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
+    count = gl.load(plan.count + at)
+    num_tail = count * 0
+    if C.sub > 0:
+        num_full = count * C.sub
+        tail = (plan.kv_last * C.sub + plan.kv_tail // C.keys) * C.keys
+        if C.ragged:
+            last = gl.load(row_list + count - 1, mask=count > 0, other=-1)
+            whole = (count - 1) * C.sub + plan.kv_tail // C.keys
+            num_full = gl.where(last == plan.kv_last, whole, num_full)
+            num_tail = gl.where((last == plan.kv_last) & (plan.kv_tail % C.keys > 0), 1, 0)
+        tail_keys = plan.kv_tail % C.keys
+    else:
+        num_full = count
+        tail = plan.room - 1
+        if C.ragged:
+            num_tail = gl.load(plan.tail_count + at)
+        tail_keys = plan.tail_length + at * plan.tail_room
+    row = begin + inside
+    kv_h = h // plan.group
+    heads = plan.plan_h * plan.rep_h
+    head = b_64 * heads + h
+    kv_head = b_64 * (heads // plan.group) + kv_h
+    slot = i * plan.q_slots + inside
+    return Work(
+        row_list, gl.where(real > 0, num_full, 0), gl.where(real > 0, num_tail, 0), tail,
+        tail_keys, b, h, kv_h, slot, real, owned - inside,
+        outs.out + b_64 * outs.out_b + h_64 * outs.out_h + row.to(gl.int64) * outs.out_s,
+        outs.out_s, outs.lse + b_64 * outs.lse_b + h_64 * outs.lse_h + row,
+        scales.q + head * scales.q_rows + slot, scales.shift + head * scales.q_rows + slot,
+        scales.k + kv_head * scales.kv_steps, scales.v + kv_head * scales.kv_steps,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _step_start(work, step, C: gl.constexpr):
+    """Return the first key of a step: a partial step if any, the whole ones, other partial ones."""
+    whole = step
+    if C.ragged:
+        whole = step - gl.minimum(work.num_tail, 1)
+    is_whole = (whole >= 0) & (whole < work.num_full)
+    if C.sub > 0:
+        block = gl.load(work.row_list + whole // C.sub, mask=is_whole, other=0)
+        start = (block * C.sub + whole % C.sub) * C.keys
+        if C.ragged:
+            start = gl.where(is_whole, start, work.tail)
+    else:
+        tail = gl.maximum(step - work.num_full, 0)
+        start = gl.load(work.row_list + gl.where(is_whole, whole, work.tail - tail))
+    return start
+
+
+@gluon.jit
+def _load_v(dv, work, start, index, rings, C: gl.constexpr):
+    """Load V of step `index`, once its slot is empty."""
+    slot = index % C.stages
+    mbarrier.wait(rings.v_empty.index(slot), ((index // C.stages) & 1) ^ 1)
+    mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size)
+    tma.async_copy_global_to_shared(
+        dv, [work.b, work.kv_h, 0, start], rings.v_full.index(slot), rings.v.index(slot)
+    )
+
+
+@gluon.jit
+def _producer(dq, dk, dv, work, rings, C: gl.constexpr):
+    """One warp: loads Q once, and K and V of every step, V one step late."""
+    CONSUMERS: gl.constexpr = C.consumers
+    steps = work.num_full + work.num_tail
+    if steps > 0:
+        start = _step_start(work, 0, C)
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.expect(rings.q_full.index(c), 64 * C.head_size)
+            tma.async_copy_global_to_shared(
+                dq, [work.b, work.h, work.slot + c * 64, 0], rings.q_full.index(c),
+                rings.q.index(c),
+            )  # fmt: skip
+        # Not `start`: the compiler takes loop variables that begin with one value for the same.
+        before = steps * 0
+        for step in range(steps):
+            following = _step_start(work, gl.minimum(step + 1, steps - 1), C)
+            slot = step % C.stages
+            mbarrier.wait(rings.k_empty.index(slot), ((step // C.stages) & 1) ^ 1)
+            mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size)
+            tma.async_copy_global_to_shared(
+                dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot)
+            )
+            if step > 0:
+                _load_v(dv, work, before, step - 1, rings, C)
+            before = start
+            start = following
+        _load_v(dv, work, before, steps - 1, rings, C)
+
+
+@gluon.jit
+def _pack(p, C: gl.constexpr):
+    """Return weights [64, BN] as e4m3, four to a word of [64, BN / 4].
+
+    The keys that a thread holds become neighbours, which is the order of the quantised V. Loops
+    carry words: of bytes, each would get a register of its own.
+    """
+    BN: gl.constexpr = C.keys
+    p = gl.reshape(p, [64, BN // 16, 2, 4, 2])
+    p = gl.reshape(gl.permute(p, [0, 1, 3, 2, 4]), [64, BN // 4, 2, 2])
+    even, odd = gl.split(p)
+    p_0, p_2 = gl.split(even)
+    p_1, p_3 = gl.split(odd)
+    return gl.inline_asm_elementwise(
+        PACK, "=r,r,r,r,r", [p_0, p_1, p_2, p_3], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _operand(words, C: gl.constexpr):
+    """Return packed weights as operand of P V, [64, BN]; takes no instruction."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
+    pair = gl.join(words, words)
+    four = gl.reshape(gl.join(pair, pair), [64, BN])
+    four = gl.convert_layout(four, p_layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        "", "=r,0,r,r,r", [four], dtype=gl.float8e4nv, is_pure=False, pack=4
+    )
+
+
+@gluon.jit
+def _keep(weights):
+    """Use weights after the wait for their product, or their registers are reused in flight.
+
+    The wait itself takes no 8-bit tensors.
+    """
+    gl.inline_asm_elementwise("", "=r,0", [weights], dtype=gl.float8e4nv, is_pure=False, pack=4)
+
+
+@gluon.jit
+def _scores(q, k_t, C: gl.constexpr):
+    """Start Q K^T, with sums that read as fp32 are 12582912 too large."""
+    BN: gl.constexpr = C.keys
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32]
+    )
+    start = gl.full([64, BN], MAGIC, gl.int32, s_layout)
+    # Opaque, or the registers would be set after the fence that the product begins with.
+    start = gl.inline_asm_elementwise("", "=r,0", [start], dtype=gl.int32, is_pure=False, pack=1)
+    return hopper.warpgroup_mma(q, k_t, start, is_async=True)
+
+
+@gluon.jit
+def _weights(s, q_scale, k_scale, m, keys, MASKED: gl.constexpr, C: gl.constexpr):
+    """Return weights times 2^LIFT and the new maximum."""
+    BN: gl.constexpr = C.keys
+    factor = q_scale * k_scale
+    if MASKED:
+        x = s.to(gl.float32, bitcast=True)
+        columns = gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
+        x = gl.where(gl.expand_dims(columns < keys, 0), x, float("-inf"))
+        top = gl.max(x, 1)
+    else:
+        # Positive floats are ordered as their bits.
+        top = gl.max(s, 1).to(gl.float32, bitcast=True)
+        x = s.to(gl.float32, bitcast=True)
+    bias = factor * (-MAGIC_VALUE)
+    m_new = gl.maximum(m, gl.fma(top, factor, bias))
+    bias += LIFT - m_new
+    p = gl.exp2(gl.fma(x, gl.expand_dims(factor, 1), gl.expand_dims(bias, 1)))
+    return p, m_new
+
+
+@gluon.jit
+def _advance(
+    q, rings, acc, sums, m, words, rescale, q_scale, k_scale, v_ratio, keys, step, next_step,
+    MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Scores of `step` while P V of the step before is in flight; then its softmax."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    slot = step % C.stages
+    slot_v = (step - 1) % C.stages
+    k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
+    weights = _operand(words, C)
+    s_token = _scores(q, k_t, C)
+    mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
+    v_tile = rings.v.index(slot_v).reshape([D, BN]).permute((1, 0))
+    o_layout: gl.constexpr = acc.type.layout
+    zero = gl.zeros([64, D], gl.float32, o_layout)
+    o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma_wait(1, deps=[s_token])
+    mbarrier.arrive(rings.k_empty.index(slot))
+    p, m_new = _weights(s, q_scale, k_scale, m, keys, MASKED, C)
+    alpha = gl.exp2(m - m_new)
+    sums = sums * alpha + gl.sum(p, 1)
+    # Also holds the compiler back, which would move the wait for P V ahead of the softmax.
+    mbarrier.wait(rings.k_full.index(next_step % C.stages), (next_step // C.stages) & 1)
+    part = hopper.warpgroup_mma_wait(0, deps=[o_token])
+    _keep(weights)
+    # Words of the product in flight must not be made before its wait, or it is serialised.
+    following = _pack(p, C)
+    mbarrier.arrive(rings.v_empty.index(slot_v))
+    acc = gl.fma(acc, gl.expand_dims(rescale, 1), part)
+    rescale = gl.convert_layout(alpha * v_ratio, rescale.type.layout)
+    return acc, sums, m_new, following, rescale
+
+
+@gluon.jit
+def _store(values, lse, work, first_row, C: gl.constexpr):
+    """Write 64 rows of out and lse, those that the query block owns."""
+    layout: gl.constexpr = values.type.layout
+    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, C.head_size, gl.SliceLayout(0, layout))
+    ptrs = work.out + (gl.expand_dims(rows * work.out_s, 1) + gl.expand_dims(channel, 0))
+    if C.q_lengths:
+        values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
+    mask = gl.expand_dims(rows < work.owned, 1)
+    if C.channels < C.head_size:
+        mask = mask & gl.expand_dims(channel < C.channels, 0)
+    gl.store(ptrs, values, mask=mask)
+    if C.lse:
+        rows = first_row + gl.arange(0, 64, lse.type.layout)
+        lse += gl.load(work.shift + rows, mask=rows < work.real, other=0.0)
+        lse = gl.where(rows < work.real, lse, float("-inf"))
+        gl.store(work.lse + rows, lse, mask=rows < work.owned)
+
+
+@gluon.jit
+def _tail_keys(work, tail, C: gl.constexpr):
+    """Return how many keys of a partial step are real."""
+    keys = work.tail_keys
+    if C.sub == 0:
+        keys = gl.load(keys + tail)
+    return keys
+
+
+@gluon.jit
+def _consumer(work, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
+    """One warpgroup: 64 query rows."""
+    ROW: gl.constexpr = W * 64
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32]
+    )
+    rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    steps = work.num_full + work.num_tail
+    if steps == 0:
+        nothing = gl.zeros([64, D], dtype, store_layout)
+        _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
+    else:
+        # Scales are read one step ahead, and where they stand two steps ahead.
+        at = _step_start(work, 0, C) // BN
+        k_scale = gl.load(work.k_scale + at)
+        v_scale = gl.load(work.v_scale + at)
+        at = _step_start(work, gl.minimum(1, steps - 1), C) // BN
+        row = ROW + gl.arange(0, 64, rows_s)
+        q_scale = gl.load(work.q_scale + row, mask=row < work.real, other=0.0)
+        q = rings.q.index(W).reshape([64, D])
+        mbarrier.wait(rings.q_full.index(W), 0)
+        mbarrier.wait(rings.k_full.index(0), 0)
+        s_token = _scores(q, rings.k.index(0).reshape([BN, D]).permute((1, 0)), C)
+        s = hopper.warpgroup_mma_wait(0, deps=[s_token])
+        mbarrier.arrive(rings.k_empty.index(0))
+        keys = gl.to_tensor(BN)
+        if C.ragged and work.num_tail > 0:
+            keys = _tail_keys(work, 0, C)
+        m = gl.full([64], float("-inf"), gl.float32, rows_s)
+        p, m = _weights(s, q_scale, k_scale, m, keys, C.ragged, C)
+        sums = gl.sum(p, 1)
+        words = _pack(p, C)
+        acc = gl.zeros([64, D], gl.float32, o_layout)
+        rescale = gl.zeros([64], gl.float32, rows_o)
+        after = gl.minimum(1, steps - 1)
+        mbarrier.wait(rings.k_full.index(after % C.stages), (after // C.stages) & 1)
+        last = work.num_full
+        if C.ragged:
+            last += gl.minimum(work.num_tail, 1)
+        for step in range(1, last):
+            k_scale = gl.load(work.k_scale + at)
+            v_before = v_scale
+            v_scale = gl.load(work.v_scale + at)
+            at = _step_start(work, gl.minimum(step + 1, steps - 1), C) // BN
+            acc, sums, m, words, rescale = _advance(
+                q, rings, acc, sums, m, words, rescale, q_scale, k_scale, v_before / v_scale,
+                BN, step, gl.minimum(step + 1, steps - 1), False, C,
+            )  # fmt: skip
+        if C.sub == 0:  # a regular plan has one partial step at most
+            for step in range(last, steps):
+                keys = _tail_keys(work, step - work.num_full, C)
+                at = _step_start(work, step, C) // BN
+                v_before = v_scale
+                v_scale = gl.load(work.v_scale + at)
+                acc, sums, m, words, rescale = _advance(
+                    q, rings, acc, sums, m, words, rescale, q_scale,
+                    gl.load(work.k_scale + at), v_before / v_scale, keys, step,
+                    gl.minimum(step + 1, steps - 1), True, C,
+                )  # fmt: skip
+        slot = (steps - 1) % C.stages
+        mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
+        v_tile = rings.v.index(slot).reshape([D, BN]).permute((1, 0))
+        zero = gl.zeros([64, D], gl.float32, o_layout)
+        weights = _operand(words, C)
+        o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
+        part = hopper.warpgroup_mma_wait(0, deps=[o_token])
+        _keep(weights)
+        acc = gl.fma(acc, gl.expand_dims(rescale, 1), part)
+        o = acc * gl.expand_dims(gl.convert_layout(v_scale / sums, rows_o), 1)
+        out_tile = rings.out.index(W)
+        out_tile.store(o.to(dtype))
+        lse = 0.6931471805599453 * (m + gl.log2(sums) - LIFT)
+        _store(out_tile.load(store_layout), lse, work, ROW, C)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "rep_h", "num_q", "plan_h", "group", "kv_last", "kv_tail", "room", "tail_room",
+        "steps_b", "steps_h", "steps_q", "count_b", "count_h", "count_q",
+        "q_start_b", "q_start_h", "q_length_b", "q_length_h", "q_size", "q_slots", "q_total",
+        "q_rows", "kv_steps",
+    ]
+)  # fmt: skip
+def attention_kernel(
+    dq, dk, dv, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr,
+    step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, q_start_ptr, q_length_ptr,
+    rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
+    steps_b, steps_h, steps_q, count_b, count_h, count_q,
+    q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_slots, q_total, q_rows, kv_steps,
+    out_b, out_s, out_h, lse_b, lse_h, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program per tile."""
+    plan = Plan(
+        step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, q_start_ptr, q_length_ptr,
+        rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
+        steps_b, steps_h, steps_q, count_b, count_h, count_q,
+        q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_slots, q_total,
+    )  # fmt: skip
+    scales = Scales(q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr, q_rows, kv_steps)
+    outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    CONSUMERS: gl.constexpr = C.consumers
+    STAGES: gl.constexpr = C.stages
+    one: gl.constexpr = mbarrier.MBarrierLayout()
+    out_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    rings = Rings(
+        gl.allocate_shared_memory(gl.int8, [CONSUMERS, 1, 1, 64, D], dq.layout),
+        gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BN, D], dk.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, D, BN], dv.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 64, D], out_layout),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
+    )
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(rings.q_full.index(w), count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(rings.k_full.index(slot), count=1)
+        mbarrier.init(rings.v_full.index(slot), count=1)
+        mbarrier.init(rings.k_empty.index(slot), count=CONSUMERS)
+        mbarrier.init(rings.v_empty.index(slot), count=CONSUMERS)
+    hopper.fence_async_shared()
+    work = _work(plan, scales, outs, C)
+    # warp_specialize takes literal lists of partitions only.
+    if C.consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, 0, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, C)),
+            ],
+            [1],
+            [C.producer_registers],
+        )
+    elif C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, 0, dtype, C)),
+                (_consumer, (work, rings, 1, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, C)),
+            ],
+            [4, 1],
+            [C.registers, C.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, 0, dtype, C)),
+                (_consumer, (work, rings, 1, dtype, C)),
+                (_consumer, (work, rings, 2, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, C)),
+            ],
+            [4, 4, 1],
+            [C.registers, C.registers, C.producer_registers],
+        )
+
+
+def describe(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe contiguous 8-bit [B, H, R, C] to the copy engine in boxes of [1, 1, rows, cols]."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(columns, 128), element_bitwidth=8, rank=4)
+    return TensorDescriptor(
+        tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, columns], layout
+    )

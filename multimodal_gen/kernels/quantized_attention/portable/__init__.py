@@ -1,0 +1,1 @@
+"""The kernel for every GPU since SM80, in Triton."""

@@ -1,0 +1,1 @@
+"""The pass that makes 8-bit queries, keys and values."""

@@ -1,0 +1,298 @@
+"""Quantises queries, keys and values in one pass over them, into slots; see `slots`.
+
+Queries: int8, x = round(127 q / max|q|) of every row. Keys: int8 after the mean over the sequence
+is subtracted, one scale for a tile of keys. Values: e4m3, transposed to [D, keys], one scale for a
+tile of keys; or, for 16-bit products, copied into slots.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
+from multimodal_gen.kernels.quantized_attention.slots import Slots
+
+MEAN_CHUNKS = 64
+MEAN_ROWS = 64
+Q_ROWS = 64
+
+
+@triton.jit
+def _mean_kernel(
+    k_ptr, sum_ptr, k_b, k_s, k_h, k_d, heads, tokens, rows,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Grid [chunks, B * Hkv]: sums of `rows` tokens each, [B * Hkv, chunks, D]."""
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, DP)
+    k_ptr += (head // heads).to(tl.int64) * k_b + (head % heads) * k_h
+    total = tl.zeros([ROWS, DP], tl.float32)
+    last = tl.minimum((chunk + 1) * rows, tokens)
+    for first in range(chunk * rows, last, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < last)[:, None] & (d < D)[None, :]
+        ptrs = k_ptr + row.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
+        total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    out = sum_ptr + (head * tl.num_programs(0) + chunk).to(tl.int64) * D + d
+    tl.store(out, tl.sum(total, 0), mask=d < D)
+
+
+@triton.jit
+def _rows(
+    slot, b, h, start_ptr, length_ptr, start_b, start_h, length_b, length_h, size, slots, total,
+    num, STARTS: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of slots, which all belong to one block, and which of them are real."""
+    block = tl.minimum(tl.min(slot, 0) // slots, num - 1)
+    inside = slot - block * slots
+    start = block * size
+    if STARTS:
+        start = tl.load(start_ptr + b * start_b + h * start_h + block)
+    length = tl.minimum(total - start, size)
+    if LENGTHS:
+        length = tl.load(length_ptr + b * length_b + h * length_h + block)
+    real = inside < length
+    return tl.where(real, start + inside, 0).to(tl.int64), real
+
+
+@triton.jit
+def _int8(x):
+    """Round half up."""
+    return tl.floor(x + 0.5).to(tl.int8)
+
+
+@triton.jit
+def to_e4m3(x, UPCAST: tl.constexpr):
+    """Round to e4m3. The interpreter's own cast truncates, so there x is rounded first."""
+    if UPCAST:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        tiny = tl.floor(x * 512.0 + 0.5) / 512.0
+        x = tl.where(tl.abs(x) < 0.015625, tiny, bits.to(tl.float32, bitcast=True))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _tile_of_keys(
+    ptr, row, real, stride_s, stride_d, mean_ptr, place, out_ptr, scale_ptr,
+    D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Quantise a tile of keys."""
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
+    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+    x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
+    most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-20)
+    tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)))
+    tl.store(scale_ptr, most / 127.0)
+
+
+@triton.jit
+def _tile_of_values(
+    ptr, row, real, stride_s, stride_d, slot, slots, out_ptr, scale_ptr,
+    D: tl.constexpr, DP: tl.constexpr, COPY: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Quantise and transpose a tile of values, or copy it."""
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
+    if COPY:
+        tl.store(out_ptr + slot.to(tl.int64)[:, None] * DP + d[None, :], x)
+    else:
+        x = x.to(tl.float32)
+        most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-12)
+        x = to_e4m3(x * (448.0 / most), UPCAST)
+        tl.store(out_ptr + d.to(tl.int64)[:, None] * slots + slot[None, :], tl.trans(x))
+        tl.store(scale_ptr, most / 448.0)
+
+
+@triton.jit
+def _tile_of_queries(
+    ptr, row, real, stride_s, stride_d, mean_ptr, place, out_ptr, scale_ptr, shift_ptr, scale,
+    D: tl.constexpr, DP: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Quantise a tile of queries."""
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
+    x = x.to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
+    tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)[:, None]))
+    tl.store(scale_ptr + place, most * (scale * (1.4426950408889634 / 127.0)))
+    if SHIFT:
+        mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+        tl.store(shift_ptr + place, scale * tl.sum(x * mean[None, :], 1))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "kv_heads", "batch", "q_tiles", "kv_tiles", "q_size", "q_slots", "q_total",
+        "q_num", "kv_size", "kv_slots", "kv_total", "kv_num",
+        "qs_b", "qs_h", "ql_b", "ql_h", "ks_b", "ks_h", "kl_b", "kl_h",
+    ]
+)  # fmt: skip
+def _quantise_kernel(
+    q_ptr, k_ptr, v_ptr, mean_ptr,
+    q8_ptr, q_scale_ptr, shift_ptr, k8_ptr, k_scale_ptr, v8_ptr, v_scale_ptr,
+    q_start_ptr, q_length_ptr, kv_start_ptr, kv_length_ptr,
+    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
+    qs_b, qs_h, ql_b, ql_h, ks_b, ks_h, kl_b, kl_h,
+    batch, heads, kv_heads, q_tiles, kv_tiles,
+    q_size, q_slots, q_total, q_num, kv_size, kv_slots, kv_total, kv_num, scale,
+    Q_ROWS: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
+    KV_STARTS: tl.constexpr, KV_LENGTHS: tl.constexpr,
+    SHIFT: tl.constexpr, E4M3: tl.constexpr, PERMUTED: tl.constexpr, COPY: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of keys and values first, B * Hkv * kv_tiles of each, then those of queries."""
+    pid = tl.program_id(0)
+    kv_programs = batch * kv_heads * kv_tiles
+    if pid < kv_programs:
+        tile = pid % kv_tiles
+        h = pid // kv_tiles % kv_heads
+        b = (pid // kv_tiles // kv_heads).to(tl.int64)
+        head = b * kv_heads + h
+        slot = tile * BN + tl.arange(0, BN)
+        row, real = _rows(
+            slot, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h, kv_size, kv_slots,
+            kv_total, kv_num, KV_STARTS, KV_LENGTHS,
+        )  # fmt: skip
+        _tile_of_keys(
+            k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, mean_ptr + head * D,
+            head * kv_tiles * BN + slot, k8_ptr, k_scale_ptr + head * kv_tiles + tile, D, DP,
+        )  # fmt: skip
+        if E4M3 or COPY:
+            key = tl.arange(0, BN)
+            if PERMUTED:
+                # Positions 4t to 4t + 3 of 16 hold the keys 2t, 2t + 1, 2t + 8 and 2t + 9.
+                key = key // 16 * 16 + key % 16 // 4 * 2 + key % 2 + key % 4 // 2 * 8
+            row, real = _rows(
+                tile * BN + key, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h,
+                kv_size, kv_slots, kv_total, kv_num, KV_STARTS, KV_LENGTHS,
+            )  # fmt: skip
+            _tile_of_values(
+                v_ptr + b * v_b + h * v_h, row, real, v_s, v_d, slot, kv_tiles * BN,
+                v8_ptr + head * DP * (kv_tiles * BN), v_scale_ptr + head * kv_tiles + tile,
+                D, DP, COPY, UPCAST,
+            )  # fmt: skip
+    else:
+        pid -= kv_programs
+        tile = pid % q_tiles
+        h = pid // q_tiles % heads
+        b = (pid // q_tiles // heads).to(tl.int64)
+        head = b * heads + h
+        q_slot = tile * Q_ROWS + tl.arange(0, Q_ROWS)
+        q_row, q_real = _rows(
+            q_slot, b, h, q_start_ptr, q_length_ptr, qs_b, qs_h, ql_b, ql_h, q_size, q_slots,
+            q_total, q_num, Q_STARTS, Q_LENGTHS,
+        )  # fmt: skip
+        kv_head = b * kv_heads + h // (heads // kv_heads)
+        _tile_of_queries(
+            q_ptr + b * q_b + h * q_h, q_row, q_real, q_s, q_d, mean_ptr + kv_head * D,
+            head * q_tiles * Q_ROWS + q_slot, q8_ptr, q_scale_ptr, shift_ptr, scale, D, DP, SHIFT,
+        )  # fmt: skip
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU in this process."""
+    return not isinstance(_quantise_kernel, triton.runtime.JITFunction)
+
+
+def key_mean(k: torch.Tensor) -> torch.Tensor:
+    """Return the mean of keys [B, Sk, Hkv, D] over the sequence: fp32 [B, Hkv, D]."""
+    batch, tokens, heads, head_size = k.shape
+    chunks = min(MEAN_CHUNKS, triton.cdiv(tokens, MEAN_ROWS))
+    rows = triton.cdiv(tokens, chunks)
+    sums = torch.empty((batch, heads, chunks, head_size), dtype=torch.float32, device=k.device)
+    _mean_kernel[(chunks, batch * heads)](
+        k, sums, *k.stride(), heads, tokens, rows,
+        ROWS=MEAN_ROWS, D=head_size, DP=triton.next_power_of_2(head_size),
+    )  # fmt: skip
+    return sums.sum(2) / tokens
+
+
+def quantise(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_slots: Slots,
+    kv_slots: Slots,
+    *,
+    scale: float,
+    mean: torch.Tensor,
+    shift: bool,
+    e4m3: bool,
+    permuted: bool,
+) -> Packed:
+    """Quantise one call's tensors; three launches, and no wait for the device.
+
+    Args:
+        q: [B, Sq, H, D], any strides.
+        k: [B, Sk, Hkv, D], any strides.
+        v: [B, Sk, Hkv, D], any strides.
+        q_slots: slots of the queries.
+        kv_slots: slots of keys and values; their tile is the tile of the scales.
+        scale: factor of the scores.
+        mean: what is subtracted from the keys, fp32 [B, Hkv, D], contiguous.
+        shift: whether the lse will be wanted.
+        e4m3: whether values become 8 bits.
+        permuted: whether e4m3 keys are stored in the order of a thread's scores.
+    """
+    batch, _, heads, head_size = q.shape
+    kv_heads = k.shape[2]
+    width = 64 if head_size <= 64 else 128
+    q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
+    copy = not e4m3 and (
+        kv_slots.blocks.lengths is not None or kv_slots.size != kv_slots.blocks.size
+    )
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    q8 = new(batch, heads, q_slots.total, width, dtype=torch.int8)
+    k8 = new(batch, kv_heads, kv_slots.total, width, dtype=torch.int8)
+    q_scale = new(batch, heads, q_slots.total)
+    shifts = new(batch, heads, q_slots.total) if shift else q_scale
+    k_scale = new(batch, kv_heads, kv_tiles)
+    v8, v_scale = v, k_scale
+    if e4m3:
+        v8 = new(batch, kv_heads, width, kv_slots.total, dtype=torch.float8_e4m3fn)
+        v_scale = torch.empty_like(k_scale)
+    elif copy:
+        v8 = new(batch, kv_heads, kv_slots.total, width, dtype=v.dtype)
+    bounds, strides = _bounds(q_slots.blocks, batch, heads, k8)
+    kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, k8)
+    programs = batch * (kv_heads * kv_tiles + heads * q_tiles)
+    _quantise_kernel[(programs,)](
+        q, k, v, mean, q8, q_scale, shifts, k8, k_scale, v8, v_scale, *bounds, *kv_bounds,
+        *q.stride(), *k.stride(), *v.stride(), *strides, *kv_strides,
+        batch, heads, kv_heads, q_tiles, kv_tiles,
+        q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
+        kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num, scale,
+        Q_ROWS=Q_ROWS, BN=kv_slots.tile, D=head_size, DP=width,
+        Q_STARTS=q_slots.blocks.starts is not None, Q_LENGTHS=q_slots.blocks.lengths is not None,
+        KV_STARTS=kv_slots.blocks.starts is not None,
+        KV_LENGTHS=kv_slots.blocks.lengths is not None,
+        SHIFT=shift, E4M3=e4m3, PERMUTED=permuted, COPY=copy,
+        UPCAST=interpreted(), num_warps=4,
+    )  # fmt: skip
+    v8 = v8.transpose(1, 2)[..., :head_size] if copy else v8
+    return Packed(
+        q=q8, q_scale=q_scale, shift=shifts, k=k8, k_scale=k_scale, v=v8, v_scale=v_scale,
+        q_slots=q_slots.size, keys=kv_slots.tile,
+    )  # fmt: skip
+
+
+def _bounds(
+    blocks: Blocks, batch: int, heads: int, absent: torch.Tensor
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Return starts and lengths as the kernel takes them, and their strides."""
+    tensors = [
+        absent if t is None else t.expand(batch, heads, -1).contiguous()
+        for t in (blocks.starts, blocks.lengths)
+    ]
+    return tensors, [stride for t in tensors for stride in t.stride()[:2]]

@@ -1,0 +1,159 @@
+"""The definition of 8-bit attention in plain PyTorch: any device.
+
+    q' = scale_i round(q / scale_i), one scale per row: max|q_i| / 127
+    k' = scale_t round((k - mean) / scale_t), one scale per tile of keys
+    v' = scale_t e4m3(v / scale_t), one scale per tile of keys: max|v_t| / 448
+
+and then block-sparse attention of q', k' and v' in fp32, with scale q . mean added to lse. Kernels
+round the weights as well, to e4m3 or to the dtype of 16-bit values.
+"""
+
+import math
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.reference import attention_reference
+from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
+from multimodal_gen.kernels.quantized_attention.slots import Slots
+
+__all__ = ["KEY_ORDER", "key_mean_reference", "quantise_reference", "quantized_reference"]
+
+KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+"""The key at each of 16 places of permuted values."""
+
+
+def key_mean_reference(k: torch.Tensor) -> torch.Tensor:
+    """Return the mean of keys [B, Sk, Hkv, D] over the sequence: fp32 [B, Hkv, D]."""
+    return k.float().mean(1)
+
+
+def _rows(slots: Slots, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and reality of every slot, [B|1, H|1, slots]."""
+    starts, lengths = slots.blocks.bounds(device)
+    slot = torch.arange(slots.total, device=device)
+    block = (slot // slots.size).clamp_max(slots.blocks.num - 1)
+    inside = slot - block * slots.size
+    real = inside < lengths[..., block]
+    return torch.where(real, starts[..., block] + inside, 0), real
+
+
+def _in_slots(x: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Gather [B, S, H, D] into slots: fp32 [B, H, slots, D], zero where there is no row."""
+    batch, _, heads, head_size = x.shape
+    row, real = (t.expand(batch, heads, -1).unsqueeze(-1) for t in _rows(slots, x.device))
+    taken = x.float().transpose(1, 2).gather(2, row.expand(-1, -1, -1, head_size))
+    return taken.masked_fill(~real, 0.0)
+
+
+def quantise_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_slots: Slots,
+    kv_slots: Slots,
+    *,
+    scale: float,
+    mean: torch.Tensor,
+    e4m3: bool,
+    permuted: bool,
+) -> Packed:
+    """Return what the quantising kernel makes; see there for the arguments.
+
+    16-bit values are always copied into slots, [B, slots, Hkv, D].
+    """
+    width = 64 if q.shape[3] <= 64 else 128
+    pad = (0, width - q.shape[3])
+    rows = _in_slots(q, q_slots)
+    largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-20)
+    q8 = (rows * (127.0 / largest) + 0.5).floor()
+    group = q.shape[2] // k.shape[2]
+    shift = scale * (rows * mean.repeat_interleave(group, 1).unsqueeze(2)).sum(-1)
+    real = _rows(kv_slots, k.device)[1].unsqueeze(-1)
+    keys = _in_slots(k, kv_slots)
+    keys = torch.where(real, keys - mean.unsqueeze(2), 0.0)
+    k8, k_scale = _tiles(keys, kv_slots.tile, 127.0, 1e-20)
+    k8 = (k8 + 0.5).floor()
+    values = _in_slots(v, kv_slots)
+    v_scale = torch.ones_like(k_scale)
+    if e4m3:
+        values, v_scale = _tiles(values, kv_slots.tile, 448.0, 1e-12)
+        if permuted:
+            place = torch.arange(kv_slots.total, device=v.device).view(-1, 16)
+            values = values[:, :, place[:, torch.tensor(KEY_ORDER)].flatten()]
+        values = torch.nn.functional.pad(values, pad).transpose(2, 3).to(torch.float8_e4m3fn)
+    else:
+        values = values.transpose(1, 2).to(v.dtype)
+    return Packed(
+        q=torch.nn.functional.pad(q8, pad).to(torch.int8),
+        q_scale=largest.squeeze(-1) * (scale / math.log(2.0) / 127.0),
+        shift=shift,
+        k=torch.nn.functional.pad(k8, pad).to(torch.int8),
+        k_scale=k_scale,
+        v=values.contiguous(),
+        v_scale=v_scale,
+        q_slots=q_slots.size,
+        keys=kv_slots.tile,
+    )
+
+
+def _tiles(
+    x: torch.Tensor, tile: int, most: float, least: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale every tile of [B, H, slots, D] to a largest value of `most`; also return the scales."""
+    tiles = x.view(*x.shape[:2], -1, tile, x.shape[3])
+    largest = tiles.abs().amax((3, 4), keepdim=True).clamp_min(least)
+    return (tiles * (most / largest)).flatten(2, 3), largest[..., 0, 0] / most
+
+
+def quantized_reference(
+    packed: Packed, plan: BlockPlan, q_slots: Slots, kv_slots: Slots, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the attention of quantised tensors, as `quantise_reference` makes them unpermuted.
+
+    Returns:
+        out [B, Sq, H, D] and lse [B, H, Sq], fp32 and natural; 0 and -inf for rows without keys.
+    """
+    row = packed.q_scale.unsqueeze(-1) * math.log(2.0)
+    q = (packed.q.float() * row)[..., :head_size].transpose(1, 2)
+    column = packed.k_scale.repeat_interleave(packed.keys, 2).unsqueeze(-1)
+    k = (packed.k.float() * column)[..., :head_size].transpose(1, 2)
+    if packed.v.dtype == torch.float8_e4m3fn:
+        v = packed.v.float().transpose(2, 3)
+        v = v * packed.v_scale.repeat_interleave(packed.keys, 2).unsqueeze(-1)
+        v = v[..., :head_size].transpose(1, 2)
+    else:
+        v = packed.v.float()
+    slotted = BlockPlan(
+        indices=plan.indices,
+        counts=plan.counts,
+        q=_padded(q_slots, plan.device),
+        kv=_padded(kv_slots, plan.device),
+        uniform=plan.uniform,
+        causal=plan.causal,
+    )
+    rows, keys = slotted.q.total, slotted.kv.total
+    out, lse = attention_reference(q[:, :rows], k[:, :keys], v[:, :keys], slotted, scale=1.0)
+    return _from_slots(out, lse + packed.shift[..., : slotted.q.total], q_slots)
+
+
+def _padded(slots: Slots, device: torch.device) -> Blocks:
+    """Return the blocks as they lie in slots."""
+    if slots.blocks.is_regular and slots.size == slots.blocks.size:
+        return slots.blocks
+    return Blocks.padded(slots.blocks.bounds(device)[1], slots.size)
+
+
+def _from_slots(
+    out: torch.Tensor, lse: torch.Tensor, slots: Slots
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put rows back where they came from; rows of no block are 0 and -inf."""
+    batch, held, heads, head_size = out.shape
+    row, real = (t[..., :held].expand(batch, heads, -1) for t in _rows(slots, out.device))
+    # Slots without a row go to one place that is cut off again.
+    row = torch.where(real, row, slots.blocks.total)
+    placed = out.new_zeros(batch, heads, slots.blocks.total + 1, head_size)
+    placed.scatter_(2, row.unsqueeze(-1).expand(-1, -1, -1, head_size), out.transpose(1, 2))
+    sums = lse.new_full((batch, heads, slots.blocks.total + 1), -math.inf)
+    sums.scatter_(2, row, lse)
+    return placed[:, :, :-1].transpose(1, 2).contiguous(), sums[:, :, :-1].contiguous()

@@ -1,0 +1,71 @@
+"""Tuned constants, one table per provider; each names the GPU and the date it was measured on."""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["HopperTile", "PortableTile", "hopper_tile", "portable_tile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperTile:
+    """Shape of one program of the Gluon provider.
+
+    Attributes:
+        consumers: consumer warpgroups of 64 query rows.
+        keys: keys of a step.
+        stages: tiles in each ring of K and V.
+        registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
+    """
+
+    consumers: int
+    keys: int
+    stages: int
+    registers: int = 240
+    producer_registers: int = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableTile:
+    """Shape of one program of the Triton provider."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Not measured: the steps of the 16-bit engine, whose registers these take at most.
+_PORTABLE = MappingProxyType(
+    {
+        64: PortableTile(rows=64, keys=64, warps=4, stages=3),
+        128: PortableTile(rows=128, keys=64, warps=8, stages=3),
+    }
+)
+
+
+def portable_tile(*, q_size: int) -> PortableTile:
+    """Return the tile of the Triton provider for query blocks of `q_size` rows."""
+    return _PORTABLE[64 if q_size <= 64 else 128]
+
+
+# Pattern -> tile; not measured.
+_HOPPER = MappingProxyType(
+    {
+        "": HopperTile(consumers=2, keys=128, stages=3),
+        "short keys": HopperTile(consumers=2, keys=64, stages=4),
+        "narrow": HopperTile(consumers=1, keys=128, stages=2),
+        "narrow short keys": HopperTile(consumers=1, keys=64, stages=3),
+    }
+)
+
+
+def hopper_tile(*, q_size: int, kv_size: int) -> HopperTile:
+    """Return the tile of the Gluon provider for a plan's block sizes.
+
+    Args:
+        q_size: rows of a query block.
+        kv_size: keys of a key block.
+    """
+    words = ["narrow"] * (q_size <= 64) + ["short keys"] * (kv_size % 128 > 0)
+    return _HOPPER[" ".join(words)]
