@@ -126,8 +126,8 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
 
     Args:
         tensors: one to four, [B, S, H, D] with any strides; H may differ between them.
-        index: int32 [S_out], or [B, S_out] for an order per batch entry; values in [0, S), which
-            are not checked on a GPU.
+        index: int32 [S_out], or [B, S_out] for an order per batch entry, or [B, H, S_out] for one
+            per head of up to three tensors; values in [0, S), which are not checked on a GPU.
 
     Returns:
         New tensors [B, S_out, H, D] whose memory is [B, H, S_out, D].
@@ -147,9 +147,13 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
                 f"`tensors[{position}]` must be [{batch}, {tokens}, H, {size}] like tensors[0], "
                 f"got {list(tensor.shape)}"
             )
-    _expect_index(index, first)
+    _expect_index(index, *tensors)
     if not _runs_kernel(tensors):
         return tuple(gather_reference(tensor, index) for tensor in tensors)
+    if index.ndim == 3:
+        from multimodal_gen.kernels.tile_order.per_head.kernel import gather_per_head
+
+        return gather_per_head(tensors, index)
     from multimodal_gen.kernels.tile_order.kernel import gather
 
     return gather(tensors, index)
@@ -162,8 +166,8 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
 
     Args:
         source: [B, S_in, H, D], any strides.
-        index: int32 [S_in], or [B, S_in] for an order per batch entry; distinct values in [0, S),
-            which are not checked on a GPU.
+        index: int32 [S_in], or [B, S_in] for an order per batch entry, or [B, H, S_in] for one
+            per head; distinct values in [0, S), which are not checked on a GPU.
         out: [B, S, H, D], any strides, apart from `source` in memory. Tokens that `index` does not
             name keep what they hold.
 
@@ -191,6 +195,11 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
     if not _runs_kernel((source, out)):
         scatter_reference(source, index, out)
         return
+    if index.ndim == 3:
+        from multimodal_gen.kernels.tile_order.per_head.kernel import scatter_per_head
+
+        scatter_per_head(source, index, out)
+        return
     from multimodal_gen.kernels.tile_order.kernel import scatter
 
     scatter(source, index, out)
@@ -210,16 +219,24 @@ def _expect_like(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor
         )
 
 
-def _expect_index(index: torch.Tensor, tensor: torch.Tensor) -> None:
+def _expect_index(index: torch.Tensor, *tensors: torch.Tensor) -> None:
+    first = tensors[0]
     if index.dtype != torch.int32:
         raise UsageError(f"`index` must be int32, got {index.dtype}; call .int() on it")
-    if index.device != tensor.device:
+    if index.device != first.device:
         raise UsageError(
-            f"`index` must be on the device of the tokens ({tensor.device}), got {index.device}"
+            f"`index` must be on the device of the tokens ({first.device}), got {index.device}"
         )
-    batch = tensor.shape[0]
-    if index.ndim not in (1, 2) or (index.ndim == 2 and index.shape[0] != batch):
-        raise UsageError(f"`index` must be [S] or [{batch}, S], got {list(index.shape)}")
+    batch, heads = first.shape[0], first.shape[2]
+    if index.ndim not in (1, 2, 3) or tuple(index.shape[:-1]) != (batch, heads)[: index.ndim - 1]:
+        raise UsageError(
+            f"`index` must be [S], [{batch}, S] or [{batch}, {heads}, S], got {list(index.shape)}"
+        )
+    if index.ndim == 3 and (len(tensors) > 3 or any(t.shape[2] != heads for t in tensors)):
+        raise UsageError(
+            f"`tensors` must be at most 3 of {heads} heads for an order per head, got heads "
+            f"{[t.shape[2] for t in tensors]}"
+        )
 
 
 def _runs_kernel(tensors: tuple[torch.Tensor, ...]) -> bool:

@@ -159,7 +159,7 @@ def gather(
     batch, _, _, size = tensors[0].shape
     num_out = index.shape[-1]
     outs = tuple(t.new_empty((batch, t.shape[2], num_out, size)) for t in tensors)
-    vector = _vector(tensors)
+    vector = vector_of(tensors)
     row = max(t.shape[2] for t in tensors) * size
     tokens, width = _shape(row, tensors[0].element_size(), vector, tile)
     ends = list(accumulate(triton.cdiv(t.shape[2] * size, width) for t in tensors))
@@ -171,7 +171,7 @@ def gather(
         with torch.cuda.device_of(tensors[0]):
             _gather_kernel[grid](
                 *(tensors[slot] for slot in slots), *(outs[slot] for slot in slots),
-                *(stride for slot in slots for stride in _strides(tensors[slot], vector)),
+                *(stride for slot in slots for stride in strides_in_vectors(tensors[slot], vector)),
                 *(tensors[slot].shape[2] for slot in slots), *(ends[slot] for slot in slots),
                 index, index_b, num_out, num_blocks,
                 NUM=len(tensors), D=size, VEC=vector, TOKENS=tokens, WIDTH=width,
@@ -192,7 +192,7 @@ def scatter(
         tile: shape of a program.
     """
     batch, num_in, heads, size = source.shape
-    vector = _vector((source, out))
+    vector = vector_of((source, out))
     tokens, width = _shape(heads * size, source.element_size(), vector, tile)
     index, index_b = _contiguous(index)
     num_blocks = triton.cdiv(num_in, tokens)
@@ -200,7 +200,7 @@ def scatter(
     if math.prod(grid):
         with torch.cuda.device_of(source):
             _scatter_kernel[grid](
-                source, out, *_strides(source, vector), *_strides(out, vector),
+                source, out, *strides_in_vectors(source, vector), *strides_in_vectors(out, vector),
                 heads, index, index_b, num_in, num_blocks,
                 D=size, VEC=vector, TOKENS=tokens, WIDTH=width, num_warps=tile.warps,
             )  # fmt: skip
@@ -212,7 +212,7 @@ def _outer_strides(tensor: torch.Tensor) -> list[int]:
     return [0 if n == 1 else stride for stride, n in shape]
 
 
-def _vector(tensors: tuple[torch.Tensor, ...]) -> int:
+def vector_of(tensors: tuple[torch.Tensor, ...]) -> int:
     """Return how many elements can be moved together: 16 bytes of them where all tensors allow."""
     size = tensors[0].shape[3]
     inner = size == 1 or all(tensor.stride(3) == 1 for tensor in tensors)
@@ -222,7 +222,7 @@ def _vector(tensors: tuple[torch.Tensor, ...]) -> int:
     return math.gcd(VECTOR_BYTES // tensors[0].element_size(), size, *strides)
 
 
-def _strides(tensor: torch.Tensor, vector: int) -> tuple[int, int, int, int]:
+def strides_in_vectors(tensor: torch.Tensor, vector: int) -> tuple[int, int, int, int]:
     """Return the strides of B, S and H in vectors, and that of D in elements."""
     b, s, h = (stride // vector for stride in _outer_strides(tensor))
     return b, s, h, 1 if tensor.shape[3] == 1 else tensor.stride(3)

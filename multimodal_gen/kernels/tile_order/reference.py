@@ -1,6 +1,6 @@
 """Moving tokens in plain PyTorch: the definition, for any device, with gradients.
 
-Shapes: B batch, S tokens, H heads, D head size; an index is [S] or [B, S].
+Shapes: B batch, S tokens, H heads, D head size; an index is [S], [B, S] or [B, H, S].
 """
 
 import torch
@@ -13,7 +13,7 @@ def gather_reference(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
     Args:
         tensor: [B, S, H, D].
-        index: [S_out] or [B, S_out], values in [0, S).
+        index: [S_out], [B, S_out] or [B, H, S_out], values in [0, S).
 
     Returns:
         [B, S_out, H, D]; transposed to [B, H, S_out, D] it is contiguous.
@@ -22,7 +22,8 @@ def gather_reference(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if index.ndim == 1:
         return rows.index_select(2, index).transpose(1, 2)
     batch, heads, _, size = rows.shape
-    every = index.long()[:, None, :, None].expand(batch, heads, -1, size)
+    index = index if index.ndim == 3 else index[:, None]
+    every = index.long().unsqueeze(3).expand(batch, heads, -1, size)
     return rows.gather(2, every).transpose(1, 2)
 
 
@@ -31,10 +32,11 @@ def scatter_reference(source: torch.Tensor, index: torch.Tensor, out: torch.Tens
 
     Args:
         source: [B, S_in, H, D].
-        index: [S_in] or [B, S_in], distinct values in [0, S).
+        index: [S_in], [B, S_in] or [B, H, S_in], distinct values in [0, S).
         out: [B, S, H, D]; other tokens keep what they hold.
     """
     if index.ndim == 1:
         out.index_copy_(1, index.long(), source)
     else:
-        out.scatter_(1, index.long()[:, :, None, None].expand(source.shape), source)
+        index = index.transpose(1, 2) if index.ndim == 3 else index.unsqueeze(2)
+        out.scatter_(1, index.long().unsqueeze(3).expand(source.shape), source)

@@ -49,8 +49,9 @@ def test_tensors_that_cannot_move_together_are_refused(
     [
         (INDEX.long(), r"`index` must be int32, got torch.int64; call .int\(\) on it"),
         (INDEX.to("meta"), r"`index` must be on the device of the tokens \(cpu\), got meta"),
-        (INDEX.expand(3, -1), r"`index` must be \[S\] or \[2, S\], got \[3, 5\]"),
-        (INDEX.view(1, 1, 5), r"`index` must be \[S\] or \[2, S\], got \[1, 1, 5\]"),
+        (INDEX.expand(3, -1), r"`index` must be \[S\], \[2, S\] or \[2, 3, S\], got \[3, 5\]"),
+        (INDEX.view(1, 1, 5), r"`index` must be \[S\], \[2, S\] or \[2, 3, S\], got \[1, 1, 5\]"),
+        (INDEX.expand(2, 2, -1), r"`index` must be .* or \[2, 3, S\], got \[2, 2, 5\]"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(index: torch.Tensor, message: str) -> None:
@@ -86,3 +87,22 @@ def test_a_scatter_that_does_not_fit_is_refused(
 def test_tokens_outside_the_sequence_are_refused_by_the_reference() -> None:
     with pytest.raises((IndexError, RuntimeError), match=r"(?i)index out of range|out of bounds"):
         gather_tokens((GOOD,), INDEX + 1)
+
+
+@pytest.mark.parametrize("tensors", [(GOOD, GOOD[:, :, :1]), (GOOD,) * 4], ids=["heads", "four"])
+def test_an_order_per_head_moves_tensors_of_these_heads_only(
+    tensors: tuple[torch.Tensor, ...],
+) -> None:
+    with pytest.raises(UsageError, match=r"`tensors` must be at most 3 of 3 heads for an order"):
+        gather_tokens(tensors, INDEX.expand(2, 3, -1))
+
+
+def test_every_head_may_have_an_order_of_its_own() -> None:
+    tensor = torch.arange(2 * 5 * 3).view(2, 5, 3, 1).float().requires_grad_()
+    index = torch.stack([torch.randperm(5) for _ in range(6)]).view(2, 3, 5).int()
+    (moved,) = gather_tokens((tensor,), index)
+    for b, h in ((0, 0), (1, 2)):
+        assert moved[b, :, h, 0].tolist() == [tensor[b, i, h, 0].item() for i in index[b, h]]
+    back = torch.zeros_like(tensor)
+    scatter_tokens(moved, index, back)
+    assert torch.equal(back, tensor)

@@ -135,3 +135,18 @@ def test_shapes_share_a_compilation(compiled: list[Compiled]) -> None:
     launch(*(torch.zeros(3, 77, 5, 72, dtype=torch.bfloat16) for _ in range(2)))
     assert compiled
     assert variants() == before
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_an_order_per_head_is_moved_in_16_bytes(compiled: list[Compiled], size: int) -> None:
+    from multimodal_gen.kernels.tile_order.per_head.kernel import gather_per_head, scatter_per_head
+
+    tensor = torch.zeros(2, 100, 3, size, dtype=torch.bfloat16)
+    index = torch.arange(100, dtype=torch.int32).expand(2, 3, -1)
+    (moved,) = gather_per_head((tensor,), index)
+    gather_per_head((tensor, tensor), index)
+    scatter_per_head(moved, index, tensor)
+    assert len(compiled) == 3
+    for kernel in compiled:
+        assert all(WIDE.search(access) for access in kernel.loads + kernel.stores)
+        assert kernel.stack == 0

@@ -115,3 +115,41 @@ def test_nothing_is_launched_for_an_empty_index() -> None:
     out = tensor.clone()
     scatter(moved, index, out)
     assert torch.equal(out, tensor)
+
+
+@given(
+    batch=st.sampled_from([1, 3]),
+    heads=st.sampled_from([1, 5]),
+    num=st.integers(1, 150),
+    count=st.sampled_from([1, 2, 3]),
+    size=st.sampled_from([1, 8, 33, 40, 128]),
+    layout=st.sampled_from(list(LAYOUTS)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=30, deadline=None)
+def test_an_order_per_head_agrees_with_the_reference(
+    batch: int,
+    heads: int,
+    num: int,
+    count: int,
+    size: int,
+    layout: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    from multimodal_gen.kernels.tile_order.per_head.kernel import gather_per_head, scatter_per_head
+
+    torch.manual_seed(seed)
+    shape = (batch, 150, heads, size)
+    tensors = tuple(with_layout(torch.randn(shape).to(dtype), layout) for _ in range(count))
+    index = orders(batch * heads, 150, num, per_batch=True, seed=seed).view(batch, heads, num)
+    found = gather_per_head(tensors, index)
+    for moved, tensor in zip(found, tensors, strict=True):
+        assert torch.equal(moved, gather_reference(tensor, index))
+        assert moved.transpose(1, 2).is_contiguous()
+    out = with_layout(torch.randn(shape).to(dtype), layout)
+    wanted = out.clone()
+    scatter_reference(found[0], index, wanted)
+    scatter_per_head(found[0], index, out)
+    assert torch.equal(out, wanted)

@@ -1,0 +1,1 @@
+"""Moving tokens where every head has an order of its own."""
