@@ -1,0 +1,214 @@
+"""Batched Euclidean k-means: every head of every batch entry is a problem of its own.
+
+Shapes: B batch, S tokens, H heads, D head size, C clusters.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.kmeans.reference import kmeans_reference
+
+__all__ = ["KERNELS", "Clusters", "initial_centroids", "kmeans"]
+
+KERNELS = ("auto", "triton", "flash_kmeans", "reference")
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32)
+_LARGEST_HEAD_SIZE = 256
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Clusters:
+    """The tokens of every head, cluster by cluster.
+
+    Attributes:
+        centroids: fp32 [B, H, C, D], after the last update.
+        order: int32 [B, H, S], the tokens by cluster, within one in their own order; tokens of no
+            cluster come last.
+        starts: int32 [B, H, C], where in `order` each cluster begins.
+        counts: int32 [B, H, C], the tokens of each cluster, by the centroids before the last
+            update.
+    """
+
+    centroids: torch.Tensor
+    order: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+
+
+def initial_centroids(
+    x: torch.Tensor, num: int, *, keep: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `num` random tokens of every head, the same ones every time.
+
+    Args:
+        x: [B, S, H, D].
+        num: C, or more than S for all of them.
+        keep: bool [B, S], tokens to choose from first; None for all.
+
+    Returns:
+        fp32 [B, H, min(C, S), D].
+    """
+    tokens = _shuffled(x.shape[1], x.device)
+    num = min(num, x.shape[1])
+    if keep is None:
+        return x.index_select(1, tokens[:num]).transpose(1, 2).float()
+    first = torch.argsort(~keep[:, tokens], dim=1, stable=True)[:, :num]
+    chosen = tokens[first][:, :, None, None].expand(-1, -1, *x.shape[2:])
+    return x.gather(1, chosen).transpose(1, 2).float()
+
+
+@lru_cache(maxsize=32)
+def _shuffled(total: int, device: torch.device) -> torch.Tensor:
+    # Cached, because the copy waits for the device.
+    with torch.inference_mode(False), torch.device("cpu"):
+        generator = torch.Generator().manual_seed(_SEED)
+        return torch.randperm(total, generator=generator).to(device)
+
+
+def kmeans(
+    x: torch.Tensor,
+    centroids: torch.Tensor,
+    *,
+    iterations: int,
+    keep: torch.Tensor | None = None,
+    tolerance: float = 1e-4,
+    kernel: str = "auto",
+) -> Clusters:
+    """Cluster the tokens of every head by Lloyd's algorithm; does not wait for the device.
+
+    Two runs agree bit by bit. A token as near to several centroids goes to the first of them; an
+    empty cluster keeps its centroid. A head whose centroids all moved by less than `tolerance`
+    stops.
+
+    Args:
+        x: [B, S, H, D], any strides.
+        centroids: floating [B, H, C, D] to begin with.
+        iterations: at most so many updates; 0 only assigns tokens to `centroids`.
+        keep: bool [B, S], tokens to cluster; None for all.
+        tolerance: least distance that counts as a move.
+        kernel: "triton", "reference", "flash_kmeans" where the package of that name is installed,
+            or "auto" for the fastest.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not fit each other, or a number is out of range.
+        UnsupportedBackendError: the kernel asked for cannot serve this call.
+    """
+    _validate(x, centroids, keep, iterations, tolerance)
+    kernel = _choose(kernel, x, keep)
+    centroids = centroids.float()
+    batch, tokens, heads, size = x.shape
+    if kernel == "triton":
+        from multimodal_gen.kernels.kmeans.kernel import kmeans_triton
+
+        found = kmeans_triton(x, centroids, keep, iterations=iterations, tolerance=tolerance)
+    else:
+        flat = x.transpose(1, 2).reshape(batch * heads, tokens, size)
+        begin = centroids.flatten(0, 1)
+        if kernel == "flash_kmeans":
+            found = _run_flash_kmeans(flat, begin, iterations, tolerance)
+        else:
+            kept = None if keep is None else keep.repeat_interleave(heads, dim=0)
+            found = kmeans_reference(flat, begin, kept, iterations=iterations, tolerance=tolerance)
+    shaped = (part.view(batch, heads, *part.shape[1:]) for part in found)
+    centroids, order, starts, counts = shaped
+    return Clusters(centroids=centroids, order=order, starts=starts, counts=counts)
+
+
+def _validate(
+    x: torch.Tensor,
+    centroids: torch.Tensor,
+    keep: torch.Tensor | None,
+    iterations: int,
+    tolerance: float,
+) -> None:
+    if x.ndim != 4 or x.dtype not in _FLOATING:
+        raise UsageError(
+            f"`x` must be float16, bfloat16 or float32 [B, S, H, D], got {x.dtype} {list(x.shape)}"
+        )
+    batch, tokens, heads, size = x.shape
+    shape = (batch, heads, size)
+    if centroids.ndim != 4 or (*centroids.shape[:2], centroids.shape[3]) != shape:
+        raise UsageError(
+            f"`centroids` must be [{batch}, {heads}, C, {size}], got {list(centroids.shape)}"
+        )
+    if centroids.device != x.device:
+        raise UsageError(
+            f"`centroids` must be on the device of x ({x.device}), got {centroids.device}"
+        )
+    if centroids.shape[2] < 1:
+        raise UsageError("`centroids` must hold at least 1 cluster, got 0")
+    if keep is not None and (keep.dtype != torch.bool or keep.shape != (batch, tokens)):
+        raise UsageError(
+            f"`keep` must be bool [{batch}, {tokens}], got {keep.dtype} {list(keep.shape)}"
+        )
+    if iterations < 0:
+        raise UsageError(f"`iterations` must be at least 0, got {iterations}")
+    if not tolerance >= 0:
+        raise UsageError(f"`tolerance` must be at least 0, got {tolerance}")
+
+
+def _choose(kernel: str, x: torch.Tensor, keep: torch.Tensor | None) -> str:
+    if kernel not in KERNELS:
+        raise UnsupportedBackendError(
+            f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}"
+        )
+    if kernel == "auto":
+        served = not _reasons("triton", x, keep) and x.device.type == "cuda"
+        return "triton" if served else "reference"
+    reasons = _reasons(kernel, x, keep)
+    if reasons:
+        raise UnsupportedBackendError(
+            f"k-means kernel {kernel!r} cannot serve this call: {'; '.join(reasons)}; use "
+            f"kernel='auto'"
+        )
+    return kernel
+
+
+def _reasons(kernel: str, x: torch.Tensor, keep: torch.Tensor | None) -> list[str]:
+    reasons: list[str] = []
+    if kernel == "reference":
+        return reasons
+    package = "triton" if kernel == "triton" else "flash_kmeans"
+    if not _installed(package):
+        reasons.append(f"needs the package {package.replace('_', '-')}, which is not installed")
+    elif x.device.type != "cuda" and not (kernel == "triton" and _interpreted()):
+        reasons.append(f"needs a GPU, the tensors are on {x.device.type}")
+    if kernel == "triton" and x.shape[3] > _LARGEST_HEAD_SIZE:
+        reasons.append(f"needs a head size of at most {_LARGEST_HEAD_SIZE}, got {x.shape[3]}")
+    if kernel == "flash_kmeans" and keep is not None:
+        reasons.append("leaves no tokens out, and some are masked")
+    return reasons
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@cache
+def _interpreted() -> bool:
+    from multimodal_gen.kernels.kmeans.kernel import interpreted
+
+    return interpreted()
+
+
+def _run_flash_kmeans(
+    x: torch.Tensor, centroids: torch.Tensor, iterations: int, tolerance: float
+) -> tuple[torch.Tensor, ...]:
+    from flash_kmeans import batch_kmeans_Euclid  # type: ignore[import-not-found]
+
+    from multimodal_gen.kernels.kmeans.kernel import sort_labels
+
+    num = centroids.shape[1]
+    labels, updated, *_ = batch_kmeans_Euclid(
+        x,
+        num,
+        max_iters=max(iterations, 1),
+        tol=tolerance,
+        init_centroids=centroids.to(x.dtype),
+    )
+    return (updated.float() if iterations else centroids), *sort_labels(labels.int(), num)
