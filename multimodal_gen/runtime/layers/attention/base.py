@@ -249,6 +249,7 @@ class AttentionLayer(nn.Module):
         if _autocasts(query.device.type):
             query, key, value = _autocast(query, key, value)
         route = self._route(query)
+        route.observe(query, key, attn_mask)
         if attn_mask is not None:
             return self._attend_masked(route, query, key, value, attn_mask, mask_meta)
         bound = route.primary

@@ -13,7 +13,8 @@ import torch
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.index_selector import FirstSteps, Steps
+from multimodal_gen.runtime.layers.attention.observing import ObservingImpl
 from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl, ProjectionSlot
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
@@ -24,7 +25,10 @@ from multimodal_gen.runtime.layers.attention.selector import (
     resolve,
     warn_of_fallback,
 )
-from multimodal_gen.runtime.managers.forward_context import ForwardContext
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    current_forward_context,
+)
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 logger = logging.getLogger(__name__)
@@ -98,13 +102,23 @@ class Route:
     Attributes:
         steps: denoising steps it serves, or None for all.
         primary: the implementation selection gave.
+        observers: implementations of later routes that look at the calls of this one.
     """
 
-    __slots__ = ("_asked", "_geometry", "_request", "_run", "_substitutes", "primary", "steps")
+    __slots__ = (
+        "_asked",
+        "_geometry",
+        "_request",
+        "_run",
+        "_substitutes",
+        "observers",
+        "primary",
+        "steps",
+    )
 
     def __init__(
         self,
-        steps: IndexSelector | None,
+        steps: Steps | None,
         asked: Asked,
         request: AttentionRequest,
         geometry: LayerGeometry,
@@ -121,6 +135,29 @@ class Route:
         self._geometry = geometry
         self._substitutes: dict[tuple[frozenset[Feature], bool], Bound] = {}
         self._run: tuple[object, ...] | None = None
+        self.observers: tuple[ObservingImpl, ...] = ()
+
+    def serves(self, context: ForwardContext) -> bool:
+        """Whether the running step is one of its steps.
+
+        Raises:
+            UsageError: that depends on how many steps the run has, which is unknown.
+        """
+        if not isinstance(self.steps, FirstSteps):
+            return self.steps is None or context.current_timestep in self.steps
+        if context.num_steps is None:
+            raise UsageError(
+                f"steps {self.steps} must be those of a run whose number of steps is known, got "
+                f"none; pass num_steps to set_forward_context, or give a number of steps above 1"
+            )
+        return self.steps.holds(context.current_timestep, context.num_steps)
+
+    def observe(
+        self, query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
+    ) -> None:
+        """Show a call to the observers."""
+        for observer in self.observers:
+            observer.observe(query, key, current_forward_context(), attn_mask)
 
     def check_run(self, context: ForwardContext) -> None:
         """Let the implementation refuse a run it does not fit, once, before any of its steps."""
@@ -203,7 +240,13 @@ def bind(
     Raises:
         UnsupportedBackendError: see `resolve`.
     """
-    return tuple(Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule)
+    routes = tuple(
+        Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule
+    )
+    for i, route in enumerate(routes):
+        later = (other.primary.impl for other in routes[i + 1 :])
+        route.observers = tuple(impl for impl in later if isinstance(impl, ObservingImpl))
+    return routes
 
 
 def route_at(routes: tuple[Route, ...], context: ForwardContext | None) -> Route:
@@ -220,8 +263,7 @@ def route_at(routes: tuple[Route, ...], context: ForwardContext | None) -> Route
         )
     for route in routes:
         route.check_run(context)
-    step = context.current_timestep
-    return next(route for route in routes if route.steps is None or step in route.steps)
+    return next(route for route in routes if route.serves(context))
 
 
 def _bind_first_that_imports(

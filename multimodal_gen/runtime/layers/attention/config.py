@@ -97,6 +97,13 @@ class SparseConfig(BackendConfig):
         """
         return self.dense_steps, self.dense_layers
 
+    def dense_first(self) -> tuple[float, float]:
+        """Return how many first steps and first layers run on the dense backend besides.
+
+        Values up to 1 are shares of what the run and the model have, others are numbers.
+        """
+        return 0.0, 0.0
+
 
 def build_config(config_cls: type[Config], raw: Mapping[str, object], *, backend: str) -> Config:
     """Build a backend's configuration from what a user wrote.

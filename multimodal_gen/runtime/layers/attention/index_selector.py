@@ -1,6 +1,9 @@
 """Sets of step or layer indices, written as `0-3,38`, `10-` or `-5`."""
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias
 
 from multimodal_gen.errors import ConfigError
 
@@ -54,6 +57,35 @@ class IndexSelector:
 
     def __str__(self) -> str:
         return ",".join(_range_text(first, last) for first, last in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """The first share of a run's denoising steps, whose number only the run knows.
+
+    Attributes:
+        share: in (0, 1]; of n steps it means the first floor(share * n).
+        among: steps that count; None for all.
+    """
+
+    share: float
+    among: IndexSelector | None = None
+
+    def holds(self, step: int, num_steps: int) -> bool:
+        """Return whether a step of a run is among them."""
+        return step < first_of(self.share, num_steps) and (self.among is None or step in self.among)
+
+    def __str__(self) -> str:
+        first = f"first {self.share:.4g} of all"
+        return first if self.among is None else f"{first}, among {self.among}"
+
+
+Steps: TypeAlias = IndexSelector | FirstSteps
+
+
+def first_of(share: float, total: int) -> int:
+    """Return floor(share * total), the share read in decimals as people write it."""
+    return math.floor(Fraction(repr(float(share))) * total)
 
 
 def _parse_range(part: str, name: str, value: object) -> tuple[int, int | None]:

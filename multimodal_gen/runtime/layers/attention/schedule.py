@@ -3,9 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import SparseConfig
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.index_selector import (
+    FirstSteps,
+    IndexSelector,
+    Steps,
+    first_of,
+)
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule, LayerSite
 from multimodal_gen.runtime.platforms import PlatformEnum
@@ -24,7 +30,8 @@ def with_dense_parts(
         platform: where it runs.
 
     Raises:
-        ConfigError: a sparse backend was asked for without parameters it must have.
+        ConfigError: a sparse backend was asked for without parameters it must have, or with a share
+            of layers whose number is unknown.
     """
     if site.role is not AttentionRole.SELF:
         return schedule
@@ -32,23 +39,55 @@ def with_dense_parts(
 
 
 def _parts(
-    steps: IndexSelector | None, asked: Asked, site: LayerSite, platform: PlatformEnum
-) -> Iterator[tuple[IndexSelector | None, Asked]]:
+    steps: Steps | None, asked: Asked, site: LayerSite, platform: PlatformEnum
+) -> Iterator[tuple[Steps | None, Asked]]:
     config = _sparse_config(asked, platform)
     if config is None:
         yield steps, asked
         return
     dense_steps, dense_layers = config.dense_schedule()
-    if dense_layers is not None and site.layer is not None and site.layer in dense_layers:
+    first_steps, first_layers = config.dense_first()
+    if site.layer is not None and (
+        (dense_layers is not None and site.layer in dense_layers)
+        or site.layer < _num_layers(first_layers, site, asked)
+    ):
         because = f"layer {site.layer} is among the dense layers of {asked.backend}"
         yield steps, replace(asked, dense_because=because)
         return
-    if dense_steps is not None:
-        shared = dense_steps if steps is None else steps & dense_steps
+    for dense in (dense_steps, _first(first_steps)):
+        shared = dense if dense is None else _among(dense, steps)
         if shared is not None:
             because = f"steps {shared} are dense steps of {asked.backend}"
             yield shared, replace(asked, dense_because=because)
     yield steps, asked
+
+
+def _num_layers(first: float, site: LayerSite, asked: Asked) -> int:
+    """Return how many first layers stay dense."""
+    if first > 1 or first == 0:
+        return int(first)
+    if site.num_layers is None:
+        raise ConfigError(
+            f"{asked.backend} must know how many layers a model has to keep a share of them dense, "
+            f"got layer {site.layer} of an unknown number; pass site=LayerSite(layer=..., "
+            f"num_layers=...), or give a number of layers above 1 or 0"
+        )
+    return first_of(first, site.num_layers)
+
+
+def _first(first: float) -> Steps | None:
+    """Return the first steps that stay dense."""
+    if first == 0:
+        return None
+    return FirstSteps(first) if first <= 1 else IndexSelector(((0, int(first) - 1),))
+
+
+def _among(dense: Steps, steps: Steps | None) -> Steps | None:
+    """Return the steps in both, or None where there are none."""
+    if steps is None:
+        return dense
+    assert isinstance(steps, IndexSelector), "only this module makes others"
+    return FirstSteps(dense.share, steps) if isinstance(dense, FirstSteps) else steps & dense
 
 
 def _sparse_config(asked: Asked, platform: PlatformEnum) -> SparseConfig | None:

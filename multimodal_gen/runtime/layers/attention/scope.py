@@ -16,7 +16,7 @@ from typing import Any
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector, Steps
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -160,7 +160,7 @@ class SelectionScope:
 
 
 # A schedule as asked for: the first entry whose steps hold (None: every step) is the one that runs.
-AskedSchedule = tuple[tuple[IndexSelector | None, Asked], ...]
+AskedSchedule = tuple[tuple[Steps | None, Asked], ...]
 
 
 def component_names(component: str | None) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def decide(
     override = scope.component_override(site)
     if override is not None:
         return ((None, override[1]),)
-    schedule: list[tuple[IndexSelector | None, Asked]] = []
+    schedule: list[tuple[Steps | None, Asked]] = []
     for number, rule in enumerate(scope.rules, start=1):
         if rule.matches(site):
             asked = Asked(
