@@ -29,7 +29,12 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "attention"
 SPARSE = [member for member in AttentionBackendEnum if member.is_sparse]
-LANDED = (AttentionBackendEnum.SLIDING_TILE_ATTN, AttentionBackendEnum.VIDEO_SPARSE_ATTN)
+LANDED = (
+    AttentionBackendEnum.SLIDING_TILE_ATTN,
+    AttentionBackendEnum.VIDEO_SPARSE_ATTN,
+    AttentionBackendEnum.SLA_ATTN,
+    AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
+)
 NOT_IN_THIS_BUILD = [member for member in SPARSE if member not in LANDED]
 CONFIGURABLE = [
     member for member in AttentionBackendEnum if parameters_of(backends_of(member)[0].config_cls)

@@ -27,7 +27,7 @@ class SparseImpl(AttentionImpl):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._densities: dict[int, float] = {}
+        self._densities: dict[int, float | torch.Tensor] = {}
 
     def forward(
         self,
@@ -74,10 +74,16 @@ class SparseImpl(AttentionImpl):
             [B, Sq, H, D].
         """
 
-    def record(self, context: ForwardContext, density: float) -> None:
-        """Note the share of query-key pairs that the step attends to, in [0, 1], for the report."""
+    def record(self, context: ForwardContext, density: float | torch.Tensor) -> None:
+        """Note the share of query-key pairs that the step attends to, in [0, 1], for the report.
+
+        Args:
+            context: the running denoiser call.
+            density: the share, or where the data decide, a tensor [] of it, which is not waited
+                for before the report is made.
+        """
         self._densities[context.current_timestep] = density
 
     def densities(self) -> Mapping[int, float]:
-        """Return the density of every step so far."""
-        return self._densities
+        """Return the density of every step so far; waits for the device where data decided it."""
+        return {step: float(density) for step, density in self._densities.items()}

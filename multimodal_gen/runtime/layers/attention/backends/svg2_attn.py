@@ -1,9 +1,23 @@
-"""Sparse VideoGen 2: queries and keys are clustered; clusters attend to their best clusters."""
+"""Sparse VideoGen 2: queries and keys are clustered; clusters attend to their best clusters.
+
+k-means clusters the video's queries and keys of every head apart. A cluster of queries attends to
+the clusters of keys that carry most of the attention its centroid would give them. Text is
+attended to by everything, and attends to everything.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from multimodal_gen.errors import NotInThisBuildError
+import torch
+
+from multimodal_gen.kernels.cluster_attention.selection import (
+    cluster_weights,
+    kept_clusters,
+    kept_pairs,
+)
+from multimodal_gen.kernels.kmeans.api import Clusters, initial_centroids, kmeans
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -14,8 +28,21 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
+from multimodal_gen.runtime.layers.attention.backends.tiled import (
+    SequenceLayout,
+    attend_rows,
+    sequence_layout,
+)
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.index_selector import first_of
+from multimodal_gen.runtime.layers.attention.observing import ObservingImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.svg2.centroids import CentroidCache, Centroids
+from multimodal_gen.runtime.layers.attention.svg2.clusters import ClusteredCall, clustered_call
+from multimodal_gen.runtime.layers.attention.svg2.passes import attend_clusters
+from multimodal_gen.runtime.layers.attention.svg2.upstream import attend_upstream
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _SVG = PackageProbe(
@@ -32,7 +59,8 @@ class SVG2Config(SparseConfig):
     Attributes:
         svg2_num_q_centroids: clusters of queries per head.
         svg2_num_k_centroids: clusters of keys per head.
-        svg2_top_p_kmeans: attention mass to keep per query cluster, as estimated from centroids.
+        svg2_top_p_kmeans: attention mass to keep per query cluster, as estimated from centroids; 1
+            equals dense attention.
         svg2_min_kc_ratio: least share of key clusters to keep.
         svg2_kmeans_iter_init: k-means iterations from random centroids.
         svg2_kmeans_iter_step: k-means iterations from the previous step's centroids.
@@ -41,6 +69,7 @@ class SVG2Config(SparseConfig):
         svg2_first_layers_fp: first layers that stay dense: a share up to 1, a number above.
         svg2_first_times_fp: first steps that stay dense: a share up to 1, a number above.
         kernel: which kernel runs; `auto` takes the fastest one supported.
+        kmeans_kernel: which k-means runs. `flash_kmeans` waits for the device in every iteration.
     """
 
     svg2_num_q_centroids: int = option(300, "clusters of queries per head", ge=1)
@@ -59,6 +88,13 @@ class SVG2Config(SparseConfig):
     kernel: Literal["auto", "gluon", "triton", "reference", "svg"] = option(
         "auto", "kernel that runs"
     )
+    kmeans_kernel: Literal["auto", "triton", "flash_kmeans", "reference"] = option(
+        "auto", "k-means that runs"
+    )
+
+    def dense_first(self) -> tuple[float, float]:
+        """Return the first steps and layers that stay dense; see `SparseConfig.dense_first`."""
+        return self.svg2_first_times_fp, self.svg2_first_layers_fp
 
 
 class SVG2Backend(AttentionBackend):
@@ -67,15 +103,151 @@ class SVG2Backend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
     summary: ClassVar[str] = "Sparse VideoGen 2: clusters of queries attend to clusters of keys"
     config_cls: ClassVar[type[SVG2Config]] = SVG2Config
-    not_in_this_build: ClassVar[str | None] = "Sparse VideoGen 2 is not in this build yet"
     variants: ClassVar[tuple[Variant, ...]] = (
-        *(v for v in engine_variants((Feature.GQA,)) if v.name != "fa4"),
+        *(v for v in engine_variants((Feature.GQA, Feature.KEY_MASK)) if v.name != "fa4"),
         upstream_variant(
             "svg", _SVG, head_sizes=(64, 128, 256), capability=Capability(minimum=(8, 0))
         ),
     )
 
     @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants that the `kernel` parameter leaves."""
+        kernel = getattr(config, "kernel", "auto")
+        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
+
+    @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise `NotInThisBuildError`."""
-        raise NotInThisBuildError(cls.not_in_this_build)
+        """Return the implementation."""
+        return SVG2Impl
+
+
+class SVG2Impl(SparseImpl, ObservingImpl):
+    """Sparse VideoGen 2 of one layer; remembers the centroids of the step before."""
+
+    backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self._config = config if isinstance(config, SVG2Config) else SVG2Config()
+        self._centroids = CentroidCache()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention of clusters to clusters; see `SparseImpl.attend`."""
+        with torch.no_grad():
+            queries, keys = self._cluster(query, key, layout, context, keep)
+            kept = self._select(queries, keys)
+            call = clustered_call(queries, keys, kept, layout, keep)
+            self.record(context, _density(call, layout, keep))
+        out = query.new_empty((*query.shape[:3], value.shape[3]))
+        for span in (slice(layout.start), slice(layout.start + layout.num_video, None)):
+            if out[:, span].shape[1]:
+                rows = query[:, span]
+                out[:, span] = attend_rows(rows, key, value, keep, self.softmax_scale)
+        if self._config.kernel == "svg":
+            attend_upstream(query, key, value, call, keep, out, scale=self.softmax_scale)
+        else:
+            attend_clusters(
+                query,
+                key,
+                value,
+                call,
+                out,
+                scale=self.softmax_scale,
+                kernel=self._config.kernel,
+            )
+        return out
+
+    def observe(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: ForwardContext | None,
+        attn_mask: torch.Tensor | None,
+    ) -> None:
+        """Cluster in a dense step, if that was asked for; see `ObservingImpl.observe`."""
+        if not self._config.svg2_zero_step_kmeans_init:
+            return
+        layout = sequence_layout(query, key, context, str(self.backend))
+        assert context is not None, "a layout needs a context"
+        keep = None
+        if attn_mask is not None and tuple(attn_mask.shape) == (key.shape[0], key.shape[1]):
+            # As in `normalise_mask`, the other kinds of mask promise finite tokens.
+            floating = attn_mask.dtype.is_floating_point
+            keep = attn_mask >= 0 if floating else attn_mask != 0
+        with torch.no_grad():
+            self._cluster(query, key, layout, context, keep)
+
+    def _cluster(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+    ) -> tuple[Clusters, Clusters]:
+        """Cluster the video, from where the step before left it."""
+        config, step = self._config, context.current_timestep
+        video = slice(layout.start, layout.start + layout.num_video)
+        branch = self._centroids.branch(context)
+        before = self._centroids.find(branch, step)
+        known = (None, None) if before is None else (before.query, before.key)
+        kept = None if keep is None else keep[:, video]
+        sides = [
+            self._cluster_side(x[:, video], num, warm, kept)
+            for x, num, warm in (
+                (query, config.svg2_num_q_centroids, known[0]),
+                (key, config.svg2_num_k_centroids, known[1]),
+            )
+        ]
+        # In the dtype of the tokens: two branches of a model of 40 layers hold much already.
+        q_centroids, k_centroids = (side.centroids.to(query.dtype) for side in sides)
+        found = Centroids(step=step, query=q_centroids, key=k_centroids)
+        self._centroids.keep(branch, found, context.num_steps)
+        return sides[0], sides[1]
+
+    def _cluster_side(
+        self, x: torch.Tensor, num: int, known: torch.Tensor | None, keep: torch.Tensor | None
+    ) -> Clusters:
+        config = self._config
+        shape = (x.shape[0], x.shape[2], min(num, x.shape[1]), x.shape[3])
+        iterations = config.svg2_kmeans_iter_step
+        if known is None or known.shape != shape:
+            known = initial_centroids(x, num, keep=keep)
+            iterations = config.svg2_kmeans_iter_init
+        return kmeans(x, known, iterations=iterations, keep=keep, kernel=config.kmeans_kernel)
+
+    def _select(self, queries: Clusters, keys: Clusters) -> torch.Tensor:
+        """Return which clusters attend to which, bool [B, H, Cq, Ck]."""
+        config, num = self._config, keys.counts.shape[2]
+        weights = cluster_weights(
+            queries.centroids, keys.centroids, keys.counts, scale=self.softmax_scale
+        )
+        return kept_clusters(
+            weights,
+            top_p=config.svg2_top_p_kmeans,
+            min_count=first_of(config.svg2_min_kc_ratio, num),
+        )
+
+
+def _density(
+    call: ClusteredCall, layout: SequenceLayout, keep: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the share of pairs attended to, a tensor [] that nobody waited for."""
+    batch, heads = call.keep.shape[:2]
+    kept = kept_pairs(call.keep, call.queries.counts, call.keys.counts)
+    keys = torch.tensor(layout.num_keys * batch, dtype=torch.float64, device=kept.device)
+    if keep is not None:
+        keys = keep.sum().double()
+    others = layout.num_queries - layout.num_video
+    pairs = kept / heads + others * keys
+    return pairs / (layout.num_queries * keys).clamp_min(1.0)

@@ -8,7 +8,7 @@ the blocks of a plan.
 Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -31,6 +31,8 @@ __all__ = [
     "TiledSequence",
     "attend_rows",
     "attend_tiled",
+    "heads_at_once",
+    "run_in_turns",
     "sequence_layout",
     "tiled_sequence",
     "tiled_video",
@@ -42,6 +44,9 @@ _Grid = tuple[int, int, int]
 # shares at once. Launches of less than so many bytes would cost more than they save.
 _SHARE_AT_ONCE = 0.05
 _BYTES_AT_ONCE = 64 << 20
+
+# Key of a plan's cache.
+_USED = "used on the current stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +238,7 @@ def attend_tiled(
     scale: float,
     kernel: str = "auto",
     keep: torch.Tensor | None = None,
+    cached_plans: bool = False,
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, block-sparse attention, and back.
 
@@ -249,6 +255,7 @@ def attend_tiled(
         scale: factor of the scores.
         kernel: provider of the block-sparse engine.
         keep: bool [B, Sk], keys to attend to; None for all.
+        cached_plans: whether `plan_of` may return one plan several times.
 
     Returns:
         [B, Sq, H, D] in the order of the sequence. Queries that see no key are zero.
@@ -277,17 +284,27 @@ def attend_tiled(
     def attend_to_all(span: slice) -> None:
         out[:, span] = attend_rows(query[:, span], key, value, keep, scale)
 
-    copies = 2 * (query.numel() + out.numel()) * query.element_size() // kv_heads
-    at_once = max(int(kv_heads * _SHARE_AT_ONCE), -(-_BYTES_AT_ONCE // copies), 1)
-    passes = [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
     calls = [*(partial(attend_to_all, span) for span in queries.rest)]
-    calls += [partial(attend, part) for part in passes]
-    if query.device.type == "cuda" and len(calls) > 1:
-        _run_in_turns(calls, query.device)
-    else:
-        for call in calls:
-            call()
+    for part in heads_at_once(query, out, kv_heads):
+        calls.append(partial(attend, part))
+        if cached_plans:
+            plan = plan_of(slice(part.start * group, part.stop * group))
+            if keep is None and _is_new(plan, (query.shape, kv_heads, query.dtype, kernel)):
+                calls.pop()()
+    run_in_turns(calls, query.device)
     return out
+
+
+def _is_new(plan: BlockPlan, use: Hashable) -> bool:
+    """Tell once that a plan has never been used in a way.
+
+    Its first use, which adds what kernels derive from it, must be on the stream that all others
+    wait for: they would read lists that are still being written.
+    """
+    if (_USED, use) in plan.cache:
+        return False
+    plan.cache[_USED, use] = True
+    return True
 
 
 def attend_rows(
@@ -307,8 +324,19 @@ def attend_rows(
     return out.transpose(1, 2)
 
 
-def _run_in_turns(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
-    """Run independent calls on two streams in turns: one's copies beside the other's products."""
+def heads_at_once(query: torch.Tensor, out: torch.Tensor, kv_heads: int) -> list[slice]:
+    """Return the key heads in shares whose copies of q, k, v and the output stay small."""
+    copies = 2 * (query.numel() + out.numel()) * query.element_size() // kv_heads
+    at_once = max(int(kv_heads * _SHARE_AT_ONCE), -(-_BYTES_AT_ONCE // copies), 1)
+    return [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
+
+
+def run_in_turns(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Run independent calls; on a GPU on two streams, one's copies beside the other's products."""
+    if device.type != "cuda" or len(calls) < 2:
+        for call in calls:
+            call()
+        return
     current = torch.cuda.current_stream(device)
     streams = _streams(device)
     for stream in streams:

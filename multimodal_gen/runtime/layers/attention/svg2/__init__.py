@@ -1,0 +1,1 @@
+"""Parts of Sparse VideoGen 2."""
