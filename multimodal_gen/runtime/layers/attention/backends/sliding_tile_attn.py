@@ -326,6 +326,7 @@ class _Call:
             scale=self.scale,
             kernel=self.kernel,
             keep=self.keep,
+            cached_plans=True,
         )
 
     def _upstream(self, windows: tuple[Window, ...]) -> torch.Tensor:
