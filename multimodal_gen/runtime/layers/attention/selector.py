@@ -195,7 +195,8 @@ def _excuse(
 def _fall_back(
     request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...], strict: bool
 ) -> Selection:
-    while not strict:
+    # Who names a kernel wants no other backend: none has that kernel.
+    while not strict and getattr(asked.config, "kernel", "auto") == "auto":
         target = _fallback_of(rejected[-1].backend, request.environment)
         if target is None or target in {r.backend for r in rejected}:
             break

@@ -10,6 +10,7 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import (
     SlidingTileConfig,
 )
+from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
@@ -343,9 +344,22 @@ def test_a_search_in_a_layer_without_an_index_is_refused() -> None:
         attention(*qkv())
 
 
+@pytest.mark.parametrize("kernel", ["gluon", "fa4", "triton", "st_attn", "fastvideo_kernel"])
+def test_a_named_kernel_that_cannot_run_here_is_refused_and_not_replaced(kernel) -> None:
+    message = r"sliding_tile_attn \(command line\) cannot serve .*needs platform .*, this is cpu"
+    with pytest.raises(UnsupportedBackendError, match=message):
+        layer(window=(1, 1, 3), kernel=kernel)
+
+
+def test_a_named_kernel_of_another_sparse_backend_is_not_replaced_either() -> None:
+    config = build_config(VideoSparseConfig, {"kernel": "triton"}, backend="video_sparse_attn")
+    backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
+    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    with pytest.raises(UnsupportedBackendError, match=r"video_sparse_attn.*this is cpu"):
+        LocalAttention(HEADS, HEAD_SIZE, scope=SelectionScope(default=asked))
+
+
 def test_a_named_kernel_of_the_authors_refuses_with_its_reasons() -> None:
-    with pytest.raises(UnsupportedBackendError, match="needs platform cuda, this is cpu"):
-        layer(window=(1, 1, 3), kernel="st_attn", strict=True)
     attention = layer(window=(1, 1, 3))
     attention.attn_impl._config = SlidingTileConfig(window=(1, 1, 3), kernel="st_attn")
     with (
