@@ -133,7 +133,10 @@ def sparse_backend(contender: str) -> str | None:
 
 
 def expected_density(case: Case, backend: str) -> float:
-    """Return the share of token pairs that a sparse backend should attend to."""
+    """Return the share of token pairs that a sparse backend should attend to.
+
+    Which tiles it picks is up to the data; taken here as of mean size.
+    """
     if backend == "sliding_tile_attn":
         return pair_density(WINDOW, case.grid, TILE)
     tiles = math.prod(math.ceil(size / 4) for size in case.grid)
@@ -153,7 +156,7 @@ def check_report(case: Case, name: str, report: AttentionReport) -> None:
     for layer in layers:
         ran = [entry for entry in (*layer.entries, *layer.detours) if entry.calls]
         found = [(str(entry.selection.backend), entry.density) for entry in ran]
-        if not all(b == backend and d and abs(d - wanted) < 1e-3 for b, d in found):
+        if not all(b == backend and d and abs(d / wanted - 1) < 0.1 for b, d in found):
             raise SystemExit(
                 f"{case.name}: {name} must run {backend} at density {wanted:.4f} in {layer.name}, "
                 f"ran {found}"

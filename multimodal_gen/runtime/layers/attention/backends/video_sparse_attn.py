@@ -10,7 +10,7 @@ Shapes: B batch, S tokens, H heads, D head size, N tiles; q/k suffix = query/key
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,7 @@ _VSA = PackageProbe(module="vsa", distribution="vsa", install="pip install vsa")
 
 # Rows of a query block where everything is attended to: what the engine is fastest with.
 _DENSE_BLOCK = 384
+_Share = TypeVar("_Share", float, torch.Tensor)
 _TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
 
 
@@ -223,7 +224,7 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
         scale, kernel = self.softmax_scale, self._config.kernel
         tiles = self._tiles(layout.grid)
         kept = kept_tiles(self._config, math.prod(tiles), layout.num_video)
-        self.record(context, _density(kept / math.prod(tiles), layout))
+        self.record(context, _density(kept / math.prod(tiles), layout))  # of whole tiles
         if kept == math.prod(tiles) and keep is None and kernel not in UPSTREAM:
             out = _attend_to_all(query, key, value, scale, kernel)
             return out if gate is None else self.add_coarse(out, query, key, value, gate, context)
@@ -231,13 +232,24 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
         if kernel in UPSTREAM:
             out = self._upstream(query, key, value, coarse, kept, keep)
             return out if gate is None else coarse.add(out, value, gate, scale)
+
+        def plan_of(heads: slice) -> BlockPlan:
+            plan = coarse.plan(heads, kept)
+            if heads.start == 0 and not coarse.queries.order.uniform:
+                # Which tiles are cut short is up to the data: the first heads stand for all.
+                of_video = plan.pairs().double().mean() / layout.num_video**2
+                text = layout.num_keys - layout.num_video
+                of_tiles = of_video - text / layout.num_video
+                self.record(context, _density(of_tiles, layout))
+            return plan
+
         out = attend_tiled(
             query,
             key,
             value,
             coarse.queries,
             coarse.keys,
-            lambda heads: coarse.plan(heads, kept),
+            plan_of,
             scale=scale,
             kernel=kernel,
             keep=keep,
@@ -326,8 +338,8 @@ def _attend_to_all(
     return out
 
 
-def _density(of_tiles: float, layout: SequenceLayout) -> float:
-    """Return the share of pairs attended to, taking every tile for one of mean size."""
+def _density(of_video: _Share, layout: SequenceLayout) -> _Share:
+    """Return the share of all pairs attended to, from that of pairs of the video."""
     video, queries, keys = layout.num_video, layout.num_queries, layout.num_keys
-    kept = video * (of_tiles * video + keys - video) + (queries - video) * keys
+    kept = video * (of_video * video + keys - video) + (queries - video) * keys
     return kept / (queries * keys)

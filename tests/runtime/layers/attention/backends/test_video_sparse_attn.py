@@ -307,14 +307,17 @@ def test_the_report_has_the_density_of_every_step():
     assert entry.densities == ((0, 2 / 6), (4, 2 / 6))
 
 
-def test_the_density_of_joint_sequences_counts_text():
-    text = TEXTS["text last"]
+@pytest.mark.parametrize("where", TEXTS)
+@pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
+def test_the_density_is_that_of_the_pairs_attended_to(grid, where):
+    text = TEXTS[where]
+    if text is not None:
+        text = TextSpan(start=min(text.start, math.prod(grid)), length=text.length)
     attention = layer(topk=3)
-    qkv = inputs(RAGGED, text=text, batch=1)
-    run(attention, qkv, RAGGED, text=text)
-    found = attention.attn_impl.densities()[0]
-    video, total = math.prod(RAGGED), math.prod(RAGGED) + text.length
-    assert found == pytest.approx((video * (3 / 12 * video + 70) + 70 * total) / total**2)
+    qkv = inputs(grid, text=text)
+    run(attention, qkv, grid, text=text)
+    mask = Naive(qkv, grid, (4, 4, 4), 3, text).mask
+    assert attention.attn_impl.densities()[0] == pytest.approx(float(mask.double().mean()))
 
 
 def test_a_grid_that_does_not_fit_is_refused_with_numbers():
