@@ -18,6 +18,7 @@ from multimodal_gen.kernels.cluster_attention.selection import (
     kept_pairs,
 )
 from multimodal_gen.kernels.kmeans.api import Clusters, initial_centroids, kmeans
+from multimodal_gen.kernels.kmeans.ordering import by_similarity
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -211,6 +212,8 @@ class SVG2Impl(SparseImpl, ObservingImpl):
         ]
         # In the dtype of the tokens: two branches of a model of 40 layers hold much already.
         q_centroids, k_centroids = (side.centroids.to(query.dtype) for side in sides)
+        if before is None:  # keys that are kept together then lie together
+            k_centroids = by_similarity(k_centroids)
         found = Centroids(step=step, query=q_centroids, key=k_centroids)
         self._centroids.keep(branch, found, context.num_steps)
         return sides[0], sides[1]
@@ -222,7 +225,7 @@ class SVG2Impl(SparseImpl, ObservingImpl):
         shape = (x.shape[0], x.shape[2], min(num, x.shape[1]), x.shape[3])
         iterations = config.svg2_kmeans_iter_step
         if known is None or known.shape != shape:
-            known = initial_centroids(x, num, keep=keep)
+            known = by_similarity(initial_centroids(x, num, keep=keep))
             iterations = config.svg2_kmeans_iter_init
         return kmeans(x, known, iterations=iterations, keep=keep, kernel=config.kmeans_kernel)
 
