@@ -61,7 +61,10 @@ def block_sparse_attention(
     """
     _validate(q, k, v, plan, scale)
     backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    if q.shape[0] == 0:
+        lse = q.new_empty((0, q.shape[2], q.shape[1]), dtype=torch.float32)
+        return (q.clone(), lse) if return_lse else q.clone()
     if not backward and type(q) is torch.Tensor and not torch.compiler.is_compiling():
         # Past the operator, whose plan would be another object every time, without a cache.
         provider = providers.choose(kernel, providers.request_for(q, k, v, plan, backward=False))
@@ -96,9 +99,8 @@ def kernel_for(
 def _validate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float | None
 ) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise UsageError(f"`{name}` must be [B, S, H, D], got {list(tensor.shape)}")
+    _validate_types(q, k, v, plan, scale)
+    for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise UsageError(
                 f"`{name}` must have q's dtype and device ({q.dtype}, {q.device}), "
@@ -114,9 +116,26 @@ def _validate(
         raise UsageError(f"`v` must have the shape of k {list(k.shape)}, got {list(v.shape)}")
     if heads % kv_heads:
         raise UsageError(f"`q` must have a multiple of k's {kv_heads} heads, got {heads}")
-    if scale is not None and not (0.0 < scale < math.inf):
-        raise UsageError(f"`scale` must be positive and finite, got {scale}")
     _validate_plan(plan, q.device, (batch, heads), queries, keys)
+
+
+def _validate_types(q: object, k: object, v: object, plan: object, scale: object) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4 or 0 in tensor.shape[1:]:
+            raise UsageError(
+                f"`{name}` must be [B, S, H, D], and S, H and D at least 1, "
+                f"got {list(tensor.shape)}"
+            )
+    if not isinstance(plan, BlockPlan):
+        raise UsageError(f"`plan` must be a BlockPlan, got {type(plan).__name__}")
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise UsageError(f"`scale` must be a number or None, got {type(scale).__name__}")
+    if not 0.0 < scale < math.inf:
+        raise UsageError(f"`scale` must be positive and finite, got {scale}")
 
 
 def _validate_plan(

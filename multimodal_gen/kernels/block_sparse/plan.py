@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.check import check_values
 
 __all__ = ["WORD_BITS", "BlockPlan", "Blocks", "broadcast_leading", "launch_order"]
 
@@ -357,22 +358,10 @@ class BlockPlan:
         """Check the values, which waits for the device; returns the plan.
 
         Raises:
-            UsageError: a count, an index or a block lies outside what it refers to.
+            UsageError: a count, an index or a block lies outside what it refers to, blocks
+                overlap, `order` leaves rows out, or `uniform` or `causal` is not true.
         """
-        room, counts = self.indices.shape[3], self.counts
-        if bool(((counts < 0) | (counts > room)).any()):
-            raise UsageError(f"`counts` must lie in [0, {room}], got {counts.aminmax()}")
-        listed = torch.arange(room, device=self.device) < counts.unsqueeze(-1)
-        if bool((listed & ((self.indices < 0) | (self.indices >= self.kv.num))).any()):
-            raise UsageError(f"`indices` must lie in [0, {self.kv.num}) where they are counted")
-        if bool((listed[..., 1:] & (self.indices.diff(dim=-1) <= 0)).any()):
-            raise UsageError("`indices` must be strictly increasing along every row")
-        for name, blocks in (("q", self.q), ("kv", self.kv)):
-            starts, lengths = blocks.bounds(self.device)
-            if bool(((lengths < 0) | (lengths > blocks.size)).any()):
-                raise UsageError(f"`{name}.lengths` must lie in [0, {blocks.size}]")
-            if bool(((starts < 0) | (starts + lengths > blocks.total)).any()):
-                raise UsageError(f"`{name}` blocks must lie in [0, {blocks.total})")
+        check_values(self)
         return self
 
 

@@ -175,6 +175,20 @@ def test_a_malformed_plan_is_refused_with_the_reason(make: object, message: str)
             {"kv": Blocks.padded(int32(64, 65, 1), 64)},
             r"`kv.lengths` must lie in \[0, 64\]",
         ),
+        (
+            {"q": Blocks.ragged(int32(0, 40), int32(50, 50), total=100, size=64)},
+            "`q` blocks must be disjoint, two of them overlap",
+        ),
+        ({"order": int32(1, 1)}, "`order` must hold each of the 2 rows of `counts` once"),
+        ({"order": int32(5, -1)}, "`order` must hold each of the 2 rows of `counts` once"),
+        (
+            {"uniform": True, "counts": int32(1, 3).view(1, 1, 2)},
+            "`uniform` must be given only where all counts are equal",
+        ),
+        (
+            {"uniform": True, "causal": True, "counts": int32(1, 1).view(1, 1, 2)},
+            "`causal` must be given only with plans that keep every block",
+        ),
     ],
 )
 def test_values_out_of_range_are_found_by_check(changes: dict[str, object], message: str) -> None:
