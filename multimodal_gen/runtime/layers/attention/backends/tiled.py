@@ -32,6 +32,7 @@ __all__ = [
     "attend_rows",
     "attend_tiled",
     "heads_at_once",
+    "masked_keys",
     "run_in_turns",
     "sequence_layout",
     "tiled_sequence",
@@ -194,7 +195,7 @@ def _tiled_sequence(
     return TiledSequence(order=order, index=index, blocks=blocks, num_tiles=num_tiles)
 
 
-def _masked_keys(sequence: TiledSequence, keep: torch.Tensor) -> tuple[torch.Tensor, Blocks]:
+def masked_keys(sequence: TiledSequence, keep: torch.Tensor) -> tuple[torch.Tensor, Blocks]:
     """Move the kept keys of every block to its front; does not wait for the device.
 
     Args:
@@ -261,7 +262,7 @@ def attend_tiled(
         [B, Sq, H, D] in the order of the sequence. Queries that see no key are zero.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
-    index, masked = (keys.index, None) if keep is None else _masked_keys(keys, keep)
+    index, masked = (keys.index, None) if keep is None else masked_keys(keys, keep)
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
     same = queries.index is keys.index and keep is None
     group = heads // kv_heads
