@@ -32,7 +32,7 @@ __all__ = [
 
 _TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16})
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
-# A state without the selected blocks has to fit into the registers of one program.
+# A state has to fit into the registers of one program.
 _MAX_UNSELECTED_HEAD_SIZE = 128
 
 
@@ -52,11 +52,9 @@ def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     _check_keys(key, None, blocks)
     key = _channels_last(key.detach())
     if _runs_triton(key, blocks=blocks):
-        from multimodal_gen.kernels.linear_attention import kernel
+        from multimodal_gen.kernels.linear_attention import launch
 
-        means, _ = kernel.summarise_keys(key, None, blocks, FEATURE_MAPS[0])
-        assert means is not None
-        return means
+        return launch.key_means(key, blocks)
     return key_means_reference(key, blocks)
 
 
@@ -80,13 +78,10 @@ def key_state(
     _check_keys(key, value, blocks)
     _check_feature_map(feature_map)
     if _runs_triton(key, value, blocks=blocks):
-        from multimodal_gen.kernels.linear_attention import kernel
+        from multimodal_gen.kernels.linear_attention import launch
 
         k, v = _channels_last(key), _channels_last(value)
-        means, state = kernel.summarise_keys(k, v, blocks, feature_map)
-        assert means is not None
-        assert state is not None
-        return means, state
+        return launch.key_state(k, v, blocks, feature_map)
     means = key_means_reference(key.detach(), blocks)
     return means, key_state_reference(key, value, blocks, feature_map)
 
@@ -126,9 +121,9 @@ def add_linear(
         )
     tensors = (out, query, state.moments, projection.weight)
     if _runs_triton(query, gradients=tensors):
-        from multimodal_gen.kernels.linear_attention import kernel
+        from multimodal_gen.kernels.linear_attention import launch
 
-        kernel.add_linear(out, _channels_last(query), state, projection, rows, feature_map)
+        launch.add_linear(out, _channels_last(query), state, projection, rows, feature_map)
         return out
     return add_linear_reference(out, query, state, projection, rows, feature_map)
 
@@ -138,7 +133,6 @@ def add_unselected(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    state: KeyState,
     plan: BlockPlan,
     projection: Projection,
     *,
@@ -146,15 +140,14 @@ def add_unselected(
 ) -> torch.Tensor:
     """Return `out` plus projected linear attention over the key blocks that `plan` leaves out.
 
-    The state over all blocks, less that over the selected ones, is what is left: exact but for
-    fp32 rounding, with memory for neither a state per block nor one per row.
+    States of blocks are computed once, and then added up for each row; for some heads at a time,
+    which bounds the memory.
 
     Args:
         out: [B, S, H, D], stride 1 along D; may be changed, where no gradient is recorded.
         query: [B, S, H, D], any strides.
         key: [B, Sk, Hkv, D], any strides.
         value: as `key`.
-        state: of the same keys and values over `plan.kv`.
         plan: the selected blocks, cut alike for all heads.
         projection: what the result goes through.
         feature_map: one of `FEATURE_MAPS`.
@@ -171,10 +164,10 @@ def add_unselected(
     tensors = (out, query, key, value, projection.weight)
     small = query.shape[3] <= _MAX_UNSELECTED_HEAD_SIZE
     if small and _runs_triton(query, key, value, blocks=plan.kv, gradients=tensors):
-        from multimodal_gen.kernels.linear_attention import kernel
+        from multimodal_gen.kernels.linear_attention import launch
 
         q, k, v = (_channels_last(x) for x in (query, key, value))
-        kernel.add_unselected(out, q, k, v, state, plan, projection, feature_map)
+        launch.add_unselected(out, q, k, v, plan, projection, feature_map)
         return out
     return add_unselected_reference(out, query, key, value, plan, projection, feature_map)
 

@@ -86,14 +86,14 @@ def projection(head_size: int) -> Projection:
 def test_both_passes_do_not_spill(
     logs: list[str], head_size: int, feature_map: str, given: bool
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import add_linear, summarise_keys
+    from multimodal_gen.kernels.linear_attention.launch import add_linear, key_state
 
     x = torch.empty(1, 640, 2, head_size, dtype=torch.bfloat16)
     bounds = torch.zeros(10, dtype=torch.int32)
     blocks = Blocks.regular(640, 64)
     if given:
         blocks = Blocks.ragged(bounds, bounds, total=640, size=64)
-    summarise_keys(x, x, blocks, feature_map)
+    key_state(x, x, blocks, feature_map)
     add_linear(x, x, state(head_size), projection(head_size), slice(0, 640), feature_map)
     assert len(logs) == 2
     assert_clean(logs)
@@ -104,11 +104,11 @@ def test_both_passes_do_not_spill(
 def test_other_blocks_and_means_alone_do_not_spill(
     logs: list[str], size: int, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import summarise_keys
+    from multimodal_gen.kernels.linear_attention.launch import key_means, key_state
 
     x = torch.empty(1, 640, 2, 128, dtype=dtype)
-    summarise_keys(x, x, Blocks.regular(640, size), "softmax")
-    summarise_keys(x, None, Blocks.regular(640, size), "softmax")
+    key_state(x, x, Blocks.regular(640, size), "softmax")
+    key_means(x, Blocks.regular(640, size))
     assert len(logs) == 2
     assert_clean(logs)
 
@@ -118,9 +118,9 @@ def test_other_blocks_and_means_alone_do_not_spill(
 def test_the_pass_over_unselected_blocks_does_not_spill(
     logs: list[str], head_size: int, q_size: int
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import add_unselected
+    from multimodal_gen.kernels.linear_attention.launch import add_unselected
 
     x = torch.empty(1, 640, 2, head_size, dtype=torch.bfloat16)
     plan = BlockPlan.dense(Blocks.regular(640, q_size), Blocks.regular(640, 64), "cpu")
-    add_unselected(x, x, x, x, state(head_size), plan, projection(head_size), "softmax")
+    add_unselected(x, x, x, x, plan, projection(head_size), "softmax")
     assert_clean(logs)

@@ -1,5 +1,7 @@
 """The definition against the paper's formulas, token by token."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -54,9 +56,8 @@ def test_the_branch_over_all_tokens_is_added(feature_map, layout, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_branch_over_unselected_blocks_is_added(feature_map, layout, dtype):
     case = Case(layout=layout, dtype=dtype, feature_map=feature_map)
-    _, state = key_state(case.key, case.value, case.kv, feature_map=feature_map)
     plan, seen = case.plan()
-    out = add_unselected(case.out, *case.qkv, state, plan, case.projection, feature_map=feature_map)
+    out = add_unselected(case.out, *case.qkv, plan, case.projection, feature_map=feature_map)
     branch, size = naive_linear(*case.qkv, seen, feature_map, *case.parameters)
     rows = torch.tensor([t for block in tokens_of(plan.q, 0) for t in block])
     assert_added(out[:, rows], case.out[:, rows], branch[:, rows], size[:, rows])
@@ -66,11 +67,9 @@ def test_nothing_selected_is_everything_unselected():
     case = Case(layout="regular", dtype=torch.float64)
     _, state = key_state(case.key, case.value, case.kv, feature_map="elu")
     plan, _ = case.plan()
-    import dataclasses
-
     plan = dataclasses.replace(plan, counts=torch.zeros_like(plan.counts))
     rows = slice(0, case.query.shape[1])
-    found = add_unselected(case.out, *case.qkv, state, plan, case.projection, feature_map="elu")
+    found = add_unselected(case.out, *case.qkv, plan, case.projection, feature_map="elu")
     wanted = add_linear(case.out, case.query, state, case.projection, rows=rows, feature_map="elu")
     torch.testing.assert_close(found, wanted)
 
@@ -85,7 +84,7 @@ def test_gradients_flow_through_the_branch(unselected):
         projection = Projection(weight=w)
         _, state = key_state(k, v, case.kv, feature_map="elu")
         if unselected:
-            return add_unselected(case.out, q, k, v, state, plan, projection, feature_map="elu")
+            return add_unselected(case.out, q, k, v, plan, projection, feature_map="elu")
         rows = slice(0, q.shape[1])
         return add_linear(case.out, q, state, projection, rows=rows, feature_map="elu")
 

@@ -20,25 +20,20 @@ pytestmark = pytest.mark.skipif(
 HALVES = [torch.float16, torch.bfloat16]
 
 
-def state_of(case: Case, **options: object) -> tuple[torch.Tensor, KeyState]:
-    from multimodal_gen.kernels.linear_attention.kernel import summarise_keys
+def state_of(case: Case, splits: int | None = None) -> tuple[torch.Tensor, KeyState]:
+    from multimodal_gen.kernels.linear_attention.launch import key_state
 
-    mean, state = summarise_keys(case.key, case.value, case.kv, case.feature_map, **options)
-    assert mean is not None
-    assert state is not None
-    return mean, state
+    return key_state(case.key, case.value, case.kv, case.feature_map, splits=splits)
 
 
 @pytest.mark.parametrize("layout", BLOCKS)
 @pytest.mark.parametrize("splits", [1, 3, 100])
 def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, splits: int) -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import summarise_keys
+    from multimodal_gen.kernels.linear_attention.launch import key_means
 
     case = Case(layout=layout, dtype=torch.bfloat16)
-    mean, nothing = summarise_keys(case.key, None, case.kv, "softmax", splits=splits)
-    with_state, _ = state_of(case, splits=splits)
-    assert nothing is None
-    assert mean is not None
+    mean = key_means(case.key, case.kv)
+    with_state, _ = state_of(case, splits)
     assert torch.equal(mean, with_state)
     for b in range(case.key.shape[0]):
         for i, tokens in enumerate(tokens_of(case.kv, b)):
@@ -53,10 +48,10 @@ def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, sp
 def test_the_branch_over_all_tokens_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import add_linear
+    from multimodal_gen.kernels.linear_attention.launch import add_linear
 
     case = Case(layout=layout, dtype=dtype, feature_map=feature_map)
-    _, state = state_of(case, splits=2)
+    _, state = state_of(case, 2)
     rows = slice(3, case.query.shape[1] - 2)
     out = case.out.clone()
     add_linear(out, case.query, state, case.projection, rows, feature_map)
@@ -72,13 +67,12 @@ def test_the_branch_over_all_tokens_is_added(
 def test_the_branch_over_unselected_blocks_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import add_unselected
+    from multimodal_gen.kernels.linear_attention.launch import add_unselected
 
     case = Case(layout=layout, dtype=dtype, feature_map=feature_map)
-    _, state = state_of(case)
     out = case.out.clone()
     plan, seen = case.plan()
-    add_unselected(out, *case.qkv, state, plan, case.projection, feature_map)
+    add_unselected(out, *case.qkv, plan, case.projection, feature_map)
     branch, size = naive_linear(*case.qkv, seen, feature_map, *case.parameters)
     rows = torch.tensor([t for block in tokens_of(plan.q, 0) for t in block])
     others = torch.ones(out.shape[1], dtype=torch.bool)
@@ -87,9 +81,22 @@ def test_the_branch_over_unselected_blocks_is_added(
     assert_added(out[:, rows], case.out[:, rows], branch[:, rows], size[:, rows])
 
 
+def test_states_of_few_heads_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multimodal_gen.kernels.linear_attention import launch
+
+    case = Case(layout="text", dtype=torch.bfloat16)
+    plan, _ = case.plan()
+    outs = [case.out.clone() for _ in range(2)]
+    launch.add_unselected(outs[0], *case.qkv, plan, case.projection, "elu")
+    monkeypatch.setattr(launch, "STATE_BYTES", 1)
+    monkeypatch.setattr(launch, "STATE_SHARE", 0.0)
+    launch.add_unselected(outs[1], *case.qkv, plan, case.projection, "elu")
+    assert torch.equal(outs[0], outs[1])
+
+
 @pytest.mark.parametrize("head_size", [32, 48, 256])
 def test_other_head_sizes_are_padded_or_parted(head_size: int) -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import add_linear
+    from multimodal_gen.kernels.linear_attention.launch import add_linear
 
     case = Case(layout="regular", dtype=torch.bfloat16, head_size=head_size, bias=False)
     _, state = state_of(case)
@@ -100,13 +107,12 @@ def test_other_head_sizes_are_padded_or_parted(head_size: int) -> None:
 
 
 def test_everything_selected_leaves_the_bias_alone() -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import add_unselected
+    from multimodal_gen.kernels.linear_attention.launch import add_unselected
 
     case = Case(layout="regular", dtype=torch.bfloat16)
-    _, state = state_of(case)
     out = case.out.clone()
     plan = BlockPlan.dense(case.q, case.kv, "cpu")
-    add_unselected(out, *case.qkv, state, plan, case.projection, "softmax")
+    add_unselected(out, *case.qkv, plan, case.projection, "softmax")
     bias = case.projection.bias
     assert bias is not None
     branch = bias.double().expand(case.out.shape)
@@ -114,7 +120,7 @@ def test_everything_selected_leaves_the_bias_alone() -> None:
 
 
 def test_large_sums_stay_inside_half_precision() -> None:
-    from multimodal_gen.kernels.linear_attention.kernel import add_linear
+    from multimodal_gen.kernels.linear_attention.launch import add_linear
 
     tokens, d = 512, 16
     query = random(1, 64, 1, d, dtype=torch.float16)

@@ -51,14 +51,12 @@ class LinearBranch:
     Attributes:
         means: means of the key blocks, fp32 or fp64 [B, Hkv, Nk, D].
         feature_map: softmax, elu or relu.
-        unselected: whether only the tokens of blocks that are not selected count.
-        state: the state over all tokens; None where the branch is zero.
+        state: the state over all tokens; None where that is not what the branch needs.
         projection: what its result goes through; None where the branch is zero.
     """
 
     means: torch.Tensor
     feature_map: str
-    unselected: bool
     state: KeyState | None
     projection: Projection | None
 
@@ -84,14 +82,13 @@ class LinearBranch:
             unselected: whether only tokens of blocks that are not selected count.
         """
         state = None
-        if projection is None:
+        if projection is None or unselected:
             means = key_means(key, keys)
         else:
             means, state = key_state(key, value, keys, feature_map=feature_map)
         return cls(
             means=means,
             feature_map=feature_map,
-            unselected=unselected,
             state=state,
             projection=projection,
         )
@@ -115,12 +112,12 @@ class LinearBranch:
             plan: the selected blocks.
             rows: the queries of the plan.
         """
-        if self.projection is None or self.state is None:
+        if self.projection is None:
             return out
-        if not self.unselected:
+        if self.state is not None:
             return add_linear(
                 out, query, self.state, self.projection, rows=rows, feature_map=self.feature_map
             )
         return add_unselected(
-            out, query, key, value, self.state, plan, self.projection, feature_map=self.feature_map
+            out, query, key, value, plan, self.projection, feature_map=self.feature_map
         )
