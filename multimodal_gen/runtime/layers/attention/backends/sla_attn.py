@@ -159,12 +159,14 @@ class SLAImpl(SparseImpl, ProjectedImpl):
             return self.attend_upstream(query, key, value, blocks, keep)
         dtype = self._exact_dtype(query.dtype)
         q, k, v = (x.to(dtype) for x in (query, key, value))
-        keys = blocks.keys
+        keys, scored = blocks.keys, q
         if keep is not None:
             index, keys = pack_keys(blocks, keep)
             k, v = gather_tokens((k, v), index)
+            if q.shape[1] == keep.shape[1]:  # padding may hold anything, NaN too
+                scored = torch.where(keep[..., None, None], q, 0.0)
         branch = self._linear_branch(k, v, keys)
-        plan = block_map(q, branch.means, keys, blocks, kept)
+        plan = block_map(scored, branch.means, keys, blocks, kept)
         out = self.attend_blocks(q, k, v, plan)
         for span in blocks.rest:
             out[:, span] = attend_rows(query[:, span], key, value, keep, self.softmax_scale)
