@@ -15,6 +15,7 @@ from multimodal_gen.runtime.layers.attention.attention_config import (
     scope_from_args,
 )
 from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.backends.vmoba_attn import VMoBABackend
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
     LayerSite,
@@ -277,7 +278,8 @@ def test_an_arbitrary_structured_configuration_is_read_or_refused(config):
         {"attention_config": {"rules": [{"steps": "3-", "backend": "vmoba_attn"}]}},
     ],
 )
-def test_a_backend_that_is_not_in_this_build_is_refused_wherever_it_is_named(asked):
+def test_a_backend_that_is_not_in_this_build_is_refused_wherever_it_is_named(asked, monkeypatch):
+    monkeypatch.setattr(VMoBABackend, "not_in_this_build", "V-MoBA is not in this build yet")
     scope = scope_from(**asked)
     with pytest.raises(
         UnsupportedBackendError, match=r"got vmoba_attn: V-MoBA is not in this build yet\."

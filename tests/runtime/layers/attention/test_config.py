@@ -32,6 +32,7 @@ SPARSE = [member for member in AttentionBackendEnum if member.is_sparse]
 LANDED = (
     AttentionBackendEnum.SLIDING_TILE_ATTN,
     AttentionBackendEnum.VIDEO_SPARSE_ATTN,
+    AttentionBackendEnum.VMOBA_ATTN,
     AttentionBackendEnum.SLA_ATTN,
     AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
 )
@@ -303,6 +304,10 @@ def test_vmoba_reads_its_parameters_from_a_nested_mapping():
             "`spatial_topk` of vmoba_attn must be given .* and `moba_select_mode` is topk",
         ),
         ({"temporal_layer": 0, "spatial_layer": 0, "st_layer": 0}, "must be >= 1, got 0 for all"),
+        (
+            {"moba_select_mode": "topk", "moba_threshold_type": "block"},
+            "`moba_threshold_type` of vmoba_attn must be query_head, head_global or overall with",
+        ),
         ({"moba_config": 3}, "`moba_config` of vmoba_attn must be a mapping, got 3"),
         (
             {"moba_config": CHUNKS, "st_chunk_size": [1, 1, 1]},

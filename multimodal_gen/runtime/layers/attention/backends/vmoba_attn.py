@@ -1,9 +1,19 @@
-"""V-MoBA: each query picks temporal, spatial or spatio-temporal chunks of keys, layer by layer."""
+"""V-MoBA: each query picks temporal, spatial or spatio-temporal chunks of keys, layer by layer.
+
+A query scores a chunk by the mean of its keys, neither scaled nor normalised, and attends to its
+own chunk, to those it selects, and to all text. Text attends to everything. Where heads are split
+over processes, the scopes `block` and `overall` hold the heads of one process.
+
+Shapes: B batch, S tokens, H heads, D head size.
+"""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from multimodal_gen.errors import ConfigError, NotInThisBuildError
+import torch
+
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.kernels.chunk_select.api import Rule
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -14,8 +24,25 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
+from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.vmoba.attend import (
+    ChunkCall,
+    attend_all,
+    attend_chunks,
+    select,
+)
+from multimodal_gen.runtime.layers.attention.vmoba.partition import (
+    ChunkKind,
+    chunk_kind,
+    chunk_shape,
+    partition,
+)
+from multimodal_gen.runtime.layers.attention.vmoba.upstream import UPSTREAM, attend_upstream
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _FLASH_ATTN = PackageProbe(
@@ -41,15 +68,16 @@ class VMoBAConfig(SparseConfig):
         st_chunk_size: (time, height, width) of a spatio-temporal chunk.
         st_topk: spatio-temporal chunks each query keeps in mode `topk`.
         moba_select_mode: keep a number of chunks, or a share of the summed scores.
-        moba_threshold: share of the summed scores to keep in mode `threshold`.
-        moba_threshold_type: over what scores compete: one query and head, a chunk, a head, or all.
+        moba_threshold: share of the summed scores to keep in mode `threshold`; 1 keeps all chunks.
+        moba_threshold_type: over what scores compete: the chunks of one query and head, one chunk
+            over heads and queries (not in mode `topk`), one head, or all of a sample.
         first_full_step: first denoising steps that stay dense.
         first_full_layer: first layers that stay dense.
         temporal_layer: layers with temporal chunks in each cycle.
         spatial_layer: layers with spatial chunks in each cycle.
         st_layer: layers with spatio-temporal chunks in each cycle.
-        only_own_chunk: what a call does when no query selects more than its own chunk: `full`
-            attention, or `keep` to the own chunks.
+        only_own_chunk: what a call does when no query selects more than its own chunk, which is
+            when `topk` is 1: `full` attention, as the authors' kernel does, or `keep` to them.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
@@ -80,12 +108,17 @@ class VMoBAConfig(SparseConfig):
     only_own_chunk: Literal["full", "keep"] = option(
         "full", "what a call does when only own chunks are selected"
     )
-    kernel: Literal["auto", "gluon", "fa4", "triton", "reference", "fastvideo_kernel"] = option(
+    kernel: Literal["auto", "gluon", "triton", "reference", "fastvideo_kernel"] = option(
         "auto", "kernel that runs"
     )
 
     def check(self) -> None:
         """Every kind of chunk that some layer uses has its size, and its count in mode `topk`."""
+        if self.moba_select_mode == "topk" and self.moba_threshold_type == "block":
+            raise ConfigError(
+                "`moba_threshold_type` of vmoba_attn must be query_head, head_global or overall "
+                "with `moba_select_mode` topk, got block"
+            )
         kinds = ("temporal", "spatial", "st")
         used = [kind for kind in kinds if getattr(self, f"{kind}_layer") > 0]
         if not used:
@@ -105,6 +138,45 @@ class VMoBAConfig(SparseConfig):
                         f"give it, or set `{kind}_layer` to 0"
                     )
 
+    def dense_schedule(self) -> tuple[IndexSelector | None, IndexSelector | None]:
+        """Return the dense steps and layers; `first_full_*` add the first ones."""
+        return (
+            _with_first(self.first_full_step, self.dense_steps),
+            _with_first(self.first_full_layer, self.dense_layers),
+        )
+
+    def kind(self, layer: int | None) -> ChunkKind:
+        """Return the kind of chunk that a layer has.
+
+        Raises:
+            UsageError: the layer's index is unknown, and the kinds take turns.
+        """
+        cycle = (self.temporal_layer, self.spatial_layer, self.st_layer)
+        if layer is None and sum(n > 0 for n in cycle) > 1:
+            raise UsageError(
+                "vmoba_attn must know the layer's index to choose its kind of chunk, got a layer "
+                "without one; construct it with a `prefix` such as 'blocks.3.attn'"
+            )
+        return chunk_kind(layer or 0, self.first_full_layer, cycle)
+
+    def chunk_size(self, kind: ChunkKind) -> tuple[int, ...]:
+        """Return the size of a kind of chunk as it was given."""
+        size = getattr(self, f"{kind}_chunk_size")
+        return (size,) if kind == "temporal" else tuple(size)
+
+    def rule(self, kind: ChunkKind) -> Rule:
+        """Return how queries choose among chunks of a kind."""
+        scope = self.moba_threshold_type
+        if self.moba_select_mode == "topk":
+            return Rule(topk=getattr(self, f"{kind}_topk"), scope=scope)
+        return Rule(threshold=self.moba_threshold, scope=scope)
+
+
+def _with_first(first: int, named: IndexSelector | None) -> IndexSelector | None:
+    if not first:
+        return named
+    return IndexSelector(((0, first - 1), *(() if named is None else named.ranges)))
+
 
 class VMoBABackend(AttentionBackend):
     """V-MoBA."""
@@ -112,13 +184,68 @@ class VMoBABackend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.VMOBA_ATTN
     summary: ClassVar[str] = "V-MoBA: each query picks temporal, spatial or 3-D chunks of keys"
     config_cls: ClassVar[type[VMoBAConfig]] = VMoBAConfig
-    not_in_this_build: ClassVar[str | None] = "V-MoBA is not in this build yet"
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA,)),
-        upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, _FLASH_ATTN),
+        # flash-attn-4 has no choice per row.
+        *(v for v in engine_variants((Feature.GQA, Feature.KEY_MASK)) if v.name != "fa4"),
+        upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, _FLASH_ATTN),
     )
 
     @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants that the `kernel` parameter leaves."""
+        kernel = getattr(config, "kernel", "auto")
+        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
+
+    @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise `NotInThisBuildError`."""
-        raise NotInThisBuildError(cls.not_in_this_build)
+        """Return the implementation."""
+        return VMoBAImpl
+
+
+class VMoBAImpl(SparseImpl):
+    """V-MoBA of one layer."""
+
+    backend = AttentionBackendEnum.VMOBA_ATTN
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Chosen without a configuration, its defaults name no chunks, and say so.
+        config = self.config
+        self._config = config if isinstance(config, VMoBAConfig) else VMoBAConfig()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention over the selected chunks; see `SparseImpl.attend`."""
+        config = self._config
+        kind = config.kind(None if self.site is None else self.site.layer)
+        chunk = chunk_shape(kind, config.chunk_size(kind), layout.grid)
+        call = ChunkCall(
+            query=query,
+            key=key,
+            value=value,
+            layout=layout,
+            chunks=partition(layout, chunk, query.device),
+            rule=config.rule(kind),
+            scale=self.softmax_scale,
+            kernel=config.kernel,
+            keep=keep,
+        )
+        num_chunks = call.chunks.num_chunks
+        own_only = call.rule.keeps_own_only(num_chunks)
+        if config.kernel == UPSTREAM:
+            keeps_own = own_only and config.only_own_chunk == "keep"
+            self.record(context, 1.0 if own_only else call.density(select(call)[1]))
+            return attend_upstream(call, keeps_own=keeps_own)
+        if call.rule.keeps_all(num_chunks) or (own_only and config.only_own_chunk == "full"):
+            self.record(context, 1.0)
+            return attend_all(call)
+        out, density = attend_chunks(call)
+        self.record(context, density)
+        return out

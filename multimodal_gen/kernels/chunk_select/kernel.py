@@ -1,0 +1,251 @@
+"""Means of chunks and the choice per query in Triton: SM80 and later, ROCm, and the interpreter.
+
+A mean in fp32 is the sum of three 16-bit terms, so scores are three products on tensor cores, each
+exact up to fp32 sums. The choice needs no sort: bisection over the scores closes in, for a row
+held in registers, on the last chunk that is needed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from multimodal_gen.kernels.chunk_select.rule import Rule
+
+SPAN = 512  # keys of a chunk that one program adds up
+KEYS = 64
+SCORES = 8192  # held by a program
+MEANS = 2**14  # elements of the means held at once
+TERMS = 3
+
+
+@triton.jit(do_not_specialize=["heads", "num_chunks", "spans"])
+def _means_kernel(
+    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, keep_ptr,
+    x_b, x_s, x_h, x_d, keep_b, heads, num_chunks, spans,
+    D: tl.constexpr, DP: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr,
+    INDEXED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sums of spans, [B, H, N, spans, D]. Grid [B * N * spans * H], heads fastest."""
+    pid = tl.program_id(0)
+    h = (pid % heads).to(tl.int64)
+    span = pid // heads % spans
+    chunk = pid // heads // spans % num_chunks
+    b = (pid // heads // spans // num_chunks).to(tl.int64)
+    start = tl.load(start_ptr + chunk)
+    length = tl.load(length_ptr + chunk)
+    d = tl.arange(0, DP).to(tl.int64)
+    x_ptr += b * x_b + h * x_h
+    total = tl.zeros([DP], tl.float32)
+    for first in range(span * SPAN, tl.minimum(length, span * SPAN + SPAN), T):
+        i = first + tl.arange(0, T)
+        real = (i < length) & (i < span * SPAN + SPAN)
+        token = (start + i).to(tl.int64)
+        if INDEXED:
+            token = tl.load(index_ptr + token, mask=real, other=0).to(tl.int64)
+        if MASKED:
+            real = real & (tl.load(keep_ptr + b * keep_b + token, mask=real, other=0) != 0)
+        mask = real[:, None] & (d < D)[None, :]
+        x = tl.load(x_ptr + token[:, None] * x_s + d[None, :] * x_d, mask=mask, other=0.0)
+        total += tl.sum(x.to(tl.float32), 0)
+    out_ptr += (((b * heads + h) * num_chunks + chunk) * spans + span) * D
+    tl.store(out_ptr + d, total, mask=d < D)
+
+
+@triton.jit
+def _scores(
+    q_ptr, m_ptr, row, real, q_s, q_d, m_t, m_n, num_chunks,
+    D: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, NP: tl.constexpr,
+    SHIFT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Products of BM queries with the three terms of the means, smallest first: [BM, NP]."""
+    n = tl.arange(0, NP)
+    acc = tl.zeros([BM, NP], tl.float32)
+    for back in tl.static_range(3):
+        acc = acc * SHIFT
+        for first in tl.static_range(0, DP, BD):
+            d = first + tl.arange(0, BD)
+            at = row.to(tl.int64)[:, None] * q_s + d.to(tl.int64)[None, :] * q_d
+            q = tl.load(q_ptr + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
+            terms = m_ptr + (2 - back) * m_t + n[None, :] * m_n + d[:, None]
+            m = tl.load(terms, mask=(n < num_chunks)[None, :] & (d < D)[:, None], other=0.0)
+            if UPCAST:
+                acc = tl.dot(q.to(tl.float32), m.to(tl.float32), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(q, m, acc)
+    return acc
+
+
+@triton.jit
+def _crossing(x, mass, need, least, top):
+    """Return low and high of every row: from `low` on the masses reach the need, from `high` not.
+
+    Between them lies one entry, or several that are equal. Where all masses together do not reach
+    the need, `low` stays the least entry.
+    """
+    low = least
+    high = tl.full(need.shape, float("inf"), tl.float32)
+    between = tl.sum((x > float("-inf")).to(tl.int32), 1)
+    above = tl.zeros(need.shape, tl.int32)
+    middle = low + (top - low) * 0.5
+    open = (between > 1) & (top > low)
+    while tl.max(open.to(tl.int32), 0) > 0:
+        inside = x >= middle[:, None]
+        count = tl.sum(inside.to(tl.int32), 1)
+        enough = tl.sum(tl.where(inside, mass, 0.0), 1) >= need
+        rises = open & enough
+        falls = open & (enough == 0)
+        high = tl.where(falls, middle, high)
+        above = tl.where(falls, count, above)
+        between = tl.where(rises, count, between)
+        low = tl.where(rises, middle, low)
+        ceiling = tl.minimum(high, top)
+        middle = low + (ceiling - low) * 0.5
+        # The top itself is tried last, once nothing lies between it and the rest.
+        last = (middle <= low) & (high > top) & (ceiling > low)
+        middle = tl.where(last, top, middle)
+        open = open & (between - above > 1) & (middle > low) & (middle < high)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "group", "num_chunks", "extra"])
+def _select_kernel(
+    q_ptr, m_ptr, own_ptr, count_ptr, out_ptr, pairs_ptr,
+    q_b, q_s, q_h, q_d, m_t, m_b, m_h, m_n, count_b, tokens, heads, group, num_chunks,
+    words, extra, threshold,
+    D: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, NP: tl.constexpr,
+    TOPK: tl.constexpr, MASKED: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Bits of BM queries of one head. Grid [B * blocks of queries * H], heads fastest."""
+    pid = tl.program_id(0)
+    h = (pid % heads).to(tl.int64)
+    blocks = tl.cdiv(tokens, BM)
+    block = pid // heads % blocks
+    b = (pid // heads // blocks).to(tl.int64)
+    row = block * BM + tl.arange(0, BM)
+    real = row < tokens
+    n = tl.arange(0, NP)
+    q_ptr += b * q_b + h * q_h
+    m_ptr += b * m_b + h // group * m_h
+    scores = _scores(
+        q_ptr, m_ptr, row, real, q_s, q_d, m_t, m_n, num_chunks, D, DP, BD, BM, NP, SHIFT, UPCAST
+    )
+    own = tl.load(own_ptr + row, mask=real, other=0)
+    is_own = n[None, :] == own[:, None]
+    usable = (n < num_chunks)[None, :]
+    count = tl.load(count_ptr + b * count_b + n, mask=n < num_chunks, other=0)
+    if MASKED:
+        usable = usable & ((count > 0)[None, :] | is_own)
+    usable = usable & real[:, None]
+    others = usable & (is_own == 0)
+    x = tl.where(others, scores, float("-inf"))
+    alone = tl.max(others.to(tl.int32), 1) == 0
+    least = tl.where(alone, 0.0, tl.min(tl.where(others, scores, float("inf")), 1))
+    top = tl.where(alone, 0.0, tl.max(x, 1))
+    if TOPK:
+        mass = others.to(tl.float32)
+        need = tl.full([BM], 0.0, tl.float32) + extra
+    else:
+        lowest = tl.where(real, tl.min(tl.where(usable, scores, float("inf")), 1), 0.0)
+        largest = tl.where(real, tl.max(tl.where(usable, scores, float("-inf")), 1), 0.0)
+        spread = largest - lowest
+        spread = tl.where(spread <= 1e-6, 1.0, spread)
+        mass = tl.where(usable, (scores - lowest[:, None]) / spread[:, None], 0.0)
+        total = tl.sum(mass, 1) + 1e-6
+        share = threshold - tl.sum(tl.where(is_own, mass, 0.0), 1) / total
+        need = tl.maximum(share, 0.0) * total
+        mass = tl.where(others, mass, 0.0)
+    low, high = _crossing(x, mass, need, least, top)
+    chosen = others & (x >= high[:, None])
+    reached = tl.sum(tl.where(chosen, mass, 0.0), 1)
+    any_above = tl.sum(chosen.to(tl.int32), 1) > 0
+    equal = others & (x >= low[:, None]) & (x < high[:, None])
+    counted = tl.where(equal, mass, 0.0)
+    before = reached[:, None] + tl.cumsum(counted, 1) - counted
+    taken = before < need[:, None]
+    if not TOPK:
+        taken = taken | ((tl.cumsum(equal.to(tl.int32), 1) == 1) & (any_above == 0)[:, None])
+    chosen = chosen | (equal & taken)
+    chosen = (chosen | is_own) & real[:, None]
+    keys = tl.sum(tl.where(chosen, count[None, :], 0), 1)
+    tl.store(pairs_ptr + pid, tl.sum(keys.to(tl.int64), 0))
+    bits = tl.reshape(chosen.to(tl.int32), [BM, NP // 32, 32]) << tl.arange(0, 32)[None, None, :]
+    packed = tl.sum(bits, 2)
+    w = tl.arange(0, NP // 32)
+    out_ptr += (b * heads + h) * tokens * words
+    at = row.to(tl.int64)[:, None] * words + w[None, :]
+    tl.store(out_ptr + at, packed, mask=real[:, None] & (w < words)[None, :])
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU in this process."""
+    return not isinstance(_select_kernel, triton.runtime.JITFunction)
+
+
+def chunk_means(
+    key: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    size: int,
+    index: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Launch the means, fp32 [B, H, N, D]; see `api.chunk_means`."""
+    batch, _, heads, head_size = key.shape
+    num_chunks, spans = len(starts), -(-size // SPAN)
+    sums = torch.empty(
+        (batch, heads, num_chunks, spans, head_size), dtype=torch.float32, device=key.device
+    )
+    mask = None if keep is None else keep.to(torch.uint8).contiguous()
+    _means_kernel[(batch * num_chunks * spans * heads,)](
+        key, sums, starts, lengths, starts if index is None else index,
+        starts if mask is None else mask, *key.stride(), 0 if mask is None else mask.stride(0),
+        heads, num_chunks, spans,
+        D=head_size, DP=triton.next_power_of_2(max(head_size, 16)), SPAN=SPAN, T=KEYS,
+        INDEXED=index is not None, MASKED=keep is not None, num_warps=4,
+    )  # fmt: skip
+    return sums.sum(3) / counts.clamp_min(1)[:, None, :, None]
+
+
+def select_chunks(
+    query: torch.Tensor,
+    means: torch.Tensor,
+    counts: torch.Tensor,
+    own: torch.Tensor,
+    rule: Rule,
+    *,
+    masked: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the choice in the scope `query_head`; see `api.select_chunks`."""
+    batch, tokens, heads, head_size = query.shape
+    kv_heads, num_chunks = means.shape[1:3]
+    words = -(-num_chunks // 32)
+    out = torch.empty((batch, heads, tokens, words), dtype=torch.int32, device=query.device)
+    # Terms of float16 are shifted up, or the smaller ones would vanish.
+    shift = 2.0**11 if query.dtype == torch.float16 else 1.0
+    terms = split(means, query.dtype, shift)
+    padded = triton.next_power_of_2(max(num_chunks, 32))
+    rows = min(max(SCORES // padded, 16), 128)
+    width = triton.next_power_of_2(max(head_size, 16))
+    programs = batch * -(-tokens // rows) * heads
+    pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
+    counts = counts.expand(batch, -1)
+    _select_kernel[(programs,)](
+        query, terms, own, counts, out, pairs,
+        *query.stride(), *terms.stride()[:4], counts.stride(0),
+        tokens, heads, heads // kv_heads, num_chunks, words,
+        (rule.topk or 1) - 1, rule.threshold,
+        D=head_size, DP=width, BD=min(width, max(MEANS // padded, 16)), BM=rows, NP=padded,
+        TOPK=rule.topk is not None, MASKED=masked, SHIFT=1.0 / shift,
+        UPCAST=interpreted(), num_warps=max(rows * padded // 1024, 4 if padded < 256 else 8),
+    )  # fmt: skip
+    return out, pairs.sum()
+
+
+def split(means: torch.Tensor, dtype: torch.dtype, shift: float) -> torch.Tensor:
+    """Return terms [3, B, H, N, D] in a 16-bit dtype, term i in units of `shift` ** -i."""
+    terms, rest = [], means
+    for _ in range(TERMS):
+        terms.append(rest.to(dtype))
+        rest = (rest - terms[-1].float()) * shift
+    return torch.stack(terms)

@@ -1,0 +1,188 @@
+"""Attention where rows choose among key blocks: validates, then runs Triton or the reference.
+
+Shapes: B batch, S rows, H heads, D head size, G groups of chunks.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.row_groups.reference import (
+    block_lists_reference,
+    group_patterns,
+    merge_parts_reference,
+    row_positions_reference,
+    sort_rows_reference,
+)
+
+__all__ = ["ROWS", "ChunkGroups", "SortedRows", "chunk_groups", "merge_parts", "sort_rows"]
+
+ROWS = 128  # of a query block
+_MAX_SIZE = 8
+
+# Patterns of a group and tiles of rows: with so many tiles per pattern few tiles hold two.
+_TILES_PER_PATTERN = 4
+_MIN_SIZE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkGroups:
+    """Chunks cut in groups of neighbours.
+
+    Attributes:
+        num_chunks: N.
+        size: chunks of a group, at most 8; the last group may have fewer.
+    """
+
+    num_chunks: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 1 or not 1 <= self.size <= _MAX_SIZE:
+            raise UsageError(
+                f"`size` must lie in [1, {_MAX_SIZE}] and `num_chunks` be positive, got "
+                f"{self.size} and {self.num_chunks}"
+            )
+
+    @property
+    def num(self) -> int:
+        """Number of groups."""
+        return -(-self.num_chunks // self.size)
+
+
+def chunk_groups(num_chunks: int, num_rows: int) -> ChunkGroups:
+    """Return groups that suit a number of chunks and rows.
+
+    Large groups mean few parts per row, whose merging costs memory traffic; small ones mean few
+    patterns, so that tiles of rows agree, which saves products.
+    """
+    if num_chunks <= _MAX_SIZE:
+        return ChunkGroups(num_chunks=num_chunks, size=num_chunks)
+    patterns = max(num_rows // (ROWS * _TILES_PER_PATTERN), 1)
+    most = min(max(patterns.bit_length() - 1, _MIN_SIZE), _MAX_SIZE)
+    groups = -(-num_chunks // most)
+    return ChunkGroups(num_chunks=num_chunks, size=-(-num_chunks // groups))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SortedRows:
+    """The rows of every group in an order where neighbours choose alike.
+
+    The G groups of a head are heads of their own here: head h and group g become h * G + g. A
+    group's rows that are in use come first. S' is S rounded up to blocks of 128 rows.
+
+    Attributes:
+        query: [B, S', H * G, D]; what it holds behind the rows in use is arbitrary.
+        bits: int32 [B, H * G, S'], the chunks of its group that each row chose, the first at bit 0,
+            and `extra` in the first group; arbitrary behind the rows in use.
+        indices: int32 [B, H * G, S' / 128, bits], the bits that any row of a block has.
+        counts: int32 [B, H * G, S' / 128].
+        lengths: int32 [B, H * G, S' / 128], rows in use of each block.
+        position: int32 [B, H, G, S], where each row is.
+        used: int32 [B, H, G], how many rows are in use.
+    """
+
+    query: torch.Tensor
+    bits: torch.Tensor
+    indices: torch.Tensor
+    counts: torch.Tensor
+    lengths: torch.Tensor
+    position: torch.Tensor
+    used: torch.Tensor
+
+
+def sort_rows(
+    query: torch.Tensor, bits: torch.Tensor, groups: ChunkGroups, *, extra: bool = False
+) -> SortedRows:
+    """Sort the rows of every group by what they chose; does not wait for the GPU.
+
+    Args:
+        query: [B, S, H, D], any strides.
+        bits: int32 [B, H, S, ceil(N / 32)], the chunks that each row chose.
+        groups: how the chunks are cut.
+        extra: whether there is one more key block that every row attends to; it is bit
+            `groups.size` of the first group.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not fit each other.
+    """
+    _check_rows(query, bits, groups)
+    if _runs_triton(query):
+        from multimodal_gen.kernels.row_groups import kernel
+
+        return SortedRows(**kernel.sort_rows(query, bits, groups.num_chunks, groups.size, extra))
+    patterns = group_patterns(bits, groups.num_chunks, groups.size, groups.num)
+    position, used = row_positions_reference(patterns, groups.size, extra)
+    added = 1 << groups.size if extra else 0
+    room = -(-query.shape[1] // ROWS) * ROWS
+    moved, moved_bits = sort_rows_reference(query, patterns, position, room, added)
+    lists = block_lists_reference(moved_bits, used.flatten(1), ROWS, groups.size + extra)
+    indices, counts, lengths = lists
+    return SortedRows(
+        query=moved,
+        bits=moved_bits,
+        indices=indices,
+        counts=counts,
+        lengths=lengths,
+        position=position,
+        used=used,
+    )
+
+
+def merge_parts(
+    parts: torch.Tensor, lse: torch.Tensor, rows: SortedRows, out: torch.Tensor
+) -> None:
+    """Write every row's attention, merged from its parts, to `out`.
+
+    Args:
+        parts: [B, S', H * G, D], attention within each group, in the order of `rows`.
+        lse: fp32 [B, H * G, S'], natural logarithm; -inf where a row attended to nothing.
+        rows: the order.
+        out: [B, S, H, D], any strides, is written to. Rows without any key become zero.
+
+    Raises:
+        UsageError: shapes do not fit each other.
+    """
+    batch, heads, _, tokens = rows.position.shape
+    room, parted = rows.query.shape[1:3]
+    if parts.shape[:3] != (batch, room, parted) or lse.shape != (batch, parted, room):
+        raise UsageError(
+            f"`parts` must be [{batch}, {room}, {parted}, D] and `lse` [{batch}, {parted}, {room}],"
+            f" got {list(parts.shape)} and {list(lse.shape)}"
+        )
+    if out.shape != (batch, tokens, heads, parts.shape[3]):
+        raise UsageError(
+            f"`out` must be [{batch}, {tokens}, {heads}, {parts.shape[3]}], got {list(out.shape)}"
+        )
+    if _runs_triton(parts):
+        from multimodal_gen.kernels.row_groups import kernel
+
+        kernel.merge_parts(parts, lse, rows.position, rows.used, out)
+    else:
+        out.copy_(merge_parts_reference(parts, lse, rows.position, rows.used))
+
+
+def _check_rows(query: torch.Tensor, bits: torch.Tensor, groups: ChunkGroups) -> None:
+    if query.ndim != 4:
+        raise UsageError(f"`query` must be [B, S, H, D], got {list(query.shape)}")
+    batch, tokens, heads, _ = query.shape
+    wanted = (batch, heads, tokens, -(-groups.num_chunks // 32))
+    if bits.dtype != torch.int32 or tuple(bits.shape) != wanted or bits.device != query.device:
+        raise UsageError(
+            f"`bits` must be int32 {list(wanted)} on {query.device}, got {bits.dtype} "
+            f"{list(bits.shape)} on {bits.device}"
+        )
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernels, which have no backward, can serve."""
+    gradient = torch.is_grad_enabled() and tensor.requires_grad
+    return tensor.device.type == "cuda" and not gradient and _has_triton()

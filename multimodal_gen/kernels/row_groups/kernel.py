@@ -1,0 +1,266 @@
+"""Sorting rows by their choices, and merging their parts, in Triton.
+
+The sort is a counting sort: the rows of a tile are counted per pattern, the counts are summed up,
+and each row then goes behind those before it. Queries are read once and written to every group
+that they are in use in.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 64  # rows of a program
+BLOCK = 128  # rows of a query block
+VECTOR_BYTES = 16
+
+
+@triton.jit
+def _keys(bits_ptr, row, real, group, words, num_chunks, SIZE: tl.constexpr):
+    """Return patterns of rows in a group, and their rank; see `reference.sort_keys`."""
+    first = group * SIZE
+    shift = first % 32
+    at = row.to(tl.int64) * words + first // 32
+    low = tl.load(bits_ptr + at, mask=real, other=0).to(tl.int64) & 0xFFFFFFFF
+    both = real & ((row * 0 + first // 32 + 1) < words)
+    high = tl.load(bits_ptr + at + 1, mask=both, other=0).to(tl.int64) & 0xFFFFFFFF
+    pattern = ((low | (high << 32)) >> shift).to(tl.int32)
+    pattern = pattern & ((1 << tl.minimum(SIZE, num_chunks - first)) - 1)
+    rank = pattern ^ (pattern >> 1)
+    rank = rank ^ (rank >> 2)
+    rank = rank ^ (rank >> 4)
+    return pattern, (rank - 1) & ((1 << SIZE) - 1)
+
+
+@triton.jit(do_not_specialize=["tokens", "words", "num_chunks", "groups", "tiles"])
+def _count_kernel(
+    bits_ptr, count_ptr, tokens, words, num_chunks, groups, tiles,
+    SIZE: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Rows of every pattern: [B * H, G, patterns, tiles]. Grid [B * H * G * tiles]."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    group = pid // tiles % groups
+    bh = (pid // tiles // groups).to(tl.int64)
+    row = tile * T + tl.arange(0, T)
+    real = row < tokens
+    BINS: tl.constexpr = 1 << SIZE
+    _, key = _keys(bits_ptr + bh * tokens * words, row, real, group, words, num_chunks, SIZE)
+    bins = tl.arange(0, BINS)
+    hits = (key[:, None] == bins[None, :]) & real[:, None]
+    count_ptr += (bh * groups + group) * BINS * tiles
+    tl.store(count_ptr + bins * tiles + tile, tl.sum(hits.to(tl.int32), 0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_b", "q_s", "q_h", "tokens", "room", "words", "num_chunks", "heads",
+        "groups", "tiles", "extra",
+    ]
+)  # fmt: skip
+def _place_kernel(
+    q_ptr, bits_ptr, offset_ptr, used_ptr, moved_ptr, moved_bits_ptr, position_ptr,
+    q_b, q_s, q_h, q_d, tokens, room, words, num_chunks, heads, groups, tiles, extra,
+    D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Move T rows of one head to all groups. Grid [B * H * tiles], heads fastest."""
+    pid = tl.program_id(0)
+    h = (pid % heads).to(tl.int64)
+    tile = pid // heads % tiles
+    b = (pid // heads // tiles).to(tl.int64)
+    bh = b * heads + h
+    row = tile * T + tl.arange(0, T)
+    real = row < tokens
+    d = tl.arange(0, DP)
+    q_ptr += (b * q_b + h * q_h) * VEC
+    at = row.to(tl.int64)[:, None] * q_s * VEC + (d * q_d)[None, :]
+    q = tl.load(q_ptr + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
+    bits_ptr += bh * tokens * words
+    BINS: tl.constexpr = 1 << SIZE
+    i = tl.arange(0, T)
+    for group in range(groups):
+        pattern, key = _keys(bits_ptr, row, real, group, words, num_chunks, SIZE)
+        part = bh * groups + group
+        key = tl.where(real, key, BINS)
+        same = (key[:, None] == key[None, :]) & (i[None, :] < i[:, None])
+        rank = tl.sum(same.to(tl.int32), 1)
+        start = tl.load(offset_ptr + (part * BINS + key) * tiles + tile, mask=real, other=0)
+        position = start + rank
+        tl.store(position_ptr + part * tokens + row, position, mask=real)
+        pattern = tl.where(group == 0, pattern | extra, pattern)
+        moves = real & (position < tl.load(used_ptr + part))
+        tl.store(moved_bits_ptr + part * room + position, pattern, mask=moves)
+        to = (part * room + position)[:, None] * D + d[None, :]
+        tl.store(moved_ptr + to, q, mask=moves[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _list_kernel(
+    bits_ptr, used_ptr, index_ptr, count_ptr, length_ptr, blocks,
+    NUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bits that any row of a block has, and its rows in use. Grid [rows of the plan]."""
+    pid = tl.program_id(0)
+    part = pid // blocks
+    length = tl.load(used_ptr + part) - pid % blocks * BLOCK
+    length = tl.minimum(tl.maximum(length, 0), BLOCK)
+    row = tl.arange(0, BLOCK)
+    bits = tl.load(bits_ptr + pid.to(tl.int64) * BLOCK + row, mask=row < length, other=0)
+    either = tl.reduce(bits, 0, _or)
+    place = tl.arange(0, 32)
+    listed = (either >> place) & 1
+    slot = tl.cumsum(listed, 0) - 1
+    index_ptr += pid.to(tl.int64) * NUM
+    tl.store(index_ptr + slot, place, mask=listed != 0)
+    tl.store(count_ptr + pid, tl.sum(listed, 0))
+    tl.store(length_ptr + pid, length)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "out_b", "out_s", "out_h", "part_b", "part_s", "part_h", "lse_b", "lse_h",
+        "tokens", "heads", "groups", "tiles",
+    ]
+)  # fmt: skip
+def _merge_kernel(
+    part_ptr, lse_ptr, position_ptr, used_ptr, out_ptr,
+    part_b, part_s, part_h, part_d, lse_b, lse_h, lse_s, out_b, out_s, out_h, out_d,
+    tokens, heads, groups, tiles,
+    D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Merge T rows of one head. Grid [B * H * tiles], heads fastest.
+
+    With m the largest lse of a row, out = sum 2^(lse - m) part / sum 2^(lse - m).
+    """
+    pid = tl.program_id(0)
+    h = (pid % heads).to(tl.int64)
+    tile = pid // heads % tiles
+    b = (pid // heads // tiles).to(tl.int64)
+    row = tile * T + tl.arange(0, T)
+    real = row < tokens
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    m = tl.full([T], float("-inf"), tl.float32)
+    total = tl.zeros([T], tl.float32)
+    acc = tl.zeros([T, DP], tl.float32)
+    for group in range(groups):
+        hg = h * groups + group
+        part = b * heads * groups + hg
+        position = tl.load(position_ptr + part * tokens + row, mask=real, other=0)
+        taken = real & (position < tl.load(used_ptr + part))
+        position = position.to(tl.int64)
+        at = b * lse_b + hg * lse_h + position * lse_s
+        lse = tl.load(lse_ptr + at, mask=taken, other=float("-inf")) * 1.4426950408889634
+        taken = taken & (lse > float("-inf"))
+        from_ = (b * part_b + hg * part_h + position * part_s) * VEC
+        x = tl.load(
+            part_ptr + from_[:, None] + (d * part_d)[None, :],
+            mask=taken[:, None] & (d < D)[None, :], other=0.0,
+        )  # fmt: skip
+        larger = tl.maximum(m, lse)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        old = tl.exp2(m - safe)
+        new = tl.exp2(lse - safe)
+        acc = acc * old[:, None] + x.to(tl.float32) * new[:, None]
+        total = total * old + new
+        m = larger
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = (b * out_b + h * out_h + row.to(tl.int64) * out_s) * VEC
+    out_ptrs = out_ptr + to[:, None] + (d * out_d)[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU in this process."""
+    return not isinstance(_merge_kernel, triton.runtime.JITFunction)
+
+
+def sort_rows(
+    query: torch.Tensor, bits: torch.Tensor, num_chunks: int, size: int, extra: bool
+) -> dict[str, torch.Tensor]:
+    """Launch the sort; returns the fields of `api.SortedRows`."""
+    batch, tokens, heads, head_size = query.shape
+    groups, tiles, bins = -(-num_chunks // size), -(-tokens // TILE), 2**size
+    words = bits.shape[3]
+    bits = bits.contiguous()
+    parts = (batch, heads, groups)
+    counts = bits.new_empty((*parts, bins * tiles))
+    _count_kernel[(math.prod(parts) * tiles,)](
+        bits, counts, tokens, words, num_chunks, groups, tiles, SIZE=size, T=TILE, num_warps=4
+    )
+    offsets = counts.cumsum(-1, dtype=torch.int32) - counts
+    used = offsets[..., (bins - 1) * tiles].contiguous()
+    if extra:
+        used[:, :, 0] = tokens
+    blocks, num_bits = -(-tokens // BLOCK), size + extra
+    room = blocks * BLOCK
+    moved = query.new_empty((batch, heads * groups, room, head_size))
+    moved_bits = bits.new_empty((batch, heads * groups, room))
+    position = bits.new_empty((*parts, tokens))
+    vector = _vector(query)
+    _place_kernel[(batch * heads * tiles,)](
+        query, bits, offsets, used, moved, moved_bits, position,
+        *_strides(query, vector), tokens, room, words, num_chunks, heads, groups, tiles,
+        1 << size if extra else 0,
+        D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, SIZE=size, T=TILE,
+        num_warps=8,
+    )  # fmt: skip
+    indices = bits.new_empty((batch, heads * groups, blocks, num_bits))
+    list_counts, lengths = (bits.new_empty((batch, heads * groups, blocks)) for _ in range(2))
+    _list_kernel[(lengths.numel(),)](
+        moved_bits, used, indices, list_counts, lengths, blocks,
+        NUM=num_bits, BLOCK=BLOCK, num_warps=1,
+    )  # fmt: skip
+    return {
+        "query": moved.transpose(1, 2),
+        "bits": moved_bits,
+        "indices": indices,
+        "counts": list_counts,
+        "lengths": lengths,
+        "position": position,
+        "used": used,
+    }
+
+
+def merge_parts(
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    position: torch.Tensor,
+    used: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Launch the merge; see `api.merge_parts`."""
+    batch, tokens, heads, head_size = out.shape
+    vector = min(_vector(parts), _vector(out))
+    rows = 64
+    tiles = -(-tokens // rows)
+    _merge_kernel[(batch * heads * tiles,)](
+        parts, lse, position, used, out,
+        *_strides(parts, vector), *lse.stride(), *_strides(out, vector),
+        tokens, heads, position.shape[2], tiles,
+        D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, T=rows, num_warps=4,
+    )  # fmt: skip
+
+
+def _vector(tensor: torch.Tensor) -> int:
+    """Return how many elements, 16 bytes at most, may be accessed together."""
+    if tensor.stride(3) != 1 or tensor.data_ptr() % VECTOR_BYTES:
+        return 1
+    shape = zip(tensor.stride()[:3], tensor.shape, strict=False)
+    strides = [stride for stride, n in shape if n > 1]
+    return math.gcd(VECTOR_BYTES // tensor.element_size(), tensor.shape[3], *strides)
+
+
+def _strides(tensor: torch.Tensor, vector: int) -> tuple[int, int, int, int]:
+    """Return the strides of B, S and H in vectors, and that of D in elements."""
+    b, s, h = (
+        stride // vector if n > 1 else 0
+        for stride, n in zip(tensor.stride()[:3], tensor.shape, strict=False)
+    )
+    return b, s, h, tensor.stride(3)

@@ -1,0 +1,194 @@
+"""Attention of every query over the chunks it selects.
+
+Shapes: B batch, S tokens, H heads, D head size, G groups of chunks; q/k suffix = query/key side.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
+from multimodal_gen.kernels.row_groups.api import (
+    ROWS,
+    ChunkGroups,
+    chunk_groups,
+    merge_parts,
+    sort_rows,
+)
+from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.layers.attention.backends.tiled import (
+    SequenceLayout,
+    attend_rows,
+    run_in_turns,
+)
+from multimodal_gen.runtime.layers.attention.vmoba.partition import Partition
+
+__all__ = ["ChunkCall", "attend_all", "attend_chunks", "select"]
+
+# What the copies of a few heads may take: this share of the tensors of the call, or so much that
+# launches are not too short.
+_SHARE_AT_ONCE = 0.05
+_BYTES_AT_ONCE = 192 << 20
+_DENSE_BLOCK = 384  # rows of a query block where everything is attended to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkCall:
+    """One call of a layer.
+
+    Attributes:
+        query: [B, Sq, H, D] in the order of the sequence.
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, D].
+        layout: where the video lies.
+        chunks: its chunks.
+        rule: how queries choose among them.
+        scale: factor of the scores.
+        kernel: provider of the block-sparse engine.
+        keep: bool [B, Sk], keys that may be attended to; None for all.
+        groups: how the chunks are grouped; None for what suits the sizes.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    layout: SequenceLayout
+    chunks: Partition
+    rule: Rule
+    scale: float
+    kernel: str = "auto"
+    keep: torch.Tensor | None = None
+    groups: ChunkGroups | None = None
+
+    @property
+    def video(self) -> slice:
+        """Where the video's queries lie."""
+        return slice(self.layout.start, self.layout.start + self.layout.num_video)
+
+    @property
+    def rest(self) -> tuple[slice, ...]:
+        """Where the other queries lie."""
+        spans = (slice(0, self.video.start), slice(self.video.stop, self.layout.num_queries))
+        return tuple(span for span in spans if span.start < span.stop)
+
+    def density(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Return the share of pairs attended to, [], given the `pairs` of video queries and keys.
+
+        Masked keys that are not of the video are taken for others.
+        """
+        batch, queries, heads, _ = self.query.shape
+        keys, video = self.key.shape[1], self.layout.num_video
+        others = video * (keys - video) + (queries - video) * keys
+        return (pairs.double() / (batch * heads) + others) / (queries * keys)
+
+
+def select(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the video's queries select, and how many pairs that is; see `select_chunks`."""
+    order = call.chunks.keys.order
+    means = chunk_means(
+        call.key,
+        order.starts,
+        order.lengths,
+        size=order.largest,
+        index=call.chunks.keys.index,
+        keep=call.keep,
+    )
+    return select_chunks(call.query[:, call.video], means, call.chunks.own, call.rule)
+
+
+def attend_chunks(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of a call, and the share of pairs attended to; waits for nothing.
+
+    Queries of the video attend to the chunks they select and to all keys that are not of the
+    video; other queries to everything. Works on a few heads at a time, which bounds the memory.
+
+    Returns:
+        [B, Sq, H, D] in the order of the sequence, zero where a query sees no key; and float64 [].
+    """
+    query, key = call.query, call.key
+    heads, kv_heads = query.shape[2], key.shape[2]
+    group = heads // kv_heads
+    groups = call.groups or chunk_groups(call.chunks.num_chunks, call.layout.num_video)
+    bits, pairs = select(call)
+    out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
+    passes = _passes(call, groups)
+    most = (passes[0].stop - passes[0].start) * group
+    keys = call.chunks.key_blocks(groups, most, call.keep)
+
+    def attend_rest(span: slice) -> None:
+        out[:, span] = attend_rows(query[:, span], key, call.value, call.keep, call.scale)
+
+    def attend(part: slice) -> None:
+        q_slice = slice(part.start * group, part.stop * group)
+        _attend_heads(call, groups, bits[:, q_slice], keys, part, out[:, :, q_slice])
+
+    calls = [*(partial(attend_rest, span) for span in call.rest)]
+    calls += [partial(attend, part) for part in passes]
+    run_in_turns(calls, query.device)
+    return out, call.density(pairs)
+
+
+def _attend_heads(
+    call: ChunkCall,
+    groups: ChunkGroups,
+    bits: torch.Tensor,
+    keys: tuple[torch.Tensor, Blocks],
+    part: slice,
+    out: torch.Tensor,
+) -> None:
+    """Write the attention of the video's queries to `out`, for a few key heads."""
+    key, value = call.key[:, :, part], call.value[:, :, part]
+    index, blocks = keys
+    group = call.query.shape[2] // call.key.shape[2]
+    query = call.query[:, call.video, part.start * group : part.stop * group]
+    if not call.chunks.in_order or call.keep is not None:
+        key, value = gather_tokens((key, value), index)
+    rows = sort_rows(query, bits, groups, extra=call.chunks.has_rest)
+    plan = BlockPlan(
+        indices=rows.indices,
+        counts=rows.counts,
+        q=Blocks.padded(rows.lengths, ROWS),
+        kv=_of_heads(blocks, rows.counts.shape[1]),
+        row_bits=rows.bits.unsqueeze(-1),
+    )
+    parts, lse = block_sparse_attention(
+        rows.query, key, value, plan, scale=call.scale, return_lse=True, kernel=call.kernel
+    )
+    merge_parts(parts, lse, rows, out[:, call.video])
+
+
+def _of_heads(blocks: Blocks, heads: int) -> Blocks:
+    """Return the key blocks of the first heads; all heads have the same."""
+    assert blocks.starts is not None, "chunks have starts"
+    assert blocks.lengths is not None, "and lengths"
+    return Blocks.ragged(
+        blocks.starts[:, :heads],
+        blocks.lengths[:, :heads],
+        total=blocks.total,
+        size=blocks.size,
+    )
+
+
+def _passes(call: ChunkCall, groups: ChunkGroups) -> list[slice]:
+    """Return the key heads in shares whose copies stay small."""
+    query, kv_heads = call.query, call.key.shape[2]
+    size = query.element_size()
+    copies = 2 * size * (query.numel() * groups.num + call.key.numel()) // kv_heads
+    inputs = 2 * size * (query.numel() + call.key.numel())
+    at_once = max(int(max(inputs * _SHARE_AT_ONCE, _BYTES_AT_ONCE) / copies), 1)
+    return [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
+
+
+def attend_all(call: ChunkCall) -> torch.Tensor:
+    """Return dense attention, by the engine where no key is masked; see `attend_chunks`."""
+    query, key, value = call.query, call.key, call.value
+    if call.keep is not None:
+        return attend_rows(query, key, value, call.keep, call.scale)
+    q_blocks, kv_blocks = (Blocks.regular(x.shape[1], _DENSE_BLOCK) for x in (query, key))
+    plan = BlockPlan.dense(q_blocks, kv_blocks, query.device)
+    out = block_sparse_attention(query, key, value, plan, scale=call.scale, kernel=call.kernel)
+    assert isinstance(out, torch.Tensor)
+    return out
