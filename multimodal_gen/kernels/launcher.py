@@ -4,6 +4,7 @@ Triton looks at every argument of every launch, which for kernels of many argume
 than a small attention runs. Here a launch is looked up by what compilations differ in.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,47 +28,55 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._compiled: dict[tuple[Any, ...], Any] = {}
-        params = getattr(kernel, "params", ())
+        params = getattr(kernel, "params", ())  # the interpreter has none
+        self._names = tuple(p.name for p in params)
         # Whether compilations depend on the value of an integer, and not just on its width.
         self._by_value = tuple(not p.do_not_specialize for p in params)
 
-    def __call__(
-        self, grid: tuple[int, ...], *arguments: Any, last: tuple[Any, ...], num_warps: int
-    ) -> None:
-        """Launch once for every value of the kernel's last parameter, one after another.
+    def __call__(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Launch.
 
         Args:
             grid: number of programs along each axis.
-            *arguments: every other parameter of the kernel in its order.
-            last: values of the last parameter, known at compile time and hashable.
-            num_warps: warps of a program.
+            *arguments: the kernel's first parameters, in its order.
+            **options: its other parameters, known at compile time and hashable, and `num_warps`
+                or other options of Triton.
         """
-        if torch.version.hip is not None or len(self._by_value) != len(arguments) + 1:
-            # Compilations for AMD GPUs differ in more; the interpreter has no parameters.
-            for value in last:
-                self._kernel[grid](*arguments, value, num_warps=num_warps)
+        self.each(grid, *arguments, variants=(options,))
+
+    def each(
+        self, grid: tuple[int, ...], *arguments: Any, variants: Sequence[dict[str, Any]]
+    ) -> None:
+        """Launch once for each of several options, one after another; see `__call__`."""
+        if torch.version.hip is not None or not self._names:
+            # Compilations for AMD GPUs differ in more.
+            for options in variants:
+                self._kernel[grid](*arguments, **options)
             return
-        key = (*self._kinds(arguments), num_warps)
-        for value in last:
-            compiled = self._compiled.get((value, key))
-            if compiled is not None:
-                compiled[(*grid, 1, 1)[:3]](*arguments, value)
-                continue
-            compiled = self._kernel[grid](*arguments, value, num_warps=num_warps)
-            if compiled is not None:
-                self._compiled[value, key] = compiled
+        kinds = self._kinds(arguments)
+        for options in variants:
+            key = (*kinds, *options.items())
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                compiled = self._kernel[grid](*arguments, **options)
+                if compiled is not None:
+                    self._compiled[key] = compiled
+            else:
+                named = [options[name] for name in self._names[len(arguments) :]]
+                compiled[(*grid, 1, 1)[:3]](*arguments, *named)
 
     def _kinds(self, arguments: tuple[Any, ...]) -> list[Any]:
-        key: list[Any] = []
+        """Return what compilations for such arguments have in common."""
+        kinds: list[Any] = []
         for value, by_value in zip(arguments, self._by_value, strict=False):
             if isinstance(value, torch.Tensor):
-                key.append((value.dtype, value.get_device(), value.data_ptr() % 16))
+                kinds.append((value.dtype, value.get_device(), value.data_ptr() % 16))
             elif type(value) is int:
-                key.append(value if by_value else -_INT32 <= value < _INT32)
+                kinds.append(value if by_value else -_INT32 <= value < _INT32)
             elif type(value) is float:
-                key.append(float)
+                kinds.append(float)
             elif hasattr(value, "block_shape"):
-                key.append((value.base.dtype, tuple(value.block_shape)))
+                kinds.append((value.base.dtype, tuple(value.block_shape)))
             else:
-                key.append(value)
-        return key
+                kinds.append(value)
+        return kinds

@@ -24,15 +24,15 @@ class Kernel:
     """A Triton kernel of a pointer, a value, a size and a shape: compiles at every call."""
 
     def __init__(self, *, parameters: bool = True) -> None:
-        names = (("pointer", False), ("value", False), ("size", True), ("SHAPE", False))
-        self.params = [SimpleNamespace(do_not_specialize=free) for _, free in names]
+        names = (("pointer", False), ("value", False), ("size", True), ("shape", False))
+        self.params = [SimpleNamespace(name=name, do_not_specialize=free) for name, free in names]
         if not parameters:
             self.params = []
         self.compiled: list[Compiled] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*arguments: Any, num_warps: int) -> Compiled:
-            self.compiled.append(Compiled([(grid, arguments)]))
+        def run(*arguments: Any, shape: object, num_warps: int) -> Compiled:
+            self.compiled.append(Compiled([(grid, (*arguments, shape))]))
             return self.compiled[-1]
 
         return run
@@ -50,7 +50,7 @@ def test_a_second_launch_of_its_kind_compiles_nothing() -> None:
     kernel = Kernel()
     launch = Launcher(kernel)
     for size in (5, 16):
-        launch((3,), DATA, 7, size, last=(0,), num_warps=4)
+        launch((3,), DATA, 7, size, shape=0, num_warps=4)
     (compiled,) = kernel.compiled
     assert [(grid, arguments[1:]) for grid, arguments in compiled.launches] == [
         ((3,), (7, 5, 0)),
@@ -58,11 +58,12 @@ def test_a_second_launch_of_its_kind_compiles_nothing() -> None:
     ]
 
 
-def test_every_value_of_the_last_parameter_is_launched_in_order() -> None:
+def test_every_variant_is_launched_in_order() -> None:
     kernel = Kernel()
     launch = Launcher(kernel)
     for _ in range(2):
-        launch((1,), DATA, 7, 5, last=("do", "redo"), num_warps=4)
+        variants = [{"shape": shape, "num_warps": 4} for shape in ("do", "redo")]
+        launch.each((1,), DATA, 7, 5, variants=variants)
     assert [[a[-1] for _, a in compiled.launches] for compiled in kernel.compiled] == [
         ["do", "do"],
         ["redo", "redo"],
@@ -86,8 +87,8 @@ def test_whatever_compilations_depend_on_compiles_anew(
 ) -> None:
     kernel = Kernel()
     launch = Launcher(kernel)
-    launch((1,), DATA, 7, 5, last=(0,), num_warps=4)
-    launch((1,), *other, last=(0,), num_warps=num_warps)
+    launch((1,), DATA, 7, 5, shape=0, num_warps=4)
+    launch((1,), *other, shape=0, num_warps=num_warps)
     assert len(kernel.compiled) == 2
 
 
@@ -96,7 +97,7 @@ def test_descriptors_differ_by_dtype_and_box() -> None:
     launch = Launcher(kernel)
     for dtype, box in ((torch.half, [64]), (torch.half, [64]), (torch.half, [32]), (None, [64])):
         described = SimpleNamespace(base=DATA.to(dtype or torch.float), block_shape=box)
-        launch((1,), described, 7, 5, last=(0,), num_warps=4)
+        launch((1,), described, 7, 5, shape=0, num_warps=4)
     assert [len(compiled.launches) for compiled in kernel.compiled] == [2, 1, 1]
 
 
@@ -107,5 +108,5 @@ def test_elsewhere_triton_looks_at_every_launch(case: str, monkeypatch: pytest.M
     kernel = Kernel(parameters=case == "amd")
     launch = Launcher(kernel)
     for _ in range(2):
-        launch((1,), DATA, 7, 5, last=(0,), num_warps=4)
+        launch((1,), DATA, 7, 5, shape=0, num_warps=4)
     assert len(kernel.compiled) == 2

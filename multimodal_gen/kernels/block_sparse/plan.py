@@ -13,7 +13,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.check import check_values
 
-__all__ = ["WORD_BITS", "BlockPlan", "Blocks", "broadcast_leading", "launch_order"]
+__all__ = ["WORD_BITS", "BlockPlan", "Blocks", "broadcast_leading", "launch_order", "unit_stride"]
 
 WORD_BITS = 32
 
@@ -33,6 +33,11 @@ def _expect_positive(name: str, value: int) -> None:
 def broadcast_leading(*tensors: torch.Tensor) -> tuple[int, int]:
     """Return the B|1 and H|1 that tensors [B|1, H|1, ...] have together."""
     return max(t.shape[0] for t in tensors), max(t.shape[1] for t in tensors)
+
+
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with entries of its last dimension side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multimodal_gen.kernels.launcher import Launcher
+
 VECTOR_BYTES = 16
 MAX_TOKENS = 256
 
@@ -146,6 +148,9 @@ def _scatter_kernel(
     tl.store(out_ptr + b * out_b * VEC + out, values, mask=mask)
 
 
+_gather, _scatter = Launcher(_gather_kernel), Launcher(_scatter_kernel)
+
+
 def gather(
     tensors: tuple[torch.Tensor, ...], index: torch.Tensor, *, tile: CopyTile = TILE
 ) -> tuple[torch.Tensor, ...]:
@@ -169,7 +174,8 @@ def gather(
     slots = [min(slot, len(tensors) - 1) for slot in range(4)]
     if math.prod(grid):
         with torch.cuda.device_of(tensors[0]):
-            _gather_kernel[grid](
+            _gather(
+                grid,
                 *(tensors[slot] for slot in slots), *(outs[slot] for slot in slots),
                 *(stride for slot in slots for stride in strides_in_vectors(tensors[slot], vector)),
                 *(tensors[slot].shape[2] for slot in slots), *(ends[slot] for slot in slots),
@@ -199,7 +205,8 @@ def scatter(
     grid = (batch * num_blocks * triton.cdiv(heads * size, width),)
     if math.prod(grid):
         with torch.cuda.device_of(source):
-            _scatter_kernel[grid](
+            _scatter(
+                grid,
                 source, out, *strides_in_vectors(source, vector), *strides_in_vectors(out, vector),
                 heads, index, index_b, num_in, num_blocks,
                 D=size, VEC=vector, TOKENS=tokens, WIDTH=width, num_warps=tile.warps,

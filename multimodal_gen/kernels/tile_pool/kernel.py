@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multimodal_gen.kernels.launcher import Launcher
+
 READ_BYTES = 2**15  # of a tile, at once
 SCORE_ROWS = 64
 SCORE_KEYS = 128
@@ -194,6 +196,10 @@ def _tokens_at_once(tensor: torch.Tensor, limit: int) -> int:
     return min(max(limit // (_channels(tensor.shape[3]) * tensor.element_size()), 8), 64)
 
 
+_launch_pool, _launch_add_gated = Launcher(_pool_kernel), Launcher(_add_gated_kernel)
+_launch_score, _launch_select = Launcher(_score_kernel), Launcher(_select_kernel)
+
+
 def pool_tiles(
     tensor: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, index: torch.Tensor | None
 ) -> torch.Tensor:
@@ -201,7 +207,8 @@ def pool_tiles(
     batch, _, heads, head_size = tensor.shape
     num_tiles = len(starts)
     out = tensor.new_empty((batch, heads, num_tiles, head_size))
-    _pool_kernel[(batch * heads * num_tiles,)](
+    _launch_pool(
+        (batch * heads * num_tiles,),
         tensor, out, starts, lengths, starts if index is None else index,
         *tensor.stride(), heads, num_tiles,
         D=head_size, DP=_channels(head_size), T=_tokens_at_once(tensor, READ_BYTES),
@@ -221,7 +228,8 @@ def add_gated(
     """Launch the gated sum, which changes `out`; see `api.add_gated`."""
     batch, _, heads, head_size = out.shape
     num_tiles = len(starts)
-    _add_gated_kernel[(batch * heads * num_tiles,)](
+    _launch_add_gated(
+        (batch * heads * num_tiles,),
         out, gate, coarse, starts, lengths, starts if index is None else index,
         *out.stride(), *gate.stride(), *coarse.stride(), heads, num_tiles,
         D=head_size, DP=_channels(head_size), T=_tokens_at_once(out, READ_BYTES // 4),
@@ -262,14 +270,16 @@ def select_tiles(
     wide = query.dtype == torch.float32
     for first in range(0, blocks, step):
         used = min(step, blocks - first)
-        _score_kernel[(used, -(-num_kv // SCORE_KEYS))](
+        _launch_score(
+            (used, -(-num_kv // SCORE_KEYS)),
             query, key, scratch, *query.stride(), *key.stride(),
             first, num_q, num_kv, heads, heads // key.shape[1], key_row,
             D=head_size, BD=min(16 if wide else 64, _channels(head_size)),
             BM=SCORE_ROWS, BN=SCORE_KEYS,
             UPCAST=interpreted(), num_warps=8 if wide else 4, num_stages=2,
         )  # fmt: skip
-        _select_kernel[(used * SCORE_ROWS,)](
+        _launch_select(
+            (used * SCORE_ROWS,),
             scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, key_row,
             BM=SCORE_ROWS, NP=padded, CHUNK=LISTED,
             num_warps=warps or min(max(padded // 4096, 1), 16),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.tuning import HopperTile
 from multimodal_gen.kernels.launcher import Launcher
 
@@ -57,7 +57,8 @@ def attend(
         *launch.arguments, *out.stride()[:3],
         *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
     )  # fmt: skip
-    _launcher()(launch.grid, *arguments, last=launch.shapes, num_warps=4)
+    variants = [{"C": shape, "num_warps": 4} for shape in launch.shapes]
+    _launcher().each(launch.grid, *arguments, variants=variants)
 
 
 @cache
@@ -103,8 +104,7 @@ def _prepare(
     sub = kv.size // tile.keys if whole else 0
     steps = None if sub else make_steps(plan, tile.keys)
     lists = plan.indices if steps is None else steps.starts
-    if lists.stride(3) != 1:
-        lists = lists.contiguous()
+    lists = unit_stride(lists)
     counts = plan.counts if steps is None else steps.num_full
     tail_counts = counts if steps is None else steps.num_tail
     tail_lengths = counts if steps is None else steps.tail_lengths
@@ -118,7 +118,7 @@ def _prepare(
     kv_tail = kv.total - (kv.num - 1) * kv.size
     shape = _shape(plan, tile, channels, sub, ordered=order is not None, lse=lse is not None)
     q_bounds = [
-        counts if t is None else t.expand(batch, heads, -1).contiguous()
+        counts if t is None else unit_stride(t).expand(batch, heads, -1)
         for t in (plan.q.starts, plan.q.lengths)
     ]
     every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)

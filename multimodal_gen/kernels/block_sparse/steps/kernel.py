@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading, unit_stride
+from multimodal_gen.kernels.launcher import Launcher
 
 CHUNK = 128
 
@@ -175,6 +176,9 @@ def _steps_kernel(
     tl.store(num_tail_ptr + row, num_tail)
 
 
+_launch_steps = Launcher(_steps_kernel)
+
+
 def make_steps(plan: BlockPlan, step: int) -> Steps:
     """Cut the lists of `plan` into steps of `step` keys, once; does not wait for the device.
 
@@ -200,10 +204,11 @@ def _make_steps(plan: BlockPlan, step: int) -> Steps:
     num_full, num_tail = (indices.new_empty((*leading, num_q)) for _ in range(2))
     indices, counts = indices.expand(*leading, -1, -1), counts.expand(*leading, -1)
     kv_starts, kv_lengths = (
-        indices if t is None else t.expand(*leading, -1).contiguous()
+        indices if t is None else unit_stride(t).expand(*leading, -1)
         for t in (kv.starts, kv.lengths)
     )
-    _steps_kernel[(num_full.numel(),)](
+    _launch_steps(
+        (num_full.numel(),),
         indices,
         counts,
         kv_starts,
