@@ -102,7 +102,7 @@ def show(options: ShowOptions) -> None:
     from multimodal_gen.runtime.layers.attention.sta.windows import tile_density
 
     strategy = load_strategy(options.file)
-    tiles = strategy.tiles or strategy.largest
+    tiles = strategy.made_for.tiles or strategy.largest
     if options.tiles is not None:
         tiles = _sizes("--tiles", options.tiles)
     density = strategy.density(tiles)

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from multimodal_gen.runtime.layers.attention.sta.search import SearchFile, find_searches
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
+from multimodal_gen.runtime.layers.attention.sta.strategy_record import StrategyRecord
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 TILE = "1,2,2"
@@ -81,6 +82,7 @@ def test_a_search_a_tune_and_an_inference_from_the_command_line(
     tuned = load_strategy(strategy)
     assert {w for layer in tuned.windows[0] for w in layer} == {TILES}
     assert TILES not in {w for step in tuned.windows[1:] for layer in step for w in layer}
+    assert tuned.made_for == StrategyRecord(tiles=TILES, tile_size=(1, 2, 2))
 
     config = {"mask_strategy_file_path": str(strategy), "skip_time_steps": 1}
     sparse, record = latents("sparse", *_sta(config))
@@ -183,6 +185,23 @@ def test_a_strategy_for_other_steps_is_refused_unless_retargeted(
     assert "it is for 2 steps, the run has 3; give retarget=true to rescale it" in outcome.err
     found, _ = latents("retargeted", *_sta({**config, "retarget": True}))
     assert found.isfinite().all()
+
+
+def test_a_tuned_strategy_is_refused_on_another_grid(
+    search, sglang, tiny_pipeline, tmp_path
+) -> None:
+    assert search("--prompt", "a fox", "--window", "1,1,1").code == 0
+    path = tmp_path / "s.json"
+    tune = ("attention", "sta", "tune", "--searches", tmp_path / "searches", "--output", path)
+    assert sglang(*tune, "--skip-time-steps", 1).code == 0
+    config = {"mask_strategy_file_path": str(path), "skip_time_steps": 1}
+    model = ("--model-path", tiny_pipeline("wan"), *RUN, "--width", 192, "--prompt", "a fox")
+    generate = ("generate", *model, "--output-path", tmp_path / "out")
+    outcome = sglang(*generate, *_sta(config))
+    assert outcome.code == 2
+    found = "it is for 3x2x3 tiles of 1x2x2 tokens, the run has 3x2x6 of 1x2x2; give retarget=true"
+    assert found in outcome.err
+    assert sglang(*generate, *_sta({**config, "retarget": True})).code == 0
 
 
 def test_show_prints_density_by_step_and_layer(sglang, tmp_path) -> None:

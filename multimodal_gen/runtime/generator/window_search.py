@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.denoise import denoise
 from multimodal_gen.runtime.generator.failures import out_of_memory_explained
 from multimodal_gen.runtime.generator.loading import PipelineIndex, load_pipeline, pick_device
@@ -23,7 +23,7 @@ from multimodal_gen.runtime.layers.attention.sta.search import (
     branch_folder,
     search_name,
 )
-from multimodal_gen.runtime.layers.attention.sta.windows import Window
+from multimodal_gen.runtime.layers.attention.sta.windows import DEFAULT_TILE, Window
 from multimodal_gen.runtime.server_args import ServerArgs
 
 __all__ = ["Searched", "WindowSearch"]
@@ -74,6 +74,7 @@ class WindowSearch:
         self._args = args
         self._folder = folder
         self._windows = tuple(windows)
+        self._tile_size = _tile_size(args)
         self.done = tuple(prompt for prompt in self.prompts if self._is_done(prompt))
 
     @property
@@ -124,7 +125,9 @@ class WindowSearch:
             folder = branch_folder(self._folder, branch, width=str(width), height=str(height))
             files.append(folder / search_name(prompt))
             settings = {"prompt": prompt, **self._settings()}
-            SearchFile(losses=found[branch], tiles=tiles, settings=settings).write(files[-1])
+            SearchFile(
+                losses=found[branch], tiles=tiles, settings=settings, tile_size=self._tile_size
+            ).write(files[-1])
         return Searched(
             prompt=prompt,
             files=tuple(files),
@@ -136,8 +139,6 @@ class WindowSearch:
     def _settings(self) -> dict[str, Any]:
         """Return what a search depends on, as JSON data."""
         args = self._args
-        config = args.attention_backend_config
-        tile = config.get("tile_size") if isinstance(config, Mapping) else None
         names = (
             "negative_prompt",
             "height",
@@ -151,7 +152,7 @@ class WindowSearch:
         return {
             "model": Path(args.model_path).name,
             **{name: getattr(args, name) for name in names},
-            "tile_size": [*tile] if isinstance(tile, (list, tuple)) else None,
+            "tile_size": list(self._tile_size),
             "windows": [list(window) for window in self._windows],
         }
 
@@ -159,7 +160,10 @@ class WindowSearch:
         folder = branch_folder(self._folder, POSITIVE, width="*", height="*")
         wanted = {"prompt": prompt, **self._settings()}
         for path in self._folder.glob(f"{folder.name}/{search_name(prompt)}"):
-            found = SearchFile.read(path).settings
+            try:
+                found = SearchFile.read(path).settings
+            except ConfigError as error:
+                raise ConfigError(f"{error}; delete it to search again") from None
             other = [name for name in wanted if found.get(name) != wanted[name]]
             if other:
                 name = other[0]
@@ -170,6 +174,12 @@ class WindowSearch:
                 )
             return True
         return False
+
+
+def _tile_size(args: ServerArgs) -> Window:
+    config = args.attention_backend_config
+    size = config.get("tile_size") if isinstance(config, Mapping) else None
+    return (size[0], size[1], size[2]) if isinstance(size, (list, tuple)) else DEFAULT_TILE
 
 
 def _size(pipe: Any, index: PipelineIndex, args: ServerArgs) -> tuple[object, object]:

@@ -65,10 +65,11 @@ def test_a_search_with_other_settings_is_refused_with_both_values(
         WindowSearch(args(**changes), ["a fox"], tmp_path)
 
 
-def test_a_damaged_search_file_is_named(tmp_path) -> None:
+def test_a_damaged_search_file_is_named_in_full_with_the_remedy(tmp_path) -> None:
     path = leave_file(tmp_path, WindowSearch(args(), ["a fox"], tmp_path), "a fox")
     path.write_text("{")
-    with pytest.raises(ConfigError, match=f"search file {path.name} must be JSON"):
+    message = f"search file {str(path)!r} must be JSON, got .*; delete it to search again"
+    with pytest.raises(ConfigError, match=message):
         WindowSearch(args(), ["a fox"], tmp_path)
 
 

@@ -43,6 +43,7 @@ from multimodal_gen.runtime.layers.attention.sta.upstream import (
     attend_upstream,
 )
 from multimodal_gen.runtime.layers.attention.sta.windows import (
+    DEFAULT_TILE,
     Window,
     joint_density,
     pair_density,
@@ -88,7 +89,7 @@ class SlidingTileConfig(SparseConfig):
     retarget: bool = option(False, "rescale a file made for other steps or another grid")
     search_path: str | None = option(None, "folder of searches, written and tuned on")
     tile_size: tuple[int, ...] = option(
-        (6, 8, 8), "tokens per tile along time, height, width", ge=1, length=3
+        DEFAULT_TILE, "tokens per tile along time, height, width", ge=1, length=3
     )
     target_density: float | None = option(
         None, "share of the attention matrix tuning aims at", ge=0, le=1
@@ -265,6 +266,7 @@ class SlidingTileImpl(SparseImpl):
             layer=self._layer,
             num_layers=None if self._site is None else self._site.num_layers,
             num_heads=self.num_heads,
+            tile_size=self._tile,
         )
 
     def _search(

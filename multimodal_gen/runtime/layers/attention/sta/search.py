@@ -41,11 +41,13 @@ class SearchFile:
         losses: what was found.
         tiles: the grid of tiles.
         settings: what was searched, JSON data; empty for files of other programs.
+        tile_size: tokens per tile, or None where nothing tells.
     """
 
     losses: BranchLosses
     tiles: Window
     settings: Mapping[str, Any]
+    tile_size: Window | None = None
 
     @classmethod
     def read(cls, path: Path) -> "SearchFile":
@@ -54,7 +56,7 @@ class SearchFile:
         Raises:
             ConfigError: it cannot be read or is malformed.
         """
-        name = f"{_WHAT} {path.name}"
+        name = f"{_WHAT} {str(path)!r}"
         text = read_text(path, what=_WHAT)
         try:
             content = json.loads(text)
@@ -68,11 +70,12 @@ class SearchFile:
             raise ConfigError(f"{name} must have the same windows and sizes in L1_loss and L2_loss")
         settings = content.get("search", {})
         settings = settings if isinstance(settings, dict) else {}
-        tiles = settings.get("tiles")
+        tiles, tile_size = settings.get("tiles"), settings.get("tile_size")
         return cls(
             losses=BranchLosses(windows=windows, l2=l2, l1=l1),
             tiles=_largest(windows) if tiles is None else _window(tiles, name),
             settings=settings,
+            tile_size=None if tile_size is None else _window(tile_size, name),
         )
 
     def write(self, path: Path) -> None:
@@ -81,8 +84,11 @@ class SearchFile:
         Raises:
             ConfigError: the file cannot be written.
         """
+        grid: dict[str, Any] = {"tiles": list(self.tiles)}
+        if self.tile_size is not None:
+            grid["tile_size"] = list(self.tile_size)
         content = {
-            "search": {**self.settings, "tiles": list(self.tiles)},
+            "search": {**self.settings, **grid},
             "L2_loss": _as_lists(self.losses.windows, self.losses.l2),
             "L1_loss": _as_lists(self.losses.windows, self.losses.l1),
         }

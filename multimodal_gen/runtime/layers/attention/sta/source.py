@@ -26,6 +26,7 @@ class WindowSource:
         layer: index of the layer; None where it is unknown, which a strategy cannot serve.
         num_layers: self-attention layers of the model, or None when unknown.
         num_heads: heads of the layer, those of other processes included.
+        tile_size: tokens per tile, which a strategy may be for; None where nobody knows.
 
     Raises:
         ConfigError: the strategy is for another number of layers or heads.
@@ -41,6 +42,7 @@ class WindowSource:
         layer: int | None = None,
         num_layers: int | None = None,
         num_heads: int,
+        tile_size: Window | None = None,
     ) -> None:
         assert strategy is not None or window is not None, "the configuration checks that"
         if strategy is not None and layer is None:
@@ -52,6 +54,7 @@ class WindowSource:
         self._window = window
         self._retarget = retarget
         self._layer = layer or 0
+        self._tile_size = tile_size
         if strategy is not None:
             strategy.check_sizes(num_heads=num_heads, num_layers=num_layers, layer=self._layer)
 
@@ -62,7 +65,7 @@ class WindowSource:
             ConfigError: it is, and nobody asked to rescale it.
         """
         if self._strategy is not None:
-            _fitted(self._strategy, tiles, num_steps, self._retarget)
+            self._fitted(self._strategy, tiles, num_steps)
 
     def windows(
         self,
@@ -89,7 +92,7 @@ class WindowSource:
         if self._strategy is None:
             assert self._window is not None
             return (self._window,) * num_heads
-        fitted = _fitted(self._strategy, tiles, num_steps, self._retarget)
+        fitted = self._fitted(self._strategy, tiles, num_steps)
         if step >= fitted.num_steps:
             raise UsageError(
                 f"{fitted.name} must have every step of the run, it has {fitted.num_steps} and "
@@ -97,10 +100,21 @@ class WindowSource:
             )
         return fitted.head_windows(step, self._layer, first_head=first_head, num_heads=num_heads)
 
+    def _fitted(self, strategy: Strategy, tiles: Window, num_steps: int | None) -> Strategy:
+        return _fitted(strategy, tiles, self._tile_size, num_steps, self._retarget)
+
 
 @lru_cache(maxsize=8)
-def _fitted(strategy: Strategy, tiles: Window, num_steps: int | None, retarget: bool) -> Strategy:
-    fitted, notes = strategy.fitted(tiles=tiles, num_steps=num_steps, retarget=retarget)
+def _fitted(
+    strategy: Strategy,
+    tiles: Window,
+    tile_size: Window | None,
+    num_steps: int | None,
+    retarget: bool,
+) -> Strategy:
+    fitted, notes = strategy.fitted(
+        tiles=tiles, tile_size=tile_size, num_steps=num_steps, retarget=retarget
+    )
     for note in notes:
         logger.warning("%s", note)
     return fitted

@@ -1,9 +1,8 @@
 """Strategy files: a window per denoising step, layer and head.
 
 A file is one flat JSON object, `{"step_layer_head": [time, height, width], ...}`: indices from 0,
-windows in tiles, an entry for every head of every layer at every step. It names neither the grid
-of tiles nor the number of steps it was made for; the latter is its size, the former is told by its
-first step where that is dense.
+windows in tiles, an entry for every head of every layer at every step. The number of steps it was
+made for is its size; the grid of tiles is in the record beside it, where there is one.
 """
 
 import json
@@ -11,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -20,6 +19,12 @@ from typing import Any
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.config_fields import short
 from multimodal_gen.runtime.layers.attention.sta.files import read_text, write_text
+from multimodal_gen.runtime.layers.attention.sta.strategy_record import (
+    StrategyRecord,
+    read_record,
+    record_path,
+    write_record,
+)
 from multimodal_gen.runtime.layers.attention.sta.windows import (
     AXES,
     Window,
@@ -31,6 +36,8 @@ __all__ = ["Strategy", "load_strategy"]
 # No leading zeros: two spellings of one entry would be two keys.
 _KEY = re.compile(r"(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})", re.ASCII)
 
+_UNKNOWN = StrategyRecord()
+
 
 # Compared by identity: hashing tens of thousands of windows takes longer than using them.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,10 +47,12 @@ class Strategy:
     Attributes:
         windows: by step, then layer, then head.
         name: what messages call it, usually its file.
+        made_for: the grid it was made for, as far as it is known.
     """
 
     windows: tuple[tuple[tuple[Window, ...], ...], ...]
     name: str = "mask strategy"
+    made_for: StrategyRecord = _UNKNOWN
 
     @property
     def num_steps(self) -> int:
@@ -69,18 +78,6 @@ class Strategy:
             max(window[1] for window in distinct),
             max(window[2] for window in distinct),
         )
-
-    @property
-    def tiles(self) -> Window | None:
-        """The grid of tiles the strategy was made for, or None where it does not tell.
-
-        It tells where every head starts with one window that is the largest along each axis, and
-        others come later: dense first steps.
-        """
-        first = {window for layer in self.windows[0] for window in layer}
-        if len(first) == 1 and len(self.counts()) > 1 and first == {self.largest}:
-            return self.largest
-        return None
 
     def counts(self) -> Counter[Window]:
         """Return how often each window occurs."""
@@ -146,12 +143,14 @@ class Strategy:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, all of it or nothing.
+        """Write the file, all of it or nothing, and its record beside it.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: a file cannot be written.
         """
-        write_text(Path(path), self.to_json(), what="mask strategy")
+        text = self.to_json()
+        write_text(Path(path), text, what="mask strategy")
+        write_record(Path(path), text, self.made_for)
 
     def check_sizes(self, *, num_heads: int, num_layers: int | None = None, layer: int = 0) -> None:
         """Check what a model has, which no retargeting mends.
@@ -172,9 +171,14 @@ class Strategy:
             raise self._misfit("layers", self.num_layers, f"at least {layer + 1}")
 
     def fitted(
-        self, *, tiles: Window, num_steps: int | None = None, retarget: bool = False
+        self,
+        *,
+        tiles: Window,
+        tile_size: Window | None = None,
+        num_steps: int | None = None,
+        retarget: bool = False,
     ) -> tuple["Strategy", tuple[str, ...]]:
-        """Return the strategy for a run, and a sentence for each thing that was rescaled.
+        """Return the strategy for a run, and a sentence for each thing rescaled or in doubt.
 
         Steps are rescaled by relative position: step i of n takes the windows of the step that
         holds the middle of [i/n, (i+1)/n). Windows keep their share of each axis, rounded to an
@@ -182,6 +186,7 @@ class Strategy:
 
         Args:
             tiles: the run's grid of tiles.
+            tile_size: its tokens per tile, or None when unknown.
             num_steps: the run's denoising steps, or None when unknown.
             retarget: rescale what does not fit, instead of refusing it.
 
@@ -197,29 +202,54 @@ class Strategy:
                 f"{self.name} is for {self.num_steps} steps and was rescaled to {num_steps} by "
                 f"relative position"
             )
-        made_for = self._made_for(tiles)
-        if made_for is not None:
+        misfit = self._grid_misfit(tiles, tile_size)
+        if misfit:
             if not retarget:
-                mine, run = _by_axis(made_for), _by_axis(tiles)
-                raise self._misfit("tiles", mine, run, remedy=_RETARGET)
-            fitted = fitted._with_tiles(made_for, tiles)
+                raise self._refused(f"it {misfit}", _RETARGET)
+            old = self.made_for.tiles or (self.largest if self._exceeds(tiles) else tiles)
+            fitted = fitted._with_tiles(old, tiles)
+            notes.append(f"{self.name} {misfit}; its windows were rescaled")
+        elif self._looks_dense_elsewhere(tiles):
             notes.append(
-                f"{self.name} is for {_by_axis(made_for)} tiles and its windows were rescaled to "
-                f"{_by_axis(tiles)}"
+                f"{self.name} does not say which grid it is for; its first step has windows of "
+                f"{_by_axis(self.largest)} tiles only, the run has {_by_axis(tiles)}; if that is "
+                f'the grid, a file beside it named as it is with .meta.json appended, {{"tiles": '
+                f"{list(self.largest)}}}, says so"
             )
         return fitted, tuple(notes)
 
-    def _made_for(self, tiles: Window) -> Window | None:
-        """Return the grid the strategy was made for where that is not `tiles`."""
-        made_for = self.tiles
-        if made_for is None and any(w > n for w, n in zip(self.largest, tiles, strict=True)):
-            made_for = self.largest
-        return None if made_for == tiles else made_for
+    def _grid_misfit(self, tiles: Window, tile_size: Window | None) -> str:
+        """Return how the grids of the strategy and of a run differ, or nothing."""
+        mine, size = self.made_for.tiles, self.made_for.tile_size
+        if mine is None and self._exceeds(tiles):
+            largest = _by_axis(self.largest)
+            return f"has windows of up to {largest} tiles, the run has {_by_axis(tiles)}"
+        mine = mine or tiles
+        if size is not None and tile_size is not None:
+            pairs = zip(size, tile_size, tiles, strict=True)
+            # A single tile spans its axis, whatever its size.
+            if mine != tiles or any(old != new and count > 1 for old, new, count in pairs):
+                return (
+                    f"is for {_by_axis(mine)} tiles of {_by_axis(size)} tokens, the run has "
+                    f"{_by_axis(tiles)} of {_by_axis(tile_size)}"
+                )
+        if mine != tiles:
+            return f"is for {_by_axis(mine)} tiles, the run has {_by_axis(tiles)}"
+        return ""
+
+    def _exceeds(self, tiles: Window) -> bool:
+        return any(w > n for w, n in zip(self.largest, tiles, strict=True))
+
+    def _looks_dense_elsewhere(self, tiles: Window) -> bool:
+        """Whether the first step holds the largest window everywhere, and `tiles` is larger."""
+        first = {window for layer in self.windows[0] for window in layer}
+        known = self.made_for.tiles is not None or len(self.counts()) == 1
+        return not known and first == {self.largest} and self.largest != tiles
 
     def _with_steps(self, num_steps: int) -> "Strategy":
         old = self.num_steps
         rows = tuple(self.windows[(2 * i + 1) * old // (2 * num_steps)] for i in range(num_steps))
-        return Strategy(windows=rows, name=self.name)
+        return replace(self, windows=rows)
 
     def _with_tiles(self, old: Window, new: Window) -> "Strategy":
         scaled = {window: _rescaled(window, old, new) for window in self.counts()}
@@ -227,15 +257,16 @@ class Strategy:
             tuple(tuple(scaled[window] for window in layer) for layer in step)
             for step in self.windows
         )
-        return Strategy(windows=windows, name=self.name)
+        return replace(self, windows=windows, made_for=_UNKNOWN)
 
     def _misfit(self, what: str, mine: object, run: object, *, remedy: str = "") -> ConfigError:
-        return ConfigError(
-            f"{self.name} must fit the run: it is for {mine} {what}, the run has {run}"
-            f"{remedy or '; make one for this model with `sglang attention sta search`'}"
-        )
+        return self._refused(f"it is for {mine} {what}, the run has {run}", remedy or _REMAKE)
+
+    def _refused(self, misfit: str, remedy: str) -> ConfigError:
+        return ConfigError(f"{self.name} must fit the run: {misfit}{remedy}")
 
 
+_REMAKE = "; make one for this model with `sglang attention sta search`"
 _RETARGET = (
     "; give retarget=true to rescale it, or make one for this run with "
     "`sglang attention sta search`"
@@ -253,19 +284,24 @@ def load_strategy(path: str | os.PathLike[str]) -> Strategy:
         ConfigError: the file cannot be read or is malformed.
     """
     path = Path(path).expanduser().absolute()
+    return _load(path, (_version(path), _version(record_path(path))))
+
+
+def _version(path: Path) -> tuple[int, int]:
     try:
         status = path.stat()
-        version = (status.st_mtime_ns, status.st_size)
     except OSError:
-        version = (0, 0)
-    return _load(path, version)
+        return (0, 0)
+    return (status.st_mtime_ns, status.st_size)
 
 
-# Keyed by the file's time and size too, so that a rewritten file is read again.
+# Keyed by the files' times and sizes too, so that a rewritten file is read again.
 @lru_cache(maxsize=4)
-def _load(path: Path, version: tuple[int, int]) -> Strategy:
-    del version
-    return Strategy.parse(read_text(path, what="mask strategy"), name=f"mask strategy {path.name}")
+def _load(path: Path, versions: tuple[tuple[int, int], tuple[int, int]]) -> Strategy:
+    del versions
+    text = read_text(path, what="mask strategy")
+    strategy = Strategy.parse(text, name=f"mask strategy {path.name}")
+    return replace(strategy, made_for=read_record(path, text))
 
 
 def _entries(pairs: _Pairs, name: str) -> dict[tuple[int, int, int], Window]:

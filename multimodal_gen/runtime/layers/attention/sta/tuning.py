@@ -4,7 +4,7 @@ T steps, N layers, H heads, C candidates.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.sta.assignment import assign
 from multimodal_gen.runtime.layers.attention.sta.search import SearchFile
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy
+from multimodal_gen.runtime.layers.attention.sta.strategy_record import StrategyRecord
 from multimodal_gen.runtime.layers.attention.sta.windows import Window, is_full, tile_count
 
 __all__ = ["Tuned", "tune", "tune_files"]
@@ -74,7 +75,9 @@ def tune(
         ConfigError: searches do not fit each other, all steps would be dense, or the density
             cannot be reached.
     """
-    losses, windows, tiles = _mean(searches)
+    losses, windows, made_for = _mean(searches)
+    tiles = made_for.tiles
+    assert tiles is not None, "every search tells its grid"
     num_steps = losses.shape[1]
     if skip_time_steps >= num_steps:
         raise ConfigError(
@@ -94,7 +97,10 @@ def tune(
         found = assign(sparse, costs, budget)
         choices, loss, bound = found.choices, found.loss, found.bound
     chosen = choices.view(num_steps - skip_time_steps, *losses.shape[2:])
-    strategy = _strategy(chosen, windows, tiles, skip_time_steps)
+    strategy = replace(
+        _strategy(chosen, windows, tiles, skip_time_steps),
+        made_for=made_for,
+    )
     shares = strategy.density(tiles)
     density = sum(sum(step) / len(step) for step in shares) / len(shares)
     return Tuned(strategy=strategy, tiles=tiles, density=density, loss=loss, bound=bound)
@@ -102,12 +108,13 @@ def tune(
 
 def _mean(
     searches: Mapping[str, SearchFile],
-) -> tuple[torch.Tensor, tuple[Window, ...], Window]:
-    """Return the mean loss [C, T, N, H] of the windows that are not full, and the grid of tiles."""
+) -> tuple[torch.Tensor, tuple[Window, ...], StrategyRecord]:
+    """Return the mean loss [C, T, N, H] of the windows that are not full, and the grid."""
     (first_name, first), *others = searches.items()
     for name, other in others:
         for what, mine, its in (
             ("tiles", first.tiles, other.tiles),
+            ("tile_size", first.tile_size, other.tile_size),
             ("windows", set(first.losses.windows), set(other.losses.windows)),
             (
                 "steps, layers and heads",
@@ -126,7 +133,8 @@ def _mean(
     total = torch.zeros(len(windows), *first.losses.l2.shape[1:], dtype=torch.float64)
     for search in searches.values():
         total += search.losses.l2[[search.losses.windows.index(window) for window in windows]]
-    return total / len(searches), windows, first.tiles
+    made_for = StrategyRecord(tiles=first.tiles, tile_size=first.tile_size)
+    return total / len(searches), windows, made_for
 
 
 def _sorted_by_cost(

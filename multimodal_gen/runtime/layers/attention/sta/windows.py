@@ -19,6 +19,7 @@ import torch
 
 __all__ = [
     "AXES",
+    "DEFAULT_TILE",
     "Window",
     "effective_window",
     "is_full",
@@ -36,6 +37,9 @@ Window: TypeAlias = tuple[int, int, int]
 """Three numbers along time, height and width: a window or a grid."""
 
 AXES = ("time", "height", "width")
+
+DEFAULT_TILE: Window = (6, 8, 8)
+"""Tokens per tile along each axis, unless told otherwise."""
 
 
 def tiles_of(grid: Window, tile: Window) -> Window:

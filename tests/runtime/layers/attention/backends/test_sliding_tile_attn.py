@@ -219,7 +219,7 @@ def test_a_strategy_for_another_run_is_refused_with_numbers(tmp_path) -> None:
     q, k, v = qkv(RAGGED)
     with (
         set_forward_context(0, latent_grid=RAGGED, num_steps=2),
-        pytest.raises(ConfigError, match="it is for 2x3x5 tiles, the run has 2x3x4"),
+        pytest.raises(ConfigError, match="has windows of up to 2x3x5 tiles, the run has 2x3x4"),
     ):
         attention(q, k, v)
 

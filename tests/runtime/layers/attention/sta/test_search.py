@@ -47,7 +47,7 @@ def test_a_search_of_another_program_tells_its_grid_by_its_windows(tmp_path) -> 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "search file s.json must be JSON"),
+        ("{", r"search file '/.*/s\.json' must be JSON"),
         ([], r"must be a JSON object, got \[\]"),
         ({"L2_loss": GOOD}, "must have losses by window under 'L1_loss', got None"),
         ({"L2_loss": {}, "L1_loss": GOOD}, "must have losses by window under 'L2_loss', got {}"),

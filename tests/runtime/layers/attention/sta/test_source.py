@@ -8,6 +8,7 @@ from multimodal_gen.runtime.layers.attention.sta.losses import NEGATIVE, POSITIV
 from multimodal_gen.runtime.layers.attention.sta.search import SearchFile, branch_folder
 from multimodal_gen.runtime.layers.attention.sta.source import WindowSource, tuned_strategy
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy
+from multimodal_gen.runtime.layers.attention.sta.strategy_record import StrategyRecord
 
 TILES = (3, 2, 4)
 FULL, CUBE, ROW = TILES, (1, 1, 1), (1, 1, 4)
@@ -16,7 +17,8 @@ FULL, CUBE, ROW = TILES, (1, 1, 1), (1, 1, 4)
 def strategy(steps: int = 2) -> Strategy:
     """Two layers of two heads: dense at first, then a window per layer and head."""
     later = ((CUBE, ROW), (ROW, CUBE))
-    return Strategy(windows=(((FULL, FULL),) * 2, *[later] * (steps - 1)))
+    record = StrategyRecord(tiles=TILES)
+    return Strategy(windows=(((FULL, FULL),) * 2, *[later] * (steps - 1)), made_for=record)
 
 
 def windows(source: WindowSource, **changes):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -7,6 +8,7 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.sta.losses import BranchLosses
 from multimodal_gen.runtime.layers.attention.sta.search import SearchFile
 from multimodal_gen.runtime.layers.attention.sta.strategy import load_strategy
+from multimodal_gen.runtime.layers.attention.sta.strategy_record import StrategyRecord
 from multimodal_gen.runtime.layers.attention.sta.tuning import tune, tune_files
 from multimodal_gen.runtime.layers.attention.sta.windows import tile_density
 
@@ -50,7 +52,15 @@ def test_first_steps_stay_dense() -> None:
     dense, sparse = tuned.strategy.windows[:2], tuned.strategy.windows[2:]
     assert {w for step in dense for layer in step for w in layer} == {TILES}
     assert TILES not in {w for step in sparse for layer in step for w in layer}
-    assert tuned.strategy.tiles == TILES
+
+
+def test_a_tuned_strategy_records_the_grid_of_its_searches() -> None:
+    searches = {name: replace(search(losses()), tile_size=(1, 2, 2)) for name in "ab"}
+    tuned = tune(searches, skip_time_steps=0)
+    assert tuned.strategy.made_for == StrategyRecord(tiles=TILES, tile_size=(1, 2, 2))
+    searches["b"] = replace(searches["b"], tile_size=(1, 2, 1))
+    with pytest.raises(ConfigError, match=r"same tile_size, got \(1, 2, 2\) in a and \(1, 2, 1\)"):
+        tune(searches, skip_time_steps=0)
 
 
 def test_a_full_window_among_the_candidates_is_never_the_best() -> None:
