@@ -46,6 +46,11 @@ def exact(tile: HopperTile, **changes: object) -> HopperTile:
     return dataclasses.replace(tile, fast=False, **changes)
 
 
+def lazy(tile: HopperTile, **changes: object) -> HopperTile:
+    """Return the exact variant that keeps its reference while it can."""
+    return exact(tile, lazy=True, **changes)
+
+
 TRITON = {
     f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
     for t in (
@@ -68,26 +73,28 @@ VARIANTS: dict[str, dict[str, HopperTile | PortableTile]] = {
     "sta": {
         "gluon 3x64 fast": WIDE,
         "gluon 3x64 exact": exact(WIDE),
+        "gluon 3x64 lazy": lazy(WIDE),
         "gluon 2x128 fast": PAIR,
         "gluon 2x128 exact": exact(PAIR),
-        "gluon 2x128 exact, q shared": exact(PAIR, q_registers=False),
+        "gluon 2x128 lazy": lazy(PAIR),
         **TRITON,
     },
     "r128": {
         "gluon 2x128 fast": PAIR,
         "gluon 2x128 fast, sync 4": dataclasses.replace(PAIR, sync=4),
-        "gluon 2x128 fast, sync 16": dataclasses.replace(PAIR, sync=16),
+        "gluon 2x128 fast, sync 4, 3 stages": dataclasses.replace(PAIR, sync=4, stages=3),
         "gluon 2x128 exact": exact(PAIR),
         "gluon 2x128 exact, sync 4": exact(PAIR, sync=4),
+        "gluon 2x128 lazy, sync 4": lazy(PAIR, sync=4),
         "gluon 2x64 fast": SHORT,
         **TRITON,
     },
     "r64": {
         "gluon own fast": OWN,
         "gluon own fast, sync 8": dataclasses.replace(OWN, sync=8),
-        "gluon own fast, sync 32": dataclasses.replace(OWN, sync=32),
         "gluon own exact": exact(OWN),
         "gluon own exact, sync 8": exact(OWN, sync=8),
+        "gluon own lazy, sync 8": lazy(OWN, sync=8),
         **TRITON_64,
     },
     "dense": {
@@ -95,6 +102,8 @@ VARIANTS: dict[str, dict[str, HopperTile | PortableTile]] = {
         "gluon 2x128 fast": PAIR,
         "gluon 2x128 exact": exact(PAIR),
         "gluon 3x64 exact": exact(WIDE),
+        "gluon 3x64 lazy": lazy(WIDE),
+        "gluon 2x128 lazy": lazy(PAIR),
         **{name: tile for name, tile in TRITON.items() if "128x64" in name},
     },
 }

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.steps.kernel import Steps, make_steps
 from multimodal_gen.kernels.block_sparse.tuning import PortableTile
 
@@ -315,7 +315,7 @@ def attend(
     bits = absent.unsqueeze(-1) if plan.row_bits is None else plan.row_bits
     bits = bits.expand(batch, heads, -1, -1)
     q_bounds = [
-        absent if t is None else t.expand(batch, heads, -1).contiguous()
+        absent if t is None else unit_stride(t).expand(batch, heads, -1)
         for t in (plan.q.starts, plan.q.lengths)
     ]
     tiles_of_block = -(-plan.q.size // tile.rows)
