@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "search", "show", "tune"]
 
 _BACKEND = "sliding_tile_attn"
+_DEFAULT_SKIP = 15
 _CELL = 7  # columns of a table's cell with the gap before it
 
 app = typer.Typer(
@@ -34,8 +36,9 @@ app = typer.Typer(
 def search(options: SearchOptions) -> None:
     """Try windows on prompts, and write how far each takes every head from full attention.
 
-    Generation goes on with full attention. Each prompt leaves a file per branch of guidance; an
-    interrupted search goes on where it was when the command is repeated.
+    Generation goes on with full attention. Each prompt leaves a file per branch of guidance, when
+    its last step is done. When an interrupted search is repeated, it goes on with the first prompt
+    that has no file: a prompt that was interrupted starts anew.
     """
     from multimodal_gen.integrations.diffusers import apply
     from multimodal_gen.runtime.generator.window_search import WindowSearch
@@ -52,15 +55,18 @@ def search(options: SearchOptions) -> None:
     total = len(work.prompts)
     if work.done:
         typer.echo(f"{len(work.done)} of {total} prompts are done already")
+    num_steps = work.num_steps
     found = work.run(lambda pipe: apply(pipe, scope=scope)) if work.pending else iter(())
     for number, item in enumerate(found, len(work.done) + 1):
         if number == len(work.done) + 1:
             tried = ", ".join(_by_axis(window) for window in item.windows)
             typer.echo(f"windows on {_by_axis(item.tiles)} tiles: {tried}")
+        num_steps = item.num_steps
         typer.echo(f"[{number}/{total}] {item.seconds:.1f} s: {item.files[-1]}")
     typer.echo(
-        f"searched {total} prompts; next: sglang attention sta tune --searches {options.output} "
-        f"--output mask_strategy.json"
+        f"searched {total} prompts; next: sglang attention sta tune --searches "
+        f"{shlex.quote(str(options.output))} "
+        f"--output mask_strategy.json{_skip(num_steps)}"
     )
 
 
@@ -74,6 +80,7 @@ def tune(options: TuneOptions) -> None:
     from multimodal_gen.runtime.layers.attention.sta.losses import NEGATIVE
     from multimodal_gen.runtime.layers.attention.sta.search import find_searches
     from multimodal_gen.runtime.layers.attention.sta.tuning import tune_files
+    from multimodal_gen.runtime.layers.attention.sta.windows import DEFAULT_TILE
 
     files = find_searches(options.searches)
     if options.negative is not None:
@@ -92,6 +99,13 @@ def tune(options: TuneOptions) -> None:
     if tuned.bound and tuned.loss > tuned.bound:
         within = f", at most {tuned.loss / tuned.bound - 1:.2g} of it above the least possible"
     typer.echo(f"loss: {tuned.loss:.6g} over all heads{within}")
+    config = f"mask_strategy_file_path={options.output},skip_time_steps={options.skip_time_steps}"
+    size = strategy.made_for.tile_size
+    config += "" if size in (None, DEFAULT_TILE) else f",tile_size={list(size)}".replace(" ", "")
+    typer.echo(
+        f"next: sglang generate ... --attention-backend {_BACKEND} --attention-backend-config "
+        f"{shlex.quote(config)}"
+    )
 
 
 @app.command()
@@ -167,6 +181,14 @@ def _search_args(options: SearchOptions) -> "ServerArgs":
         device=options.device,
         offload=options.offload.value,
     )
+
+
+def _skip(num_steps: int | None) -> str:
+    """Return the option that keeps a fitting number of steps dense where the default does not."""
+    if num_steps is None or num_steps > _DEFAULT_SKIP:
+        return ""
+    # As many as the default is of 50 steps, for which it was found.
+    return f" --skip-time-steps {min(round(num_steps * _DEFAULT_SKIP / 50), num_steps - 1)}"
 
 
 def _prompts(options: SearchOptions) -> list[str]:

@@ -1,10 +1,12 @@
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from multimodal_gen.cli.sta import _skip
 from multimodal_gen.runtime.layers.attention.sta.search import SearchFile, find_searches
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
 from multimodal_gen.runtime.layers.attention.sta.strategy_record import StrategyRecord
@@ -131,6 +133,30 @@ def test_an_interrupted_search_goes_on_where_it_was(search, tmp_path) -> None:
 
     outcome = search("--prompts", prompts)
     assert (outcome.code, "2 of 2 prompts are done already" in outcome.out) == (0, True)
+    assert outcome.out.rstrip().endswith("mask_strategy.json --skip-time-steps 1")
+
+
+def test_what_commands_say_comes_next_works(search, sglang, monkeypatch, tmp_path, latents) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = search("--prompt", "a fox")
+    tune = shlex.split(outcome.out.rpartition("next: ")[2])
+    outcome = sglang(*tune[1:])
+    assert outcome.code == 0, outcome.err
+    generate = shlex.split(outcome.out.rpartition("next: ")[2])
+    assert generate[:3] == ["sglang", "generate", "..."]
+    _, record = latents("out", *generate[3:])
+    backends = {
+        entry["backend"] for layer in record["attention"]["layers"] for entry in layer["entries"]
+    }
+    assert "sliding_tile_attn" in backends
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "option"), [(1, 0), (2, 1), (3, 1), (4, 1), (15, 4), (16, None), (50, None)]
+)
+def test_the_option_for_dense_steps_fits_the_run(num_steps, option) -> None:
+    expected = "" if option is None else f" --skip-time-steps {option}"
+    assert _skip(num_steps) == expected
 
 
 def test_a_search_with_other_settings_is_not_mixed_in(search) -> None:

@@ -38,6 +38,7 @@ class Searched:
         files: its search files, the positive branch's last.
         tiles: the grid of tiles.
         windows: what was tried.
+        num_steps: denoising steps of the generation.
         seconds: how long it took.
     """
 
@@ -45,11 +46,17 @@ class Searched:
     files: tuple[Path, ...]
     tiles: Window
     windows: tuple[Window, ...]
+    num_steps: int
     seconds: float
 
 
 class WindowSearch:
     """A search over prompts.
+
+    Attributes:
+        prompts: what is searched, each once.
+        done: those of `prompts` whose files are there already.
+        num_steps: denoising steps of those searches, or None where none is done.
 
     Args:
         args: what to load and how to run it; the backend and its configuration among it. Its
@@ -75,6 +82,7 @@ class WindowSearch:
         self._folder = folder
         self._windows = tuple(windows)
         self._tile_size = _tile_size(args)
+        self.num_steps: int | None = None
         self.done = tuple(prompt for prompt in self.prompts if self._is_done(prompt))
 
     @property
@@ -133,6 +141,7 @@ class WindowSearch:
             files=tuple(files),
             tiles=tiles,
             windows=recorder.candidates(tiles),
+            num_steps=next(iter(found.values())).l2.shape[1],
             seconds=seconds,
         )
 
@@ -161,9 +170,10 @@ class WindowSearch:
         wanted = {"prompt": prompt, **self._settings()}
         for path in self._folder.glob(f"{folder.name}/{search_name(prompt)}"):
             try:
-                found = SearchFile.read(path).settings
+                file = SearchFile.read(path)
             except ConfigError as error:
                 raise ConfigError(f"{error}; delete it to search again") from None
+            found = file.settings
             other = [name for name in wanted if found.get(name) != wanted[name]]
             if other:
                 name = other[0]
@@ -172,6 +182,7 @@ class WindowSearch:
                     f"{name} {found.get(name)!r}, this search has {wanted[name]!r}; name another "
                     f"folder"
                 )
+            self.num_steps = file.losses.l2.shape[1]
             return True
         return False
 

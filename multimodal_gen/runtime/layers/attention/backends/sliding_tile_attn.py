@@ -34,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.sta.losses import head_losses
+from multimodal_gen.runtime.layers.attention.sta.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.sta.recording import branch_parts, session_for
 from multimodal_gen.runtime.layers.attention.sta.source import WindowSource, tuned_strategy
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
@@ -245,13 +246,16 @@ class SlidingTileImpl(SparseImpl):
         return None if self._site is None else self._site.layer
 
     def check_run(self, context: ForwardContext) -> None:
-        """Refuse a strategy that does not fit the run, which a call would do as well.
+        """Refuse a strategy that does not fit the run, as a call would; warn if no step is sparse.
 
         For callers that know the run before the first step that is not dense.
 
         Raises:
             ConfigError: the strategy is for other steps or another grid.
         """
+        config = self._config
+        if not self._searches:
+            notice_dense_run(context.num_steps, config.skip_time_steps, config.dense_steps)
         if self._source is not None and context.latent_grid is not None:
             tile = _clamped(self._tile, context.latent_grid)
             self._source.check(tiles_of(context.latent_grid, tile), context.num_steps)

@@ -19,6 +19,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
     global_force_attn_backend_context_manager,
 )
+from multimodal_gen.runtime.layers.attention.sta import notices
 from multimodal_gen.runtime.layers.attention.sta.losses import (
     NEGATIVE,
     POSITIVE,
@@ -234,6 +235,28 @@ def test_the_first_dense_step_refuses_a_strategy_for_another_run(tmp_path) -> No
         attention(*qkv())
     with set_forward_context(0, latent_grid=GRID, num_steps=4):
         assert attention(*qkv()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"skip_time_steps": 15}, "skip_time_steps=15 keep all 3 steps"),
+        ({"dense_steps": "0-5"}, "dense_steps=0-5 keep all 3 steps"),
+        ({"skip_time_steps": 1, "dense_steps": "1-"}, "=1 and dense_steps=1- keep all 3 steps"),
+        ({"skip_time_steps": 2}, None),
+        ({"dense_steps": "0-1"}, None),
+    ],
+)
+def test_a_run_without_a_step_for_windows_is_told_of_once(caplog, config, found) -> None:
+    notices._warn_once.cache_clear()
+    layers = [layer(window=(1, 1, 1), index=index, **config) for index in (0, 1)]
+    q, k, v = qkv()
+    with set_forward_context(0, latent_grid=GRID, num_steps=3):
+        for attention in layers:
+            attention(q, k, v)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (found is not None)
+    assert all(found in message for message in messages)
 
 
 def test_a_retargeted_strategy_is_rescaled_to_the_run(tmp_path) -> None:
