@@ -7,13 +7,20 @@ the prompt is done, and an interrupted search goes on behind it.
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.denoise import denoise
 from multimodal_gen.runtime.generator.failures import out_of_memory_explained
-from multimodal_gen.runtime.generator.loading import PipelineIndex, load_pipeline, pick_device
+from multimodal_gen.runtime.generator.identity import model_identity
+from multimodal_gen.runtime.generator.loading import (
+    PipelineIndex,
+    load_pipeline,
+    pick_device,
+    pick_dtype,
+)
 from multimodal_gen.runtime.generator.record import Timings
 from multimodal_gen.runtime.generator.sampling import check_arguments, prepare_call
 from multimodal_gen.runtime.generator.session import Attach
@@ -66,7 +73,7 @@ class WindowSearch:
         windows: what to try; by default what suits the grid.
 
     Raises:
-        UsageError: the folder holds a search of a prompt with other settings.
+        UsageError: the folder holds a search of a prompt with other settings or another model.
         ConfigError: a search file in the folder cannot be read.
     """
 
@@ -159,21 +166,29 @@ class WindowSearch:
             "seed",
         )
         return {
-            "model": Path(args.model_path).name,
+            **self._model,
             **{name: getattr(args, name) for name in names},
             "tile_size": list(self._tile_size),
             "windows": [list(window) for window in self._windows],
         }
 
+    @cached_property
+    def _model(self) -> dict[str, str]:
+        """What is searched: the model, and the dtype it runs in."""
+        args = self._args
+        dtype = pick_dtype(args.dtype, pick_device(args.device))
+        index = PipelineIndex.read(args.model_path)
+        return {**model_identity(index), "dtype": str(dtype).removeprefix("torch.")}
+
     def _is_done(self, prompt: str) -> bool:
         folder = branch_folder(self._folder, POSITIVE, width="*", height="*")
-        wanted = {"prompt": prompt, **self._settings()}
         for path in self._folder.glob(f"{folder.name}/{search_name(prompt)}"):
             try:
                 file = SearchFile.read(path)
             except ConfigError as error:
                 raise ConfigError(f"{error}; delete it to search again") from None
             found = file.settings
+            wanted = {"prompt": prompt, **self._settings()}
             other = [name for name in wanted if found.get(name) != wanted[name]]
             if other:
                 name = other[0]

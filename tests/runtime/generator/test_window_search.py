@@ -1,3 +1,5 @@
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +18,18 @@ from multimodal_gen.runtime.layers.attention.sta.search import (
 from multimodal_gen.runtime.server_args import ServerArgs
 
 
-def args(**changes: object) -> ServerArgs:
+@pytest.fixture
+def model(tiny_pipeline, tmp_path) -> Path:
+    """Return a copy of the tiny Wan without its weights."""
+    ignored = shutil.ignore_patterns("*.safetensors")
+    return Path(shutil.copytree(tiny_pipeline("wan"), tmp_path / "models" / "wan", ignore=ignored))
+
+
+def args(model_path: object = "models/wan", **changes: object) -> ServerArgs:
     return ServerArgs(
         **{
-            "model_path": "models/wan",
+            "model_path": str(model_path),
+            "dtype": "float32",
             "prompt": "",
             "backend": "sglang",
             "attention_backend": "sliding_tile_attn",
@@ -40,12 +50,14 @@ def leave_file(folder: Path, search: WindowSearch, prompt: str) -> Path:
     return path
 
 
-def test_repeated_prompts_are_searched_once_and_finished_ones_not_again(tmp_path) -> None:
-    first = WindowSearch(args(), ["a fox", "a cat", "a fox"], tmp_path)
+def test_repeated_prompts_are_searched_once_and_finished_ones_not_again(model, tmp_path) -> None:
+    first = WindowSearch(args(model), ["a fox", "a cat", "a fox"], tmp_path)
     assert (first.done, first.pending) == ((), ("a fox", "a cat"))
     leave_file(tmp_path, first, "a fox")
-    second = WindowSearch(args(), ["a fox", "a cat"], tmp_path)
+    assert first.num_steps is None
+    second = WindowSearch(args(model), ["a fox", "a cat"], tmp_path)
     assert (second.done, second.pending) == (("a fox",), ("a cat",))
+    assert second.num_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -53,20 +65,44 @@ def test_repeated_prompts_are_searched_once_and_finished_ones_not_again(tmp_path
     [
         ({"num_inference_steps": 30}, "num_inference_steps None, this search has 30; name another"),
         ({"seed": 7}, "seed 0, this search has 7"),
-        ({"model_path": "models/other"}, "model 'wan', this search has 'other'"),
+        ({"dtype": "bfloat16"}, "dtype 'float32', this search has 'bfloat16'"),
         ({"attention_backend_config": {"tile_size": [6, 8, 8]}}, r"tile_size \[1, 2, 2\], this"),
     ],
 )
 def test_a_search_with_other_settings_is_refused_with_both_values(
-    tmp_path, changes, message
+    model, tmp_path, changes, message
 ) -> None:
-    leave_file(tmp_path, WindowSearch(args(), ["a fox"], tmp_path), "a fox")
+    leave_file(tmp_path, WindowSearch(args(model), ["a fox"], tmp_path), "a fox")
     with pytest.raises(UsageError, match=message):
-        WindowSearch(args(**changes), ["a fox"], tmp_path)
+        WindowSearch(args(model, **changes), ["a fox"], tmp_path)
 
 
-def test_a_damaged_search_file_is_named_in_full_with_the_remedy(tmp_path) -> None:
-    path = leave_file(tmp_path, WindowSearch(args(), ["a fox"], tmp_path), "a fox")
+def test_a_search_of_another_model_of_that_name_is_refused(model, tmp_path) -> None:
+    leave_file(tmp_path, WindowSearch(args(model), ["a fox"], tmp_path), "a fox")
+    other = Path(shutil.copytree(model, tmp_path / "others" / "wan"))
+    with pytest.raises(UsageError, match=r"model '/.*/models/wan', this search has '/.*/others/"):
+        WindowSearch(args(other), ["a fox"], tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    assert WindowSearch(args(link), ["a fox"], tmp_path).done == ("a fox",)
+
+
+def test_a_search_of_a_model_that_changed_since_is_refused(model, tmp_path) -> None:
+    leave_file(tmp_path, WindowSearch(args(model), ["a fox"], tmp_path), "a fox")
+    path = model / "transformer" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "_diffusers_version": "0"}))
+    assert WindowSearch(args(model), ["a fox"], tmp_path).done == ("a fox",)
+    path.write_text(json.dumps({**config, "num_layers": 30}))
+    with pytest.raises(UsageError, match=r"denoisers '[0-9a-f]{16}', this search has '[0-9a-f]"):
+        WindowSearch(args(model), ["a fox"], tmp_path)
+    path.unlink()
+    with pytest.raises(UsageError, match=r"component transformer of .* must have a config for Wan"):
+        WindowSearch(args(model), ["a fox"], tmp_path)
+
+
+def test_a_damaged_search_file_is_named_in_full_with_the_remedy(model, tmp_path) -> None:
+    path = leave_file(tmp_path, WindowSearch(args(model), ["a fox"], tmp_path), "a fox")
     path.write_text("{")
     message = f"search file {str(path)!r} must be JSON, got .*; delete it to search again"
     with pytest.raises(ConfigError, match=message):
