@@ -49,15 +49,16 @@ def _bounds(block, start_ptr, length_ptr, total, SIZE: tl.constexpr, GIVEN: tl.c
 
 @triton.jit(do_not_specialize=["bound_b", "heads", "splits", "per_split", "num_blocks", "total"])
 def key_kernel(
-    k_ptr, v_ptr, mean_ptr, moment_ptr, sum_ptr, start_ptr, length_ptr,
+    k_ptr, v_ptr, mean_ptr, state_ptr, weight_ptr, start_ptr, length_ptr,
     k_b, k_s, k_h, v_b, v_s, v_h, bound_b, heads, splits, per_split, num_blocks, total,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr,
     MAP: tl.constexpr, SHARE: tl.constexpr, STATE: tl.constexpr, MEANS: tl.constexpr,
-    GIVEN: tl.constexpr, UPCAST: tl.constexpr,
+    FOLD: tl.constexpr, GIVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * splits * H, parts of DV channels]; heads run together, close in memory.
 
-    Moments are written as v^T phi(k) times SHARE: the product takes v as it lies in memory.
+    A state is written as [D + 1, D], times SHARE: v^T phi(k), projected with FOLD, which needs one
+    part, and below it the sum of phi(k). That product takes v as it lies in memory.
     """
     pid = tl.program_id(0)
     part = tl.program_id(1)
@@ -109,19 +110,26 @@ def key_kernel(
             moments = _product(tl.trans(v), phi, moments, UPCAST)
     if STATE:
         at = (b * heads + h) * splits + split
-        moment_ptr += at * D * D
+        state_ptr += at * (D + 1) * D
         mask = (e < D)[:, None] & real_d[None, :]
-        moments = (moments * SHARE).to(moment_ptr.dtype.element_ty)
-        tl.store(moment_ptr + e[:, None] * D + d[None, :], moments, mask=mask)
-        tl.store(sum_ptr + at * D + d, tl.sum(sums, 0), mask=alone)
+        moments *= SHARE
+        if FOLD:
+            o = tl.arange(0, DV)
+            real_w = (o < D)[:, None] & (e < D)[None, :]
+            weight = tl.load(weight_ptr + o[:, None] * D + e[None, :], mask=real_w, other=0.0)
+            zero = tl.zeros([DV, DP], tl.float32)
+            moments = _product(weight, moments.to(weight.dtype), zero, UPCAST)
+        dtype = state_ptr.dtype.element_ty
+        tl.store(state_ptr + e[:, None] * D + d[None, :], moments.to(dtype), mask=mask)
+        tl.store(state_ptr + D * D + d, (tl.sum(sums, 0) * SHARE).to(dtype), mask=alone)
 
 
 @triton.jit
-def _weights(q, sums, real_t, real_d, MAP: tl.constexpr, EPS: tl.constexpr, PADDED: tl.constexpr):
+def _weights(q, sums, real_t, real_d, MAP: tl.constexpr, epsilon, PADDED: tl.constexpr):
     """Return phi(q) z / (eps + phi(q) . z) for [T, D] queries, in the dtype of `q`."""
     phi = _phi(q.to(tl.float32), real_t, real_d, MAP, PADDED).to(q.dtype).to(tl.float32)
     weights = phi * sums[None, :]
-    return (weights * (1.0 / (EPS + tl.sum(weights, 1)))[:, None]).to(q.dtype)
+    return (weights * (1.0 / (epsilon + tl.sum(weights, 1)))[:, None]).to(q.dtype)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "first_row", "last_row"])
@@ -168,10 +176,10 @@ def add_kernel(
 
 @triton.jit(do_not_specialize=["heads", "num_q", "q_total"])
 def add_blocks_kernel(
-    out_ptr, q_ptr, moment_ptr, sum_ptr, weight_ptr, bias_ptr, start_ptr, length_ptr,
-    out_b, out_s, out_h, q_b, q_s, q_h, heads, num_q, q_total, share,
+    out_ptr, q_ptr, state_ptr, bias_ptr, start_ptr, length_ptr,
+    out_b, out_s, out_h, q_b, q_s, q_h, heads, num_q, q_total, epsilon,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr, MAP: tl.constexpr,
-    EPS: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr, UPCAST: tl.constexpr,
+    BIAS: tl.constexpr, GIVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * H * Nq]: a state of its own for every query block; `out` is changed in place."""
     pid = tl.program_id(0)
@@ -180,14 +188,13 @@ def add_blocks_kernel(
     b = (pid // num_q // heads).to(tl.int64)
     d = tl.arange(0, DP)
     real_d = d < D
+    state_ptr += pid.to(tl.int64) * (D + 1) * D
     square = d[:, None] * D + d[None, :]
     real_dd = real_d[:, None] & real_d[None, :]
-    state = pid.to(tl.int64)
-    sums = tl.load(sum_ptr + state * D + d, mask=real_d, other=0.0)
-    moments = tl.load(moment_ptr + state * D * D + square, mask=real_dd, other=0.0)
-    factor = tl.where(sums > 0.0, 1.0 / tl.where(sums > 0.0, sums * share, 1.0), 0.0)
+    sums = tl.load(state_ptr + D * D + d, mask=real_d, other=0.0).to(tl.float32)
+    moments = tl.load(state_ptr + square, mask=real_dd, other=0.0)
+    factor = tl.where(sums > 0.0, 1.0 / tl.where(sums > 0.0, sums, 1.0), 0.0)
     means = (moments.to(tl.float32) * factor[None, :]).to(moments.dtype)
-    weight = tl.load(weight_ptr + square, mask=real_dd, other=0.0)
     start, length = _bounds(i, start_ptr, length_ptr, q_total, SIZE, GIVEN)
     q_ptr += b * q_b + h * q_h + start.to(tl.int64) * q_s
     out_ptr += b * out_b + h * out_h + start.to(tl.int64) * out_s
@@ -200,10 +207,8 @@ def add_blocks_kernel(
         out = tl.load(outs, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             out += tl.load(bias_ptr + d, mask=real_d, other=0.0).to(tl.float32)[None, :]
-        weights = _weights(q, sums, real, real_d, MAP, EPS, D < DP)
-        zero = tl.zeros([T, DP], tl.float32)
-        linear = _product(weights, tl.trans(means), zero, UPCAST).to(q.dtype)
-        out = _product(linear, tl.trans(weight), out, UPCAST)
+        weights = _weights(q, sums, real, real_d, MAP, epsilon, D < DP)
+        out = _product(weights, tl.trans(means), out, UPCAST)
         tl.store(outs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -1,7 +1,5 @@
 """Launches the kernels of linear attention."""
 
-from collections.abc import Callable
-
 import torch
 import triton
 
@@ -19,8 +17,10 @@ from multimodal_gen.kernels.linear_attention.reference import (
     Projection,
 )
 
+# H200, 2026-11, [2, 32760, 16, 128]: over the keys, 4 warps that spill a few registers take 0.35 ms
+# and 8 that spill none 0.45; over the queries, 64 at once take 0.37 ms, other shapes up to 0.69.
 PIECE = 64  # tokens that are read at once
-KEY_WARPS = 8
+KEY_WARPS = 4
 KEY_STAGES = 3
 WAVE = 264  # programs of a pass over the keys: two for every multiprocessor of a large GPU
 ROWS = 64  # queries that are read at once
@@ -58,7 +58,7 @@ def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Launch the means of the blocks alone; see `api.key_means`."""
     batch, _, heads, head_size = key.shape
     means = key.new_empty((batch, heads, blocks.num, head_size), dtype=torch.float32)
-    _summarise(key, None, blocks, FEATURE_MAPS[0], blocks.num, means, None, None)
+    _summarise(key, None, blocks, FEATURE_MAPS[0], means, None)
     return means
 
 
@@ -83,10 +83,11 @@ def key_state(
     splits = min(splits or max(1, WAVE // (batch * heads)), blocks.num)
     splits = -(-blocks.num // -(-blocks.num // splits))  # none of them without a block
     means = key.new_empty((batch, heads, blocks.num, head_size), dtype=torch.float32)
-    sums = key.new_empty((batch, heads, splits, head_size), dtype=torch.float32)
-    moments = key.new_empty((*sums.shape, head_size), dtype=torch.float32)
-    _summarise(key, value, blocks, feature_map, splits, means, moments, sums)
-    return means, KeyState(moments=moments.sum(2).mT, sums=sums.sum(2))
+    shape = (batch, heads, splits, head_size + 1, head_size)
+    states = key.new_empty(shape, dtype=torch.float32)
+    _summarise(key, value, blocks, feature_map, means, states)
+    total = states.sum(2)
+    return means, KeyState(moments=total[:, :, :-1].mT, sums=total[:, :, -1])
 
 
 def _summarise(
@@ -94,28 +95,30 @@ def _summarise(
     value: torch.Tensor | None,
     blocks: Blocks,
     feature_map: str,
-    splits: int,
     means: torch.Tensor | None,
-    moments: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    states: torch.Tensor | None,
     share: float = 1.0,
+    weight: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel; means [B, Hkv, N, D], moments and sums [B, Hkv, splits, ...] are out."""
+    """Launch the kernel, which writes means [B, Hkv, N, D] and states [B, Hkv, splits, D + 1, D].
+
+    States are taken times `share`, and go through the projection of `weight`.
+    """
     batch, _, heads, head_size = key.shape
     padded = _channels(head_size)
     columns = _columns(padded)
     piece = min(PIECE if padded <= 128 else PIECE // 2, blocks.size)
     given, starts, lengths, bound_b = _bounds_of(blocks, key.device)
-    v = key if value is None else value
-    state = value is not None
-    key_kernel[(batch * splits * heads, -(-head_size // columns) if state else 1)](
-        key, v, key if means is None else means, key if moments is None else moments,
-        key if sums is None else sums, starts, lengths,
-        *key.stride()[:3], *v.stride()[:3], bound_b,
+    splits = blocks.num if states is None else states.shape[2]
+    key_kernel[(batch * splits * heads, 1 if states is None else -(-head_size // columns))](
+        key, key if value is None else value, key if means is None else means,
+        key if states is None else states, key if weight is None else weight, starts, lengths,
+        *key.stride()[:3], *(key if value is None else value).stride()[:3], bound_b,
         heads, splits, -(-blocks.num // splits), blocks.num, blocks.total,
         D=head_size, DP=padded, DV=columns, T=piece, SIZE=blocks.size, MAP=feature_map,
-        SHARE=share, STATE=state, MEANS=means is not None, GIVEN=given, UPCAST=interpreted(),
-        num_warps=KEY_WARPS if state else 4, num_stages=KEY_STAGES if padded <= 128 else 2,
+        SHARE=share, STATE=states is not None, MEANS=means is not None, FOLD=weight is not None,
+        GIVEN=given, UPCAST=interpreted(), num_warps=KEY_WARPS,
+        num_stages=KEY_STAGES if padded <= 128 else 2,
     )  # fmt: skip
 
 
@@ -142,7 +145,7 @@ def add_linear(
     tiles = -(-(rows.stop - rows.start) // (tile * ROW_TILES))
     bias = projection.bias
     add_kernel[(batch * tiles * heads, -(-head_size // columns))](
-        out, query, _fold(state, projection, query.dtype), state.sums,
+        out, query, _fold(state, projection, query.dtype), state.sums.contiguous(),
         state.sums if bias is None else bias, *out.stride()[:3], *query.stride()[:3],
         heads, heads // state.sums.shape[1], tiles, rows.start, rows.stop,
         D=head_size, DP=padded, DV=columns, T=tile, TILES=ROW_TILES, MAP=feature_map,
@@ -167,79 +170,77 @@ def add_unselected(
     batch, _, heads, head_size = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
-    rows = plan.kv.num + group * plan.q.num
-    bytes_per_head = batch * rows * head_size * head_size * query.element_size()
+    states = batch * (plan.kv.num + group * plan.q.num)
+    bytes_per_head = states * (head_size + 1) * head_size * query.element_size()
     inputs = (query.numel() + key.numel()) * 2 * query.element_size()
     at_once = max(1, int(max(STATE_BYTES, STATE_SHARE * inputs)) // bytes_per_head)
     weight = projection.weight.to(query.dtype).contiguous()
-    left = _left_out(plan, batch, heads)
+    left = _left_out(plan, batch, heads, query.dtype)
     for first in range(0, kv_heads, at_once):
         kv = slice(first, min(first + at_once, kv_heads))
         q = slice(kv.start * group, kv.stop * group)
-        moments, sums, share = _row_states(
-            key[:, :, kv], value[:, :, kv], left(q), plan.kv, feature_map
-        )
-        _add_blocks(
-            out[:, :, q], query[:, :, q], moments, sums, share, plan.q, weight, projection.bias,
-            feature_map,
-        )  # fmt: skip
+        k, v = key[:, :, kv], value[:, :, kv]
+        rows = _row_states(k, v, left[:, q], plan.kv, weight, feature_map)
+        _add_blocks(out[:, :, q], query[:, :, q], rows, plan, projection.bias, feature_map)
 
 
-def _left_out(plan: BlockPlan, batch: int, heads: int) -> Callable[[slice], torch.Tensor]:
-    """Return what gives, for a range of heads, the blocks left out by row: bool [B, H, Nq, Nk]."""
-    indices, counts = (x.expand(batch, heads, *x.shape[2:]) for x in (plan.indices, plan.counts))
-
-    def left(part: slice) -> torch.Tensor:
-        index, count = indices[:, part], counts[:, part]
-        slots = torch.arange(index.shape[3], device=index.device)
-        chosen = torch.where(slots < count.unsqueeze(-1), index, plan.kv.num).long()
-        shape = (*index.shape[:3], plan.kv.num + 1)
-        every = torch.ones(shape, dtype=torch.bool, device=index.device)
-        return every.scatter_(-1, chosen, False)[..., :-1]
-
-    return left
+def _left_out(plan: BlockPlan, batch: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return 1 for the blocks that a row leaves out, else 0: [B, H, Nq, Nk]."""
+    num = plan.kv.num
+    every = torch.ones((*plan.indices.shape[:3], num), dtype=dtype, device=plan.device)
+    slots = torch.arange(plan.indices.shape[3], device=plan.device)
+    listed = slots < plan.counts.unsqueeze(-1)
+    # What is past the count repeats the first entry; of an empty row, nothing is taken out.
+    first = plan.indices[..., :1].clamp(0, num - 1)
+    chosen = torch.where(listed, plan.indices, first).long()
+    kept = torch.where(plan.counts.unsqueeze(-1) > 0, 0.0, 1.0).to(dtype)
+    left = every.scatter_(-1, chosen, kept.expand(chosen.shape))
+    return left.expand(batch, heads, -1, -1)
 
 
 def _row_states(
-    key: torch.Tensor, value: torch.Tensor, left: torch.Tensor, blocks: Blocks, feature_map: str
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return v^T phi(k) [B * H, Nq, D, D], scaled, and its scale; and sums of phi(k), fp32.
+    key: torch.Tensor,
+    value: torch.Tensor,
+    left: torch.Tensor,
+    blocks: Blocks,
+    weight: torch.Tensor,
+    feature_map: str,
+) -> torch.Tensor:
+    """Return the projected states of all query blocks, [B * Hkv, H / Hkv * Nq, (D + 1) * D].
 
-    The scale keeps 16 bits from overflowing: it makes a mean over the tokens of the sum.
+    They are scaled to means over as many tokens as there are, so that 16 bits do not overflow.
     """
     batch, _, kv_heads, head_size = key.shape
-    heads, num_q = left.shape[1:3]
-    states = batch * kv_heads
-    sums = key.new_empty((batch, kv_heads, blocks.num, head_size), dtype=torch.float32)
-    moments = key.new_empty((states, blocks.num, head_size**2))
-    _summarise(key, value, blocks, feature_map, blocks.num, None, moments, sums, 1 / blocks.size)
+    shape = (batch, kv_heads, blocks.num, head_size + 1, head_size)
+    states = key.new_empty(shape)
+    _summarise(key, value, blocks, feature_map, None, states, 1 / blocks.size, weight)
     # Query heads that share a key head share its states.
-    chosen = left.reshape(states, heads // kv_heads * num_q, blocks.num)
-    total = torch.baddbmm(
-        moments.new_zeros(()), chosen.to(key.dtype), moments, beta=0, alpha=1 / blocks.num
+    pairs = batch * kv_heads
+    chosen = left.reshape(pairs, -1, blocks.num)
+    return torch.baddbmm(
+        states.new_zeros(()),
+        chosen,
+        states.view(pairs, blocks.num, -1),
+        beta=0,
+        alpha=1 / blocks.num,
     )
-    row_sums = torch.bmm(chosen.float(), sums.view(states, blocks.num, head_size))
-    return total, row_sums, 1 / (blocks.size * blocks.num)
 
 
 def _add_blocks(
     out: torch.Tensor,
     query: torch.Tensor,
-    moments: torch.Tensor,
-    sums: torch.Tensor,
-    share: float,
-    blocks: Blocks,
-    weight: torch.Tensor,
+    states: torch.Tensor,
+    plan: BlockPlan,
     bias: torch.Tensor | None,
     feature_map: str,
 ) -> None:
     """Launch the pass over query blocks with states of their own."""
     batch, _, heads, head_size = query.shape
-    given, starts, lengths, _ = _bounds_of(blocks, query.device)
-    add_blocks_kernel[(batch * heads * blocks.num,)](
-        out, query, moments, sums, weight, weight if bias is None else bias, starts, lengths,
-        *out.stride()[:3], *query.stride()[:3], heads, blocks.num, blocks.total, share,
-        D=head_size, DP=_channels(head_size), T=PIECE, SIZE=blocks.size, MAP=feature_map,
-        EPS=EPSILON, BIAS=bias is not None, GIVEN=given, UPCAST=interpreted(), num_warps=8,
-        num_stages=2,
+    given, starts, lengths, _ = _bounds_of(plan.q, query.device)
+    add_blocks_kernel[(batch * heads * plan.q.num,)](
+        out, query, states, states if bias is None else bias, starts, lengths,
+        *out.stride()[:3], *query.stride()[:3], heads, plan.q.num, plan.q.total,
+        EPSILON / (plan.kv.size * plan.kv.num),
+        D=head_size, DP=_channels(head_size), T=PIECE, SIZE=plan.q.size, MAP=feature_map,
+        BIAS=bias is not None, GIVEN=given, UPCAST=interpreted(), num_warps=8, num_stages=2,
     )  # fmt: skip

@@ -65,16 +65,29 @@ def naive_linear(
 
 
 def assert_added(
-    found: torch.Tensor, before: torch.Tensor, branch: torch.Tensor, size: torch.Tensor
+    found: torch.Tensor,
+    before: torch.Tensor,
+    branch: torch.Tensor,
+    size: torch.Tensor,
+    roundings: int = 5,
 ) -> None:
     """Assert that `found` is `before` + `branch`, but for the roundings of its dtype.
 
-    The branch is made of four factors that are rounded to the dtype (features of q and k, the
-    weights of a row, the projected state) and one intermediate result; the sum is rounded once.
+    Args:
+        found: the sum.
+        before: what was added to.
+        branch: what was added.
+        size: the same with absolute values, so that no sum in it cancels.
+        roundings: how often a factor of the branch, or a part of it, is rounded to the dtype:
+            weights of a row, state, its mean, projection and projected state; over unselected
+            blocks also states and sums of blocks, twice each, and what goes into the projection.
     """
     eps = torch.finfo(found.dtype).eps
     exact = before.double() + branch
-    budget = eps * exact.abs() + 5 * eps * size.amax(-1, keepdim=True)
+    budget = eps * exact.abs() + roundings * eps * size.amax(-1, keepdim=True)
     assert found.dtype == before.dtype
     error = (found.double() - exact).abs()
     assert (error <= budget).all(), float((error / budget).max())
+
+
+UNSELECTED_ROUNDINGS = 10
