@@ -7,7 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from multimodal_gen.cli.sta import _skip
-from multimodal_gen.runtime.layers.attention.sta.search import SearchFile, find_searches
+from multimodal_gen.runtime.layers.attention.sta.losses import NEGATIVE
+from multimodal_gen.runtime.layers.attention.sta.search import (
+    SearchFile,
+    find_searches,
+    search_name,
+)
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
 from multimodal_gen.runtime.layers.attention.sta.strategy_record import StrategyRecord
 from multimodal_gen.testing.tiny_models import FAMILIES
@@ -313,6 +318,21 @@ def test_every_family_runs_sparse_and_full_windows_are_dense(
     ran = [entry for entry in entries if entry["calls"]]
     assert ran
     assert all(0 < d < 1 for entry in ran for d in entry["density_by_step"].values())
+
+
+def test_generations_that_search_leave_a_file_per_prompt(
+    sglang, latents, tmp_path, tiny_pipeline
+) -> None:
+    folder = tmp_path / "searches"
+    config = {"sta_mode": "STA_searching", "search_path": str(folder)}
+    for name, seed in (("first", 0), ("second", 1)):
+        latents(name, *_sta(config), "--seed", seed)
+    (file,) = find_searches(folder)
+    assert (file.parent.name, file.name) == ("mask_search_result_pos_96x64", search_name("a fox"))
+    assert len(find_searches(folder, NEGATIVE)) == 1
+    tune = ("attention", "sta", "tune", "--searches", folder, "--output", tmp_path / "s.json")
+    outcome = sglang(*tune, "--skip-time-steps", 1)
+    assert (outcome.code, "from 1 searches" in outcome.out) == (0, True)
 
 
 def test_ctrl_c_during_a_search_leaves_only_complete_files(search, monkeypatch, tmp_path) -> None:

@@ -21,11 +21,13 @@ from multimodal_gen.runtime.generator.loading import (
     pick_device,
 )
 from multimodal_gen.runtime.generator.output import OutputNames, OutputTarget, Staging
+from multimodal_gen.runtime.generator.output_size import output_size
 from multimodal_gen.runtime.generator.record import Timings, record_json, versions
 from multimodal_gen.runtime.generator.result import check_finite, differences, produced
 from multimodal_gen.runtime.generator.sampling import Call, check_arguments, prepare_call
 from multimodal_gen.runtime.generator.session import Attach, Report
 from multimodal_gen.runtime.layers.attention.report import Json
+from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 
 __all__ = ["Generated", "generate"]
@@ -91,7 +93,9 @@ def generate(
             session = attach(pipe)
         try:
             notes = _compile(pipe) if args.enable_torch_compile else ()
-            with diffusers_backend_explained(_named_backend(args)):
+            width, height = output_size(pipe, index, args)
+            asked = Generation(prompt=args.prompt or "", width=width, height=height)
+            with diffusers_backend_explained(_named_backend(args)), describe_generation(asked):
                 run = denoise(pipe, call, timings)
             report = session.report()
         finally:

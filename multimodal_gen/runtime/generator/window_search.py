@@ -21,6 +21,7 @@ from multimodal_gen.runtime.generator.loading import (
     pick_device,
     pick_dtype,
 )
+from multimodal_gen.runtime.generator.output_size import output_size
 from multimodal_gen.runtime.generator.record import Timings
 from multimodal_gen.runtime.generator.sampling import check_arguments, prepare_call
 from multimodal_gen.runtime.generator.session import Attach
@@ -125,11 +126,11 @@ class WindowSearch:
                 timings = Timings(device)
                 with record_into(recorder), timings.phase("search"):
                     denoise(pipe, replace(call, arguments=arguments), timings)
-                size = _size(pipe, index, args)
+                size = output_size(pipe, index, args)
                 yield self._write(prompt, recorder, size, timings.phases["search"])
 
     def _write(
-        self, prompt: str, recorder: LossRecorder, size: tuple[object, object], seconds: float
+        self, prompt: str, recorder: LossRecorder, size: tuple[int | str, int | str], seconds: float
     ) -> Searched:
         found = recorder.losses()
         tiles = recorder.tiles
@@ -137,7 +138,7 @@ class WindowSearch:
         width, height = size
         files = []
         for branch in sorted(found, key=lambda branch: branch == POSITIVE):
-            folder = branch_folder(self._folder, branch, width=str(width), height=str(height))
+            folder = branch_folder(self._folder, branch, width=width, height=height)
             files.append(folder / search_name(prompt))
             settings = {"prompt": prompt, **self._settings()}
             SearchFile(
@@ -206,17 +207,3 @@ def _tile_size(args: ServerArgs) -> Window:
     config = args.attention_backend_config
     size = config.get("tile_size") if isinstance(config, Mapping) else None
     return (size[0], size[1], size[2]) if isinstance(size, (list, tuple)) else DEFAULT_TILE
-
-
-def _size(pipe: Any, index: PipelineIndex, args: ServerArgs) -> tuple[object, object]:
-    """Return width and height of the output in pixels, as far as they are known."""
-    sizes: list[object] = []
-    for name in ("width", "height"):
-        default = getattr(index.parameters.get(name), "default", None)
-        if not isinstance(default, int):
-            edge: Any = getattr(pipe, "default_sample_size", None)
-            scale: Any = getattr(pipe, "vae_scale_factor", None)
-            known = isinstance(edge, int) and isinstance(scale, int)
-            default = edge * scale if known else "default"
-        sizes.append(getattr(args, name) or default)
-    return sizes[0], sizes[1]

@@ -8,7 +8,8 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.loading import PipelineIndex
-from multimodal_gen.runtime.generator.window_search import WindowSearch, _size
+from multimodal_gen.runtime.generator.output_size import output_size
+from multimodal_gen.runtime.generator.window_search import WindowSearch
 from multimodal_gen.runtime.layers.attention.sta.losses import POSITIVE, BranchLosses
 from multimodal_gen.runtime.layers.attention.sta.search import (
     SearchFile,
@@ -122,4 +123,4 @@ def test_the_size_in_a_folder_name_is_that_of_the_output(
     tiny_pipeline, family, pipe, changes, size
 ) -> None:
     index = PipelineIndex.read(str(tiny_pipeline(family)))
-    assert _size(pipe, index, args(**changes)) == size
+    assert output_size(pipe, index, args(**changes)) == size

@@ -295,7 +295,7 @@ class SlidingTileImpl(SparseImpl):
         step = context.current_timestep
         for branch, found in losses.items():
             session.recorder.add(torch.stack(found), step=step, layer=layer, branch=branch)
-            session.finish(branch, context.num_steps, layout.grid)
+            session.finish(branch, context.num_steps, layout.grid, call.queries.order.tile)
         self.record(context, 1.0)
         return full
 

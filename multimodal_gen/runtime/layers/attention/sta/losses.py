@@ -121,6 +121,27 @@ class LossRecorder:
         of_step = [sum(step == wanted for step, _ in found) for wanted in (0, num_steps - 1)]
         return of_step[0] == of_step[1] > 0
 
+    def ended(self, branch: str, num_steps: int) -> bool:
+        """Whether the last step also has as many calls as the first one: no more will come.
+
+        Unknown in a run of one step, where the answer is no.
+        """
+        found = self._found.get(branch, {})
+        calls = [
+            sum(len(losses) for (step, _), losses in found.items() if step == wanted)
+            for wanted in (0, num_steps - 1)
+        ]
+        return num_steps > 1 and calls[1] >= calls[0]
+
+    def discard(self, branch: str) -> None:
+        """Forget the losses of a branch."""
+        self._found.pop(branch, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no losses are held."""
+        return not self._found
+
     def losses(self) -> dict[str, BranchLosses]:
         """Return what was found, by branch; waits for the device.
 

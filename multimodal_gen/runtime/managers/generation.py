@@ -1,0 +1,47 @@
+"""What is being generated, for methods that write files about it.
+
+The generator says so around the call of the pipeline; whoever calls a pipeline by themselves may:
+
+    with describe_generation(Generation(prompt="a fox", width=832, height=480)):
+        pipe(prompt="a fox", width=832, height=480)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+__all__ = ["Generation", "current_generation", "describe_generation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One generation.
+
+    Attributes:
+        prompt: what it shows.
+        width: of the output in pixels, or "default" where only the pipeline knows.
+        height: the same.
+    """
+
+    prompt: str
+    width: int | str
+    height: int | str
+
+
+_GENERATION: ContextVar[Generation | None] = ContextVar("multimodal_gen_generation", default=None)
+
+
+@contextmanager
+def describe_generation(generation: Generation) -> Iterator[None]:
+    """Say what is generated inside the `with` block."""
+    token = _GENERATION.set(generation)
+    try:
+        yield
+    finally:
+        _GENERATION.reset(token)
+
+
+def current_generation() -> Generation | None:
+    """Return what is being generated, or None where nobody said so."""
+    return _GENERATION.get()
