@@ -122,8 +122,9 @@ def _place_kernel(
         for other in range(0, CHUNK, COMPARED):
             j = other + tl.arange(0, COMPARED)
             theirs = tl.load(label_ptr + j, mask=first + j < num_tokens, other=BINS - 1)
-            same = (label[:, None] == theirs[None, :]) & (j[None, :] < i[:, None])
-            rank += tl.sum(same.to(tl.int32), 1)
+            # Summed along the first dimension, which lies within a thread.
+            same = (theirs[:, None] == label[None, :]) & (j[:, None] < i[None, :])
+            rank += tl.sum(same.to(tl.int32), 0)
         place = tl.load(start_ptr + n * BINS + label) + rank
         place += tl.load(before_ptr + pid.to(tl.int64) * BINS + label)
         tl.store(order_ptr + n * num_tokens + place, first + i, mask=real)
