@@ -34,6 +34,9 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/layers/attention/compiled.py", "_LAYERS"): (
         "a compiled graph carries numbers, which name layers here; weak, so nothing is kept alive"
     ),
+    ("multimodal_gen/runtime/layers/attention/sta/recording.py", "_SESSIONS"): (
+        "the layers that record one search share nothing else; left when it is complete"
+    ),
     ("multimodal_gen/runtime/platforms/interface.py", "_PLUGINS"): (
         "enum members of installed plugins; written once, when entry points are read"
     ),
