@@ -141,8 +141,8 @@ def main() -> None:
         expected = reference_rows(q, k, v, rows)
         errors = {name: relative_error(run()[:, rows], expected) for name, run in runs.items()}
         for name, error in errors.items():
-            # 8-bit kernels are an order less exact; anything worse is a wrong kernel.
-            bound = 3e-2 if "sage" in name else 4e-3
+            # Weights and values of 4 significant bits err by 2.6 % each; more is a wrong kernel.
+            bound = 5e-2 if "sage" in name else 4e-3
             if not error < bound:
                 raise SystemExit(f"{case.name}: {name} is wrong, relative error {error:.2e}")
         times = interleave(runs, rounds=arguments.rounds)

@@ -129,7 +129,7 @@ def split(run: Callable[[], object], rounds: int) -> dict[str, list[float]]:
                 marked = _marked(piece, getattr(module, name), spans)
                 stack.enter_context(mock.patch.object(module, name, marked))
             # One after the other: pieces that overlap cannot be told apart.
-            stack.enter_context(mock.patch.object(tiled, "_run_in_turns", _run_in_line))
+            stack.enter_context(mock.patch.object(tiled, "run_in_turns", _run_in_line))
             start = mark()
             run()
             stop = mark()
