@@ -1,7 +1,6 @@
 """Launches the kernels of linear attention."""
 
 import torch
-import triton
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.kernel import (
@@ -33,7 +32,7 @@ STATE_SHARE = 0.04
 
 
 def _channels(head_size: int) -> int:
-    return triton.next_power_of_2(max(head_size, 16))
+    return 1 << (max(head_size, 16) - 1).bit_length()
 
 
 def _columns(padded: int) -> int:
