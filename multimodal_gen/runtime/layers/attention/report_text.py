@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Footnotes", "Group", "condensed", "fallback_warning", "grouped", "ranges", "summary"]
 
+# A line has room for about as many densities.
+_MOST_PARTS = 8
+
 # "fa3: needs ...": how a backend of several variants says which one a reason is about.
 _OF_VARIANT = re.compile(r"(\w+): (.*)", re.DOTALL)
 
@@ -33,6 +36,7 @@ class Group:
         count: how many they are.
         density: for sparse methods, the least and the most dense layer's share of pairs attended
             to, each the mean over its steps.
+        density_by_step: the share at each step, as a mean over the layers.
     """
 
     component: str
@@ -43,6 +47,7 @@ class Group:
     layers: tuple[int, ...]
     count: int
     density: tuple[float, float] | None = None
+    density_by_step: tuple[tuple[int, float], ...] = ()
 
     @property
     def layers_text(self) -> str:
@@ -51,11 +56,17 @@ class Group:
 
     @property
     def density_text(self) -> str:
-        """The density as percent, e.g. "density 9.0 %" or "density 9.0 to 31.2 %", or nothing."""
+        """The density as percent, or nothing.
+
+        For example "density 9.0 %", "density 9.0 to 31.2 %", or where steps differ
+        "density 20.0 % (steps 0-14: 30.0, 15-29: 10.0)".
+        """
         if self.density is None:
             return ""
         least, most = (f"{100 * share:.1f}" for share in self.density)
-        return f"density {least} %" if least == most else f"density {least} to {most} %"
+        text = f"density {least} %" if least == most else f"density {least} to {most} %"
+        parts = _by_step(self.density_by_step)
+        return f"{text} (steps {', '.join(parts)})" if len(parts) > 1 else text
 
     @property
     def source(self) -> str:
@@ -107,6 +118,7 @@ def grouped(report: "AttentionReport") -> list[Group]:
     """Put the layers of a report that run alike into groups, in order of appearance."""
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
     densities: dict[tuple[Any, ...], list[float]] = {}
+    by_step: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
     for layer in report.layers:
         where = (layer.component or "-", str(layer.role))
         # Without a schedule there may be several entries too: forcing adds one.
@@ -116,6 +128,7 @@ def grouped(report: "AttentionReport") -> list[Group]:
             found.setdefault(key, []).append(layer)
             if entry.density is not None:
                 densities.setdefault(key, []).append(entry.density)
+                by_step.setdefault(key, []).extend(entry.densities)
         for entry in layer.detours:
             found.setdefault((*where, entry.steps or "all", entry, True), []).append(layer)
     return [
@@ -127,10 +140,38 @@ def grouped(report: "AttentionReport") -> list[Group]:
             detour=key[4],
             layers=tuple(layer.layer for layer in layers if layer.layer is not None),
             count=len(layers),
+            density_by_step=_mean_by_step(by_step.get(key, ())),
             density=(min(densities[key]), max(densities[key])) if key in densities else None,
         )
         for key, layers in found.items()
     ]
+
+
+def _mean_by_step(densities: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return the mean of each step, in order of the steps."""
+    found: dict[int, list[float]] = {}
+    for step, share in densities:
+        found.setdefault(step, []).append(share)
+    return tuple((step, sum(found[step]) / len(found[step])) for step in sorted(found))
+
+
+def _by_step(densities: Sequence[tuple[int, float]]) -> list[str]:
+    """Return shares in percent, equal steps together: "0-14: 30.0"; at most `_MOST_PARTS`."""
+    runs: list[tuple[list[int], float]] = []
+    for step, share in densities:
+        percent = round(100 * share, 1)
+        if runs and percent == runs[-1][1]:
+            runs[-1][0].append(step)
+        else:
+            runs.append(([step], percent))
+    size = max(1, -(-len(runs) // _MOST_PARTS))
+    parts = []
+    for first in range(0, len(runs), size):
+        part = runs[first : first + size]
+        steps = ranges(step for run, _ in part for step in run)
+        least, most = min(p for _, p in part), max(p for _, p in part)
+        parts.append(f"{steps}: {least:.1f}" + (f" to {most:.1f}" if most > least else ""))
+    return parts
 
 
 def summary(report: "AttentionReport") -> list[str]:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from multimodal_gen.runtime.layers.attention.report import (
@@ -125,3 +127,37 @@ def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
 
 def test_reasons_without_variants_stay_as_they_are() -> None:
     assert condensed(("needs a: b", "is not here")) == ["needs a: b", "is not here"]
+
+
+def _sparse(number: int, *densities: float, first: int = 0) -> LayerReport:
+    entry = ReportEntry(
+        steps=None, selection=AUTO, calls=1, densities=tuple(enumerate(densities, first))
+    )
+    layer = _layer(number)
+    return replace(layer, entries=(entry,))
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ((_sparse(0, 0.25, 0.25),), "density 25.0 %"),
+        ((_sparse(0, 0.25), _sparse(1, 0.75)), "density 25.0 to 75.0 %"),
+        (
+            (_sparse(0, 0.3, 0.3, 0.1, 0.1, first=1),),
+            "density 20.0 % (steps 1-2: 30.0, 3-4: 10.0)",
+        ),
+        (
+            (_sparse(0, 1.0, 0.2), _sparse(1, 1.0, 0.4)),
+            "density 60.0 to 70.0 % (steps 0: 100.0, 1: 30.0)",
+        ),
+        (
+            (_sparse(0, *(i / 100 for i in range(1, 17))),),
+            "density 8.5 % (steps 0-1: 1.0 to 2.0, 2-3: 3.0 to 4.0, 4-5: 5.0 to 6.0, 6-7: 7.0 to "
+            "8.0, 8-9: 9.0 to 10.0, 10-11: 11.0 to 12.0, 12-13: 13.0 to 14.0, 14-15: 15.0 to 16.0)",
+        ),
+    ],
+)
+def test_density_is_told_by_step_where_steps_differ(layers, text) -> None:
+    (group,) = grouped(AttentionReport(layers=layers))
+    assert group.density_text == text
+    assert f" [auto], {text}, 1 call each" in summary(AttentionReport(layers=layers))[0]
