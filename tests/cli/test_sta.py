@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from multimodal_gen.cli.sta import _skip
+from multimodal_gen.runtime.layers.attention.sta import notices
 from multimodal_gen.runtime.layers.attention.sta.losses import NEGATIVE
 from multimodal_gen.runtime.layers.attention.sta.search import (
     SearchFile,
@@ -318,6 +319,27 @@ def test_every_family_runs_sparse_and_full_windows_are_dense(
     ran = [entry for entry in entries if entry["calls"]]
     assert ran
     assert all(0 < d < 1 for entry in ran for d in entry["density_by_step"].values())
+
+
+def test_a_named_kernel_ends_the_command_where_it_cannot_run(
+    sglang, tiny_pipeline, tmp_path
+) -> None:
+    model = ("--model-path", tiny_pipeline("wan"), *RUN, "--prompt", "a fox")
+    out = ("--output-path", tmp_path / "out", "--device", "cpu")
+    outcome = sglang("generate", *model, *out, *_sta({"window": [1, 1, 1], "kernel": "gluon"}))
+    assert outcome.code == 2
+    assert "sliding_tile_attn (command line) cannot serve self attention" in outcome.err
+    assert "needs platform cuda, this is cpu" in outcome.err
+
+
+def test_a_run_without_a_step_for_windows_says_so(sglang, tiny_pipeline, tmp_path, caplog) -> None:
+    notices._warn_once.cache_clear()
+    model = ("--model-path", tiny_pipeline("wan"), *RUN, "--prompt", "a fox")
+    outcome = sglang(
+        *("generate", *model, "--output-path", tmp_path / "out", *_sta({"window": [1, 1, 1]}))
+    )
+    assert outcome.code == 0, outcome.err
+    assert caplog.text.count("skip_time_steps=15 keep all 3 steps of this run dense") == 1
 
 
 def test_generations_that_search_leave_a_file_per_prompt(
