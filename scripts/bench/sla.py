@@ -47,11 +47,11 @@ BOUND = 8e-3
 # Whole operators that centre the keys in another precision choose some blocks differently.
 OWN_SELECTION = 0.5
 Q_SIZE, KV_SIZE = 128, 64
-SAMPLED_BLOCKS = 4
+SAMPLED_BLOCKS = 6
 SAMPLED_HEADS = 2
 # Blocks whose score is this close, in standard deviations, to the last one kept may be chosen
 # either way, depending on the order of a sum.
-MARGIN = 1e-2
+MARGIN = 1e-3
 FLOP = "4*H*D*kept pairs; blocks as of mean size"
 
 

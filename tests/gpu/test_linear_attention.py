@@ -191,6 +191,7 @@ def test_a_layer_is_the_definition(branch: str, where: str, sizes: tuple[int, in
     )
     span = None if not text else TextSpan(start=0 if start else video, length=text)
     with set_forward_context(0, latent_grid=grid, text_span=span), torch.inference_mode():
+        attention(query, key, value)  # the blocks of a grid are made once
         torch.cuda.set_sync_debug_mode("error")
         try:
             out = attention(query, key, value)

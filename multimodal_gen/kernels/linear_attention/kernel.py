@@ -127,9 +127,18 @@ def key_kernel(
 @triton.jit
 def _weights(q, sums, real_t, real_d, MAP: tl.constexpr, epsilon, PADDED: tl.constexpr):
     """Return phi(q) z / (eps + phi(q) . z) for [T, D] queries, in the dtype of `q`."""
-    phi = _phi(q.to(tl.float32), real_t, real_d, MAP, PADDED).to(q.dtype).to(tl.float32)
-    weights = phi * sums[None, :]
-    return (weights * (1.0 / (epsilon + tl.sum(weights, 1)))[:, None]).to(q.dtype)
+    x = q.to(tl.float32)
+    if MAP == "softmax":
+        # The sum that the softmax divides by cancels but for the epsilon.
+        if PADDED:
+            x = tl.where(real_d[None, :], x, float("-inf"))
+        e = tl.exp2((x - tl.max(x, 1)[:, None]) * 1.4426950408889634)
+        weights = e * sums[None, :]
+        total = epsilon * tl.sum(e, 1) + tl.sum(weights, 1)
+    else:
+        weights = _phi(x, real_t, real_d, MAP, PADDED) * sums[None, :]
+        total = epsilon + tl.sum(weights, 1)
+    return (weights * (1.0 / total)[:, None]).to(q.dtype)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "first_row", "last_row"])
