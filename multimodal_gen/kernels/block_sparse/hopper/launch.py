@@ -13,7 +13,7 @@ from multimodal_gen.kernels.block_sparse.tuning import HopperTile
 from multimodal_gen.kernels.launcher import Launcher
 
 if TYPE_CHECKING:
-    from multimodal_gen.kernels.block_sparse.hopper.kernel import Shape
+    from multimodal_gen.kernels.block_sparse.hopper.work.kernel import Shape
 
 __all__ = ["attend"]
 
@@ -150,7 +150,7 @@ def _shape(
     plan: BlockPlan, tile: HopperTile, channels: int, sub: int, *, ordered: bool, lse: bool
 ) -> "Shape":
     """Return the compile-time shape of the kernel."""
-    from multimodal_gen.kernels.block_sparse.hopper.kernel import Shape
+    from multimodal_gen.kernels.block_sparse.hopper.work.kernel import Shape
 
     kv_tail = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
     return Shape(

@@ -1,0 +1,1 @@
+"""What a program of the SM90 kernel works on."""
