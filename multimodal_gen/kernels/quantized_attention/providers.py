@@ -10,7 +10,7 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, nearest
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.providers import GLUON_TRITON
+from multimodal_gen.kernels.block_sparse.providers import GLUON_TRITON, loadable
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
@@ -25,6 +25,8 @@ AUTO = "auto"
 MAX_HEAD_SIZE = 128
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _E4M3 = (8, 9)
+# Where e4m3 products are twice as fast as 16-bit ones and not held up by the rest.
+_PREFER_E4M3 = ((8, 9), (12, 0), (12, 1))
 # What the reference takes for a tile of keys.
 _REFERENCE_TILE = 64
 
@@ -103,6 +105,11 @@ def _interpreted() -> bool:
     return kernel.interpreted()
 
 
+def takes_e4m3(values: str, capability: tuple[int, int] | None) -> bool:
+    """Whether values become e4m3 numbers."""
+    return values == "e4m3" or (values == AUTO and capability in _PREFER_E4M3)
+
+
 def has_e4m3(device_type: str, capability: tuple[int, int] | None) -> bool:
     """Whether a device multiplies e4m3 numbers; the CPU does, in the reference."""
     return device_type == "cpu" or (capability is not None and capability >= _E4M3)
@@ -158,8 +165,6 @@ def _gluon_reasons(request: QuantisedRequest) -> tuple[str, ...]:
         reasons.append(f"needs an NVIDIA GPU, the tensors are on {request.device_type}")
     elif request.capability != (9, 0):
         reasons.append(f"needs compute capability 9.0, this GPU has {_dotted(request.capability)}")
-    if request.values == "16-bit":
-        reasons.append("multiplies e4m3 values only")
     if request.causal:
         reasons.append("has no causal variant")
     return tuple(reasons)
@@ -188,18 +193,24 @@ def _run_gluon(call: Call) -> Result:
     from multimodal_gen.kernels.quantized_attention.hopper.launch import attend
     from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
 
-    tile = hopper_tile(q_size=call.plan.q.size, kv_size=call.plan.kv.size)
+    blocks = call.plan.kv
+    tile = hopper_tile(
+        q_size=call.plan.q.size, kv_size=blocks.size, regular=blocks.is_regular, e4m3=call.e4m3
+    )
+    kv_slots = slots_of(call.plan.kv, tile.keys)
+    in_place = kv_slots.in_place and call.v.dtype == torch.bfloat16 and loadable(call.v)
     packed = quantise(
         call.q,
         call.k,
         call.v,
         slots_of(call.plan.q, 64 * tile.consumers),
-        slots_of(call.plan.kv, tile.keys),
+        kv_slots,
         scale=call.scale,
-        mean=key_mean(call.k) if call.mean is None else call.mean,
+        mean=key_mean(call.k, kv_slots) if call.mean is None else call.mean,
         shift=call.return_lse,
-        e4m3=True,
-        permuted=True,
+        e4m3=call.e4m3,
+        permuted=call.e4m3,
+        copied=None if in_place else torch.bfloat16,
     )
     out, lse = _outputs(call)
     attend(packed, call.plan, out, lse, tile=tile)
@@ -211,14 +222,15 @@ def _run_triton(call: Call) -> Result:
     from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
 
     tile = portable_tile(q_size=call.plan.q.size)
+    kv_slots = slots_of(call.plan.kv, tile.keys)
     packed = quantise(
         call.q,
         call.k,
         call.v,
         slots_of(call.plan.q, tile.rows),
-        slots_of(call.plan.kv, tile.keys),
+        kv_slots,
         scale=call.scale,
-        mean=key_mean(call.k) if call.mean is None else call.mean,
+        mean=key_mean(call.k, kv_slots) if call.mean is None else call.mean,
         shift=call.return_lse,
         e4m3=call.e4m3,
         permuted=False,
@@ -238,7 +250,7 @@ def _run_reference(call: Call) -> Result:
         q_slots,
         kv_slots,
         scale=call.scale,
-        mean=key_mean_reference(call.k) if call.mean is None else call.mean,
+        mean=key_mean_reference(call.k, kv_slots) if call.mean is None else call.mean,
         e4m3=call.e4m3,
         permuted=False,
     )

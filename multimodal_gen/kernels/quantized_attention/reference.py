@@ -23,9 +23,10 @@ KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """The key at each of 16 places of permuted values."""
 
 
-def key_mean_reference(k: torch.Tensor) -> torch.Tensor:
-    """Return the mean of keys [B, Sk, Hkv, D] over the sequence: fp32 [B, Hkv, D]."""
-    return k.float().mean(1)
+def key_mean_reference(k: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Return the mean of the keys [B, Sk, Hkv, D] that lie in blocks: fp32 [B, Hkv, D]."""
+    _, lengths = slots.blocks.bounds(k.device)
+    return _in_slots(k, slots).sum(2) / lengths.sum(-1, keepdim=True).clamp_min(1)
 
 
 def _rows(slots: Slots, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +140,7 @@ def quantized_reference(
 
 def _padded(slots: Slots, device: torch.device) -> Blocks:
     """Return the blocks as they lie in slots."""
-    if slots.blocks.is_regular and slots.size == slots.blocks.size:
+    if slots.in_place:
         return slots.blocks
     return Blocks.padded(slots.blocks.bounds(device)[1], slots.size)
 

@@ -28,13 +28,19 @@ class Slots:
     tile: int
     total: int
 
+    @property
+    def in_place(self) -> bool:
+        """Whether slot and row are one."""
+        return self.blocks.is_regular and self.size == self.blocks.size
+
 
 def slots_of(blocks: Blocks, tile: int) -> Slots:
     """Return the slots of `blocks` in tiles of `tile`."""
     size = -(-blocks.size // tile) * tile
-    in_place = blocks.is_regular and size == blocks.size
-    total = -(-blocks.total // tile) * tile if in_place else blocks.num * size
-    return Slots(blocks=blocks, size=size, tile=tile, total=total)
+    slots = Slots(blocks=blocks, size=size, tile=tile, total=blocks.num * size)
+    if slots.in_place:
+        return replace(slots, total=-(-blocks.total // tile) * tile)
+    return slots
 
 
 def in_slots(plan: BlockPlan, tile: int) -> BlockPlan:

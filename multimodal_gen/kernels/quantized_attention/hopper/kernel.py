@@ -1,8 +1,8 @@
 """8-bit attention on SM90 in Gluon: int8 Q K^T and e4m3 P V, producer warp and consumer warpgroups.
 
-A consumer warpgroup owns 64 query rows. K and V travel through rings of STAGES shared-memory tiles
-of BN keys, V one step behind K, so that the product P V of a step runs while the scores of the
-next one are computed. Three things differ from 16 bits:
+A consumer warpgroup owns 64 query rows. K and V travel through a ring of STAGES pairs of tiles of
+BN keys, K of a step with V of the step before, so that the product P V of a step runs while the
+scores of the next one are computed. Three things differ from 16 bits:
 
 * The int32 accumulator of Q K^T starts at 0x4B400000. Read as fp32 a sum x is then 12582912 + x
   exactly, so that no conversion is needed, and the constant folds into the one multiply-add that
@@ -26,8 +26,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 MAGIC = gl.constexpr(0x4B400000)
 MAGIC_VALUE = gl.constexpr(12582912.0)
-# Weights are e4m3 times 2^8.75 = 431; the largest e4m3 number is 448.
-LIFT = gl.constexpr(8.75)
+# Weights are e4m3 times 2^LIFT = 448, the largest e4m3 number: the largest weight is exact.
+LIFT = gl.constexpr(8.807354922057604)
+# Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
+OVERFLOW = gl.constexpr(2.0**64)
 
 # Four numbers to one register; a cast packs them in another order and shuffles bytes afterwards.
 PACK = gl.constexpr(
@@ -50,10 +52,8 @@ class Rings(NamedTuple):
     v: Any
     out: Any
     q_full: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
+    full: Any
+    empty: Any
 
 
 class Plan(NamedTuple):
@@ -113,6 +113,22 @@ class Outs(NamedTuple):
     lse_h: Any
 
 
+class State(NamedTuple):
+    """What a consumer carries from step to step.
+
+    `part` is P V of the step before the last, not in `acc` yet, which is to be multiplied by
+    `part_rescale` first; `words` are the last step's weights, and `rescale` is for their product.
+    """
+
+    acc: Any
+    part: Any
+    part_rescale: Any
+    rescale: Any
+    words: Any
+    sums: Any
+    m: Any
+
+
 class Work(NamedTuple):
     """One tile: what its producer and its consumers agree on.
 
@@ -159,6 +175,9 @@ class Shape:
         q_starts: whether query blocks have starts of their own.
         q_lengths: whether query blocks have lengths of their own.
         lse: whether lse is wanted.
+        e4m3: whether values, and weights, are e4m3 numbers, else bfloat16.
+        fast: whether the first step's maximum stays the reference; bfloat16 only.
+        redo: whether only flagged tiles are computed.
         registers: registers of a consumer thread.
         producer_registers: registers of a producer thread.
     """
@@ -175,6 +194,9 @@ class Shape:
     q_starts: bool
     q_lengths: bool
     lse: bool
+    e4m3: bool
+    fast: bool
+    redo: bool
     registers: int
     producer_registers: int
 
@@ -259,19 +281,17 @@ def _step_start(work, step, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_v(dv, work, start, index, rings, C: gl.constexpr):
-    """Load V of step `index`, once its slot is empty."""
-    slot = index % C.stages
-    mbarrier.wait(rings.v_empty.index(slot), ((index // C.stages) & 1) ^ 1)
-    mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size)
-    tma.async_copy_global_to_shared(
-        dv, [work.b, work.kv_h, 0, start], rings.v_full.index(slot), rings.v.index(slot)
-    )
+def _load_v(dv, work, start, slot, rings, C: gl.constexpr):
+    """Load V from key `start` on: e4m3 tensors are [D, keys], others [keys, D]."""
+    at = [work.b, work.kv_h, 0, start] if C.e4m3 else [work.b, work.kv_h, start, 0]
+    tma.async_copy_global_to_shared(dv, at, rings.full.index(slot), rings.v.index(slot))
 
 
 @gluon.jit
 def _producer(dq, dk, dv, work, rings, C: gl.constexpr):
-    """One warp: loads Q once, and K and V of every step, V one step late."""
+    """One warp: loads Q once, and in turn K of every step with V of the step before."""
+    BYTES: gl.constexpr = C.keys * C.head_size
+    V_BYTES: gl.constexpr = BYTES if C.e4m3 else 2 * BYTES
     CONSUMERS: gl.constexpr = C.consumers
     steps = work.num_full + work.num_tail
     if steps > 0:
@@ -282,39 +302,54 @@ def _producer(dq, dk, dv, work, rings, C: gl.constexpr):
                 dq, [work.b, work.h, work.slot + c * 64, 0], rings.q_full.index(c),
                 rings.q.index(c),
             )  # fmt: skip
-        # Not `start`: the compiler takes loop variables that begin with one value for the same.
-        before = steps * 0
-        for step in range(steps):
+        mbarrier.expect(rings.full.index(0), BYTES)
+        tma.async_copy_global_to_shared(
+            dk, [work.b, work.kv_h, start, 0], rings.full.index(0), rings.k.index(0)
+        )
+        before = start
+        start = _step_start(work, gl.minimum(1, steps - 1), C)
+        for step in range(1, steps):
             following = _step_start(work, gl.minimum(step + 1, steps - 1), C)
             slot = step % C.stages
-            mbarrier.wait(rings.k_empty.index(slot), ((step // C.stages) & 1) ^ 1)
-            mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size)
+            mbarrier.wait(rings.empty.index(slot), ((step // C.stages) & 1) ^ 1)
+            mbarrier.expect(rings.full.index(slot), BYTES + V_BYTES)
             tma.async_copy_global_to_shared(
-                dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot)
+                dk, [work.b, work.kv_h, start, 0], rings.full.index(slot), rings.k.index(slot)
             )
-            if step > 0:
-                _load_v(dv, work, before, step - 1, rings, C)
+            _load_v(dv, work, before, slot, rings, C)
             before = start
             start = following
-        _load_v(dv, work, before, steps - 1, rings, C)
+        slot = steps % C.stages
+        mbarrier.wait(rings.empty.index(slot), ((steps // C.stages) & 1) ^ 1)
+        mbarrier.expect(rings.full.index(slot), V_BYTES)
+        _load_v(dv, work, before, slot, rings, C)
 
 
 @gluon.jit
 def _pack(p, C: gl.constexpr):
-    """Return weights [64, BN] as e4m3, four to a word of [64, BN / 4].
+    """Return weights [64, BN] as bfloat16 operand, or as e4m3, four to a word of [64, BN / 4].
 
     The keys that a thread holds become neighbours, which is the order of the quantised V. Loops
     carry words: of bytes, each would get a register of its own.
     """
     BN: gl.constexpr = C.keys
-    p = gl.reshape(p, [64, BN // 16, 2, 4, 2])
-    p = gl.reshape(gl.permute(p, [0, 1, 3, 2, 4]), [64, BN // 4, 2, 2])
-    even, odd = gl.split(p)
-    p_0, p_2 = gl.split(even)
-    p_1, p_3 = gl.split(odd)
-    return gl.inline_asm_elementwise(
-        PACK, "=r,r,r,r,r", [p_0, p_1, p_2, p_3], dtype=gl.int32, is_pure=True, pack=1
-    )
+    D: gl.constexpr = C.head_size
+    if C.e4m3:
+        p = gl.reshape(p, [64, BN // 16, 2, 4, 2])
+        p = gl.reshape(gl.permute(p, [0, 1, 3, 2, 4]), [64, BN // 4, 2, 2])
+        even, odd = gl.split(p)
+        p_0, p_2 = gl.split(even)
+        p_1, p_3 = gl.split(odd)
+        words = gl.inline_asm_elementwise(
+            PACK, "=r,r,r,r,r", [p_0, p_1, p_2, p_3], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+        )
+        p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+        words = gl.convert_layout(p.to(gl.bfloat16), p_layout, assert_trivial=True)
+    return words
 
 
 @gluon.jit
@@ -357,59 +392,136 @@ def _scores(q, k_t, C: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, q_scale, k_scale, m, keys, MASKED: gl.constexpr, C: gl.constexpr):
-    """Return weights times 2^LIFT and the new maximum."""
+def _wait_full(rings, entry, C: gl.constexpr):
+    """Wait for an entry of the ring."""
+    mbarrier.wait(rings.full.index(entry % C.stages), (entry // C.stages) & 1)
+
+
+@gluon.jit
+def _partial_sums(p, C: gl.constexpr):
+    """Row sums as four partial sums per row, which needs no shuffle: [64, 4]."""
+    BN: gl.constexpr = C.keys
+    return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _weights(
+    s, q_scale, k_scale, m, keys, MASKED: gl.constexpr, FIXED: gl.constexpr, C: gl.constexpr
+):
+    """Return weights, times 2^LIFT where they are e4m3, and the new reference."""
     BN: gl.constexpr = C.keys
     factor = q_scale * k_scale
+    x = s.to(gl.float32, bitcast=True)
     if MASKED:
-        x = s.to(gl.float32, bitcast=True)
         columns = gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
         x = gl.where(gl.expand_dims(columns < keys, 0), x, float("-inf"))
-        top = gl.max(x, 1)
-    else:
-        # Positive floats are ordered as their bits.
-        top = gl.max(s, 1).to(gl.float32, bitcast=True)
-        x = s.to(gl.float32, bitcast=True)
     bias = factor * (-MAGIC_VALUE)
-    m_new = gl.maximum(m, gl.fma(top, factor, bias))
-    bias += LIFT - m_new
+    m_new = m
+    if not FIXED:
+        # Positive floats are ordered as their bits.
+        top = gl.max(x, 1) if MASKED else gl.max(s, 1).to(gl.float32, bitcast=True)
+        m_new = gl.maximum(m, gl.fma(top, factor, bias))
+    bias -= m_new
+    if C.e4m3:
+        bias += LIFT
     p = gl.exp2(gl.fma(x, gl.expand_dims(factor, 1), gl.expand_dims(bias, 1)))
     return p, m_new
 
 
 @gluon.jit
-def _advance(
-    q, rings, acc, sums, m, words, rescale, q_scale, k_scale, v_ratio, keys, step, next_step,
-    MASKED: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+def _advance_e4m3(
+    q, rings, state, q_scale, k_scale, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+):
     """Scores of `step` while P V of the step before is in flight; then its softmax."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
+    o_layout: gl.constexpr = state.acc.type.layout
     slot = step % C.stages
-    slot_v = (step - 1) % C.stages
-    k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
-    weights = _operand(words, C)
-    s_token = _scores(q, k_t, C)
-    mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
-    v_tile = rings.v.index(slot_v).reshape([D, BN]).permute((1, 0))
-    o_layout: gl.constexpr = acc.type.layout
+    weights = _operand(state.words, C)
+    s_token = _scores(q, rings.k.index(slot).reshape([BN, D]).permute((1, 0)), C)
+    acc = gl.fma(state.acc, gl.expand_dims(state.part_rescale, 1), state.part)
+    v_tile = rings.v.index(slot).reshape([D, BN]).permute((1, 0))
     zero = gl.zeros([64, D], gl.float32, o_layout)
     o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
-    mbarrier.arrive(rings.k_empty.index(slot))
-    p, m_new = _weights(s, q_scale, k_scale, m, keys, MASKED, C)
-    alpha = gl.exp2(m - m_new)
-    sums = sums * alpha + gl.sum(p, 1)
-    # Also holds the compiler back, which would move the wait for P V ahead of the softmax.
-    mbarrier.wait(rings.k_full.index(next_step % C.stages), (next_step // C.stages) & 1)
+    p, m = _weights(s, q_scale, k_scale, state.m, keys, MASKED, False, C)
+    alpha = gl.exp2(state.m - m)
+    sums = state.sums * alpha + gl.sum(p, 1)
+    # The sums' shuffles keep the softmax ahead of this wait, which keeps it ahead of that for P V:
+    # the compiler would wait for P V first.
+    _wait_full(rings, step + 1, C)
     part = hopper.warpgroup_mma_wait(0, deps=[o_token])
     _keep(weights)
+    mbarrier.arrive(rings.empty.index(slot))
     # Words of the product in flight must not be made before its wait, or it is serialised.
-    following = _pack(p, C)
-    mbarrier.arrive(rings.v_empty.index(slot_v))
-    acc = gl.fma(acc, gl.expand_dims(rescale, 1), part)
-    rescale = gl.convert_layout(alpha * v_ratio, rescale.type.layout)
-    return acc, sums, m_new, following, rescale
+    words = _pack(p, C)
+    rescale = gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, o_layout))
+    return State(acc, part, state.rescale, rescale, words, sums, m)
+
+
+@gluon.jit
+def _advance_bfloat16(
+    q, rings, state, q_scale, k_scale, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+):
+    """The same with bfloat16 weights and values, whose product sums into `acc` itself."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    rows_o: gl.constexpr = gl.SliceLayout(1, state.acc.type.layout)
+    slot = step % C.stages
+    s_token = _scores(q, rings.k.index(slot).reshape([BN, D]).permute((1, 0)), C)
+    v_tile = rings.v.index(slot).reshape([BN, D])
+    o_token = hopper.warpgroup_mma(state.words, v_tile, state.acc, is_async=True)
+    s = hopper.warpgroup_mma_wait(1, deps=[s_token])
+    p, m = _weights(s, q_scale, k_scale, state.m, keys, MASKED, C.fast, C)
+    sums = state.sums
+    if C.fast:
+        sums += _partial_sums(p, C)
+        words = _pack(p, C)
+    else:
+        alpha = gl.exp2(state.m - m)
+        sums = sums * alpha + gl.sum(p, 1)
+    _wait_full(rings, step + 1, C)
+    # The weights in flight must pass through the wait, or their registers are reused early.
+    acc, _ = hopper.warpgroup_mma_wait(0, deps=[o_token, state.words])
+    mbarrier.arrive(rings.empty.index(slot))
+    if not C.fast:
+        words = _pack(p, C)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, rows_o), 1)
+    return State(acc, state.part, state.part_rescale, state.rescale, words, sums, m)
+
+
+@gluon.jit
+def _advance(
+    q, rings, state, q_scale, k_scale, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+):
+    """One step."""
+    if C.e4m3:
+        state = _advance_e4m3(q, rings, state, q_scale, k_scale, v_ratio, keys, step, MASKED, C)
+    else:
+        state = _advance_bfloat16(q, rings, state, q_scale, k_scale, keys, step, MASKED, C)
+    return state
+
+
+@gluon.jit
+def _last_product(rings, state, slot, C: gl.constexpr):
+    """Add P V of the last step to the others."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    o_layout: gl.constexpr = state.acc.type.layout
+    if C.e4m3:
+        acc = gl.fma(state.acc, gl.expand_dims(state.part_rescale, 1), state.part)
+        v_tile = rings.v.index(slot).reshape([D, BN]).permute((1, 0))
+        weights = _operand(state.words, C)
+        zero = gl.zeros([64, D], gl.float32, o_layout)
+        o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
+        part = hopper.warpgroup_mma_wait(0, deps=[o_token])
+        _keep(weights)
+        acc = gl.fma(acc, gl.expand_dims(state.rescale, 1), part)
+    else:
+        v_tile = rings.v.index(slot).reshape([BN, D])
+        o_token = hopper.warpgroup_mma(state.words, v_tile, state.acc, is_async=True)
+        acc, _ = hopper.warpgroup_mma_wait(0, deps=[o_token, state.words])
+    return acc
 
 
 @gluon.jit
@@ -442,7 +554,16 @@ def _tail_keys(work, tail, C: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(work, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
+def _next_scales(work, step, steps, at, k_next, v_next, C: gl.constexpr):
+    """Return the scales of the step after `step`, and where those of the one after that stand."""
+    k_next = gl.load(work.k_scale + at)
+    if C.e4m3:
+        v_next = gl.load(work.v_scale + at)
+    return k_next, v_next, _step_start(work, gl.minimum(step + 2, steps - 1), C) // C.keys
+
+
+@gluon.jit
+def _consumer(work, rings, flag, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
     """One warpgroup: 64 query rows."""
     ROW: gl.constexpr = W * 64
     BN: gl.constexpr = C.keys
@@ -451,7 +572,7 @@ def _consumer(work, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32]
     )
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32 if C.e4m3 else 16]
     )
     rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -464,64 +585,121 @@ def _consumer(work, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
         # Scales are read one step ahead, and where they stand two steps ahead.
         at = _step_start(work, 0, C) // BN
         k_scale = gl.load(work.k_scale + at)
-        v_scale = gl.load(work.v_scale + at)
+        v_scale = gl.to_tensor(1.0)
+        if C.e4m3:
+            v_scale = gl.load(work.v_scale + at)
         at = _step_start(work, gl.minimum(1, steps - 1), C) // BN
+        k_next, v_next, at = _next_scales(work, 0, steps, at, k_scale, v_scale, C)
         row = ROW + gl.arange(0, 64, rows_s)
         q_scale = gl.load(work.q_scale + row, mask=row < work.real, other=0.0)
         q = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
-        mbarrier.wait(rings.k_full.index(0), 0)
+        _wait_full(rings, 0, C)
         s_token = _scores(q, rings.k.index(0).reshape([BN, D]).permute((1, 0)), C)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
-        mbarrier.arrive(rings.k_empty.index(0))
         keys = gl.to_tensor(BN)
         if C.ragged and work.num_tail > 0:
             keys = _tail_keys(work, 0, C)
         m = gl.full([64], float("-inf"), gl.float32, rows_s)
-        p, m = _weights(s, q_scale, k_scale, m, keys, C.ragged, C)
-        sums = gl.sum(p, 1)
-        words = _pack(p, C)
-        acc = gl.zeros([64, D], gl.float32, o_layout)
-        rescale = gl.zeros([64], gl.float32, rows_o)
-        after = gl.minimum(1, steps - 1)
-        mbarrier.wait(rings.k_full.index(after % C.stages), (after // C.stages) & 1)
+        p, m = _weights(s, q_scale, k_scale, m, keys, C.ragged, False, C)
+        none = gl.zeros([64, D], gl.float32, o_layout)
+        no_row = gl.zeros([64], gl.float32, rows_o)
+        sums = _partial_sums(p, C) if C.fast else gl.sum(p, 1)
+        state = State(none, none, no_row, no_row, _pack(p, C), sums, m)
+        mbarrier.arrive(rings.empty.index(0))
+        _wait_full(rings, 1, C)
         last = work.num_full
         if C.ragged:
             last += gl.minimum(work.num_tail, 1)
         for step in range(1, last):
-            k_scale = gl.load(work.k_scale + at)
-            v_before = v_scale
-            v_scale = gl.load(work.v_scale + at)
-            at = _step_start(work, gl.minimum(step + 1, steps - 1), C) // BN
-            acc, sums, m, words, rescale = _advance(
-                q, rings, acc, sums, m, words, rescale, q_scale, k_scale, v_before / v_scale,
-                BN, step, gl.minimum(step + 1, steps - 1), False, C,
-            )  # fmt: skip
+            k_scale = k_next
+            v_ratio = v_scale / v_next
+            v_scale = v_next
+            k_next, v_next, at = _next_scales(work, step, steps, at, k_next, v_next, C)
+            state = _advance(q, rings, state, q_scale, k_scale, v_ratio, BN, step, False, C)
         if C.sub == 0:  # a regular plan has one partial step at most
             for step in range(last, steps):
                 keys = _tail_keys(work, step - work.num_full, C)
-                at = _step_start(work, step, C) // BN
-                v_before = v_scale
-                v_scale = gl.load(work.v_scale + at)
-                acc, sums, m, words, rescale = _advance(
-                    q, rings, acc, sums, m, words, rescale, q_scale,
-                    gl.load(work.k_scale + at), v_before / v_scale, keys, step,
-                    gl.minimum(step + 1, steps - 1), True, C,
-                )  # fmt: skip
-        slot = (steps - 1) % C.stages
-        mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
-        v_tile = rings.v.index(slot).reshape([D, BN]).permute((1, 0))
-        zero = gl.zeros([64, D], gl.float32, o_layout)
-        weights = _operand(words, C)
-        o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
-        part = hopper.warpgroup_mma_wait(0, deps=[o_token])
-        _keep(weights)
-        acc = gl.fma(acc, gl.expand_dims(rescale, 1), part)
+                k_scale = k_next
+                v_ratio = v_scale / v_next
+                v_scale = v_next
+                k_next, v_next, at = _next_scales(work, step, steps, at, k_next, v_next, C)
+                state = _advance(q, rings, state, q_scale, k_scale, v_ratio, keys, step, True, C)
+        m = state.m
+        acc = _last_product(rings, state, steps % C.stages, C)
+        if C.fast:
+            sums = gl.convert_layout(gl.sum(state.sums, 1), rows_s)
+            real = ROW + gl.arange(0, 64, rows_s) < work.real
+            wrong = gl.max((real & ~(sums < OVERFLOW)).to(gl.int32), 0)
+            if wrong > 0:
+                gl.store(flag, wrong)
+        else:
+            sums = state.sums
         o = acc * gl.expand_dims(gl.convert_layout(v_scale / sums, rows_o), 1)
         out_tile = rings.out.index(W)
         out_tile.store(o.to(dtype))
-        lse = 0.6931471805599453 * (m + gl.log2(sums) - LIFT)
+        lift: gl.constexpr = LIFT if C.e4m3 else 0.0
+        lse = 0.6931471805599453 * (m + gl.log2(sums) - lift)
         _store(out_tile.load(store_layout), lse, work, ROW, C)
+
+
+@gluon.jit
+def _run(dq, dk, dv, plan, scales, outs, flag, dtype: gl.constexpr, C: gl.constexpr):
+    """Allocate the ring and start the partitions of one tile."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    CONSUMERS: gl.constexpr = C.consumers
+    STAGES: gl.constexpr = C.stages
+    V_TILE: gl.constexpr = [STAGES, 1, 1, D, BN] if C.e4m3 else [STAGES, 1, 1, BN, D]
+    one: gl.constexpr = mbarrier.MBarrierLayout()
+    out_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    rings = Rings(
+        gl.allocate_shared_memory(gl.int8, [CONSUMERS, 1, 1, 64, D], dq.layout),
+        gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BN, D], dk.layout),
+        gl.allocate_shared_memory(dv.dtype, V_TILE, dv.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 64, D], out_layout),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
+    )
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(rings.q_full.index(w), count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(rings.full.index(slot), count=1)
+        mbarrier.init(rings.empty.index(slot), count=CONSUMERS)
+    hopper.fence_async_shared()
+    work = _work(plan, scales, outs, C)
+    # warp_specialize takes literal lists of partitions only.
+    if C.consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, 0, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, C)),
+            ],
+            [1],
+            [C.producer_registers],
+        )
+    elif C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, 0, dtype, C)),
+                (_consumer, (work, rings, flag, 1, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, C)),
+            ],
+            [4, 1],
+            [C.registers, C.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, 0, dtype, C)),
+                (_consumer, (work, rings, flag, 1, dtype, C)),
+                (_consumer, (work, rings, flag, 2, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, C)),
+            ],
+            [4, 4, 1],
+            [C.registers, C.registers, C.producer_registers],
+        )
 
 
 @gluon.jit(
@@ -533,14 +711,14 @@ def _consumer(work, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
     ]
 )  # fmt: skip
 def attention_kernel(
-    dq, dk, dv, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr,
+    dq, dk, dv, out_ptr, lse_ptr, flag_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr,
     step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, q_start_ptr, q_length_ptr,
     rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
     steps_b, steps_h, steps_q, count_b, count_h, count_q,
     q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_slots, q_total, q_rows, kv_steps,
     out_b, out_s, out_h, lse_b, lse_h, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile."""
+    """Grid: one program per tile. A redo does only the tiles whose flag is set."""
     plan = Plan(
         step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, q_start_ptr, q_length_ptr,
         rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
@@ -550,68 +728,25 @@ def attention_kernel(
     scales = Scales(q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr, q_rows, kv_steps)
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    BN: gl.constexpr = C.keys
-    D: gl.constexpr = C.head_size
-    CONSUMERS: gl.constexpr = C.consumers
-    STAGES: gl.constexpr = C.stages
-    one: gl.constexpr = mbarrier.MBarrierLayout()
-    out_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-    rings = Rings(
-        gl.allocate_shared_memory(gl.int8, [CONSUMERS, 1, 1, 64, D], dq.layout),
-        gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BN, D], dk.layout),
-        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, D, BN], dv.layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 64, D], out_layout),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-    )
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(rings.q_full.index(w), count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(rings.k_full.index(slot), count=1)
-        mbarrier.init(rings.v_full.index(slot), count=1)
-        mbarrier.init(rings.k_empty.index(slot), count=CONSUMERS)
-        mbarrier.init(rings.v_empty.index(slot), count=CONSUMERS)
-    hopper.fence_async_shared()
-    work = _work(plan, scales, outs, C)
-    # warp_specialize takes literal lists of partitions only.
-    if C.consumers == 1:
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, 0, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, C)),
-            ],
-            [1],
-            [C.producer_registers],
-        )
-    elif C.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, 0, dtype, C)),
-                (_consumer, (work, rings, 1, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, C)),
-            ],
-            [4, 1],
-            [C.registers, C.producer_registers],
-        )
+    flag = flag_ptr + gl.program_id(0)
+    if C.redo:
+        if gl.load(flag) > 0:
+            _run(dq, dk, dv, plan, scales, outs, flag, dtype, C)
     else:
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, 0, dtype, C)),
-                (_consumer, (work, rings, 1, dtype, C)),
-                (_consumer, (work, rings, 2, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, C)),
-            ],
-            [4, 4, 1],
-            [C.registers, C.registers, C.producer_registers],
-        )
+        _run(dq, dk, dv, plan, scales, outs, flag, dtype, C)
 
 
 def describe(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Describe contiguous 8-bit [B, H, R, C] to the copy engine in boxes of [1, 1, rows, cols]."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(columns, 128), element_bitwidth=8, rank=4)
+    """Describe [B, H, R, C] to the copy engine in boxes of [1, 1, rows, columns].
+
+    Columns have stride 1, other strides are multiples of 16 bytes; those of dimensions of size 1
+    mean nothing, but must be that as well.
+    """
+    bits = 8 * tensor.element_size()
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(columns * bits // 8, 128), element_bitwidth=bits, rank=4
+    )
+    strides = [tensor.stride(i) if tensor.shape[i] > 1 else 64 for i in range(3)]
     return TensorDescriptor(
-        tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, columns], layout
+        tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns], layout
     )

@@ -1,5 +1,6 @@
 """Launches the SM90 kernel on a plan."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +25,11 @@ def attend(
     *,
     tile: HopperTile,
 ) -> None:
-    """Launch the kernel; writes `out` and `lse`.
+    """Launch the kernel, and the redo of the tiles it flags; writes `out` and `lse`.
 
     Args:
         packed: quantised tensors, made for tiles of 64 * `tile.consumers` rows and `tile.keys`
-            keys, V in 8 bits with its keys permuted.
+            keys: V in 8 bits with its keys permuted, or in bfloat16, as the tile says.
         plan: the pairs, without row bits and not causal, on the same device.
         out: contiguous [B, Sq, H, D]; only rows that belong to a query block are written.
         lse: contiguous fp32 [B, H, Sq], or None.
@@ -63,9 +64,16 @@ def attend(
         for t in (plan.q.starts, plan.q.lengths)
     ]
     every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
-    attention_kernel[(batch * heads * num_q * q_tiles,)](
+    values = (
+        describe(packed.v, head_size, tile.keys)
+        if tile.e4m3
+        else describe(packed.v.permute(0, 2, 1, 3), tile.keys, head_size)
+    )
+    num_tiles = batch * heads * num_q * q_tiles
+    flags = counts.new_zeros((num_tiles,) if tile.fast else (1,))
+    arguments = (
         describe(packed.q, 64, head_size), describe(packed.k, tile.keys, head_size),
-        describe(packed.v, head_size, tile.keys), out, out if lse is None else lse,
+        values, out, out if lse is None else lse, flags,
         packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
         every_list, every_count, tail_counts, tail_lengths, counts if order is None else order,
         *q_bounds,
@@ -75,8 +83,11 @@ def attend(
         *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2],
         plan.q.size, packed.q_slots, plan.q.total, packed.q.shape[2], packed.k_scale.shape[2],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
-        shape, num_warps=4,
     )  # fmt: skip
+    attention_kernel[(num_tiles,)](*arguments, shape, num_warps=4)
+    if tile.fast:
+        redo = dataclasses.replace(shape, fast=False, redo=True)
+        attention_kernel[(num_tiles,)](*arguments, redo, num_warps=4)
 
 
 def _shape(
@@ -106,6 +117,9 @@ def _shape(
         q_starts=plan.q.starts is not None,
         q_lengths=plan.q.lengths is not None,
         lse=lse,
+        e4m3=tile.e4m3,
+        fast=tile.fast,
+        redo=False,
         registers=tile.registers,
         producer_registers=tile.producer_registers,
     )

@@ -6,7 +6,7 @@ For a tile of BM query rows, over steps of BN keys, with x = q8 k8^T in int32:
     l = l 2^(m - m') + rowsum p;     acc = acc 2^(m - m') v_scale' / v_scale + p v8
     out = acc v_scale / l;           lse = ln 2 (m + log2 l - LIFT) + shift
 
-LIFT uses the range of e4m3; it is 0 for 16-bit values, whose scales are 1.
+2^LIFT = 448 is the largest e4m3 number; LIFT is 0 for 16-bit values, whose scales are 1.
 """
 
 import torch
@@ -55,7 +55,7 @@ def _update(
     if MASKED:
         # A row that has seen no key yet has m = -inf, and -inf - -inf is a NaN.
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-    lift = 8.75 if E4M3 else 0.0
+    lift = 8.807354922057604 if E4M3 else 0.0
     p = tl.exp2(s - (reference - lift)[:, None])
     alpha = tl.exp2(m - reference)
     total = total * alpha + tl.sum(p, 1)
@@ -223,7 +223,7 @@ def _attention_kernel(
     out_ptrs += in_tile[:, None] * out_s + d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=owned[:, None] & (d < D)[None, :])
     if LSE:
-        lift = 8.75 if E4M3 else 0.0
+        lift = 8.807354922057604 if E4M3 else 0.0
         lse = 0.6931471805599453 * (m + tl.log2(total) - lift)
         lse += tl.load(shift_ptr + q_row, mask=real, other=0.0)
         lse = tl.where(nothing, float("-inf"), lse)

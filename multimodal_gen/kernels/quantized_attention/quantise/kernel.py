@@ -19,27 +19,6 @@ Q_ROWS = 64
 
 
 @triton.jit
-def _mean_kernel(
-    k_ptr, sum_ptr, k_b, k_s, k_h, k_d, heads, tokens, rows,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """Grid [chunks, B * Hkv]: sums of `rows` tokens each, [B * Hkv, chunks, D]."""
-    chunk = tl.program_id(0)
-    head = tl.program_id(1)
-    d = tl.arange(0, DP)
-    k_ptr += (head // heads).to(tl.int64) * k_b + (head % heads) * k_h
-    total = tl.zeros([ROWS, DP], tl.float32)
-    last = tl.minimum((chunk + 1) * rows, tokens)
-    for first in range(chunk * rows, last, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < last)[:, None] & (d < D)[None, :]
-        ptrs = k_ptr + row.to(tl.int64)[:, None] * k_s + d[None, :] * k_d
-        total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    out = sum_ptr + (head * tl.num_programs(0) + chunk).to(tl.int64) * D + d
-    tl.store(out, tl.sum(total, 0), mask=d < D)
-
-
-@triton.jit
 def _rows(
     slot, b, h, start_ptr, length_ptr, start_b, start_h, length_b, length_h, size, slots, total,
     num, STARTS: tl.constexpr, LENGTHS: tl.constexpr,
@@ -55,6 +34,45 @@ def _rows(
         length = tl.load(length_ptr + b * length_b + h * length_h + block)
     real = inside < length
     return tl.where(real, start + inside, 0).to(tl.int64), real
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads",
+        "tiles",
+        "size",
+        "slots",
+        "total",
+        "num",
+        "s_b",
+        "s_h",
+        "l_b",
+        "l_h",
+    ]
+)
+def _mean_kernel(
+    k_ptr, sum_ptr, start_ptr, length_ptr, k_b, k_s, k_h, k_d, s_b, s_h, l_b, l_h,
+    heads, tiles, size, slots, total, num,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STARTS: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Grid [chunks, B * Hkv]: sums over the rows of every chunk-th tile, [B * Hkv, chunks, D]."""
+    head = tl.program_id(1)
+    b = (head // heads).to(tl.int64)
+    h = head % heads
+    d = tl.arange(0, DP)
+    k_ptr += b * k_b + h * k_h
+    sums = tl.zeros([ROWS, DP], tl.float32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, real = _rows(
+            tile * ROWS + tl.arange(0, ROWS), b, h, start_ptr, length_ptr, s_b, s_h, l_b, l_h,
+            size, slots, total, num, STARTS, LENGTHS,
+        )  # fmt: skip
+        mask = real[:, None] & (d < D)[None, :]
+        ptrs = k_ptr + row[:, None] * k_s + d[None, :] * k_d
+        sums += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    out = sum_ptr + (head * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * D + d
+    tl.store(out, tl.sum(sums, 0), mask=d < D)
 
 
 @triton.jit
@@ -202,17 +220,28 @@ def interpreted() -> bool:
     return not isinstance(_quantise_kernel, triton.runtime.JITFunction)
 
 
-def key_mean(k: torch.Tensor) -> torch.Tensor:
-    """Return the mean of keys [B, Sk, Hkv, D] over the sequence: fp32 [B, Hkv, D]."""
-    batch, tokens, heads, head_size = k.shape
-    chunks = min(MEAN_CHUNKS, triton.cdiv(tokens, MEAN_ROWS))
-    rows = triton.cdiv(tokens, chunks)
+def key_mean(k: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Return the mean of the keys that lie in blocks: fp32 [B, Hkv, D].
+
+    Args:
+        k: [B, Sk, Hkv, D], any strides.
+        slots: slots of the keys, in tiles of a multiple of 64.
+    """
+    batch, _, heads, head_size = k.shape
+    tiles = slots.total // MEAN_ROWS
+    chunks = min(MEAN_CHUNKS, tiles)
     sums = torch.empty((batch, heads, chunks, head_size), dtype=torch.float32, device=k.device)
+    bounds, strides = _bounds(slots.blocks, batch, heads, sums)
+    blocks = slots.blocks
     _mean_kernel[(chunks, batch * heads)](
-        k, sums, *k.stride(), heads, tokens, rows,
-        ROWS=MEAN_ROWS, D=head_size, DP=triton.next_power_of_2(head_size),
+        k, sums, *bounds, *k.stride(), *strides,
+        heads, tiles, blocks.size, slots.size, blocks.total, blocks.num,
+        ROWS=MEAN_ROWS, D=head_size, DP=64 if head_size <= 64 else 128,
+        STARTS=blocks.starts is not None, LENGTHS=blocks.lengths is not None,
     )  # fmt: skip
-    return sums.sum(2) / tokens
+    if blocks.lengths is None:
+        return sums.sum(2) / blocks.total
+    return sums.sum(2) / blocks.lengths.sum(-1, keepdim=True).clamp_min(1)
 
 
 def quantise(
@@ -227,6 +256,7 @@ def quantise(
     shift: bool,
     e4m3: bool,
     permuted: bool,
+    copied: torch.dtype | None = None,
 ) -> Packed:
     """Quantise one call's tensors; three launches, and no wait for the device.
 
@@ -240,15 +270,15 @@ def quantise(
         mean: what is subtracted from the keys, fp32 [B, Hkv, D], contiguous.
         shift: whether the lse will be wanted.
         e4m3: whether values become 8 bits.
-        permuted: whether e4m3 keys are stored in the order of a thread's scores.
+        permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
+        copied: dtype to which 16-bit values are copied into slots; None leaves them as they are
+            where their blocks lie in slots already.
     """
     batch, _, heads, head_size = q.shape
     kv_heads = k.shape[2]
     width = 64 if head_size <= 64 else 128
     q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
-    copy = not e4m3 and (
-        kv_slots.blocks.lengths is not None or kv_slots.size != kv_slots.blocks.size
-    )
+    copy = not e4m3 and (copied is not None or not kv_slots.in_place)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -263,7 +293,7 @@ def quantise(
         v8 = new(batch, kv_heads, width, kv_slots.total, dtype=torch.float8_e4m3fn)
         v_scale = torch.empty_like(k_scale)
     elif copy:
-        v8 = new(batch, kv_heads, kv_slots.total, width, dtype=v.dtype)
+        v8 = new(batch, kv_heads, kv_slots.total, width, dtype=copied or v.dtype)
     bounds, strides = _bounds(q_slots.blocks, batch, heads, k8)
     kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, k8)
     programs = batch * (kv_heads * kv_tiles + heads * q_tiles)
@@ -277,7 +307,7 @@ def quantise(
         Q_STARTS=q_slots.blocks.starts is not None, Q_LENGTHS=q_slots.blocks.lengths is not None,
         KV_STARTS=kv_slots.blocks.starts is not None,
         KV_LENGTHS=kv_slots.blocks.lengths is not None,
-        SHIFT=shift, E4M3=e4m3, PERMUTED=permuted, COPY=copy,
+        SHIFT=shift, E4M3=e4m3, PERMUTED=permuted and e4m3, COPY=copy,
         UPCAST=interpreted(), num_warps=4,
     )  # fmt: skip
     v8 = v8.transpose(1, 2)[..., :head_size] if copy else v8

@@ -1,0 +1,73 @@
+"""8-bit attention as its papers define it, for one query row and one tile at a time, in float64."""
+
+import math
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.testing.block_plans import dense_mask
+
+
+def round_half_up(x: torch.Tensor) -> torch.Tensor:
+    return torch.floor(x + 0.5)
+
+
+def tiles_of(plan: BlockPlan, b: int, h: int, tile: int) -> list[list[int]]:
+    """Return the keys of every tile: each block is cut on its own."""
+    starts, lengths = plan.kv.bounds(plan.device)
+    found = []
+    for j in range(plan.kv.num):
+        first = int(starts[min(b, starts.shape[0] - 1), min(h, starts.shape[1] - 1), j])
+        length = int(lengths[min(b, lengths.shape[0] - 1), min(h, lengths.shape[1] - 1), j])
+        keys = list(range(first, first + length))
+        found += [keys[i : i + tile] for i in range(0, length, tile)]
+    return found
+
+
+def naive_quantised(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    scale: float,
+    *,
+    tile: int,
+    e4m3: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return out and lse of quantised inputs, and sum_j p_j |v_j|, all float64.
+
+    Weights are not rounded. Shapes: [B, S, H, D], [B, H, S] and [B, S, H, D].
+    """
+    batch, queries, heads, size = q.shape
+    group = heads // k.shape[2]
+    out = torch.zeros(batch, queries, heads, size, dtype=torch.float64)
+    bound = torch.zeros_like(out)
+    lse = torch.full((batch, heads, queries), -math.inf, dtype=torch.float64)
+    mask = dense_mask(plan, batch, heads)
+    for b in range(batch):
+        for h in range(heads):
+            keys, values = k[b, :, h // group].double(), v[b, :, h // group].double()
+            cut = tiles_of(plan, b, h // group, tile)
+            mean = keys[[key for one in cut for key in one]].mean(0)
+            key_8, value_8 = torch.zeros_like(keys), torch.zeros_like(values)
+            for one in filter(None, cut):
+                smooth = keys[one] - mean
+                step = smooth.abs().max().clamp_min(1e-20) / 127
+                key_8[one] = step * round_half_up(smooth / step)
+                value_8[one] = values[one]
+                if e4m3:
+                    step = values[one].abs().max().clamp_min(1e-12) / 448
+                    small = (values[one] / step).float().to(torch.float8_e4m3fn)
+                    value_8[one] = step * small.double()
+            for row in range(queries):
+                seen = mask[b, h, row]
+                if not seen.any():
+                    continue
+                query = q[b, row, h].double()
+                step = query.abs().max().clamp_min(1e-20) / 127
+                scores = scale * (key_8[seen] @ (step * round_half_up(query / step)))
+                weights = scores.softmax(0)
+                out[b, row, h] = weights @ value_8[seen]
+                bound[b, row, h] = weights @ value_8[seen].abs()
+                lse[b, h, row] = scores.logsumexp(0) + scale * (query @ mean)
+    return out, lse, bound

@@ -1,0 +1,184 @@
+"""What the engine refuses, and which kernel it takes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.quantized_attention import providers
+from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
+from multimodal_gen.kernels.quantized_attention.providers import QuantisedRequest, choose
+from multimodal_gen.kernels.quantized_attention.slots import in_slots, slots_of
+from multimodal_gen.kernels.quantized_attention.tuning import hopper_tile, portable_tile
+from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from multimodal_gen.testing.inputs import make_qkv
+
+
+def dense(queries: int = 64, keys: int = 64, *, causal: bool = False) -> BlockPlan:
+    return BlockPlan.dense(
+        Blocks.regular(queries, 64), Blocks.regular(keys, 64), "cpu", causal=causal
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"q": torch.zeros(64, 2, 64)}, r"`q` must be \[B, S, H, D\], got \[64, 2, 64\]"),
+        ({"k": torch.zeros(1, 64, 2, 64).half()}, r"`k` must have q's dtype and device"),
+        ({"k": torch.zeros(1, 64, 2, 32)}, r"`k` must be \[1, Sk, Hkv, 64\], got \[1, 64, 2, 32\]"),
+        ({"v": torch.zeros(1, 60, 2, 64)}, r"`v` must have the shape of k \[1, 64, 2, 64\]"),
+        ({"q": torch.zeros(1, 64, 3, 64)}, "`q` must have a multiple of k's 2 heads, got 3"),
+        ({"q": torch.zeros(1, 60, 2, 64)}, "`q` must have the 64 tokens the plan was made for"),
+        ({"scale": -1.0}, "`scale` must be positive and finite, got -1.0"),
+        ({"values": "int4"}, "`values` must be auto, e4m3 or 16-bit, got 'int4'"),
+        ({"mean": torch.zeros(1, 2, 32)}, r"`mean` must be float32 \[1, 2, 64\]"),
+        ({"kernel": "tritom"}, r"`kernel` must be one of auto, gluon, .* did you mean 'triton'\?"),
+        ({"kernel": "gluon"}, "8-bit attention cannot serve this call"),
+    ],
+)
+def test_wrong_calls_are_refused_in_one_line(change: dict[str, object], rule: str) -> None:
+    q, k, v = make_qkv(1, 64, 2, 64)
+    arguments = {"q": q, "k": k, "v": v, "plan": dense(), **change}
+    with pytest.raises(UsageError, match=rule) as caught:
+        quantized_attention(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_integers_are_refused() -> None:
+    x = torch.zeros(1, 64, 2, 64, dtype=torch.int32)
+    with pytest.raises(UsageError, match="`q` must be float16, bfloat16, float32 or float64"):
+        quantized_attention(x, x, x, dense())
+
+
+def test_gradients_are_refused_rather_than_cut() -> None:
+    q, k, v = make_qkv(1, 64, 2, 64, requires_grad=True)
+    with pytest.raises(UsageError, match="must not require grad, 8-bit attention has no backward"):
+        quantized_attention(q, k, v, dense())
+    with torch.no_grad():
+        assert quantized_attention(q, k, v, dense()).isfinite().all()
+
+
+def test_choices_per_row_are_refused() -> None:
+    plan = random_plan(PlanShape(num_kv=2, row_bits=True), seed=0)
+    q, k, v = make_qkv(1, plan.q.total, 2, 64, num_keys=plan.kv.total)
+    with pytest.raises(UsageError, match="`plan` must be without row bits for 8-bit attention"):
+        quantized_attention(q, k, v, plan)
+
+
+def test_key_blocks_of_their_own_for_heads_that_share_keys_are_refused() -> None:
+    plan = random_plan(PlanShape(heads=4, kv_form="ragged"), seed=0)
+    q, k, v = make_qkv(1, plan.q.total, 4, 64, num_keys=plan.kv.total, num_kv_heads=2)
+    with pytest.raises(UsageError, match="`plan` must cut keys alike for the query heads"):
+        quantized_attention(q, k, v, plan)
+
+
+def request(**changes: object) -> QuantisedRequest:
+    fields = {
+        "device_type": "cuda",
+        "capability": (9, 0),
+        "dtype": torch.bfloat16,
+        "head_size": 128,
+    }
+    return QuantisedRequest(**{**fields, **changes})
+
+
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "_triton_version", lambda: "3.6.0")
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "gluon"),
+        ({"values": "e4m3"}, "gluon"),
+        ({"causal": True}, "triton"),
+        ({"capability": (8, 0)}, "triton"),
+        ({"capability": (8, 9)}, "triton"),
+        ({"capability": (12, 0)}, "triton"),
+        ({"device_type": "cpu", "capability": None}, "reference"),
+    ],
+)
+@pytest.mark.usefixtures("with_triton")
+def test_the_fastest_kernel_that_can_is_taken(changes: dict[str, object], expected: str) -> None:
+    assert choose("auto", request(**changes)).name == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_size": 256}, "needs a head size that is a multiple of 8 up to 128, got 256"),
+        ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),
+        ({"capability": (7, 5)}, "needs compute capability >= 8.0, this GPU has 7.5"),
+        ({"rocm": True, "capability": None}, "the tensors are on an AMD GPU"),
+        (
+            {"capability": (8, 0), "values": "e4m3"},
+            "needs compute capability >= 8.9 for e4m3 values, this GPU has 8.0",
+        ),
+        (
+            {"causal": True, "aligned_causal": False},
+            "needs blocks of a multiple of 64 queries and keys to be causal",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.mark.usefixtures("with_triton")
+def test_what_no_gpu_kernel_can_do_is_refused_in_one_line(
+    changes: dict[str, object], reason: str, kernel: str
+) -> None:
+    with pytest.raises(UnsupportedBackendError, match=reason.replace("(", r"\(")) as caught:
+        choose(kernel, request(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_triton_of_another_release_leaves_the_portable_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose.cache_clear()
+    monkeypatch.setattr(providers, "_triton_version", lambda: "3.9.0")
+    assert choose("auto", request()).name == "triton"
+    choose.cache_clear()
+    monkeypatch.setattr(providers, "_triton_version", lambda: "")
+    with pytest.raises(UnsupportedBackendError, match="needs the package triton, which is not ins"):
+        choose("auto", request())
+    choose.cache_clear()
+
+
+def test_on_the_cpu_the_reference_runs() -> None:
+    q, _, _ = make_qkv(1, 64, 2, 64)
+    assert kernel_for(q, dense()) == "reference"
+
+
+@pytest.mark.parametrize(("size", "tile", "slots"), [(128, 64, 128), (90, 64, 128), (64, 128, 128)])
+def test_every_block_gets_whole_tiles(size: int, tile: int, slots: int) -> None:
+    blocks = Blocks.regular(3 * size + 5, size)
+    found = slots_of(blocks, tile)
+    assert found.size == slots
+    assert found.total % tile == 0
+    assert found.total >= (blocks.total if found.in_place else 4 * slots)
+    assert found.in_place == (size % tile == 0)
+
+
+def test_a_plan_is_put_into_slots_once() -> None:
+    plan = random_plan(PlanShape(kv_size=90, kv_form="ragged"), seed=1)
+    slotted = in_slots(plan, 64)
+    assert slotted.kv.size == 128
+    assert in_slots(plan, 64) is slotted
+    aligned = dense()
+    assert in_slots(aligned, 64) is aligned
+
+
+@pytest.mark.parametrize("q_size", [16, 64, 128, 384])
+@pytest.mark.parametrize("kv_size", [64, 90, 128, 384])
+def test_every_block_size_has_a_tile(q_size: int, kv_size: int) -> None:
+    for e4m3 in (True, False):
+        tile = hopper_tile(q_size=q_size, kv_size=kv_size, regular=True, e4m3=e4m3)
+        assert tile.e4m3 == e4m3
+        assert tile.fast == (not e4m3), "e4m3 weights need the maximum of the row"
+        assert dataclasses.asdict(tile)["consumers"] == (1 if q_size <= 64 else 2)
+    assert portable_tile(q_size=q_size).rows == (64 if q_size <= 64 else 128)

@@ -1,0 +1,149 @@
+"""The definition against the papers' formulas, and against exact attention."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.quantized_attention.api import quantized_attention
+from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.tolerance import (
+    QUANTISED_MAX_RELATIVE_L1,
+    QUANTISED_MIN_COSINE,
+    assert_within_error_budget,
+)
+from tests.kernels.quantized_attention.naive import naive_quantised
+
+# What the reference provider cuts keys into.
+TILE = 64
+
+SHAPES = st.builds(
+    PlanShape,
+    batch=st.sampled_from([1, 2]),
+    num_q=st.integers(1, 2),
+    num_kv=st.integers(1, 3),
+    q_size=st.sampled_from([16, 64, 100]),
+    kv_size=st.sampled_from([16, 64, 90, 128]),
+    q_form=st.sampled_from(FORMS),
+    kv_form=st.sampled_from(FORMS),
+    keep=st.sampled_from([0.0, 0.4, 1.0]),
+)
+
+
+@given(SHAPES, st.integers(0, 2**16), st.booleans(), st.sampled_from([24, 64, 72]))
+@settings(max_examples=25, deadline=None)
+def test_the_reference_is_what_the_papers_say(
+    shape: PlanShape, seed: int, e4m3: bool, head_size: int
+) -> None:
+    plan = random_plan(shape, seed=seed)
+    q = make_qkv(2, plan.q.total, 4, head_size, seed=seed).query
+    _, k, v = make_qkv(2, plan.kv.total, 2, head_size, seed=seed + 1)
+    values = "e4m3" if e4m3 else "16-bit"
+    out, lse = quantized_attention(q, k, v, plan, scale=0.1, values=values, return_lse=True)
+    expected, expected_lse, bound = naive_quantised(q, k, v, plan, 0.1, tile=TILE, e4m3=e4m3)
+    blind = expected_lse == -torch.inf
+    assert (lse[blind] == -torch.inf).all()
+    # A quotient may lie on either side of a rounding border in fp32: a few of the terms of a score
+    # then move by one step, 1/127 of the row's range on one side and of the tile's on the other.
+    largest = q.abs().max() * 2 * k.abs().max()
+    moved = 4 * 0.1 * float(largest) / 127
+    error = (lse.double() - expected_lse)[~blind].abs()
+    assert (error <= moved).all()
+    # So may a value, by the distance of two e4m3 numbers.
+    slack = moved + (2**-3 if e4m3 else 2**-8)
+    assert ((out.double() - expected).abs() <= slack * bound + 1e-6).all()
+    assert ((out.double() - expected).abs().sum() <= 2e-3 * bound.sum() + 1e-6).all()
+
+
+def wan_like(
+    tokens: int, heads: int, *, value: float, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v of the sizes captured from Wan: rms 1.2, 1.25 and `value`.
+
+    Keys have channels that stand out and an offset in common; values have a mean per channel and
+    change slowly along the sequence, as those of neighbouring patches do.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def scaled(x: torch.Tensor, rms: float) -> torch.Tensor:
+        return (x * rms / x.square().mean().sqrt()).bfloat16()
+
+    query = scaled(normal(1, tokens, heads, 128), 1.2)
+    gain = torch.ones(128)
+    gain[[3, 70]] = 4.0
+    key = scaled(normal(1, tokens, heads, 128) * gain, 1.25)
+    key[..., [3, 70, 90]] += torch.tensor([10.0, -8.0, 12.0], dtype=torch.bfloat16)
+    smooth = torch.nn.functional.interpolate(
+        normal(heads, 128, tokens // 256), size=tokens, mode="linear"
+    ).permute(2, 0, 1)
+    values = normal(1, tokens, heads, 128) + smooth + 0.5 * normal(1, 1, heads, 128)
+    return query, key, scaled(values, value)
+
+
+@pytest.mark.parametrize("values", ["e4m3", "16-bit"])
+@pytest.mark.parametrize("value", [1.0, 3.0])
+def test_inputs_of_wans_sizes_stay_within_the_budget_of_8_bits(value: float, values: str) -> None:
+    q, k, v = wan_like(1536, 2, value=value)
+    blocks = Blocks.regular(1536, 128)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    out = quantized_attention(q, k, v, plan, values=values)
+    exact, _ = reference_attention(q, k, v, scale=128**-0.5)
+    cosine = torch.nn.functional.cosine_similarity(out.double().flatten(), exact.flatten(), dim=0)
+    assert cosine >= QUANTISED_MIN_COSINE
+    assert (out - exact).abs().sum() <= QUANTISED_MAX_RELATIVE_L1 * exact.abs().sum()
+
+
+def test_smoothing_is_what_keeps_an_offset_of_the_keys_harmless() -> None:
+    q, k, v = make_qkv(1, 512, 2, 64, dtype=torch.bfloat16)
+    far = k + 20
+    blocks = Blocks.regular(512, 64)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    out = quantized_attention(q, far, v, plan, scale=0.125)
+    assert_within_error_budget(out, q, far, v, scale=0.125, quantised=True)
+    no_mean = torch.zeros(1, 2, 64)
+    rough = quantized_attention(q, far, v, plan, scale=0.125, mean=no_mean)
+    with pytest.raises(AssertionError, match="relative L1 error is"):
+        assert_within_error_budget(rough, q, far, v, scale=0.125, quantised=True)
+
+
+def test_lse_is_that_of_the_keys_as_they_were() -> None:
+    q, k, v = make_qkv(2, 200, 4, 64, num_kv_heads=2)
+    blocks = Blocks.regular(200, 64)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    far = k + 5
+    _, lse = quantized_attention(q, far, v, plan, scale=0.1, return_lse=True)
+    _, exact = reference_attention(q, far, v, scale=0.1)
+    step = 1 / 127
+    largest = 0.1 * q.norm(dim=-1).max() * (far - far.mean(1, keepdim=True)).norm(dim=-1).max()
+    assert (lse - exact).abs().max() <= 2 * step * largest
+
+
+@given(st.integers(0, 2**16))
+@settings(max_examples=10, deadline=None)
+def test_the_order_of_keys_within_a_tile_does_not_matter(seed: int) -> None:
+    q, k, v = make_qkv(1, 96, 2, 64, seed=seed)
+    blocks = Blocks.regular(96, 64)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(64, generator=generator), 64 + torch.arange(32)])
+    mean = k.mean(1)
+    out = quantized_attention(q, k, v, plan, mean=mean)
+    moved = quantized_attention(q, k[:, order], v[:, order], plan, mean=mean)
+    torch.testing.assert_close(out, moved, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_outside_every_block_may_hold_anything() -> None:
+    q, k, v = make_qkv(1, 64, 2, 64, num_keys=100)
+    starts, lengths = torch.tensor([10, 60]).int(), torch.tensor([30, 20]).int()
+    kv = Blocks.ragged(starts, lengths, total=100, size=32)
+    plan = BlockPlan.dense(Blocks.regular(64, 64), kv, "cpu")
+    inside = dense_mask(plan, 1, 1)[0, 0, 0]
+    dirty = [x.masked_fill(~inside[None, :, None, None], torch.nan) for x in (k, v)]
+    out = quantized_attention(q, k, v, plan)
+    assert torch.equal(out, quantized_attention(q, *dirty, plan))

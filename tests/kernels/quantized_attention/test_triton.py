@@ -1,0 +1,161 @@
+"""The Triton kernels against the definition: under the interpreter, or on a GPU.
+
+Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
+test_interpreter.py starts it.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.quantized_attention.api import quantized_attention
+from multimodal_gen.kernels.quantized_attention.reference import (
+    key_mean_reference,
+    quantise_reference,
+)
+from multimodal_gen.kernels.quantized_attention.slots import slots_of
+from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
+from multimodal_gen.testing.inputs import QKV, make_qkv
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+)
+
+SHAPES = st.builds(
+    PlanShape,
+    batch=st.sampled_from([1, 2]),
+    num_q=st.integers(1, 2),
+    num_kv=st.integers(1, 4),
+    q_size=st.sampled_from([16, 64, 128]),
+    kv_size=st.sampled_from([16, 64, 90, 128]),
+    q_form=st.sampled_from(FORMS),
+    kv_form=st.sampled_from(FORMS),
+    keep=st.sampled_from([0.0, 0.3, 1.0]),
+)
+
+
+def inputs(plan: BlockPlan, *, kv_heads: int = 2, head_size: int = 64, seed: int = 0) -> QKV:
+    q = make_qkv(2, plan.q.total, 4, head_size, dtype=torch.bfloat16, seed=seed).query
+    _, k, v = make_qkv(2, plan.kv.total, kv_heads, head_size, dtype=torch.bfloat16, seed=seed + 1)
+    return QKV(q, k, v)
+
+
+def check(plan: BlockPlan, qkv: QKV, *, values: str, scale: float = 0.1) -> None:
+    """Assert that the kernel gives what the definition does, but for the rounding of the weights.
+
+    Numbers of e4m3 have 3 bits behind the point and those of bfloat16 7, so a weight errs by at
+    most 2^-4 or 2^-8 of itself, and on average by half of that. Below 2^-6, of 448, e4m3 numbers
+    are 2^-9 apart: that adds 2^-10 for every key to a sum of at least 2^8. Where a quotient lies on
+    a rounding border, one side may round up and the other down: a value then differs by 2^-3, and
+    a score by one step, 1/127 of the largest product, though few do.
+    """
+    options = {"scale": scale, "values": values, "return_lse": True}
+    out, lse = quantized_attention(*qkv, plan, kernel="triton", **options)
+    expected, expected_lse = quantized_attention(*qkv, plan, kernel="reference", **options)
+    absolute = QKV(qkv.query, qkv.key, qkv.value.abs())
+    bound, _ = quantized_attention(*absolute, plan, kernel="reference", **options)
+    bound = bound.double()
+    moved = scale * float(qkv.query.abs().max() * 2 * qkv.key.abs().max()) / 127
+    rounding, tiny = (2.0**-4, 2.0**-18) if values == "e4m3" else (2.0**-8, 0.0)
+    error = (out.double() - expected.double()).abs()
+    # The output is rounded as well, on both sides.
+    most = (3 * rounding + moved + 2.0**-7) * bound
+    most += tiny * plan.kv.total * float(qkv.value.abs().max()) + 1e-5
+    assert (error <= most).all()
+    assert error.sum() <= (rounding / 2 + moved / 8 + 2.0**-8) * bound.sum() + 1e-5
+    assert torch.equal(lse.isinf(), expected_lse.isinf())
+    seen = lse.isfinite()
+    torch.testing.assert_close(lse[seen], expected_lse[seen], rtol=1e-5, atol=moved)
+
+
+@given(
+    SHAPES, st.integers(0, 2**16), st.sampled_from([1, 2, 4]), st.sampled_from(["e4m3", "16-bit"])
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_plan_is_right(shape: PlanShape, seed: int, kv_heads: int, values: str) -> None:
+    plan = random_plan(shape, seed=seed)
+    check(plan, inputs(plan, kv_heads=kv_heads, seed=seed), values=values)
+
+
+@pytest.mark.parametrize("head_size", [40, 96, 128])
+@pytest.mark.parametrize("values", ["e4m3", "16-bit"])
+def test_every_head_size_is_right(head_size: int, values: str) -> None:
+    plan = random_plan(PlanShape(q_size=128, kv_size=128, keep=0.8), seed=2)
+    check(plan, inputs(plan, head_size=head_size), values=values)
+
+
+@pytest.mark.parametrize("values", ["e4m3", "16-bit"])
+@pytest.mark.parametrize(("queries", "keys"), [(100, 150), (150, 100)])
+def test_causal_plans_are_right(queries: int, keys: int, values: str) -> None:
+    plan = BlockPlan.dense(
+        Blocks.regular(queries, 64), Blocks.regular(keys, 64), "cpu", causal=True
+    )
+    check(plan, inputs(plan), values=values)
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_any_spread_of_the_logits_is_right(scale: float) -> None:
+    plan = random_plan(PlanShape(num_kv=4, keep=0.8), seed=11)
+    check(plan, inputs(plan), values="e4m3", scale=scale)
+
+
+def test_values_of_different_sizes_in_every_block_are_right() -> None:
+    plan = BlockPlan.dense(Blocks.regular(70, 64), Blocks.regular(300, 64), "cpu")
+    q, k, v = inputs(plan)
+    size = torch.logspace(-6, 3, 300, base=10.0).view(1, -1, 1, 1)[:, torch.randperm(300)]
+    check(plan, QKV(q, k, (v * size).bfloat16()), values="e4m3")
+
+
+def test_a_single_key_gets_its_whole_weight_exactly() -> None:
+    """The largest e4m3 weight must be one that e4m3 has."""
+    plan = BlockPlan.dense(Blocks.regular(70, 64), Blocks.regular(1, 64), "cpu")
+    q, k, v = inputs(plan)
+    v = torch.ones_like(v) * 0.5
+    assert (quantized_attention(q, k, v, plan, kernel="triton", values="e4m3") == 0.5).all()
+
+
+def test_rows_without_keys_are_zero_and_their_lse_is_minus_infinity() -> None:
+    plan = random_plan(PlanShape(num_q=3, num_kv=4), seed=3)
+    counts = plan.counts.clone()
+    counts[..., 1] = 0
+    plan = dataclasses.replace(plan, counts=counts)
+    out, lse = quantized_attention(*inputs(plan), plan, kernel="triton", return_lse=True)
+    assert (out[:, 64:128] == 0).all()
+    assert (lse[..., 64:128] == -torch.inf).all()
+    assert out[:, :64].any()
+
+
+def test_strided_inputs_are_read_in_place() -> None:
+    plan = random_plan(PlanShape(num_kv=4), seed=3)
+    packed = torch.randn(2, plan.kv.total, 3, 2, 64).bfloat16()
+    q = torch.randn(2, 4, 64, plan.q.total).bfloat16().permute(0, 3, 1, 2)
+    _, k, v = packed.unbind(2)
+    assert not any(x.is_contiguous() for x in (q, k, v))
+    check(plan, QKV(q, k, v), values="e4m3")
+
+
+@pytest.mark.parametrize("permuted", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_quantising_kernel_makes_what_the_definition_does(form: str, permuted: bool) -> None:
+    from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
+
+    plan = random_plan(PlanShape(q_size=100, kv_size=90, q_form=form, kv_form=form), seed=5)
+    qkv = inputs(plan, head_size=72)
+    slots = slots_of(plan.q, 128), slots_of(plan.kv, 64)
+    mean = key_mean(qkv.key, slots[1])
+    torch.testing.assert_close(mean, key_mean_reference(qkv.key, slots[1]))
+    options = {"scale": 0.1, "mean": mean, "e4m3": True, "permuted": permuted}
+    made = quantise(*qkv, *slots, shift=True, **options)
+    wanted = quantise_reference(*qkv, *slots, **options)
+    for name in ("q_scale", "k_scale", "v_scale", "shift"):
+        torch.testing.assert_close(getattr(made, name), getattr(wanted, name))
+    for name, step in (("q", 1), ("k", 1), ("v", 32)):
+        found, expected = (getattr(x, name).float() for x in (made, wanted))
+        assert ((found - expected).abs() <= step).all()
+        # Only where a quotient lies on a rounding border.
+        assert (found != expected).float().mean() < 0.005
