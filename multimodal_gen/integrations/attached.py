@@ -14,7 +14,7 @@ from torch import nn
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
-from multimodal_gen.runtime.layers.attention.projecting import takes_projection
+from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
@@ -191,7 +191,7 @@ class AttachedLayer:
         """Set the projection of that branch, [D, D]; None for zero."""
         for layer in (self.layer, *self.others.values()):
             if layer.head_size == self.head_size:
-                layer.geometry.projection.fill(projection, self.head_size)
+                set_projection(layer, projection)
         self._projection = projection
 
     def report(self) -> LayerReport:
@@ -238,7 +238,7 @@ class AttachedLayer:
         )
         layer.masks_padding = self._masks_padding
         if layer.head_size == self.head_size:
-            layer.geometry.projection.fill(self._projection, self.head_size)
+            set_projection(layer, self._projection)
         return layer
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
+from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
     LayerSite,
@@ -152,7 +153,7 @@ class Setting:
             scope=SelectionScope(default=asked, strict=True),
         )
         if branch != "none":
-            layer.geometry.projection.fill(self.projection, case.head_size)
+            set_projection(layer, self.projection)
         return partial(layer, *self.qkv)
 
     def contenders(self) -> Iterator[tuple[str, Contender]]:

@@ -26,6 +26,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
+from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
     LayerSite,
@@ -165,7 +166,7 @@ def layer(head_size: int, **parameters: object) -> tuple[LocalAttention, nn.Line
         scope=SelectionScope(default=asked, strict=True),
     )
     linear = nn.Linear(head_size, head_size).cuda().requires_grad_(False)
-    attention.geometry.projection.fill(linear, head_size)
+    set_projection(attention, linear)
     return attention, linear
 
 

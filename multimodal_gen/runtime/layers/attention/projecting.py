@@ -5,6 +5,7 @@ hands it over, before or after the first call, and may move it between devices l
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,7 +14,10 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import A
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
-__all__ = ["ProjectedImpl", "ProjectionSlot", "takes_projection"]
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+
+__all__ = ["ProjectedImpl", "ProjectionSlot", "set_projection", "takes_projection"]
 
 
 class ProjectionSlot:
@@ -50,6 +54,21 @@ class ProjectedImpl(AttentionImpl):
     """
 
     slot: ProjectionSlot = ProjectionSlot()
+
+
+def set_projection(layer: "AttentionLayer", linear: nn.Linear | None) -> None:
+    """Give a layer its trained projection, which methods without one leave alone.
+
+    `apply` does it for stock models; a model of one's own does it for layers it has built.
+
+    Args:
+        layer: the layer; it does not make `linear` part of its parameters.
+        linear: maps the channels of a head to themselves, the same for all heads; None for zero.
+
+    Raises:
+        UsageError: it has another size.
+    """
+    layer.geometry.projection.fill(linear, layer.head_size)
 
 
 def takes_projection(backends: Iterable[AttentionBackendEnum]) -> bool:

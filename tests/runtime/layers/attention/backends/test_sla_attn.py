@@ -20,7 +20,7 @@ from multimodal_gen.runtime.layers.attention.backends.sla_attn import (
     SLAImpl,
 )
 from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.projecting import takes_projection
+from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
     LayerSite,
@@ -64,7 +64,7 @@ def layer(*, kv_heads=None, dtype=torch.float32, projection=None, scale=None, **
         site=LayerSite(name="blocks.0.attn1", layer=0),
         scope=SelectionScope(default=asked),
     )
-    attention.geometry.projection.fill(projection, HEAD_SIZE)
+    set_projection(attention, projection)
     return attention
 
 
@@ -443,9 +443,9 @@ def test_a_projection_may_be_set_after_the_first_call():
     qkv = inputs(WHOLE)
     attention = layer(topk_ratio=0.25)
     before = run(attention, qkv, WHOLE)
-    attention.geometry.projection.fill(projection(), HEAD_SIZE)
+    set_projection(attention, projection())
     after = run(attention, qkv, WHOLE)
-    attention.geometry.projection.fill(None, HEAD_SIZE)
+    set_projection(attention, None)
     assert (after - before).abs().max() > 0.1
     assert torch.equal(run(attention, qkv, WHOLE), before)
 
