@@ -37,6 +37,28 @@ TILE, WINDOW, SPARSITY = (6, 8, 8), (3, 3, 3), 0.9
 SPARSE = {
     "sliding_tile_attn": {"window": list(WINDOW), "skip_time_steps": 0},
     "video_sparse_attn": {"sparsity": SPARSITY},
+    "sla_attn": {"topk_ratio": 1 - SPARSITY},
+    "sage_sla_attn": {"topk_ratio": 1 - SPARSITY},
+    # The chunks and counts that the paper has for 720p.
+    "vmoba_attn": {
+        "temporal_chunk_size": 3, "temporal_topk": 2, "spatial_chunk_size": [9, 10],
+        "spatial_topk": 10, "st_chunk_size": [7, 15, 20], "st_topk": 9,
+        "moba_select_mode": "topk", "first_full_step": 0,
+    },
+    # Random weights give flat scores, of which 90 % of the mass is 90 % of the clusters: here the
+    # least share decides instead. As many iterations as a step that starts warm.
+    "sparse_video_gen_2_attn": {
+        "svg2_top_p_kmeans": 0.0, "svg2_min_kc_ratio": 1 - SPARSITY, "svg2_kmeans_iter_init": 2,
+        "svg2_first_layers_fp": 0, "svg2_first_times_fp": 0,
+    },
+}  # fmt: skip
+# The share of token pairs that each should attend to, where the data have a say.
+DENSITIES = {
+    "video_sparse_attn": (0.06, 0.11),
+    "sla_attn": (0.09, 0.11),
+    "sage_sla_attn": (0.09, 0.11),
+    "vmoba_attn": (0.2, 0.35),
+    "sparse_video_gen_2_attn": (0.06, 0.16),
 }
 MODES = ("eager", "compiled")
 
@@ -123,6 +145,7 @@ def contenders(model: WanTransformer3DModel) -> Contexts:
         "stock _native_cudnn": lambda: stock("_native_cudnn"),
         "apply torch_sdpa": applied("torch_sdpa"),
         "apply auto": applied(None),
+        "apply sage_attn": applied("sage_attn"),
         **{f"apply {backend}": applied(backend, config) for backend, config in SPARSE.items()},
     }
 
@@ -132,15 +155,13 @@ def sparse_backend(contender: str) -> str | None:
     return next((name for name in SPARSE if contender == f"apply {name}"), None)
 
 
-def expected_density(case: Case, backend: str) -> float:
-    """Return the share of token pairs that a sparse backend should attend to.
-
-    Which tiles it picks is up to the data; taken here as of mean size.
-    """
+def expected_density(case: Case, backend: str) -> tuple[float, float]:
+    """Return bounds of the share of token pairs that a sparse backend should attend to."""
     if backend == "sliding_tile_attn":
-        return pair_density(WINDOW, case.grid, TILE)
-    tiles = math.prod(math.ceil(size / 4) for size in case.grid)
-    return math.ceil(round((1 - SPARSITY) * tiles, 6)) / tiles
+        density = pair_density(WINDOW, case.grid, TILE)
+        return density - 1e-3, density + 1e-3
+    # Few blocks round far.
+    return (0.0, 1.01) if case in SMOKE else DENSITIES[backend]
 
 
 def check_report(case: Case, name: str, report: AttentionReport) -> None:
@@ -151,19 +172,20 @@ def check_report(case: Case, name: str, report: AttentionReport) -> None:
     backend = sparse_backend(name)
     if backend is None:
         return
-    wanted = expected_density(case, backend)
+    least, most = expected_density(case, backend)
     layers = [layer for layer in report.layers if layer.role is AttentionRole.SELF]
     for layer in layers:
         ran = [entry for entry in (*layer.entries, *layer.detours) if entry.calls]
         found = [(str(entry.selection.backend), entry.density) for entry in ran]
-        if not all(b == backend and d and abs(d / wanted - 1) < 0.1 for b, d in found):
+        if not all(b == backend and d and least < d < most for b, d in found):
             raise SystemExit(
-                f"{case.name}: {name} must run {backend} at density {wanted:.4f} in {layer.name}, "
-                f"ran {found}"
+                f"{case.name}: {name} must run {backend} at density {least:.3f} to {most:.3f} in "
+                f"{layer.name}, ran {found}"
             )
     if not layers:
         raise SystemExit(f"{case.name}: {name} has no self-attention")
-    print(f"{case.name}: {name} at density {wanted:.4f} in {len(layers)} layers", flush=True)
+    mean = sum(entry.density or 0 for layer in layers for entry in layer.entries) / len(layers)
+    print(f"{case.name}: {name} at density {mean:.4f} in {len(layers)} layers", flush=True)
 
 
 def check(
