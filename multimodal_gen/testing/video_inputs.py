@@ -62,4 +62,5 @@ def make_video_qkv(
             for first, last in pairwise([*range(0, len(places), 8192), len(places)]):
                 noise = normal(last - first, width) * math.sqrt(1 - _SHARE)
                 x[b, first:last] = ((waves[first:last] @ weights + noise) * rms).to(dtype)
-    return QKV(*(x.unflatten(2, (num_heads, head_size)) for x in out))
+    shape = (batch, len(places), num_heads, head_size)
+    return QKV(*(x.view(shape) for x in out))

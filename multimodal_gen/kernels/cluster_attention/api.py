@@ -7,10 +7,21 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.cluster_attention.plan import Groups, cluster_plan
+from multimodal_gen.kernels.block_sparse.providers import EngineRequest, choose, loadable
+from multimodal_gen.kernels.cluster_attention.plan import (
+    ROWS,
+    TILE_ROWS,
+    Groups,
+    Pieces,
+    cluster_plan,
+    cut,
+)
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 
-__all__ = ["Groups", "cluster_attention"]
+__all__ = ["Groups", "cluster_attention", "query_pieces"]
+
+# A list of keys is made by one program, which holds all clusters of keys.
+_MOST_CLUSTERS = 8192
 
 
 def cluster_attention(
@@ -24,6 +35,7 @@ def cluster_attention(
     *,
     scale: float,
     kernel: str = "auto",
+    pieces: Pieces | None = None,
 ) -> None:
     """Write the attention of clustered queries into `out`; does not wait for the device.
 
@@ -37,18 +49,56 @@ def cluster_attention(
         out: [B, Sq, H, D]; rows of queries in `queries.order` are written.
         scale: factor of the scores.
         kernel: provider of the block-sparse engine.
+        pieces: `query_pieces(queries)`, where it is known already.
 
     Raises:
         UsageError: the clusters do not fit the tensors or the map.
         UnsupportedBackendError: the kernel asked for cannot serve this call; lists the reasons.
     """
     _validate(q, k, queries, keys, keep)
-    plan = cluster_plan(queries, keys, keep)
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
-    found = block_sparse_attention(sorted_q, sorted_k, sorted_v, plan, scale=scale, kernel=kernel)
-    assert isinstance(found, torch.Tensor)
+    if _has_own_kernel(sorted_q, sorted_k, sorted_v, keep, kernel):
+        from multimodal_gen.kernels.cluster_attention.hopper.launch import attend
+
+        pieces = pieces or query_pieces(queries)
+        found = attend(sorted_q, sorted_k, sorted_v, pieces, keys, keep, scale=scale)
+    else:
+        plan = cluster_plan(queries, keys, keep)
+        result = block_sparse_attention(
+            sorted_q, sorted_k, sorted_v, plan, scale=scale, kernel=kernel
+        )
+        assert isinstance(result, torch.Tensor)
+        found = result
     scatter_tokens(found, queries.order, out)
+
+
+def query_pieces(queries: Groups) -> Pieces:
+    """Return what the kernel for clusters on SM90 takes as tiles."""
+    return cut(queries, TILE_ROWS, multiple=TILE_ROWS // 3)
+
+
+def _has_own_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, kernel: str
+) -> bool:
+    """Whether the kernel for clusters on SM90 serves a call; it stands for the provider gluon."""
+    if kernel not in ("auto", "gluon") or q.device.type != "cuda":
+        return False
+    if keep.shape[3] > _MOST_CLUSTERS:
+        return False
+    request = EngineRequest(
+        device_type=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device),
+        rocm=torch.version.hip is not None,
+        dtype=q.dtype,
+        head_size=q.shape[3],
+        q_size=ROWS,
+        kv_size=ROWS,
+        regular=False,
+        backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        aligned=all(map(loadable, (q, k, v))),
+    )
+    return choose(kernel, request).name == "gluon"
 
 
 def _validate(

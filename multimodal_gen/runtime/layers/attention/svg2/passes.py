@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from multimodal_gen.kernels.cluster_attention.api import cluster_attention
+from multimodal_gen.kernels.cluster_attention.api import cluster_attention, query_pieces
 from multimodal_gen.runtime.layers.attention.backends.tiled import heads_at_once, run_in_turns
 from multimodal_gen.runtime.layers.attention.svg2.clusters import ClusteredCall
 
@@ -37,6 +37,7 @@ def attend_clusters(
     """
     kv_heads = key.shape[2]
     group = query.shape[2] // kv_heads
+    pieces = query_pieces(call.queries)
 
     def attend(kv: slice) -> None:
         heads = slice(kv.start * group, kv.stop * group)
@@ -50,6 +51,7 @@ def attend_clusters(
             out[:, :, heads],
             scale=scale,
             kernel=kernel,
+            pieces=pieces.heads(heads),
         )
 
     calls = [partial(attend, kv) for kv in heads_at_once(query, out, kv_heads)]

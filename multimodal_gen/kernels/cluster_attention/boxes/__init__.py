@@ -1,0 +1,1 @@
+"""Lists of what the SM90 kernel loads."""

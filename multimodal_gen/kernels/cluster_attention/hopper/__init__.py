@@ -1,0 +1,1 @@
+"""Attention of clusters to clusters on SM90."""
