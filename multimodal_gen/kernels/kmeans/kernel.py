@@ -12,17 +12,24 @@ import triton
 import triton.language as tl
 
 CHUNK = 512
-COMPARED = 32
+COMPARED = 128
 SCANNED = 64
 BIN_BLOCK = 32
+MOST_COLUMNS = 64
+UPDATED, UPDATE_WARPS = 32, 4
+# A bfloat16 product takes -|c|^2 / 2 along as one more block of the inner dimension, the sum of
+# SPLIT numbers of 8 bits: that saves an addition per score.
+PARTS = 16
+SPLIT: tl.constexpr = tl.constexpr(3)
+LOWEST = -3.0e38
 
 
 @triton.jit(do_not_specialize=["heads", "num_tokens", "num_centroids", "num_blocks", "keep_b"])
 def _assign_kernel(
-    x_ptr, c_ptr, half_ptr, keep_ptr, active_ptr, label_ptr,
-    x_b, x_s, x_h, x_d, keep_b, heads, num_tokens, num_centroids, num_blocks,
+    x_ptr, c_ptr, half_ptr, one_ptr, keep_ptr, active_ptr, label_ptr,
+    x_b, x_s, x_h, x_d, keep_b, heads, num_tokens, num_centroids, padded, num_blocks,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
-    KEEP: tl.constexpr, UPCAST: tl.constexpr,
+    PARTS: tl.constexpr, KEEP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """label[n, t] = argmax_c x[t].c - |c|^2 / 2. Grid [N * blocks of BM tokens]."""
     pid = tl.program_id(0)
@@ -34,25 +41,30 @@ def _assign_kernel(
         x_ptr += n // heads * x_b + n % heads * x_h
         at = token.to(tl.int64)[:, None] * x_s + d[None, :] * x_d
         x = tl.load(x_ptr + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
-        c_ptr += n * num_centroids * D
-        half_ptr += n * num_centroids
+        part = tl.arange(0, max(PARTS, 1))
+        # Loaded, and not made here, because registers as operands hold the product up.
+        ones = tl.load(one_ptr + (tl.arange(0, BM) * 0)[:, None] + part[None, :])
+        if UPCAST:
+            x, ones = x.to(tl.float32), ones.to(tl.float32)
+        c_ptr += n * padded * D
+        half_ptr += n * padded * max(PARTS, 1)
         column = tl.arange(0, BC)
         best = tl.full([BM, BC], float("-inf"), tl.float32)
         which = tl.zeros([BM, BC], tl.int32)
         for first in range(0, num_centroids, BC):
             c = first + column
-            inside = c < num_centroids
-            points = tl.load(
-                c_ptr + c[None, :] * D + d[:, None],
-                mask=inside[None, :] & (d < D)[:, None],
-                other=0.0,
-            )
-            half = tl.load(half_ptr + c, mask=inside, other=float("inf"))
-            if UPCAST:
-                score = tl.dot(x.to(tl.float32), points.to(tl.float32), input_precision="ieee")
+            if D == DP:
+                points = tl.load(c_ptr + c[None, :] * D + d[:, None])
+            else:
+                points = tl.load(c_ptr + c[None, :] * D + d[:, None], (d < D)[:, None], 0.0)
+            points = points.to(x.dtype)
+            if PARTS:
+                halves = tl.load(half_ptr + part[:, None] * padded + c[None, :]).to(x.dtype)
+                score = tl.dot(ones, halves, input_precision="ieee")
+                score = tl.dot(x, points, score, input_precision="ieee")
             else:
                 score = tl.dot(x, points, input_precision="ieee")
-            score -= half[None, :]
+                score += tl.load(half_ptr + c)[None, :]
             nearer = score > best
             best = tl.where(nearer, score, best)
             which = tl.where(nearer, first, which)
@@ -109,32 +121,39 @@ def _place_kernel(
     label_ptr, active_ptr, before_ptr, start_ptr, order_ptr, num_tokens, num_chunks,
     CHUNK: tl.constexpr, BINS: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """order[place of token t] = t. Grid [N * chunks]."""
+    """order[place of token t] = t. Grid [N * chunks].
+
+    COMPARED tokens at a time are ranked among each other; the last of each label moves on what is
+    before the next ones.
+    """
     pid = tl.program_id(0)
     n = (pid // num_chunks).to(tl.int64)
     if tl.load(active_ptr + n) != 0:
-        first = pid % num_chunks * CHUNK
-        i = tl.arange(0, CHUNK)
-        real = first + i < num_tokens
-        label_ptr += n * num_tokens + first
-        label = tl.load(label_ptr + i, mask=real, other=BINS - 1)
-        rank = tl.zeros([CHUNK], tl.int32)
-        for other in range(0, CHUNK, COMPARED):
-            j = other + tl.arange(0, COMPARED)
-            theirs = tl.load(label_ptr + j, mask=first + j < num_tokens, other=BINS - 1)
+        before_ptr += pid.to(tl.int64) * BINS
+        label_ptr += n * num_tokens
+        i = tl.arange(0, COMPARED)
+        for first in range(0, CHUNK, COMPARED):
+            token = pid % num_chunks * CHUNK + first
+            real = token + i < num_tokens
+            label = tl.load(label_ptr + token + i, mask=real, other=BINS - 1)
             # Summed along the first dimension, which lies within a thread.
-            same = (theirs[:, None] == label[None, :]) & (j[:, None] < i[None, :])
-            rank += tl.sum(same.to(tl.int32), 0)
-        place = tl.load(start_ptr + n * BINS + label) + rank
-        place += tl.load(before_ptr + pid.to(tl.int64) * BINS + label)
-        tl.store(order_ptr + n * num_tokens + place, first + i, mask=real)
+            same = tl.expand_dims(label, 1) == tl.expand_dims(label, 0)
+            rank = tl.sum((same & (i[:, None] < i[None, :])).to(tl.int32), 0)
+            after = tl.sum((same & (i[:, None] > i[None, :])).to(tl.int32), 0)
+            before = tl.load(before_ptr + label)
+            place = tl.load(start_ptr + n * BINS + label) + before + rank
+            tl.store(order_ptr + n * num_tokens + place, token + i, mask=real)
+            tl.debug_barrier()
+            tl.store(before_ptr + label, before + rank + 1, mask=after == 0)
+            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["heads", "num_tokens", "num_centroids"])
 def _update_kernel(
     x_ptr, order_ptr, start_ptr, total_ptr, active_ptr, c_ptr, rounded_ptr, half_ptr, shift_ptr,
-    x_b, x_s, x_h, x_d, heads, num_tokens, num_centroids,
+    x_b, x_s, x_h, x_d, heads, num_tokens, num_centroids, padded,
     D: tl.constexpr, DP: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Mean of a cluster's tokens, and how far its centroid moved. Grid [C, N]."""
     c = tl.program_id(0)
@@ -161,9 +180,17 @@ def _update_kernel(
         tl.store(c_ptr + at, mean, mask=d < D)
         tl.store(shift_ptr + n * num_centroids + c, tl.sum(moved * moved, 0))
         rounded = mean.to(rounded_ptr.dtype.element_ty)
-        tl.store(rounded_ptr + at, rounded, mask=d < D)
+        tl.store(rounded_ptr + (n * padded + c) * D + d, rounded, mask=d < D)
         rounded = rounded.to(tl.float32)
-        tl.store(half_ptr + n * num_centroids + c, 0.5 * tl.sum(rounded * rounded, 0))
+        half = -0.5 * tl.sum(rounded * rounded, 0)
+        half_ptr += n * padded * max(PARTS, 1) + c
+        if PARTS:
+            for part in tl.static_range(SPLIT):
+                rest = half.to(half_ptr.dtype.element_ty)
+                tl.store(half_ptr + part * padded, rest)
+                half -= rest.to(tl.float32)
+        else:
+            tl.store(half_ptr, half)
 
 
 def interpreted() -> bool:
@@ -198,7 +225,7 @@ class _Sorter:
         self.starts = self.totals.cumsum(1, dtype=torch.int32) - self.totals
         _place_kernel[grid](
             labels, active, self.counts, self.starts, self.order, self.tokens, self.chunks,
-            CHUNK=CHUNK, BINS=self.bins, COMPARED=COMPARED, num_warps=8,
+            CHUNK=CHUNK, BINS=self.bins, COMPARED=COMPARED,
         )  # fmt: skip
 
 
@@ -231,29 +258,58 @@ def kmeans_triton(
     num = centroids.shape[2]
     problems = batch * heads
     centroids = centroids.flatten(0, 1).clone(memory_format=torch.contiguous_format)
-    rounded = centroids.to(x.dtype)
-    half = rounded.float().square().sum(-1) / 2
+    rounded = _Rounded(centroids, x.dtype)
     kept = keep if keep is None or keep.stride(1) == 1 else keep.contiguous()
     labels = torch.empty((problems, tokens), dtype=torch.int32, device=x.device)
     active = labels.new_ones(problems)
-    shift = half.new_zeros((problems, num))
+    shift = centroids.new_zeros((problems, num))
     with torch.cuda.device_of(x):
         sorter = _Sorter(labels, num)
         for i in range(max(iterations, 1)):
-            _assign(x, rounded, half, kept, active, labels)
+            _assign(x, rounded, num, kept, active, labels)
             sorter.run(labels, active)
             if iterations == 0:
                 break
-            _update(x, sorter, active, centroids, rounded, half, shift)
+            _update(x, sorter, active, centroids, rounded, shift)
             if i + 1 < iterations:
                 active = active * (shift.amax(1) >= tolerance**2)
     return centroids, sorter.order, sorter.starts[:, :num], sorter.totals[:, :num]
 
 
+class _Rounded:
+    """Centroids in the dtype of the tokens, padded with some that are nearest to nothing.
+
+    Attributes:
+        points: [N, padded, D].
+        halves: -|c|^2 / 2, in fp32 [N, padded], or as parts in bfloat16 [N, parts, padded].
+        padded: C, rounded up to whole blocks.
+        parts: parts of a half; 0 for fp32.
+        ones: ones in the dtype of the tokens.
+    """
+
+    def __init__(self, centroids: torch.Tensor, dtype: torch.dtype) -> None:
+        problems, num, size = centroids.shape
+        self.padded = triton.cdiv(num, MOST_COLUMNS) * MOST_COLUMNS
+        self.points = centroids.new_zeros((problems, self.padded, size), dtype=dtype)
+        self.points[:, :num] = centroids
+        self.ones = centroids.new_ones(PARTS, dtype=dtype)
+        rest = self.points.float().square().sum(-1) / -2
+        self.parts = PARTS if dtype == torch.bfloat16 else 0
+        if not self.parts:
+            rest[:, num:] = -torch.inf
+            self.halves = rest
+            return
+        rest[:, num:] = LOWEST
+        self.halves = self.points.new_zeros((problems, self.parts, self.padded))
+        for part in range(SPLIT.value):
+            self.halves[:, part] = rest
+            rest = rest - self.halves[:, part]
+
+
 def _assign(
     x: torch.Tensor,
-    rounded: torch.Tensor,
-    half: torch.Tensor,
+    rounded: _Rounded,
+    num: int,
     keep: torch.Tensor | None,
     active: torch.Tensor,
     labels: torch.Tensor,
@@ -265,10 +321,12 @@ def _assign(
     rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (128, 64)
     num_blocks = triton.cdiv(tokens, rows)
     _assign_kernel[(batch * heads * num_blocks,)](
-        x, rounded, half, labels if keep is None else keep, active, labels,
-        *_strides(x), 0 if keep is None else keep.stride(0),
-        heads, tokens, rounded.shape[1], num_blocks,
-        D=size, DP=width, BM=rows, BC=columns, KEEP=keep is not None, UPCAST=interpreted(),
+        x, rounded.points, rounded.halves, rounded.ones, labels if keep is None else keep, active,
+        labels,
+        *x.stride(), 0 if keep is None else keep.stride(0),
+        heads, tokens, num, rounded.padded, num_blocks,
+        D=size, DP=width, BM=rows, BC=columns, PARTS=rounded.parts,
+        KEEP=keep is not None, UPCAST=interpreted(),
         num_warps=4, num_stages=2 if wide else 3,
     )  # fmt: skip
 
@@ -278,20 +336,15 @@ def _update(
     sorter: _Sorter,
     active: torch.Tensor,
     centroids: torch.Tensor,
-    rounded: torch.Tensor,
-    half: torch.Tensor,
+    rounded: _Rounded,
     shift: torch.Tensor,
 ) -> None:
     batch, tokens, heads, size = x.shape
     num = centroids.shape[1]
     _update_kernel[num, batch * heads](
-        x, sorter.order, sorter.starts, sorter.totals, active, centroids, rounded, half, shift,
-        *_strides(x), heads, tokens, num,
-        D=size, DP=triton.next_power_of_2(size), BINS=sorter.bins, ROWS=32,
-        num_warps=4,
+        x, sorter.order, sorter.starts, sorter.totals, active, centroids,
+        rounded.points, rounded.halves, shift,
+        *x.stride(), heads, tokens, num, rounded.padded,
+        D=size, DP=triton.next_power_of_2(size), BINS=sorter.bins, ROWS=UPDATED,
+        PARTS=rounded.parts, num_warps=UPDATE_WARPS,
     )  # fmt: skip
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int, int]:
-    b, s, h, d = x.stride()
-    return b, s, h, d
