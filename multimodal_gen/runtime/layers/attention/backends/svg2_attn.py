@@ -248,7 +248,8 @@ def _density(
     """Return the share of pairs attended to, a tensor [] that nobody waited for."""
     batch, heads = call.keep.shape[:2]
     kept = kept_pairs(call.keep, call.queries.counts, call.keys.counts)
-    keys = torch.tensor(layout.num_keys * batch, dtype=torch.float64, device=kept.device)
+    # Filled on the device: a copy would wait for it.
+    keys = torch.full_like(kept, layout.num_keys * batch)
     if keep is not None:
         keys = keep.sum().double()
     others = layout.num_queries - layout.num_video

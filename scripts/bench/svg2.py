@@ -1,0 +1,269 @@
+"""Sparse VideoGen 2: attention of clusters, k-means, the whole layer, beside dense attention.
+
+The inputs vary over the video as a model's do; independent normal ones would flatten what is
+selected. TFLOP/s count the pairs that are kept, for dense attention all pairs. Contenders of
+attention work on a part of the heads, in cluster order; the layer does everything.
+
+    python3 scripts/bench/svg2.py --commit HASH [--only 300/1000] [--rounds 9]
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from _harness import interleave, parse_arguments, relative_error, rows_of, version_of, write_rows
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.cluster_attention.api import query_pieces
+from multimodal_gen.kernels.cluster_attention.hopper.launch import EXACT, FAST, attend
+from multimodal_gen.kernels.cluster_attention.plan import Groups, cluster_plan
+from multimodal_gen.kernels.cluster_attention.selection import (
+    cluster_weights,
+    kept_clusters,
+    kept_pairs,
+)
+from multimodal_gen.kernels.kmeans.api import Clusters, initial_centroids, kmeans
+from multimodal_gen.kernels.kmeans.ordering import by_similarity
+from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.svg2_attn import SVG2Config
+from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.video_inputs import make_video_qkv
+
+GRID, HEADS, HEAD_SIZE = (21, 52, 68), 32, 128
+TOKENS = math.prod(GRID)
+SCALE = HEAD_SIZE**-0.5
+HEADS_OF_PART = 8
+TOP_P, MIN_RATIO = 0.9, 0.1
+ITERATIONS = 6
+BOUND = 4e-3
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Numbers of clusters."""
+
+    queries: int
+    keys: int
+
+    @property
+    def name(self) -> str:
+        """What the results file calls it."""
+        return f"{self.queries}/{self.keys}"
+
+
+CASES = (Case(queries=100, keys=500), Case(queries=300, keys=1000))
+
+
+def groups(clusters: Clusters) -> Groups:
+    """Return clusters as one side of the attention."""
+    return Groups(order=clusters.order, starts=clusters.starts, counts=clusters.counts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Clustered:
+    """Clustered inputs, as they are in the middle of a generation."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    queries: Clusters
+    keys: Clusters
+    keep: torch.Tensor
+
+
+def cluster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Clustered:
+    """Cluster as the backend does from one step to the next."""
+    queries = kmeans(q, initial_centroids(q, case.queries), iterations=ITERATIONS)
+    first = kmeans(k, initial_centroids(k, case.keys), iterations=ITERATIONS)
+    keys = kmeans(k, by_similarity(first.centroids), iterations=2)
+    weights = cluster_weights(queries.centroids, keys.centroids, keys.counts, scale=SCALE)
+    keep = kept_clusters(weights, top_p=TOP_P, min_count=int(MIN_RATIO * case.keys))
+    return Clustered(q=q, k=k, v=v, queries=queries, keys=keys, keep=keep)
+
+
+def attention_runs(data: Clustered) -> tuple[dict[str, Run], float, Callable[[object], float]]:
+    """Return the contenders on part of the heads, their FLOP, and what tells their error."""
+    part = slice(HEADS_OF_PART)
+    queries, keys = groups(data.queries).heads(part), groups(data.keys).heads(part)
+    keep = data.keep[:, part]
+    (q,) = gather_tokens((data.q[:, :, part],), queries.order)
+    k, v = gather_tokens((data.k[:, :, part], data.v[:, :, part]), keys.order)
+    pieces, plan = query_pieces(queries), cluster_plan(queries, keys, keep)
+    wanted, rows = sampled_reference(q, k, v, queries, keys, keep)
+    runs: dict[str, Run] = {
+        "clusters, fast": lambda: attend(q, k, v, pieces, keys, keep, scale=SCALE, tile=FAST),
+        "clusters, exact": lambda: attend(q, k, v, pieces, keys, keep, scale=SCALE, tile=EXACT),
+        "engine, gluon": lambda: block_sparse_attention(q, k, v, plan, kernel="gluon"),
+        "engine, triton": lambda: block_sparse_attention(q, k, v, plan, kernel="triton"),
+    }
+    if importlib.util.find_spec("flashinfer") is not None:
+        runs["flashinfer variable blocks"] = flashinfer_run(q, k, v, queries, keys, keep)
+
+    def error(out: object) -> float:
+        assert isinstance(out, torch.Tensor)
+        return relative_error(out[0, rows, 0], wanted)
+
+    flop = 4 * HEAD_SIZE * float(kept_pairs(keep, queries.counts, keys.counts))
+    return runs, flop, error
+
+
+def flashinfer_run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Groups,
+    keys: Groups,
+    keep: torch.Tensor,
+) -> Run:
+    """Return FlashInfer's kernel for blocks of any size; its planning waits, and is not timed."""
+    import flashinfer
+
+    workspace = torch.empty(1 << 30, dtype=torch.uint8, device=q.device)
+    wrapper = flashinfer.sparse.VariableBlockSparseAttentionWrapper(workspace, backend="auto")
+    wrapper.plan(
+        block_mask_map=keep[0],
+        block_row_sz=queries.counts[0],
+        block_col_sz=keys.counts[0],
+        num_qo_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        q_data_type=q.dtype,
+    )
+    heads_first = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    return lambda: wrapper.run(*heads_first).transpose(0, 1).unsqueeze(0)
+
+
+def sampled_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Groups,
+    keys: Groups,
+    keep: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention of some rows of the first head in fp32, and which rows."""
+    rows = torch.arange(0, TOKENS, TOKENS // 256, device=q.device)
+    sides = (queries.counts[0, 0], keys.counts[0, 0])
+    of_q, of_k = (torch.repeat_interleave(torch.arange(len(n), device=q.device), n) for n in sides)
+    mask = keep[0, 0][of_q[rows]][:, of_k]
+    scores = q[0, rows, 0].float() @ k[0, :, 0].float().T * SCALE
+    return scores.masked_fill(~mask, -torch.inf).softmax(1) @ v[0, :, 0].float(), rows
+
+
+def kmeans_runs(data: Clustered) -> dict[str, Run]:
+    """Return contenders for the two warm iterations of both sides."""
+    sides = ((data.q, data.queries.centroids), (data.k, data.keys.centroids))
+    kernels = ["triton"]
+    if importlib.util.find_spec("flash_kmeans") is not None:
+        kernels.append("flash_kmeans")
+
+    def run(kernel: str) -> None:
+        for x, centroids in sides:
+            kmeans(x, centroids, iterations=2, tolerance=0, kernel=kernel)
+
+    return {f"k-means, {kernel}": lambda kernel=kernel: run(kernel) for kernel in kernels}
+
+
+def layer_run(data: Clustered, case: Case) -> Run:
+    """Return a layer in the middle of a generation."""
+    config = SVG2Config(
+        svg2_num_q_centroids=case.queries,
+        svg2_num_k_centroids=case.keys,
+        svg2_top_p_kmeans=TOP_P,
+        svg2_min_kc_ratio=MIN_RATIO,
+        svg2_kmeans_iter_init=ITERATIONS,
+        svg2_first_layers_fp=0,
+        svg2_first_times_fp=0,
+    )
+    backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    layer = LocalAttention(
+        HEADS,
+        HEAD_SIZE,
+        compute_dtype=torch.bfloat16,
+        site=LayerSite(name="blocks.0.attn1", layer=0, num_layers=1),
+        scope=SelectionScope(default=asked, strict=True),
+    )
+    step = iter(range(10**6))
+
+    def run() -> object:
+        known = {"latent_grid": GRID, "request_id": "bench", "cfg_branch": "cond"}
+        with set_forward_context(next(step), **known):
+            return layer(data.q, data.k, data.v)
+
+    run()  # from random centroids
+    return run
+
+
+def dense_run(data: Clustered) -> dict[str, Run]:
+    """Return FlashAttention 3 on everything, where it is installed."""
+    if importlib.util.find_spec("fa3_fwd_interface") is None:
+        return {}
+    from fa3_fwd_interface import flash_attn_func
+
+    return {"fa3, dense": lambda: flash_attn_func(data.q, data.k, data.v)}
+
+
+def measure(case: Case, rounds: int, commit: str) -> list[object]:
+    """Check and time a case; returns rows of the results file."""
+    data = cluster(
+        *make_video_qkv(GRID, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device="cuda"), case
+    )
+    attention, flop, error = attention_runs(data)
+    errors = {name: error(run()) for name, run in attention.items()}
+    wrong = [name for name, found in errors.items() if not found <= BOUND]
+    if wrong:
+        raise SystemExit(f"svg2 {case.name}: {', '.join(wrong)} exceed {BOUND}: {errors}")
+    pairs = float(kept_pairs(data.keep, data.queries.counts, data.keys.counts))
+    density = pairs / HEADS / TOKENS**2
+    whole = {"layer": layer_run(data, case), **kmeans_runs(data)}
+    dense = dense_run(data)
+    times = interleave({**attention, **whole, **dense}, rounds=rounds)
+    shape = f"B1 H{HEADS} S{TOKENS} D{HEAD_SIZE} bf16"
+    kinds = (
+        ("svg2 attention", attention, flop, f"B1 H{HEADS_OF_PART} S{TOKENS} D{HEAD_SIZE} bf16"),
+        ("svg2 layer", whole, 4 * HEAD_SIZE * pairs, shape),
+        ("svg2 dense", dense, 4 * HEAD_SIZE * HEADS * TOKENS**2, shape),
+    )
+    versions = {
+        "fa3, dense": version_of("fa3-fwd"),
+        "flashinfer variable blocks": version_of("flashinfer-python"),
+        "k-means, flash_kmeans": version_of("flash-kmeans"),
+    }
+    return [
+        row
+        for kind, names, work, described in kinds
+        if names
+        for row in rows_of(
+            {name: times[name] for name in names},
+            commit=commit,
+            benchmark=kind,
+            case=f"{case.name}, density {density:.3f}",
+            shape=described,
+            flop=work,
+            flop_formula="4*D*kept pairs",
+            errors=errors,
+            versions=versions,
+        )
+    ]
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Run the cases."""
+    arguments = parse_arguments(__doc__ or "")
+    for case in CASES:
+        if arguments.only in case.name:
+            rows = measure(case, arguments.rounds, arguments.commit)
+            write_rows(arguments.out / "svg2.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Sparse VideoGen 2 on a GPU: k-means, the kernel for clusters, and the layer, without waiting."""
+
+import math
+
+import pytest
+import torch
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.cluster_attention.api import Groups, cluster_attention, query_pieces
+from multimodal_gen.kernels.cluster_attention.plan import cluster_plan
+from multimodal_gen.kernels.cluster_attention.selection import cluster_weights, kept_clusters
+from multimodal_gen.kernels.kmeans.api import initial_centroids, kmeans
+from multimodal_gen.kernels.kmeans.reference import sort_reference
+from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.svg2_attn import SVG2Config
+from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+from multimodal_gen.testing.video_inputs import make_video_qkv
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+GRID = (5, 18, 23)  # 2,070 tokens
+TOKENS = math.prod(GRID)
+
+
+def on_sm90() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-3, 4, shape, device="cuda", generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_size", [40, 64, 128, 256])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_iteration_is_the_definition(dtype: torch.dtype, head_size: int, masked: bool) -> None:
+    x = whole_numbers(2, 3001, 3, head_size, dtype=dtype, seed=0)
+    keep = torch.rand(2, 3001, device="cuda") > 0.1 if masked else None
+    start = initial_centroids(x, 300)
+    wanted = kmeans(x, start, iterations=1, keep=keep, kernel="reference")
+    found = kmeans(x, start, iterations=1, keep=keep, kernel="triton")
+    for name in ("order", "starts", "counts", "centroids"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+def test_two_runs_of_k_means_agree_bit_by_bit() -> None:
+    x, _, _ = make_video_qkv(GRID, 4, 128, dtype=torch.bfloat16, device="cuda")
+    start = initial_centroids(x, 100)
+    first, second = (kmeans(x, start, iterations=20) for _ in range(2))
+    assert torch.equal(first.centroids, second.centroids)
+    assert torch.equal(first.order, second.order)
+
+
+@pytest.mark.parametrize("num", [1, 300, 1000, 5000])
+@pytest.mark.parametrize("tokens", [1, 512, 70_001])
+def test_the_sort_is_stable(num: int, tokens: int) -> None:
+    from multimodal_gen.kernels.kmeans.kernel import sort_labels
+
+    labels = torch.randint(0, num + 1, (3, tokens), device="cuda", dtype=torch.int32)
+    for found, wanted in zip(sort_labels(labels, num), sort_reference(labels, num), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def clustered(dtype: torch.dtype, head_size: int, kv_heads: int) -> tuple[QKV, Groups, Groups]:
+    q, k, v = make_video_qkv(GRID, 4, head_size, batch=2, dtype=dtype, device="cuda")
+    k, v = k[:, :, :kv_heads], v[:, :, :kv_heads]
+    sides = []
+    for x, num in ((q, 20), (k, 60)):
+        found = kmeans(x, initial_centroids(x, num), iterations=3)
+        sides.append(Groups(order=found.order, starts=found.starts, counts=found.counts))
+    return QKV(q, k, v), sides[0], sides[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 1.0])
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_the_kernel_for_clusters_errs_as_the_engine_does(
+    dtype: torch.dtype, head_size: int, kv_heads: int, share: float, scale: float
+) -> None:
+    if not on_sm90():
+        pytest.skip("needs compute capability 9.0")
+    qkv, queries, keys = clustered(dtype, head_size, kv_heads)
+    generator = torch.Generator("cuda").manual_seed(1)
+    keep = torch.rand(2, 4, 20, 60, device="cuda", generator=generator) < share
+    out = torch.full_like(qkv.query, float("nan"))
+    cluster_attention(*qkv, queries, keys, keep, out, scale=scale, kernel="gluon")
+    again = torch.empty_like(out)
+    cluster_attention(*qkv, queries, keys, keep, again, scale=scale, kernel="gluon")
+    assert torch.equal(out, again)
+    mask = torch.zeros(2, 4, TOKENS, TOKENS, dtype=torch.bool, device="cuda")
+    group = 4 // kv_heads
+    for b in range(2):
+        for h in range(4):
+            of_q, of_k = (
+                torch.empty(TOKENS, dtype=torch.long, device="cuda").scatter_(
+                    0,
+                    side.order[b, head].long(),
+                    torch.repeat_interleave(
+                        torch.arange(side.counts.shape[2], device="cuda"), side.counts[b, head]
+                    ),
+                )
+                for side, head in ((queries, h), (keys, h // group))
+            )
+            mask[b, h] = keep[b, h][of_q][:, of_k]
+    assert_within_error_budget(out, *qkv, scale=scale, mask=mask)
+
+
+def test_scores_that_grow_are_done_again_exactly() -> None:
+    if not on_sm90():
+        pytest.skip("needs compute capability 9.0")
+    from multimodal_gen.kernels.cluster_attention.hopper.launch import attend
+
+    qkv, queries, keys = clustered(torch.bfloat16, 128, 4)
+    (q,) = gather_tokens((qkv.query,), queries.order)
+    k, v = gather_tokens((qkv.key, qkv.value), keys.order)
+    # The last keys score far above those that the first steps see.
+    k[:, -40:] = q[:, :1] * 40
+    keep = torch.ones(2, 4, 20, 60, dtype=torch.bool, device="cuda")
+    found = attend(q, k, v, query_pieces(queries), keys, keep, scale=1.0)
+    plan = cluster_plan(queries, keys, keep)
+    wanted = block_sparse_attention(q, k, v, plan, scale=1.0, kernel="triton")
+    assert found.isfinite().all()
+    assert_within_error_budget(found, q, k, v, scale=1.0)
+    assert (found - wanted).abs().max() < 0.2
+
+
+def layer(heads: int, **parameters: object) -> LocalAttention:
+    config = SVG2Config(
+        svg2_num_q_centroids=20,
+        svg2_num_k_centroids=60,
+        svg2_first_layers_fp=0,
+        svg2_first_times_fp=0,
+        **parameters,
+    )
+    backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    return LocalAttention(
+        heads,
+        128,
+        compute_dtype=torch.bfloat16,
+        site=LayerSite(name="blocks.0.attn1", layer=0, num_layers=1),
+        scope=SelectionScope(default=asked, strict=True),
+    )
+
+
+@pytest.mark.parametrize("text", [None, "first", "last"])
+def test_kernels_agree_on_whole_layers_without_waiting(text: str | None) -> None:
+    length = 77 if text else 0
+    span = TextSpan(start=0 if text == "first" else TOKENS, length=77) if text else None
+    qkv = make_video_qkv(GRID, 4, 128, batch=2, dtype=torch.bfloat16, device="cuda")
+    qkv = QKV(*(torch.cat((x, x[:, :length]), 1) for x in qkv))
+    outs, densities = {}, set()
+    for kernel in ("auto", "triton"):
+        attention = layer(4, kernel=kernel)
+        for step in range(3):
+            with set_forward_context(step, latent_grid=GRID, text_span=span, num_steps=9):
+                if step == 2:
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    outs[kernel] = attention(*qkv)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+        densities.add(attention.report().entries[0].density)
+    difference = (outs["auto"].double() - outs["triton"].double()).norm()
+    assert difference <= 4e-3 * outs["triton"].double().norm()
+    (density,) = densities
+    assert density is not None
+    assert 0.0 < density < 1.0
+
+
+def test_all_the_mass_is_dense_attention() -> None:
+    qkv = make_video_qkv(GRID, 4, 128, dtype=torch.bfloat16, device="cuda")
+    with set_forward_context(0, latent_grid=GRID):
+        out = layer(4, svg2_top_p_kmeans=1.0)(*qkv)
+    assert_within_error_budget(out, *qkv, scale=128**-0.5)
+
+
+def test_weights_and_the_map_have_a_place_for_every_cluster() -> None:
+    qkv, _, _ = clustered(torch.bfloat16, 128, 4)
+    found = [kmeans(x, initial_centroids(x, 50), iterations=1) for x in qkv[:2]]
+    weights = cluster_weights(
+        found[0].centroids, found[1].centroids, found[1].counts, scale=128**-0.5
+    )
+    assert torch.allclose(weights.sum(3), torch.ones_like(weights[..., 0]))
+    kept = kept_clusters(weights, top_p=0.7, min_count=5)
+    assert bool(((weights * kept).sum(3) >= 0.7 - 1e-5).all())
+    assert int(kept.sum(3).min()) >= 5
