@@ -197,7 +197,7 @@ def _run_gluon(call: Call) -> Result:
     tile = hopper_tile(
         q_size=call.plan.q.size, kv_size=blocks.size, regular=blocks.is_regular, e4m3=call.e4m3
     )
-    kv_slots = slots_of(call.plan.kv, tile.keys)
+    kv_slots = slots_of(call.plan.kv, tile.unit)
     in_place = kv_slots.in_place and call.v.dtype == torch.bfloat16 and loadable(call.v)
     packed = quantise(
         call.q,

@@ -14,6 +14,7 @@ class HopperTile:
         consumers: consumer warpgroups of 64 query rows.
         keys: keys of a step.
         stages: pairs of tiles in the ring of K and V.
+        pairs: whether a step has two halves of keys, each anywhere; bfloat16 only.
         e4m3: whether values, and weights, are e4m3 numbers, else bfloat16.
         fast: whether the first step's maximum stays the reference; bfloat16 only.
         registers: registers of a consumer thread.
@@ -23,10 +24,16 @@ class HopperTile:
     consumers: int
     keys: int
     stages: int
+    pairs: bool = False
     e4m3: bool = True
     fast: bool = False
     registers: int = 240
     producer_registers: int = 24
+
+    @property
+    def unit(self) -> int:
+        """Keys of a step that lie together."""
+        return self.keys // 2 if self.pairs else self.keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,9 @@ def portable_tile(*, q_size: int) -> PortableTile:
 _HOPPER = MappingProxyType(
     {
         "": HopperTile(consumers=2, keys=128, stages=3, e4m3=False, fast=True),
-        "short keys": HopperTile(consumers=2, keys=64, stages=6, e4m3=False, fast=True),
+        "short keys": HopperTile(
+            consumers=2, keys=128, stages=3, pairs=True, e4m3=False, fast=True
+        ),
         "narrow": HopperTile(consumers=1, keys=128, stages=3, e4m3=False, fast=True),
         "narrow short keys": HopperTile(consumers=1, keys=64, stages=6, e4m3=False, fast=True),
         "e4m3": HopperTile(consumers=2, keys=128, stages=4),

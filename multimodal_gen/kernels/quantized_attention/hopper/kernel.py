@@ -14,15 +14,25 @@ scores of the next one are computed. Three things differ from 16 bits:
   softmax multiplies the old sum with anyway.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from multimodal_gen.kernels.quantized_attention.hopper.work.kernel import (
+    Outs,
+    Plan,
+    Rings,
+    Scales,
+    find_work,
+    produce,
+    step_keys,
+    step_starts,
+)
 
 MAGIC = gl.constexpr(0x4B400000)
 MAGIC_VALUE = gl.constexpr(12582912.0)
@@ -44,75 +54,6 @@ PACK = gl.constexpr(
 )
 
 
-class Rings(NamedTuple):
-    """Shared memory: tiles, and barriers that say when they are full and empty."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    q_full: Any
-    full: Any
-    empty: Any
-
-
-class Plan(NamedTuple):
-    """The plan as the kernel reads it; `order` and the counts are over rows of the plan."""
-
-    steps: Any
-    count: Any
-    tail_count: Any
-    tail_length: Any
-    order: Any
-    q_start: Any
-    q_length: Any
-    rows: Any
-    rep_h: Any
-    num_q: Any
-    plan_h: Any
-    group: Any
-    kv_last: Any
-    kv_tail: Any
-    room: Any
-    tail_room: Any
-    steps_b: Any
-    steps_h: Any
-    steps_q: Any
-    count_b: Any
-    count_h: Any
-    count_q: Any
-    q_start_b: Any
-    q_start_h: Any
-    q_length_b: Any
-    q_length_h: Any
-    q_size: Any
-    q_slots: Any
-    q_total: Any
-
-
-class Scales(NamedTuple):
-    """Scales of queries (per row, in the units of base-2 exponents), keys and values (per step)."""
-
-    q: Any
-    k: Any
-    v: Any
-    shift: Any
-    q_rows: Any
-    kv_steps: Any
-
-
-class Outs(NamedTuple):
-    """Where results go."""
-
-    out: Any
-    lse: Any
-    out_b: Any
-    out_s: Any
-    out_h: Any
-    lse_b: Any
-    lse_h: Any
-
-
 class State(NamedTuple):
     """What a consumer carries from step to step.
 
@@ -127,202 +68,6 @@ class State(NamedTuple):
     words: Any
     sums: Any
     m: Any
-
-
-class Work(NamedTuple):
-    """One tile: what its producer and its consumers agree on.
-
-    `slot` is its first row in the quantised queries, `row` in the tensor that results go to; `real`
-    and `owned` say how many rows from there on are attended and written. `tail` is the first key of
-    the partial step of a regular plan or the last place of the list, `tail_keys` its length or
-    where that stands.
-    """
-
-    row_list: Any
-    num_full: Any
-    num_tail: Any
-    tail: Any
-    tail_keys: Any
-    b: Any
-    h: Any
-    kv_h: Any
-    slot: Any
-    real: Any
-    owned: Any
-    out: Any
-    out_s: Any
-    lse: Any
-    q_scale: Any
-    shift: Any
-    k_scale: Any
-    v_scale: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Compile-time shape of the kernel.
-
-    Attributes:
-        keys: keys of a step, BN.
-        head_size: D, padded to 64 or 128.
-        channels: D of the results.
-        sub: steps per key block; 0 when the list already holds steps.
-        q_tiles: tiles per query block.
-        consumers: consumer warpgroups of 64 rows.
-        stages: tiles in a ring.
-        ragged: whether any step may be partial.
-        ordered: whether `order` is given.
-        q_starts: whether query blocks have starts of their own.
-        q_lengths: whether query blocks have lengths of their own.
-        lse: whether lse is wanted.
-        e4m3: whether values, and weights, are e4m3 numbers, else bfloat16.
-        fast: whether the first step's maximum stays the reference; bfloat16 only.
-        redo: whether only flagged tiles are computed.
-        registers: registers of a consumer thread.
-        producer_registers: registers of a producer thread.
-    """
-
-    keys: int
-    head_size: int
-    channels: int
-    sub: int
-    q_tiles: int
-    consumers: int
-    stages: int
-    ragged: bool
-    ordered: bool
-    q_starts: bool
-    q_lengths: bool
-    lse: bool
-    e4m3: bool
-    fast: bool
-    redo: bool
-    registers: int
-    producer_registers: int
-
-
-@gluon.jit
-def _work(plan, scales, outs, C: gl.constexpr):
-    """Return the work of this program."""
-    position = gl.program_id(0) // C.q_tiles
-    inside = gl.program_id(0) % C.q_tiles * (C.consumers * 64)
-    outer = position // plan.rows
-    place = position % plan.rows
-    if C.ordered:
-        place = gl.load(plan.order + place)
-    h = place // plan.num_q % plan.plan_h + outer % plan.rep_h
-    b = place // plan.num_q // plan.plan_h + outer // plan.rep_h
-    i = place % plan.num_q
-    begin = i * plan.q_size
-    if C.q_starts:
-        begin = gl.load(plan.q_start + b * plan.q_start_b + h * plan.q_start_h + i)
-    length = gl.minimum(plan.q_total - begin, plan.q_size)
-    if C.q_lengths:
-        length = gl.load(plan.q_length + b * plan.q_length_b + h * plan.q_length_h + i)
-    owned = length
-    if C.q_lengths and not C.q_starts:
-        owned = plan.q_size  # the padding of a block is its own, and is set to zero
-    real = length - inside
-
-    b_64 = b.to(gl.int64)
-    h_64 = h.to(gl.int64)
-    i_64 = i.to(gl.int64)
-    row_list = plan.steps + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q
-    at = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
-    count = gl.load(plan.count + at)
-    num_tail = count * 0
-    if C.sub > 0:
-        num_full = count * C.sub
-        tail = (plan.kv_last * C.sub + plan.kv_tail // C.keys) * C.keys
-        if C.ragged:
-            last = gl.load(row_list + count - 1, mask=count > 0, other=-1)
-            whole = (count - 1) * C.sub + plan.kv_tail // C.keys
-            num_full = gl.where(last == plan.kv_last, whole, num_full)
-            num_tail = gl.where((last == plan.kv_last) & (plan.kv_tail % C.keys > 0), 1, 0)
-        tail_keys = plan.kv_tail % C.keys
-    else:
-        num_full = count
-        tail = plan.room - 1
-        if C.ragged:
-            num_tail = gl.load(plan.tail_count + at)
-        tail_keys = plan.tail_length + at * plan.tail_room
-    row = begin + inside
-    kv_h = h // plan.group
-    heads = plan.plan_h * plan.rep_h
-    head = b_64 * heads + h
-    kv_head = b_64 * (heads // plan.group) + kv_h
-    slot = i * plan.q_slots + inside
-    return Work(
-        row_list, gl.where(real > 0, num_full, 0), gl.where(real > 0, num_tail, 0), tail,
-        tail_keys, b, h, kv_h, slot, real, owned - inside,
-        outs.out + b_64 * outs.out_b + h_64 * outs.out_h + row.to(gl.int64) * outs.out_s,
-        outs.out_s, outs.lse + b_64 * outs.lse_b + h_64 * outs.lse_h + row,
-        scales.q + head * scales.q_rows + slot, scales.shift + head * scales.q_rows + slot,
-        scales.k + kv_head * scales.kv_steps, scales.v + kv_head * scales.kv_steps,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _step_start(work, step, C: gl.constexpr):
-    """Return the first key of a step: a partial step if any, the whole ones, other partial ones."""
-    whole = step
-    if C.ragged:
-        whole = step - gl.minimum(work.num_tail, 1)
-    is_whole = (whole >= 0) & (whole < work.num_full)
-    if C.sub > 0:
-        block = gl.load(work.row_list + whole // C.sub, mask=is_whole, other=0)
-        start = (block * C.sub + whole % C.sub) * C.keys
-        if C.ragged:
-            start = gl.where(is_whole, start, work.tail)
-    else:
-        tail = gl.maximum(step - work.num_full, 0)
-        start = gl.load(work.row_list + gl.where(is_whole, whole, work.tail - tail))
-    return start
-
-
-@gluon.jit
-def _load_v(dv, work, start, slot, rings, C: gl.constexpr):
-    """Load V from key `start` on: e4m3 tensors are [D, keys], others [keys, D]."""
-    at = [work.b, work.kv_h, 0, start] if C.e4m3 else [work.b, work.kv_h, start, 0]
-    tma.async_copy_global_to_shared(dv, at, rings.full.index(slot), rings.v.index(slot))
-
-
-@gluon.jit
-def _producer(dq, dk, dv, work, rings, C: gl.constexpr):
-    """One warp: loads Q once, and in turn K of every step with V of the step before."""
-    BYTES: gl.constexpr = C.keys * C.head_size
-    V_BYTES: gl.constexpr = BYTES if C.e4m3 else 2 * BYTES
-    CONSUMERS: gl.constexpr = C.consumers
-    steps = work.num_full + work.num_tail
-    if steps > 0:
-        start = _step_start(work, 0, C)
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.expect(rings.q_full.index(c), 64 * C.head_size)
-            tma.async_copy_global_to_shared(
-                dq, [work.b, work.h, work.slot + c * 64, 0], rings.q_full.index(c),
-                rings.q.index(c),
-            )  # fmt: skip
-        mbarrier.expect(rings.full.index(0), BYTES)
-        tma.async_copy_global_to_shared(
-            dk, [work.b, work.kv_h, start, 0], rings.full.index(0), rings.k.index(0)
-        )
-        before = start
-        start = _step_start(work, gl.minimum(1, steps - 1), C)
-        for step in range(1, steps):
-            following = _step_start(work, gl.minimum(step + 1, steps - 1), C)
-            slot = step % C.stages
-            mbarrier.wait(rings.empty.index(slot), ((step // C.stages) & 1) ^ 1)
-            mbarrier.expect(rings.full.index(slot), BYTES + V_BYTES)
-            tma.async_copy_global_to_shared(
-                dk, [work.b, work.kv_h, start, 0], rings.full.index(slot), rings.k.index(slot)
-            )
-            _load_v(dv, work, before, slot, rings, C)
-            before = start
-            start = following
-        slot = steps % C.stages
-        mbarrier.wait(rings.empty.index(slot), ((steps // C.stages) & 1) ^ 1)
-        mbarrier.expect(rings.full.index(slot), V_BYTES)
-        _load_v(dv, work, before, slot, rings, C)
 
 
 @gluon.jit
@@ -406,31 +151,46 @@ def _partial_sums(p, C: gl.constexpr):
 
 @gluon.jit
 def _weights(
-    s, q_scale, k_scale, m, keys, MASKED: gl.constexpr, FIXED: gl.constexpr, C: gl.constexpr
+    s, q_scale, k_scales, m, keys, MASKED: gl.constexpr, FIXED: gl.constexpr, C: gl.constexpr
 ):
     """Return weights, times 2^LIFT where they are e4m3, and the new reference."""
     BN: gl.constexpr = C.keys
-    factor = q_scale * k_scale
+    s_layout: gl.constexpr = s.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     x = s.to(gl.float32, bitcast=True)
     if MASKED:
-        columns = gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
+        columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
         x = gl.where(gl.expand_dims(columns < keys, 0), x, float("-inf"))
-    bias = factor * (-MAGIC_VALUE)
     m_new = m
-    if not FIXED:
-        # Positive floats are ordered as their bits.
-        top = gl.max(x, 1) if MASKED else gl.max(s, 1).to(gl.float32, bitcast=True)
-        m_new = gl.maximum(m, gl.fma(top, factor, bias))
-    bias -= m_new
-    if C.e4m3:
-        bias += LIFT
-    p = gl.exp2(gl.fma(x, gl.expand_dims(factor, 1), gl.expand_dims(bias, 1)))
+    if C.unit < C.keys:
+        x = gl.reshape(x, [64, 2, BN // 2])
+        halves: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+        factor = gl.convert_layout(gl.join(q_scale * k_scales[0], q_scale * k_scales[1]), halves)
+        bias = factor * (-MAGIC_VALUE)
+        if not FIXED:
+            top = gl.max(gl.fma(gl.max(x, 2), factor, bias), 1)
+            m_new = gl.maximum(m, gl.convert_layout(top, rows))
+        inner: gl.constexpr = gl.SliceLayout(1, halves)
+        bias -= gl.expand_dims(gl.convert_layout(m_new, inner), 1)
+        p = gl.exp2(gl.fma(x, gl.expand_dims(factor, 2), gl.expand_dims(bias, 2)))
+        p = gl.convert_layout(gl.reshape(p, [64, BN]), s_layout, assert_trivial=True)
+    else:
+        factor = q_scale * k_scales[0]
+        bias = factor * (-MAGIC_VALUE)
+        if not FIXED:
+            # Positive floats are ordered as their bits.
+            top = gl.max(x, 1) if MASKED else gl.max(s, 1).to(gl.float32, bitcast=True)
+            m_new = gl.maximum(m, gl.fma(top, factor, bias))
+        bias -= m_new
+        if C.e4m3:
+            bias += LIFT
+        p = gl.exp2(gl.fma(x, gl.expand_dims(factor, 1), gl.expand_dims(bias, 1)))
     return p, m_new
 
 
 @gluon.jit
 def _advance_e4m3(
-    q, rings, state, q_scale, k_scale, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+    q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
 ):
     """Scores of `step` while P V of the step before is in flight; then its softmax."""
     BN: gl.constexpr = C.keys
@@ -444,7 +204,7 @@ def _advance_e4m3(
     zero = gl.zeros([64, D], gl.float32, o_layout)
     o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
-    p, m = _weights(s, q_scale, k_scale, state.m, keys, MASKED, False, C)
+    p, m = _weights(s, q_scale, k_scales, state.m, keys, MASKED, False, C)
     alpha = gl.exp2(state.m - m)
     sums = state.sums * alpha + gl.sum(p, 1)
     # The sums' shuffles keep the softmax ahead of this wait, which keeps it ahead of that for P V:
@@ -461,7 +221,7 @@ def _advance_e4m3(
 
 @gluon.jit
 def _advance_bfloat16(
-    q, rings, state, q_scale, k_scale, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+    q, rings, state, q_scale, k_scales, keys, step, MASKED: gl.constexpr, C: gl.constexpr
 ):
     """The same with bfloat16 weights and values, whose product sums into `acc` itself."""
     BN: gl.constexpr = C.keys
@@ -472,7 +232,7 @@ def _advance_bfloat16(
     v_tile = rings.v.index(slot).reshape([BN, D])
     o_token = hopper.warpgroup_mma(state.words, v_tile, state.acc, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
-    p, m = _weights(s, q_scale, k_scale, state.m, keys, MASKED, C.fast, C)
+    p, m = _weights(s, q_scale, k_scales, state.m, keys, MASKED, C.fast, C)
     sums = state.sums
     if C.fast:
         sums += _partial_sums(p, C)
@@ -492,13 +252,13 @@ def _advance_bfloat16(
 
 @gluon.jit
 def _advance(
-    q, rings, state, q_scale, k_scale, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+    q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
 ):
     """One step."""
     if C.e4m3:
-        state = _advance_e4m3(q, rings, state, q_scale, k_scale, v_ratio, keys, step, MASKED, C)
+        state = _advance_e4m3(q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED, C)
     else:
-        state = _advance_bfloat16(q, rings, state, q_scale, k_scale, keys, step, MASKED, C)
+        state = _advance_bfloat16(q, rings, state, q_scale, k_scales, keys, step, MASKED, C)
     return state
 
 
@@ -545,21 +305,15 @@ def _store(values, lse, work, first_row, C: gl.constexpr):
 
 
 @gluon.jit
-def _tail_keys(work, tail, C: gl.constexpr):
-    """Return how many keys of a partial step are real."""
-    keys = work.tail_keys
-    if C.sub == 0:
-        keys = gl.load(keys + tail)
-    return keys
-
-
-@gluon.jit
-def _next_scales(work, step, steps, at, k_next, v_next, C: gl.constexpr):
-    """Return the scales of the step after `step`, and where those of the one after that stand."""
-    k_next = gl.load(work.k_scale + at)
+def _scales(work, starts, v_scale, C: gl.constexpr):
+    """Return the scales of K of a step's units, and that of V."""
+    first = gl.load(work.k_scale + starts[0] // C.unit)
+    second = first
+    if C.unit < C.keys:
+        second = gl.load(work.k_scale + starts[1] // C.unit)
     if C.e4m3:
-        v_next = gl.load(work.v_scale + at)
-    return k_next, v_next, _step_start(work, gl.minimum(step + 2, steps - 1), C) // C.keys
+        v_scale = gl.load(work.v_scale + starts[0] // C.unit)
+    return (first, second), v_scale
 
 
 @gluon.jit
@@ -577,19 +331,16 @@ def _consumer(work, rings, flag, W: gl.constexpr, dtype: gl.constexpr, C: gl.con
     rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    steps = work.num_full + work.num_tail
+    steps = work.steps
     if steps == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
         _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
         # Scales are read one step ahead, and where they stand two steps ahead.
-        at = _step_start(work, 0, C) // BN
-        k_scale = gl.load(work.k_scale + at)
-        v_scale = gl.to_tensor(1.0)
-        if C.e4m3:
-            v_scale = gl.load(work.v_scale + at)
-        at = _step_start(work, gl.minimum(1, steps - 1), C) // BN
-        k_next, v_next, at = _next_scales(work, 0, steps, at, k_scale, v_scale, C)
+        one = gl.to_tensor(1.0)
+        k_scales, v_scale = _scales(work, step_starts(work, 0, C), one, C)
+        k_next, v_next = _scales(work, step_starts(work, gl.minimum(1, steps - 1), C), one, C)
+        starts = step_starts(work, gl.minimum(2, steps - 1), C)
         row = ROW + gl.arange(0, 64, rows_s)
         q_scale = gl.load(work.q_scale + row, mask=row < work.real, other=0.0)
         q = rings.q.index(W).reshape([64, D])
@@ -598,33 +349,34 @@ def _consumer(work, rings, flag, W: gl.constexpr, dtype: gl.constexpr, C: gl.con
         s_token = _scores(q, rings.k.index(0).reshape([BN, D]).permute((1, 0)), C)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
         keys = gl.to_tensor(BN)
-        if C.ragged and work.num_tail > 0:
-            keys = _tail_keys(work, 0, C)
+        CUT: gl.constexpr = C.ragged or C.unit < BN
+        if CUT and work.lead > 0:
+            keys = step_keys(work, 0, C)
         m = gl.full([64], float("-inf"), gl.float32, rows_s)
-        p, m = _weights(s, q_scale, k_scale, m, keys, C.ragged, False, C)
+        p, m = _weights(s, q_scale, k_scales, m, keys, CUT, False, C)
         none = gl.zeros([64, D], gl.float32, o_layout)
         no_row = gl.zeros([64], gl.float32, rows_o)
         sums = _partial_sums(p, C) if C.fast else gl.sum(p, 1)
         state = State(none, none, no_row, no_row, _pack(p, C), sums, m)
         mbarrier.arrive(rings.empty.index(0))
         _wait_full(rings, 1, C)
-        last = work.num_full
-        if C.ragged:
-            last += gl.minimum(work.num_tail, 1)
+        last = work.lead + work.whole
         for step in range(1, last):
-            k_scale = k_next
+            k_scales = k_next
             v_ratio = v_scale / v_next
             v_scale = v_next
-            k_next, v_next, at = _next_scales(work, step, steps, at, k_next, v_next, C)
-            state = _advance(q, rings, state, q_scale, k_scale, v_ratio, BN, step, False, C)
-        if C.sub == 0:  # a regular plan has one partial step at most
+            k_next, v_next = _scales(work, starts, one, C)
+            starts = step_starts(work, gl.minimum(step + 2, steps - 1), C)
+            state = _advance(q, rings, state, q_scale, k_scales, v_ratio, BN, step, False, C)
+        if C.sub == 0:  # a regular plan has one partial unit at most
             for step in range(last, steps):
-                keys = _tail_keys(work, step - work.num_full, C)
-                k_scale = k_next
+                k_scales = k_next
                 v_ratio = v_scale / v_next
                 v_scale = v_next
-                k_next, v_next, at = _next_scales(work, step, steps, at, k_next, v_next, C)
-                state = _advance(q, rings, state, q_scale, k_scale, v_ratio, keys, step, True, C)
+                k_next, v_next = _scales(work, starts, one, C)
+                starts = step_starts(work, gl.minimum(step + 2, steps - 1), C)
+                keys = step_keys(work, step, C)
+                state = _advance(q, rings, state, q_scale, k_scales, v_ratio, keys, step, True, C)
         m = state.m
         acc = _last_product(rings, state, steps % C.stages, C)
         if C.fast:
@@ -668,13 +420,13 @@ def _run(dq, dk, dv, plan, scales, outs, flag, dtype: gl.constexpr, C: gl.conste
         mbarrier.init(rings.full.index(slot), count=1)
         mbarrier.init(rings.empty.index(slot), count=CONSUMERS)
     hopper.fence_async_shared()
-    work = _work(plan, scales, outs, C)
+    work = find_work(plan, scales, outs, C)
     # warp_specialize takes literal lists of partitions only.
     if C.consumers == 1:
         gl.warp_specialize(
             [
                 (_consumer, (work, rings, flag, 0, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, C)),
+                (produce, (dq, dk, dv, work, rings, C)),
             ],
             [1],
             [C.producer_registers],
@@ -684,7 +436,7 @@ def _run(dq, dk, dv, plan, scales, outs, flag, dtype: gl.constexpr, C: gl.conste
             [
                 (_consumer, (work, rings, flag, 0, dtype, C)),
                 (_consumer, (work, rings, flag, 1, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, C)),
+                (produce, (dq, dk, dv, work, rings, C)),
             ],
             [4, 1],
             [C.registers, C.producer_registers],
@@ -695,7 +447,7 @@ def _run(dq, dk, dv, plan, scales, outs, flag, dtype: gl.constexpr, C: gl.conste
                 (_consumer, (work, rings, flag, 0, dtype, C)),
                 (_consumer, (work, rings, flag, 1, dtype, C)),
                 (_consumer, (work, rings, flag, 2, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, C)),
+                (produce, (dq, dk, dv, work, rings, C)),
             ],
             [4, 4, 1],
             [C.registers, C.registers, C.producer_registers],

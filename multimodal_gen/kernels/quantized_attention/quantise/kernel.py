@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
 from multimodal_gen.kernels.quantized_attention.slots import Slots
 
@@ -220,6 +221,9 @@ def interpreted() -> bool:
     return not isinstance(_quantise_kernel, triton.runtime.JITFunction)
 
 
+_launch_mean, _launch_quantise = Launcher(_mean_kernel), Launcher(_quantise_kernel)
+
+
 def key_mean(k: torch.Tensor, slots: Slots) -> torch.Tensor:
     """Return the mean of the keys that lie in blocks: fp32 [B, Hkv, D].
 
@@ -233,11 +237,12 @@ def key_mean(k: torch.Tensor, slots: Slots) -> torch.Tensor:
     sums = torch.empty((batch, heads, chunks, head_size), dtype=torch.float32, device=k.device)
     bounds, strides = _bounds(slots.blocks, batch, heads, sums)
     blocks = slots.blocks
-    _mean_kernel[(chunks, batch * heads)](
+    _launch_mean(
+        (chunks, batch * heads),
         k, sums, *bounds, *k.stride(), *strides,
         heads, tiles, blocks.size, slots.size, blocks.total, blocks.num,
         ROWS=MEAN_ROWS, D=head_size, DP=64 if head_size <= 64 else 128,
-        STARTS=blocks.starts is not None, LENGTHS=blocks.lengths is not None,
+        STARTS=blocks.starts is not None, LENGTHS=blocks.lengths is not None, num_warps=4,
     )  # fmt: skip
     if blocks.lengths is None:
         return sums.sum(2) / blocks.total
@@ -297,7 +302,8 @@ def quantise(
     bounds, strides = _bounds(q_slots.blocks, batch, heads, k8)
     kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, k8)
     programs = batch * (kv_heads * kv_tiles + heads * q_tiles)
-    _quantise_kernel[(programs,)](
+    _launch_quantise(
+        (programs,),
         q, k, v, mean, q8, q_scale, shifts, k8, k_scale, v8, v_scale, *bounds, *kv_bounds,
         *q.stride(), *k.stride(), *v.stride(), *strides, *kv_strides,
         batch, heads, kv_heads, q_tiles, kv_tiles,

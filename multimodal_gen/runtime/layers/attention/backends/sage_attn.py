@@ -1,7 +1,8 @@
-"""SageAttention 1 and 2: attention with 8-bit queries and keys."""
+"""SageAttention: 8-bit queries and keys, by this package's own kernels or by others'."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -9,6 +10,12 @@ from multimodal_gen.runtime.layers.attention.backends._common import (
     AlignedImpl,
     refuse_grad,
     unit_stride,
+)
+from multimodal_gen.runtime.layers.attention.backends._spas_sage import (
+    SPAS_SAGE,
+    SpasCall,
+    attend_spas_sage,
+    mask_blocks,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -18,11 +25,32 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HeadSizes,
     Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
+    SPAS_SAGE_ATTN,
+    upstream_variant,
+)
+from multimodal_gen.runtime.layers.attention.backends.quantized import (
+    ENGINE_KERNELS,
+    QuantizedAttentionImpl,
+    quantized_variants,
+)
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
 _BASIC = frozenset({Feature.GQA, Feature.CAUSAL})
+_ENGINE = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.LSE, Feature.RING})
+# Value of `kernel` -> variants that it leaves.
+_VARIANTS = MappingProxyType(
+    {
+        "sageattention": ("sage2", "sage1", "musa"),
+        "spas_sage_attn": ("spas_sage_attn",),
+        "triton": ("gluon", "triton"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +58,74 @@ class SageAttnConfig(BackendConfig):
     """Parameters of `sage_attn`.
 
     Attributes:
-        kernel: which implementation runs; "auto" takes the best one present.
+        kernel: which implementation runs: the package sageattention or spas_sage_attn, or "triton",
+            this package's own kernels; "auto" takes the fastest one present.
     """
 
-    kernel: Literal["auto", "sageattention"] = option(
-        "auto", "implementation: the sageattention package, or auto for the best one present"
+    kernel: Literal["auto", "sageattention", "spas_sage_attn", "triton"] = option(
+        "auto", "implementation: a package, triton for the built-in kernels, auto for the fastest"
     )
 
 
-class SageAttentionImpl(AlignedImpl):
+class SageAttentionImpl(AttentionImpl):
+    """Attention by whatever the variant stands for; see `AttentionImpl` for the arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        kind: type[AttentionImpl] = PackageImpl
+        if self.variant in ENGINE_KERNELS:
+            kind = QuantizedAttentionImpl
+        elif self.variant == SPAS_SAGE:
+            kind = SpasImpl
+        self._impl = kind(*args, **kwargs)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: "ForwardContext | None" = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward`."""
+        return self._impl.forward(query, key, value, context, attn_mask=attn_mask)
+
+    def forward_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionImpl.forward_lse`."""
+        return self._impl.forward_lse(query, key, value)
+
+
+class SpasImpl(AlignedImpl):
+    """Attention through SpargeAttn's kernel, with every block kept."""
+
+    label = "sage_attn"
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        del lse
+        refuse_grad(self.label, query, key, value)
+        on_cuda = query.device.type == "cuda"
+        capability = torch.cuda.get_device_capability(query.device) if on_cuda else None
+        rows, keys = mask_blocks(capability)
+        batch, num_queries, heads, _ = query.shape
+        blocks = -(-num_queries // rows), -(-key.shape[1] // keys)
+        call = SpasCall(
+            label=self.label,
+            queries=num_queries,
+            keys=key.shape[1],
+            heads=heads,
+            kv_heads=key.shape[2],
+            causal=self.causal,
+        )
+        keep = torch.ones((batch, heads, *blocks), dtype=torch.bool, device=query.device)
+        return attend_spas_sage(query, key, value, keep, scale=self.softmax_scale, call=call), None
+
+
+class PackageImpl(AlignedImpl):
     """Attention through `sageattention.sageattn`."""
 
     label = "sage_attn"
@@ -73,11 +160,19 @@ class SageAttentionImpl(AlignedImpl):
         return (result[0], result[1]) if lse else (result, None)
 
 
+_HOPPER, _PORTABLE = (
+    replace(variant, features=variant.features | {Feature.CAUSAL})
+    if variant.name == "triton"
+    else variant
+    for variant in quantized_variants(_ENGINE)
+)
+
+
 class SageAttentionBackend(AttentionBackend):
-    """SageAttention 1 and 2."""
+    """SageAttention, by the fastest implementation present."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN
-    summary: ClassVar[str] = "SageAttention 1 or 2: 8-bit queries and keys"
+    summary: ClassVar[str] = "SageAttention: 8-bit queries and keys"
     config_cls: ClassVar[type[BackendConfig]] = SageAttnConfig
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
@@ -96,6 +191,7 @@ class SageAttentionBackend(AttentionBackend):
             ),
             capability=Capability(exact=((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))),
         ),
+        _HOPPER,
         Variant(
             name="sage1",
             platforms=frozenset({PlatformEnum.CUDA}),
@@ -112,6 +208,15 @@ class SageAttentionBackend(AttentionBackend):
                 ),
             ),
             capability=Capability(minimum=(8, 0)),
+        ),
+        _PORTABLE,
+        replace(
+            upstream_variant(
+                SPAS_SAGE,
+                SPAS_SAGE_ATTN,
+                capability=Capability(exact=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))),
+            ),
+            dtypes=HALF_DTYPES,
         ),
         Variant(
             name="musa",
@@ -133,3 +238,9 @@ class SageAttentionBackend(AttentionBackend):
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return `SageAttentionImpl`."""
         return SageAttentionImpl
+
+    @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants that the `kernel` parameter leaves."""
+        kernel = getattr(config, "kernel", "auto")
+        return tuple(v for v in cls.variants if v.name in _VARIANTS.get(kernel, (v.name,)))

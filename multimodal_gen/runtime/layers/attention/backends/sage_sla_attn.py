@@ -1,9 +1,25 @@
-"""Sparse-Linear Attention with 8-bit arithmetic in its sparse branch."""
+"""Sparse-Linear Attention with 8-bit arithmetic in its sparse branch.
 
-from dataclasses import dataclass
+Block map, linear branch and projection are those of `sla_attn`. Text attends in 16 bits.
+
+Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
+"""
+
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from multimodal_gen.errors import NotInThisBuildError
+import torch
+
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.quantized_attention.api import quantized_attention
+from multimodal_gen.runtime.layers.attention.backends._common import refuse_grad
+from multimodal_gen.runtime.layers.attention.backends._spas_sage import (
+    SPAS_SAGE,
+    SpasCall,
+    attend_spas_sage,
+    mask_blocks,
+)
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
     AttentionBackend,
@@ -13,15 +29,17 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
-    CUDA_ONLY,
     SELF_ONLY,
     SPAS_SAGE_ATTN,
-    TRITON,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.backends.quantized import quantized_variants
+from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAImpl
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+
+_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +66,9 @@ class SageSLAConfig(SparseConfig):
     linear_branch: Literal["all", "unselected"] = option(
         "all", "tokens of the linear branch: all, or those of unselected blocks"
     )
-    kernel: Literal["auto", "triton", "spas_sage_attn"] = option("auto", "kernel that runs")
+    kernel: Literal["auto", "gluon", "triton", "reference", "spas_sage_attn"] = option(
+        "auto", "kernel that runs"
+    )
 
 
 class SageSLABackend(AttentionBackend):
@@ -57,28 +77,92 @@ class SageSLABackend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_SLA_ATTN
     summary: ClassVar[str] = "Sparse-Linear Attention with 8-bit scores and values"
     config_cls: ClassVar[type[SageSLAConfig]] = SageSLAConfig
-    not_in_this_build: ClassVar[str | None] = (
-        "8-bit Sparse-Linear Attention is not in this build yet"
-    )
     variants: ClassVar[tuple[Variant, ...]] = (
+        *quantized_variants(_FEATURES, SELF_ONLY),
         Variant(
-            name="triton",
-            platforms=CUDA_ONLY,
-            dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(listed=(64, 128)),
-            features=frozenset({Feature.GQA}),
-            packages=(TRITON,),
-            capability=Capability(minimum=(8, 0)),
+            name="reference",
+            platforms=frozenset(PlatformEnum),
+            dtypes=HALF_DTYPES | {torch.float32},
+            head_sizes=HeadSizes(minimum=16, maximum=128, multiple_of=8),
+            features=_FEATURES,
             roles=SELF_ONLY,
         ),
-        upstream_variant(
-            "spas_sage_attn",
-            SPAS_SAGE_ATTN,
-            capability=Capability(exact=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))),
+        replace(
+            upstream_variant(
+                SPAS_SAGE,
+                SPAS_SAGE_ATTN,
+                capability=Capability(exact=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))),
+            ),
+            dtypes=HALF_DTYPES,
         ),
     )
 
     @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants that the `kernel` parameter leaves."""
+        kernel = getattr(config, "kernel", "auto")
+        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
+
+    @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise `NotInThisBuildError`."""
-        raise NotInThisBuildError(cls.not_in_this_build)
+        """Return the implementation."""
+        return SageSLAImpl
+
+
+class SageSLAImpl(SLAImpl):
+    """Sparse-Linear Attention of one layer, its sparse branch on 8 bits."""
+
+    backend = AttentionBackendEnum.SAGE_SLA_ATTN
+    config_cls: ClassVar[type[SparseConfig]] = SageSLAConfig
+
+    @property
+    def by_upstream(self) -> bool:
+        """Whether the authors' package computes everything: it has a sparse branch alone."""
+        return False
+
+    def attend_blocks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+    ) -> torch.Tensor:
+        """Return the sparse branch; see `SLAImpl.attend_blocks`."""
+        refuse_grad(str(self.backend), query, key, value)
+        if SPAS_SAGE in (self.options.kernel, self.variant):
+            return self._attend_spas_sage(query, key, value, plan)
+        out = quantized_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.variant or self.options.kernel,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def _attend_spas_sage(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+    ) -> torch.Tensor:
+        on_cuda = query.device.type == "cuda"
+        wanted = mask_blocks(torch.cuda.get_device_capability(query.device) if on_cuda else None)
+        if (plan.q.size, plan.kv.size) != wanted:
+            raise UnsupportedBackendError(
+                f"kernel {SPAS_SAGE} of {self.backend} needs BLKQ={wanted[0]} and BLKK={wanted[1]} "
+                f"on this GPU, got {plan.q.size} and {plan.kv.size}"
+            )
+        call = SpasCall(
+            label=str(self.backend),
+            queries=query.shape[1],
+            keys=key.shape[1],
+            heads=query.shape[2],
+            kv_heads=key.shape[2],
+            masked=not (plan.q.is_regular and plan.kv.is_regular),
+        )
+        keep = _block_mask(plan, query.shape[0], query.shape[2])
+        return attend_spas_sage(query, key, value, keep, scale=self.softmax_scale, call=call)
+
+
+def _block_mask(plan: BlockPlan, batch: int, heads: int) -> torch.Tensor:
+    """Return the blocks that a plan keeps, bool [B, H, Nq, Nk]; every row keeps as many."""
+    shape = (batch, heads, plan.q.num, plan.kv.num)
+    indices = plan.indices.long().expand(batch, heads, -1, -1)
+    keep = torch.zeros(shape, dtype=torch.bool, device=plan.device)
+    return keep.scatter_(-1, indices, True)

@@ -1,14 +1,22 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SageAttentionBackend,
     SageAttentionImpl,
     SageAttnConfig,
 )
 from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.platforms import PlatformEnum
 from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.tolerance import (
+    assert_lse_within_error_budget,
+    assert_within_error_budget,
+)
 
 
 @pytest.fixture
@@ -80,3 +88,117 @@ def test_gradients_are_refused(sage2):
 def test_its_configuration_is_built_from_text():
     config = build_config(SageAttnConfig, {"kernel": "sageattention"}, backend="sage_attn")
     assert config.kernel == "sageattention"
+
+
+@pytest.mark.parametrize("variant", ["gluon", "triton"])
+def test_its_own_kernels_honour_every_call(variant, call, monkeypatch):
+    """On the engine's reference: what the layer asks for is the same for every kernel."""
+    features = next(v.features for v in SageAttentionBackend.variants if v.name == variant)
+    if not call.needs <= features:
+        assert call.needs - features == {Feature.CAUSAL}
+        return
+    impl = SageAttentionImpl(4, 64, 0.2, call.causal, call.num_kv_heads, variant="reference")
+    q, k, v = call.inputs(64, torch.bfloat16)
+    out, lse = impl.forward_lse(q, k, v)
+    expected = {"scale": 0.2, "causal": call.causal, "quantised": True}
+    assert_within_error_budget(out, q, k, v, **expected)
+    assert_lse_within_error_budget(lse, q, k, **expected)
+    assert torch.equal(out, impl.forward(q, k, v))
+
+
+def test_only_the_portable_kernel_is_causal():
+    causal = {v.name: Feature.CAUSAL in v.features for v in SageAttentionBackend.variants}
+    assert causal["triton"]
+    assert not causal["gluon"]
+
+
+@pytest.mark.parametrize("masked", [0, 7, 200])
+def test_masked_keys_have_no_influence_and_may_hold_anything(masked):
+    q, k, v = make_qkv(2, 40, 4, 64, num_keys=300, num_kv_heads=2, dtype=torch.bfloat16)
+    keep = torch.ones(2, 300, dtype=torch.bool)
+    keep[0, 300 - masked :] = False
+    keep[1, 5 : 5 + masked // 2] = False
+    mask = keep[:, None, None, :]
+    dirty = (x.masked_fill(~keep[..., None, None], torch.nan) for x in (k, v))
+    impl = SageAttentionImpl(4, 64, 0.2, False, 2, variant="reference")
+    out = impl.forward(q, *dirty, attn_mask=mask)
+    assert_within_error_budget(out, q, k, v, scale=0.2, mask=mask, quantised=True)
+
+
+def test_a_mask_on_a_causal_layer_is_refused_rather_than_dropped():
+    q, k, v = make_qkv(1, 40, 2, 64, dtype=torch.bfloat16)
+    impl = SageAttentionImpl(2, 64, 0.2, True, variant="reference")
+    with pytest.raises(UsageError, match="attn_mask must be None on causal sage_attn"):
+        impl.forward(q, k, v, attn_mask=torch.ones(1, 1, 1, 40, dtype=torch.bool))
+
+
+def test_no_keys_at_all_give_zeros():
+    q, k, v = make_qkv(1, 5, 2, 64, num_keys=0, dtype=torch.bfloat16)
+    out, lse = SageAttentionImpl(2, 64, 0.2, variant="reference").forward_lse(q, k, v)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+TRITON = ("triton", "triton", "3.6.0")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "packages", "capability", "expected"),
+    [
+        ("auto", (TRITON,), (9, 0), "gluon"),
+        ("auto", (TRITON,), (8, 0), "triton"),
+        ("auto", (("triton", "triton", "3.9.0"),), (9, 0), "triton"),
+        ("auto", (TRITON, ("sageattention", "sageattention", "2.2.0")), (9, 0), "sage2"),
+        ("auto", (TRITON, ("sageattention", "sageattention", "1.0.6")), (9, 0), "gluon"),
+        ("auto", (TRITON, ("sageattention", "sageattention", "1.0.6")), (8, 6), "sage1"),
+        ("triton", (TRITON, ("sageattention", "sageattention", "2.2.0")), (9, 0), "gluon"),
+        ("sageattention", (TRITON, ("sageattention", "sageattention", "1.0.6")), (9, 0), "sage1"),
+        ("sageattention", (TRITON,), (9, 0), None),
+        (
+            "spas_sage_attn",
+            (("spas_sage_attn", "spas_sage_attn", "0.1.0"),),
+            (9, 0),
+            "spas_sage_attn",
+        ),
+    ],
+)
+def test_the_kernel_is_the_fastest_that_the_parameter_leaves(
+    kernel, packages, capability, expected, request_on
+):
+    config = build_config(SageAttnConfig, {"kernel": kernel}, backend="sage_attn")
+    request = request_on(PlatformEnum.CUDA, capability=capability, packages=packages)
+    request = replace(request, role=AttentionRole.SELF, dtype=torch.bfloat16)
+    variant = SageAttentionBackend.choose_variant(request, config)
+    assert (variant.name if variant else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"head_size": 160}, "needs head size 16 to 128, multiple of 8, got 160"),
+        ({"capability": (7, 5)}, "needs compute capability >= 8.0, this GPU has 7.5"),
+    ],
+)
+def test_what_its_own_kernels_do_not_support_is_refused_in_one_line(fields, reason, request_on):
+    config = build_config(SageAttnConfig, {"kernel": "triton"}, backend="sage_attn")
+    request = request_on(PlatformEnum.CUDA, packages=(TRITON,), **{"capability": (8, 0), **fields})
+    reasons = SageAttentionBackend.unsupported_reasons(request, config)
+    assert any(reason in found for found in reasons)
+    assert all("\n" not in found for found in reasons)
+
+
+def test_spargeattn_gets_a_mask_of_every_block(fake_package):
+    def block_sparse_sage2_attn_cuda(q, k, v, mask_id, scale, pvthreshd, tensor_layout):
+        assert mask_id.shape == (1, 2, 2, 3)
+        assert mask_id.all()
+        assert tensor_layout == "HND"
+        scores = (q.double() @ k.double().mT) * scale
+        return (scores.softmax(-1) @ v.double()).to(q.dtype)
+
+    fake_package("spas_sage_attn", block_sparse_sage2_attn_cuda=block_sparse_sage2_attn_cuda)
+    q, k, v = make_qkv(1, 150, 2, 64, dtype=torch.bfloat16)
+    impl = SageAttentionImpl(2, 64, 0.2, variant="spas_sage_attn")
+    assert_within_error_budget(impl.forward(q, k, v), q, k, v, scale=0.2, quantised=True)
+    causal = SageAttentionImpl(2, 64, 0.2, True, variant="spas_sage_attn")
+    with pytest.raises(UnsupportedBackendError, match="has no causal variant of a mask"):
+        causal.forward(q, k, v)

@@ -1,0 +1,1 @@
+"""Work and loads of the SM90 kernel."""
