@@ -21,6 +21,9 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.linear_attention.api import (
+    Projection, add_linear, add_unselected, key_means, key_state,
+)
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
@@ -61,6 +64,15 @@ assert torch.equal(back, x)
 (pooled,) = pool_tiles((tiled,), order.starts, order.lengths, size=order.largest)
 select_tiles(pooled, pooled, 2, always=1)
 add_gated(x.clone(), x, pooled, order.starts, order.lengths, size=order.largest, index=order.order)
+weights = Projection(weight=torch.randn(128, 128, device="cuda"))
+for kv in (Blocks.regular(300, 64), Blocks.regular(300, 128)):
+    keep = torch.rand(2, 4, queries.num, kv.num, device="cuda") < 0.5
+    plan = BlockPlan.from_map(keep, queries, kv)
+    q, k, v = draw(plan)
+    key_means(k, kv)
+    _, state = key_state(k, v, kv, feature_map="softmax")
+    add_linear(q.clone(), q, state, weights, rows=slice(3, 197), feature_map="softmax")
+    add_unselected(q.clone(), q, k, v, plan, weights, feature_map="elu")
 torch.cuda.synchronize()
 print("kernels ran:", ran)
 """

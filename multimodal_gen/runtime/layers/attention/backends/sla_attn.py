@@ -69,7 +69,8 @@ class SLAConfig(SparseConfig):
         BLKQ: tokens per query block.
         BLKK: tokens per key block.
         use_bf16: compute in bfloat16, else in float16, where inputs have 16 bits.
-        linear_branch: linear attention over `all` tokens, or over `unselected` blocks only.
+        linear_branch: linear attention over `all` tokens, text included, or over `unselected`
+            blocks only. Queries of text have none: they attend exactly to everything.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
@@ -167,13 +168,18 @@ class SLAImpl(SparseImpl, ProjectedImpl):
                 scored = torch.where(keep[..., None, None], q, 0.0)
         branch = self._linear_branch(k, v, keys)
         plan = block_map(scored, branch.means, keys, blocks, kept)
-        out = self.attend_blocks(q, k, v, plan)
+        out = self.attend_blocks(q, k, v, plan, branch.means)
         for span in blocks.rest:
             out[:, span] = attend_rows(query[:, span], key, value, keep, self.softmax_scale)
         return branch.add(out, q, k, v, plan, blocks.video).to(query.dtype)
 
     def attend_blocks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        means: torch.Tensor,
     ) -> torch.Tensor:
         """Return the sparse branch: softmax attention over the pairs of `plan`.
 
@@ -182,10 +188,12 @@ class SLAImpl(SparseImpl, ProjectedImpl):
             key: [B, Sk, Hkv, D].
             value: as `key`.
             plan: the selected blocks.
+            means: means of the key blocks, fp32 or fp64 [B, Hkv, Nk, D].
 
         Returns:
             [B, Sq, H, D], a new tensor; queries in no block are zero.
         """
+        del means
         out = block_sparse_attention(
             query, key, value, plan, scale=self.softmax_scale, kernel=self.options.kernel
         )
