@@ -121,9 +121,18 @@ class SageSLAImpl(SLAImpl):
         return False
 
     def attend_blocks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        means: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the sparse branch; see `SLAImpl.attend_blocks`."""
+        """Return the sparse branch; see `SLAImpl.attend_blocks`.
+
+        The mean of the block means stands for that of the keys: any will do that is close to what
+        they have in common.
+        """
         refuse_grad(str(self.backend), query, key, value)
         if SPAS_SAGE in (self.options.kernel, self.variant):
             return self._attend_spas_sage(query, key, value, plan)
@@ -134,6 +143,7 @@ class SageSLAImpl(SLAImpl):
             plan,
             scale=self.softmax_scale,
             kernel=self.variant or self.options.kernel,
+            mean=means.mean(2).float(),
         )
         assert isinstance(out, torch.Tensor)
         return out

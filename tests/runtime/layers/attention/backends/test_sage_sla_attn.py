@@ -272,8 +272,9 @@ def test_at_ratio_one_it_is_dense_attention():
 def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
     """With the engine swapped for exact attention over the same plan, the two agree."""
 
-    def exactly(query, key, value, plan, *, scale, kernel):
+    def exactly(query, key, value, plan, *, scale, kernel, mean):
         assert isinstance(plan, BlockPlan)
+        assert mean.shape == (key.shape[0], key.shape[2], key.shape[3])
         return attention_reference(query, key, value, plan, scale=scale)[0]
 
     module = "multimodal_gen.runtime.layers.attention.backends.sage_sla_attn.quantized_attention"
