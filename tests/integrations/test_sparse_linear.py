@@ -7,6 +7,7 @@ from tests.integrations.conftest import generate
 
 FAMILIES = ["wan", "wan22", "hunyuan_video", "flux", "qwen_image"]
 SLA = "sla_attn"
+SAGE = "sage_sla_attn"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,5 +46,41 @@ def test_dense_steps_and_layers_run_on_the_dense_backend(fresh, stock_latents):
     pipe = fresh("wan")
     config = {"topk_ratio": 0.0, "dense_steps": "0-", "dense_layers": "0"}
     with apply(pipe, attention_backend=SLA, attention_backend_config=config):
+        latents = generate(pipe, "wan")
+    assert (latents - stock_latents("wan")).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["wan", "hunyuan_video", "flux"])
+def test_in_8_bits_the_latents_are_near_those_of_16(family, fresh, stock_latents):
+    """The latents' errors are those of the scores, a hundredth of their spread, step by step."""
+    pipe = fresh(family)
+    config = {"topk_ratio": 1.0, "BLKQ": 64}
+    with apply(pipe, attention_backend=SAGE, attention_backend_config=config) as handle:
+        latents = generate(pipe, family)
+        entries = [
+            entry
+            for layer in handle.report().layers
+            for entry in layer.entries
+            if str(entry.selection.backend) == SAGE and entry.calls
+        ]
+    stock = stock_latents(family)
+    difference = (latents - stock).norm() / stock.norm()
+    assert 0 < difference <= 0.05
+    assert entries
+    assert {density for entry in entries for _, density in entry.densities} == {1.0}
+
+
+def test_in_8_bits_fewer_blocks_are_reported_and_dense_steps_stay_dense(fresh, stock_latents):
+    pipe = fresh("wan")
+    config = {"topk_ratio": 0.0, "BLKQ": 64}
+    with apply(pipe, attention_backend=SAGE, attention_backend_config=config) as handle:
+        assert generate(pipe, "wan").isfinite().all()
+        entries = [e for layer in handle.report().layers for e in layer.entries if e.densities]
+    assert entries
+    assert all(0.0 < density < 1.0 for entry in entries for _, density in entry.densities)
+    pipe = fresh("wan")
+    with apply(
+        pipe, attention_backend=SAGE, attention_backend_config={**config, "dense_steps": "0-"}
+    ):
         latents = generate(pipe, "wan")
     assert (latents - stock_latents("wan")).abs().max() <= 1e-3

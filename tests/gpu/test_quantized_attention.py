@@ -1,0 +1,237 @@
+"""8-bit attention on a GPU: every kernel against the definition, and layers against 16 bits."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
+from multimodal_gen.kernels.quantized_attention.reference import quantise_reference
+from multimodal_gen.kernels.quantized_attention.slots import slots_of
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
+from multimodal_gen.runtime.layers.attention.backends.sage_sla_attn import SageSLAConfig
+from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
+from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
+from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.tolerance import QUANTISED_MAX_RELATIVE_L1, QUANTISED_MIN_COSINE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KERNELS = [("gluon", "16-bit"), ("gluon", "e4m3"), ("triton", "16-bit"), ("triton", "e4m3")]
+kernels = pytest.mark.parametrize(("kernel", "values"), KERNELS, ids=[" ".join(k) for k in KERNELS])
+
+
+def skip_without(q: torch.Tensor, plan: BlockPlan, kernel: str, values: str) -> None:
+    try:
+        kernel_for(q, plan, kernel, values)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def inputs(
+    plan: BlockPlan, *, head_size: int = 128, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> QKV:
+    q = make_qkv(2, plan.q.total, 4, head_size, dtype=dtype, device="cuda", seed=seed).query
+    _, k, v = make_qkv(2, plan.kv.total, 2, head_size, dtype=dtype, device="cuda", seed=seed + 1)
+    return QKV(q, k, v)
+
+
+def check(plan: BlockPlan, qkv: QKV, kernel: str, values: str, *, scale: float = 0.1) -> None:
+    """Assert that a kernel gives what the definition does, but for what it rounds besides.
+
+    That is the weights, and the scales: the definition has one for 64 keys, some kernels for 128.
+    A score then differs by a step of the coarser one, 1/127 of the largest product.
+    """
+    skip_without(qkv.query, plan, kernel, values)
+    options = {"scale": scale, "values": values, "return_lse": True}
+    out, lse = quantized_attention(*qkv, plan, kernel=kernel, **options)
+    expected, expected_lse = quantized_attention(*qkv, plan, kernel="reference", **options)
+    absolute = QKV(qkv.query, qkv.key, qkv.value.abs())
+    bound, _ = quantized_attention(*absolute, plan, kernel="reference", **options)
+    bound = bound.double()
+    moved = scale * float(qkv.query.abs().max() * 2 * qkv.key.abs().max()) / 127
+    rounding = 2.0**-4 if values == "e4m3" else 2.0**-8
+    error = (out.double() - expected.double()).abs()
+    tiny = 2.0**-18 * plan.kv.total * float(qkv.value.abs().max())
+    assert (error <= (3 * rounding + 2 * moved + 2.0**-7) * bound + tiny + 1e-5).all()
+    assert error.sum() <= (rounding / 2 + moved / 4 + 2.0**-7) * bound.sum() + 1e-5
+    assert torch.equal(lse.isinf(), expected_lse.isinf())
+    seen = lse.isfinite()
+    torch.testing.assert_close(lse[seen], expected_lse[seen], rtol=1e-5, atol=2 * moved)
+
+
+@kernels
+@pytest.mark.parametrize("q_size", [64, 128])
+@pytest.mark.parametrize("kv_size", [64, 90, 128, 384])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_plan_is_right(
+    kernel: str, values: str, form: str, kv_size: int, q_size: int
+) -> None:
+    for seed, keep in enumerate((0.0, 0.3, 0.6, 1.0)):
+        shape = PlanShape(
+            batch=2, num_q=5, num_kv=7, q_size=q_size, kv_size=kv_size, q_form=form, kv_form=form,
+            keep=keep,
+        )  # fmt: skip
+        plan = random_plan(shape, seed=seed, device="cuda")
+        check(plan, inputs(plan, seed=seed), kernel, values)
+
+
+@kernels
+@pytest.mark.parametrize("head_size", [16, 40, 64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_head_size_is_right(
+    kernel: str, values: str, head_size: int, dtype: torch.dtype
+) -> None:
+    plan = random_plan(PlanShape(num_q=3, num_kv=5, q_size=128, kv_size=128), seed=2, device="cuda")
+    check(plan, inputs(plan, head_size=head_size, dtype=dtype), kernel, values)
+
+
+@kernels
+def test_later_keys_far_above_the_first_are_redone(kernel: str, values: str) -> None:
+    """The fixed reference of the first step overflows there."""
+    blocks = Blocks.regular(1024, 128)
+    plan = BlockPlan.dense(blocks, blocks, "cuda")
+    q, k, v = inputs(plan)
+    k = k.clone()
+    k[:, 700:] *= 40
+    out, lse = quantized_attention(q, k, v, plan, scale=1.0, kernel=kernel, values=values,
+                                   return_lse=True)  # fmt: skip
+    assert out.isfinite().all()
+    _, exact = reference_attention(q.float(), k.float(), v.float(), scale=1.0)
+    largest = float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max())
+    assert (lse - exact).abs().max() <= 2 / 127 * largest
+
+
+@kernels
+def test_equal_calls_give_equal_bits(kernel: str, values: str) -> None:
+    plan = random_plan(PlanShape(num_q=5, num_kv=9, q_size=128, kv_size=64), seed=1, device="cuda")
+    qkv = inputs(plan)
+    skip_without(qkv.query, plan, kernel, values)
+    first, second = (
+        quantized_attention(*qkv, plan, kernel=kernel, values=values) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+def test_the_quantised_tensors_are_those_of_the_definition() -> None:
+    from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
+
+    plan = random_plan(PlanShape(num_q=5, num_kv=9, q_size=128, kv_size=90, kv_form="ragged"),
+                       seed=1, device="cuda")  # fmt: skip
+    qkv = inputs(plan)
+    slots = slots_of(plan.q, 128), slots_of(plan.kv, 64)
+    mean = key_mean(qkv.key, slots[1])
+    options = {"scale": 0.1, "mean": mean, "e4m3": True, "permuted": True}
+    made = quantise(*qkv, *slots, shift=True, **options)
+    wanted = quantise_reference(*qkv, *slots, **options)
+    for name, step in (("q", 1), ("k", 1), ("v", 32)):
+        found, expected = (getattr(x, name).float() for x in (made, wanted))
+        assert ((found - expected).abs() <= step).all()
+        assert (found != expected).float().mean() < 1e-3
+
+
+def wan_like(tokens: int, value: float) -> QKV:
+    """Return inputs of the sizes captured from Wan, with channels of K that stand out."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    def scaled(x: torch.Tensor, rms: float) -> torch.Tensor:
+        return (x * rms / x.square().mean().sqrt()).bfloat16()
+
+    gain = torch.ones(128, device="cuda")
+    gain[[3, 70]] = 4.0
+    offset = torch.zeros(128, device="cuda", dtype=torch.bfloat16)
+    offset[[3, 70, 90]] = torch.tensor([10.0, -8.0, 12.0], dtype=torch.bfloat16, device="cuda")
+    query = scaled(normal(1, tokens, 2, 128), 1.2)
+    key = scaled(normal(1, tokens, 2, 128) * gain, 1.25) + offset
+    return QKV(query, key, scaled(normal(1, tokens, 2, 128) + 0.5 * normal(1, 1, 2, 128), value))
+
+
+def assert_close(out: torch.Tensor, exact: torch.Tensor) -> None:
+    out, exact = out.double(), exact.double()
+    cosine = torch.nn.functional.cosine_similarity(out.flatten(), exact.flatten(), dim=0)
+    assert cosine >= QUANTISED_MIN_COSINE
+    assert (out - exact).abs().sum() <= QUANTISED_MAX_RELATIVE_L1 * exact.abs().sum()
+
+
+@kernels
+@pytest.mark.parametrize("value", [1.0, 3.0])
+def test_inputs_of_wans_sizes_stay_within_the_budget(
+    kernel: str, values: str, value: float
+) -> None:
+    q, k, v = wan_like(4680, value)
+    blocks = Blocks.regular(4680, 128)
+    plan = BlockPlan.dense(blocks, blocks, "cuda")
+    skip_without(q, plan, kernel, values)
+    out = quantized_attention(q, k, v, plan, kernel=kernel, values=values)
+    assert_close(out, reference_attention(q, k, v, scale=128**-0.5)[0])
+
+
+def test_16_bit_values_meet_the_budget_even_on_values_without_a_mean() -> None:
+    q, k, _ = wan_like(4680, 1.0)
+    v = torch.randn(q.shape, device="cuda").bfloat16()
+    blocks = Blocks.regular(4680, 128)
+    plan = BlockPlan.dense(blocks, blocks, "cuda")
+    skip_without(q, plan, "gluon", "16-bit")
+    out = quantized_attention(q, k, v, plan)
+    assert_close(out, reference_attention(q, k, v, scale=128**-0.5)[0])
+
+
+def layer(backend: AttentionBackendEnum, config: object, causal: bool = False) -> LocalAttention:
+    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    return LocalAttention(
+        4,
+        128,
+        2,
+        causal=causal,
+        compute_dtype=torch.bfloat16,
+        site=LayerSite(name="blocks.0.attn1", layer=0),
+        scope=SelectionScope(default=asked, strict=True),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(1000, 1000), (300, 77), (77, 1000)])
+def test_sage_attn_needs_no_package(queries: int, keys: int, causal: bool) -> None:
+    q, k, v = make_qkv(2, queries, 4, 128, num_keys=keys, num_kv_heads=2, dtype=torch.bfloat16,
+                       device="cuda")  # fmt: skip
+    attention = layer(AttentionBackendEnum.SAGE_ATTN, SageAttnConfig(kernel="triton"), causal)
+    exact, _ = reference_attention(q, k, v, scale=128**-0.5, causal=causal)
+    assert_close(attention(q, k, v), exact)
+
+
+@pytest.mark.parametrize("text", [None, TextSpan(start=0, length=77)], ids=["video", "joint"])
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_sage_sla_attn_is_sla_attn_in_8_bits(ratio: float, text: TextSpan | None) -> None:
+    grid = (5, 13, 30)
+    tokens = math.prod(grid) + (text.length if text else 0)
+    qkv = make_qkv(2, tokens, 4, 128, num_kv_heads=2, dtype=torch.bfloat16, device="cuda")
+    layers = (
+        layer(AttentionBackendEnum.SAGE_SLA_ATTN, SageSLAConfig(topk_ratio=ratio)),
+        layer(AttentionBackendEnum.SLA_ATTN, SLAConfig(topk_ratio=ratio)),
+    )
+    with set_forward_context(0, latent_grid=grid, text_span=text):
+        out, exact = (attention(*qkv) for attention in layers)
+    assert_close(out, exact)
+
+
+def test_a_plan_with_empty_rows_gives_zeros() -> None:
+    plan = random_plan(PlanShape(num_q=4, num_kv=6, q_size=128, kv_size=64), seed=3, device="cuda")
+    counts = plan.counts.clone()
+    counts[..., 1:3] = 0
+    plan = dataclasses.replace(plan, counts=counts)
+    out, lse = quantized_attention(*inputs(plan), plan, return_lse=True)
+    assert (out[:, 128:384] == 0).all()
+    assert (lse[..., 128:384] == -torch.inf).all()
