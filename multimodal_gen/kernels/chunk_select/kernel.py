@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.chunk_select.rule import Rule
+from multimodal_gen.kernels.launcher import Launcher
 
 SPAN = 512  # keys of a chunk that one program adds up
 KEYS = 64
@@ -76,22 +77,34 @@ def _scores(
 
 
 @triton.jit
-def _crossing(x, mass, need, least, top):
+def _mass(x, taken, lowest, per_score, COUNTS: tl.constexpr):
+    """Return what taken entries count: 1, or how far their score lies above the lowest."""
+    mass = taken.to(tl.int32)
+    if not COUNTS:
+        mass = tl.where(taken, (x - lowest[:, None]) * per_score[:, None], 0.0)
+    return mass
+
+
+@triton.jit
+def _crossing(x, need, least, top, lowest, per_score, COUNTS: tl.constexpr):
     """Return low and high of every row: from `low` on the masses reach the need, from `high` not.
 
     Between them lies one entry, or several that are equal. Where all masses together do not reach
     the need, `low` stays the least entry.
     """
     low = least
-    high = tl.full(need.shape, float("inf"), tl.float32)
+    high = tl.full(top.shape, float("inf"), tl.float32)
     between = tl.sum((x > float("-inf")).to(tl.int32), 1)
-    above = tl.zeros(need.shape, tl.int32)
+    above = tl.zeros(between.shape, tl.int32)
     middle = low + (top - low) * 0.5
     open = (between > 1) & (top > low)
     while tl.max(open.to(tl.int32), 0) > 0:
         inside = x >= middle[:, None]
         count = tl.sum(inside.to(tl.int32), 1)
-        enough = tl.sum(tl.where(inside, mass, 0.0), 1) >= need
+        reached = count
+        if not COUNTS:
+            reached = tl.sum(_mass(x, inside, lowest, per_score, COUNTS), 1)
+        enough = reached >= need
         rises = open & enough
         falls = open & (enough == 0)
         high = tl.where(falls, middle, high)
@@ -131,39 +144,36 @@ def _select_kernel(
     )
     own = tl.load(own_ptr + row, mask=real, other=0)
     is_own = n[None, :] == own[:, None]
-    usable = (n < num_chunks)[None, :]
     count = tl.load(count_ptr + b * count_b + n, mask=n < num_chunks, other=0)
+    others = (n < num_chunks)[None, :] & (is_own == 0) & real[:, None]
     if MASKED:
-        usable = usable & ((count > 0)[None, :] | is_own)
-    usable = usable & real[:, None]
-    others = usable & (is_own == 0)
+        others = others & (count > 0)[None, :]
     x = tl.where(others, scores, float("-inf"))
     alone = tl.max(others.to(tl.int32), 1) == 0
     least = tl.where(alone, 0.0, tl.min(tl.where(others, scores, float("inf")), 1))
     top = tl.where(alone, 0.0, tl.max(x, 1))
-    if TOPK:
-        mass = others.to(tl.float32)
-        need = tl.full([BM], 0.0, tl.float32) + extra
-    else:
-        lowest = tl.where(real, tl.min(tl.where(usable, scores, float("inf")), 1), 0.0)
-        largest = tl.where(real, tl.max(tl.where(usable, scores, float("-inf")), 1), 0.0)
-        spread = largest - lowest
-        spread = tl.where(spread <= 1e-6, 1.0, spread)
-        mass = tl.where(usable, (scores - lowest[:, None]) / spread[:, None], 0.0)
-        total = tl.sum(mass, 1) + 1e-6
-        share = threshold - tl.sum(tl.where(is_own, mass, 0.0), 1) / total
-        need = tl.maximum(share, 0.0) * total
-        mass = tl.where(others, mass, 0.0)
-    low, high = _crossing(x, mass, need, least, top)
-    chosen = others & (x >= high[:, None])
-    reached = tl.sum(tl.where(chosen, mass, 0.0), 1)
-    any_above = tl.sum(chosen.to(tl.int32), 1) > 0
-    equal = others & (x >= low[:, None]) & (x < high[:, None])
-    counted = tl.where(equal, mass, 0.0)
-    before = reached[:, None] + tl.cumsum(counted, 1) - counted
-    taken = before < need[:, None]
+    lowest = least
+    per_score = least
+    need = tl.full([BM], 0, tl.int32) + extra
     if not TOPK:
-        taken = taken | ((tl.cumsum(equal.to(tl.int32), 1) == 1) & (any_above == 0)[:, None])
+        mine = tl.sum(tl.where(is_own, scores, 0.0), 1)
+        lowest = tl.where(alone, mine, tl.minimum(mine, least))
+        spread = tl.where(alone, mine, tl.maximum(mine, top)) - lowest
+        per_score = 1.0 / tl.where(spread <= 1e-6, 1.0, spread)
+        mine = (mine - lowest) * per_score
+        total = mine + tl.sum(_mass(x, x > float("-inf"), lowest, per_score, TOPK), 1) + 1e-6
+        need = tl.maximum(threshold - mine / total, 0.0) * total
+    low, high = _crossing(x, need, least, top, lowest, per_score, TOPK)
+    chosen = x >= high[:, None]
+    reached = tl.sum(_mass(x, chosen, lowest, per_score, TOPK), 1)
+    equal = (x >= low[:, None]) & (x < high[:, None])
+    # Entries that are equal count the same.
+    each = tl.max(_mass(x, equal, lowest, per_score, TOPK), 1)
+    place = tl.cumsum(equal.to(tl.int32), 1) - 1
+    taken = reached[:, None] + place * each[:, None] < need[:, None]
+    if not TOPK:
+        nothing = tl.max(chosen.to(tl.int32), 1) == 0
+        taken = taken | ((place == 0) & nothing[:, None])
     chosen = chosen | (equal & taken)
     chosen = (chosen | is_own) & real[:, None]
     keys = tl.sum(tl.where(chosen, count[None, :], 0), 1)
@@ -174,6 +184,22 @@ def _select_kernel(
     out_ptr += (b * heads + h) * tokens * words
     at = row.to(tl.int64)[:, None] * words + w[None, :]
     tl.store(out_ptr + at, packed, mask=real[:, None] & (w < words)[None, :])
+
+
+@triton.jit
+def _split_kernel(m_ptr, term_ptr, total, SHIFT: tl.constexpr, N: tl.constexpr):
+    """Cut `total` means into three terms each, [3, total]. Grid [blocks of N]."""
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    real = i < total
+    rest = tl.load(m_ptr + i, mask=real, other=0.0)
+    for term in tl.static_range(3):
+        value = rest.to(term_ptr.dtype.element_ty)
+        tl.store(term_ptr + term * total + i, value, mask=real)
+        rest = (rest - value.to(tl.float32)) * SHIFT
+
+
+_launch_means, _launch_select = Launcher(_means_kernel), Launcher(_select_kernel)
+_launch_split = Launcher(_split_kernel)
 
 
 def interpreted() -> bool:
@@ -197,10 +223,10 @@ def chunk_means(
         (batch, heads, num_chunks, spans, head_size), dtype=torch.float32, device=key.device
     )
     mask = None if keep is None else keep.to(torch.uint8).contiguous()
-    _means_kernel[(batch * num_chunks * spans * heads,)](
-        key, sums, starts, lengths, starts if index is None else index,
-        starts if mask is None else mask, *key.stride(), 0 if mask is None else mask.stride(0),
-        heads, num_chunks, spans,
+    _launch_means(
+        (batch * num_chunks * spans * heads,), key, sums, starts, lengths,
+        starts if index is None else index, starts if mask is None else mask,
+        *key.stride(), 0 if mask is None else mask.stride(0), heads, num_chunks, spans,
         D=head_size, DP=triton.next_power_of_2(max(head_size, 16)), SPAN=SPAN, T=KEYS,
         INDEXED=index is not None, MASKED=keep is not None, num_warps=4,
     )  # fmt: skip
@@ -223,29 +249,24 @@ def select_chunks(
     out = torch.empty((batch, heads, tokens, words), dtype=torch.int32, device=query.device)
     # Terms of float16 are shifted up, or the smaller ones would vanish.
     shift = 2.0**11 if query.dtype == torch.float16 else 1.0
-    terms = split(means, query.dtype, shift)
+    terms = torch.empty((TERMS, *means.shape), dtype=query.dtype, device=means.device)
+    _launch_split(
+        (-(-means.numel() // SPAN),), means.contiguous(), terms, means.numel(),
+        SHIFT=shift, N=SPAN, num_warps=4,
+    )  # fmt: skip
     padded = triton.next_power_of_2(max(num_chunks, 32))
     rows = min(max(SCORES // padded, 16), 128)
     width = triton.next_power_of_2(max(head_size, 16))
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
     counts = counts.expand(batch, -1)
-    _select_kernel[(programs,)](
-        query, terms, own, counts, out, pairs,
+    _launch_select(
+        (programs,), query, terms, own, counts, out, pairs,
         *query.stride(), *terms.stride()[:4], counts.stride(0),
         tokens, heads, heads // kv_heads, num_chunks, words,
         (rule.topk or 1) - 1, rule.threshold,
         D=head_size, DP=width, BD=min(width, max(MEANS // padded, 16)), BM=rows, NP=padded,
         TOPK=rule.topk is not None, MASKED=masked, SHIFT=1.0 / shift,
-        UPCAST=interpreted(), num_warps=max(rows * padded // 1024, 4 if padded < 256 else 8),
+        UPCAST=interpreted(), num_warps=4 if padded <= (32 if rule.topk is None else 128) else 8,
     )  # fmt: skip
     return out, pairs.sum()
-
-
-def split(means: torch.Tensor, dtype: torch.dtype, shift: float) -> torch.Tensor:
-    """Return terms [3, B, H, N, D] in a 16-bit dtype, term i in units of `shift` ** -i."""
-    terms, rest = [], means
-    for _ in range(TERMS):
-        terms.append(rest.to(dtype))
-        rest = (rest - terms[-1].float()) * shift
-    return torch.stack(terms)

@@ -113,7 +113,8 @@ def sort_rows(
     if _runs_triton(query):
         from multimodal_gen.kernels.row_groups import kernel
 
-        return SortedRows(**kernel.sort_rows(query, bits, groups.num_chunks, groups.size, extra))
+        fields = kernel.sort_rows(query, bits, groups.num_chunks, groups.size, extra, ROWS)
+        return SortedRows(**fields)
     patterns = group_patterns(bits, groups.num_chunks, groups.size, groups.num)
     position, used = row_positions_reference(patterns, groups.size, extra)
     added = 1 << groups.size if extra else 0

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from multimodal_gen.kernels.launcher import Launcher
+
 TILE = 64  # rows of a program
-BLOCK = 128  # rows of a query block
 VECTOR_BYTES = 16
 
 
@@ -53,44 +54,66 @@ def _count_kernel(
     tl.store(count_ptr + bins * tiles + tile, tl.sum(hits.to(tl.int32), 0))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_b", "q_s", "q_h", "tokens", "room", "words", "num_chunks", "heads",
-        "groups", "tiles", "extra",
-    ]
-)  # fmt: skip
-def _place_kernel(
-    q_ptr, bits_ptr, offset_ptr, used_ptr, moved_ptr, moved_bits_ptr, position_ptr,
-    q_b, q_s, q_h, q_d, tokens, room, words, num_chunks, heads, groups, tiles, extra,
-    D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr, T: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens", "room", "words", "num_chunks", "groups", "tiles", "extra"])
+def _position_kernel(
+    bits_ptr, count_ptr, end_ptr, used_ptr, moved_bits_ptr, position_ptr,
+    tokens, room, words, num_chunks, groups, tiles, extra,
+    SIZE: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Where T rows of one group of one head go. Grid [B * H * G * tiles].
+
+    `end_ptr` holds the running sum of all counts, to which every group of every head adds all rows.
+    """
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    part = (pid // tiles).to(tl.int64)
+    group = pid // tiles % groups
+    row = tile * T + tl.arange(0, T)
+    real = row < tokens
+    bits_ptr += part // groups * tokens * words
+    pattern, key = _keys(bits_ptr, row, real, group, words, num_chunks, SIZE)
+    BINS: tl.constexpr = 1 << SIZE
+    key = tl.where(real, key, BINS)
+    i = tl.arange(0, T)
+    same = (key[:, None] == key[None, :]) & (i[None, :] < i[:, None])
+    at = (part * BINS + key) * tiles + tile
+    before = (part * tokens).to(tl.int32)
+    position = tl.load(end_ptr + at, mask=real, other=0) - before + tl.sum(same.to(tl.int32), 1)
+    position -= tl.load(count_ptr + at, mask=real, other=0)
+    last = (part * BINS + BINS - 1) * tiles  # the empty pattern
+    used = tl.load(end_ptr + last) - tl.load(count_ptr + last) - before
+    added = 0
+    if (group == 0) & (extra > 0):
+        used = tokens
+        added = extra
+    if tile == 0:
+        tl.store(used_ptr + part, used)
+    tl.store(position_ptr + part * tokens + row, position, mask=real)
+    moves = real & (position < used)
+    tl.store(moved_bits_ptr + part * room + position, pattern | added, mask=moves)
+
+
+@triton.jit(do_not_specialize=["q_b", "q_s", "q_h", "tokens", "room", "heads", "groups", "tiles"])
+def _move_kernel(
+    q_ptr, used_ptr, position_ptr, moved_ptr,
+    q_b, q_s, q_h, q_d, tokens, room, heads, groups, tiles,
+    D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Move T rows of one head to all groups. Grid [B * H * tiles], heads fastest."""
     pid = tl.program_id(0)
     h = (pid % heads).to(tl.int64)
     tile = pid // heads % tiles
     b = (pid // heads // tiles).to(tl.int64)
-    bh = b * heads + h
     row = tile * T + tl.arange(0, T)
     real = row < tokens
     d = tl.arange(0, DP)
     q_ptr += (b * q_b + h * q_h) * VEC
-    at = row.to(tl.int64)[:, None] * q_s * VEC + (d * q_d)[None, :]
-    q = tl.load(q_ptr + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
-    bits_ptr += bh * tokens * words
-    BINS: tl.constexpr = 1 << SIZE
-    i = tl.arange(0, T)
+    from_ = row.to(tl.int64)[:, None] * q_s * VEC + (d * q_d)[None, :]
+    q = tl.load(q_ptr + from_, mask=real[:, None] & (d < D)[None, :], other=0.0)
     for group in range(groups):
-        pattern, key = _keys(bits_ptr, row, real, group, words, num_chunks, SIZE)
-        part = bh * groups + group
-        key = tl.where(real, key, BINS)
-        same = (key[:, None] == key[None, :]) & (i[None, :] < i[:, None])
-        rank = tl.sum(same.to(tl.int32), 1)
-        start = tl.load(offset_ptr + (part * BINS + key) * tiles + tile, mask=real, other=0)
-        position = start + rank
-        tl.store(position_ptr + part * tokens + row, position, mask=real)
-        pattern = tl.where(group == 0, pattern | extra, pattern)
+        part = (b * heads + h) * groups + group
+        position = tl.load(position_ptr + part * tokens + row, mask=real, other=0)
         moves = real & (position < tl.load(used_ptr + part))
-        tl.store(moved_bits_ptr + part * room + position, pattern, mask=moves)
         to = (part * room + position)[:, None] * D + d[None, :]
         tl.store(moved_ptr + to, q, mask=moves[:, None] & (d < D)[None, :])
 
@@ -110,7 +133,7 @@ def _list_kernel(
     part = pid // blocks
     length = tl.load(used_ptr + part) - pid % blocks * BLOCK
     length = tl.minimum(tl.maximum(length, 0), BLOCK)
-    row = tl.arange(0, BLOCK)
+    row = tl.arange(0, 256)
     bits = tl.load(bits_ptr + pid.to(tl.int64) * BLOCK + row, mask=row < length, other=0)
     either = tl.reduce(bits, 0, _or)
     place = tl.arange(0, 32)
@@ -176,13 +199,13 @@ def _merge_kernel(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU in this process."""
-    return not isinstance(_merge_kernel, triton.runtime.JITFunction)
+_launch_count, _launch_position = Launcher(_count_kernel), Launcher(_position_kernel)
+_launch_move, _launch_list = Launcher(_move_kernel), Launcher(_list_kernel)
+_launch_merge = Launcher(_merge_kernel)
 
 
 def sort_rows(
-    query: torch.Tensor, bits: torch.Tensor, num_chunks: int, size: int, extra: bool
+    query: torch.Tensor, bits: torch.Tensor, num_chunks: int, size: int, extra: bool, block: int
 ) -> dict[str, torch.Tensor]:
     """Launch the sort; returns the fields of `api.SortedRows`."""
     batch, tokens, heads, head_size = query.shape
@@ -190,32 +213,34 @@ def sort_rows(
     words = bits.shape[3]
     bits = bits.contiguous()
     parts = (batch, heads, groups)
-    counts = bits.new_empty((*parts, bins * tiles))
-    _count_kernel[(math.prod(parts) * tiles,)](
-        bits, counts, tokens, words, num_chunks, groups, tiles, SIZE=size, T=TILE, num_warps=4
-    )
-    offsets = counts.cumsum(-1, dtype=torch.int32) - counts
-    used = offsets[..., (bins - 1) * tiles].contiguous()
-    if extra:
-        used[:, :, 0] = tokens
-    blocks, num_bits = -(-tokens // BLOCK), size + extra
-    room = blocks * BLOCK
+    counts = bits.new_empty((math.prod(parts), bins, tiles))
+    _launch_count(
+        (math.prod(parts) * tiles,), bits, counts, tokens, words, num_chunks, groups, tiles,
+        SIZE=size, T=TILE, num_warps=4,
+    )  # fmt: skip
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+    used = bits.new_empty(parts)
+    blocks, num_bits = -(-tokens // block), size + extra
+    room = blocks * block
     moved = query.new_empty((batch, heads * groups, room, head_size))
     moved_bits = bits.new_empty((batch, heads * groups, room))
     position = bits.new_empty((*parts, tokens))
     vector = _vector(query)
-    _place_kernel[(batch * heads * tiles,)](
-        query, bits, offsets, used, moved, moved_bits, position,
-        *_strides(query, vector), tokens, room, words, num_chunks, heads, groups, tiles,
-        1 << size if extra else 0,
-        D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, SIZE=size, T=TILE,
-        num_warps=8,
+    _launch_position(
+        (math.prod(parts) * tiles,), bits, counts, ends, used, moved_bits, position,
+        tokens, room, words, num_chunks, groups, tiles, 1 << size if extra else 0,
+        SIZE=size, T=TILE, num_warps=4,
+    )  # fmt: skip
+    _launch_move(
+        (batch * heads * tiles,), query, used, position, moved,
+        *_strides(query, vector), tokens, room, heads, groups, tiles,
+        D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, T=TILE, num_warps=4,
     )  # fmt: skip
     indices = bits.new_empty((batch, heads * groups, blocks, num_bits))
     list_counts, lengths = (bits.new_empty((batch, heads * groups, blocks)) for _ in range(2))
-    _list_kernel[(lengths.numel(),)](
-        moved_bits, used, indices, list_counts, lengths, blocks,
-        NUM=num_bits, BLOCK=BLOCK, num_warps=1,
+    _launch_list(
+        (lengths.numel(),), moved_bits, used, indices, list_counts, lengths, blocks,
+        NUM=num_bits, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return {
         "query": moved.transpose(1, 2),
@@ -240,8 +265,8 @@ def merge_parts(
     vector = min(_vector(parts), _vector(out))
     rows = 64
     tiles = -(-tokens // rows)
-    _merge_kernel[(batch * heads * tiles,)](
-        parts, lse, position, used, out,
+    _launch_merge(
+        (batch * heads * tiles,), parts, lse, position, used, out,
         *_strides(parts, vector), *lse.stride(), *_strides(out, vector),
         tokens, heads, position.shape[2], tiles,
         D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, T=rows, num_warps=4,

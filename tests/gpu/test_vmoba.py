@@ -1,0 +1,131 @@
+"""V-MoBA on a GPU: the choice, the sort and the merge against their definitions, and the layer."""
+
+import math
+
+import pytest
+import torch
+
+from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
+from multimodal_gen.kernels.chunk_select.reference import (
+    chunk_means_reference,
+    pack_bits,
+    select_chunks_reference,
+)
+from multimodal_gen.kernels.row_groups.api import ChunkGroups, SortedRows, merge_parts, sort_rows
+from multimodal_gen.kernels.row_groups.reference import merge_parts_reference
+from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
+from multimodal_gen.runtime.layers.attention.vmoba.attend import ChunkCall, attend_chunks, select
+from multimodal_gen.runtime.layers.attention.vmoba.partition import partition
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.kernels.chunk_select.naive import layout, unpacked
+from tests.kernels.row_groups.naive import assert_sorted, random_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = [torch.bfloat16, torch.float16]
+GRID = (5, 18, 23)
+RULES = [
+    Rule(topk=1),
+    Rule(topk=5),
+    Rule(threshold=0.25),
+    Rule(topk=5, scope="head_global"),
+    Rule(threshold=0.25, scope="overall"),
+]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_means_are_the_definition(dtype, masked):
+    starts, lengths, index = (x.cuda() for x in layout([455, 1400, 1, 64] * 6))
+    key = random(2, len(index) + 3, 4, 128, dtype=dtype)
+    keep = random(2, key.shape[1], seed=1) > 0 if masked else None
+    found = chunk_means(key, starts, lengths, size=1400, index=index, keep=keep)
+    wanted = chunk_means_reference(key, starts, lengths, index, keep, found.counts)
+    torch.testing.assert_close(found.means, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_chunks", [2, 7, 40, 72, 325])
+@pytest.mark.parametrize("rule", RULES[:3], ids=str)
+def test_the_choice_is_the_definition_up_to_rounding(dtype, num_chunks, rule):
+    query, key = random(2, 4000, 4, 128, dtype=dtype), random(2, 10 * num_chunks, 2, 128, seed=1)
+    starts = torch.arange(0, 10 * num_chunks, 10, device="cuda").int()
+    means = chunk_means(key.to(dtype), starts, torch.full_like(starts, 10), size=10)
+    own = torch.arange(4000, device="cuda").int() % num_chunks
+    bits, pairs = select_chunks(query, means, own, rule)
+    wanted = select_chunks_reference(query, means.means, own, rule, None)
+    differ = (bits != pack_bits(wanted)).any(-1).double().mean()
+    assert differ < 1e-3  # sums in another order decide close calls otherwise
+    chosen = unpacked(bits, num_chunks)
+    assert chosen[:, :, torch.arange(4000), own.long()].all()
+    assert int(pairs) == 10 * int(chosen.sum())
+    if rule.topk is not None:
+        assert (chosen.sum(-1) == min(rule.topk, num_chunks)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize(("num_chunks", "size"), [(7, 7), (40, 7), (72, 5), (30, 8)])
+def test_rows_are_sorted_and_merged_as_defined(dtype, num_chunks, size, extra):
+    query = random(2, 1000, 3, 128, dtype=dtype)
+    bits = random_bits((2, 3, 1000), num_chunks).cuda()
+    groups = ChunkGroups(num_chunks=num_chunks, size=size)
+    rows = sort_rows(query, bits, groups, extra=extra)
+    on_cpu = SortedRows(**{name: getattr(rows, name).cpu() for name in rows.__slots__})
+    assert_sorted(on_cpu, query.cpu(), bits.cpu(), groups, extra=extra)
+    parts = random(*rows.query.shape, dtype=dtype, seed=2)
+    lse = random(*rows.query.shape[:3], seed=3).float().transpose(1, 2) * 5
+    out = torch.empty_like(query)
+    merge_parts(parts, lse, rows, out)
+    wanted = merge_parts_reference(parts, lse, rows.position, rows.used)
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out, wanted, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("chunk", [(2, 18, 23), (5, 5, 7), (2, 4, 5)], ids=str)
+@pytest.mark.parametrize("text", ["none", "first", "masked"])
+def test_the_layer_attends_to_what_was_chosen_and_waits_for_nothing(
+    kernel, dtype, rule, chunk, text
+):
+    video, extra = math.prod(GRID), 0 if text == "none" else 77
+    query = random(2, video + extra, 4, 128, dtype=dtype)
+    key, value = (random(2, video + extra, 2, 128, dtype=dtype, seed=s) for s in (1, 2))
+    keep = random(2, video + extra, seed=3) > -1 if text == "masked" else None
+    start = extra if text == "first" else 0
+    total = video + extra
+    shape = SequenceLayout(grid=GRID, start=start, num_queries=total, num_keys=total)
+    call = ChunkCall(
+        query=query,
+        key=key,
+        value=value,
+        layout=shape,
+        chunks=partition(shape, chunk, query.device),
+        rule=rule,
+        scale=128**-0.5,
+        kernel=kernel,
+        keep=keep,
+    )
+    attend_chunks(call)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, _ = attend_chunks(call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    chosen = unpacked(select(call)[0], call.chunks.num_chunks)
+    mask = torch.ones(2, 4, total, total, dtype=torch.bool, device="cuda")
+    mask[:, :, call.video, call.video] = chosen[..., call.chunks.own.long()]
+    if keep is not None:
+        mask &= keep[:, None, None, :]
+    assert_within_error_budget(out, query, key, value, scale=128**-0.5, mask=mask)

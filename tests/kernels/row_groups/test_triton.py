@@ -1,0 +1,57 @@
+"""The Triton kernels against the definition, under the interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
+test_interpreter.py starts it.
+"""
+
+import pytest
+import torch
+
+from multimodal_gen.kernels.row_groups.api import ChunkGroups, SortedRows
+from multimodal_gen.kernels.row_groups.reference import merge_parts_reference
+from tests.kernels.row_groups.naive import assert_sorted, random_bits
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sort(
+    query: torch.Tensor, bits: torch.Tensor, groups: ChunkGroups, *, extra: bool, block: int = 128
+) -> SortedRows:
+    from multimodal_gen.kernels.row_groups.kernel import sort_rows
+
+    return SortedRows(**sort_rows(query, bits, groups.num_chunks, groups.size, extra, block))
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("block", [128, 192])
+@pytest.mark.parametrize(("num_chunks", "size"), [(1, 1), (5, 5), (13, 4), (40, 7), (72, 6)])
+def test_every_group_holds_the_rows_that_chose_any_of_its_chunks(num_chunks, size, block, extra):
+    query = random(2, 2, 300, 24).transpose(1, 2)
+    bits = random_bits((2, 2, 300), num_chunks)
+    groups = ChunkGroups(num_chunks=num_chunks, size=size)
+    rows = sort(query, bits, groups, extra=extra, block=block)
+    assert_sorted(rows, query, bits, groups, extra=extra)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_merged_parts_are_the_definition(dtype):
+    from multimodal_gen.kernels.row_groups.kernel import merge_parts
+
+    groups = ChunkGroups(num_chunks=9, size=4)
+    rows = sort(random(2, 300, 2, 24), random_bits((2, 2, 300), 9), groups, extra=False)
+    room = rows.query.shape[1]
+    parts, lse = random(2, room, 6, 24, dtype=dtype), random(2, 6, room, seed=1) * 5
+    lse[:, :, ::7] = -torch.inf
+    parts[:, ::7] = torch.nan
+    out = torch.empty(2, 300, 3, 24, dtype=dtype)[:, :, 1:]
+    merge_parts(parts, lse, rows.position, rows.used, out)
+    wanted = merge_parts_reference(parts, lse, rows.position, rows.used)
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out, wanted, rtol=rounding, atol=rounding)
