@@ -1,0 +1,238 @@
+"""V-MoBA: the whole layer at its authors' settings, beside dense attention and their own kernel.
+
+TFLOP/s count the pairs that are kept. `over_ideal` is the time over density x the time of
+FlashAttention 3, `union` the pairs that the kernel computes over those that are kept. Inputs vary
+over the video as a model's do, or are independent and normal, which the choice does not depend on.
+
+    python3 scripts/bench/vmoba.py --commit HASH [--only 720p] [--rounds 9]
+    python3 scripts/bench/vmoba.py --commit HASH --smoke    # a tiny case, on any machine
+"""
+
+import importlib.util
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from _harness import (
+    DEVICE,
+    Row,
+    interleave,
+    make_parser,
+    relative_error,
+    rows_of,
+    version_of,
+    write_rows,
+)
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.chunk_select.api import Rule
+from multimodal_gen.kernels.row_groups.api import ROWS, chunk_groups, sort_rows
+from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
+from multimodal_gen.runtime.layers.attention.vmoba.attend import ChunkCall, attend_chunks, select
+from multimodal_gen.runtime.layers.attention.vmoba.partition import partition
+from multimodal_gen.runtime.layers.attention.vmoba.upstream import attend_upstream
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.video_inputs import make_video_qkv
+
+HEAD_SIZE = 128
+SAMPLED = 24
+BOUND = 6e-3
+FLOP = "4*H*D*kept pairs"
+DENSE = ("fa3 dense", "sdpa dense")
+
+Run = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A setting of the authors, or a tiny one."""
+
+    name: str
+    grid: tuple[int, int, int]
+    chunk: tuple[int, int, int]
+    topk: int
+    heads: int
+    smooth: bool = True
+    head_size: int = HEAD_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class VMoBARow(Row):
+    """One line of `vmoba.csv`; see above."""
+
+    density: float
+    union: float
+    over_ideal: float
+
+
+KINDS = {
+    "480p": ((21, 30, 52), (((3, 30, 52), 2), ((21, 5, 13), 6), ((7, 5, 13), 18))),
+    "720p": ((21, 45, 80), (((3, 45, 80), 2), ((21, 9, 10), 10), ((7, 15, 20), 9))),
+}
+CASES = [
+    Case(
+        name=f"{size} {kind}, {heads} heads{'' if smooth else ', normal'}",
+        grid=grid,
+        chunk=chunk,
+        topk=topk,
+        heads=heads,
+        smooth=smooth,
+    )
+    for size, (grid, kinds) in KINDS.items()
+    for kind, (chunk, topk) in zip(("temporal", "spatial", "st"), kinds, strict=True)
+    for heads, smooth in ((12, True), (12, False), (40, True))
+]
+SMOKE = [
+    Case(name="smoke", grid=(4, 6, 8), chunk=(2, 3, 4), topk=3, heads=2, head_size=32),
+]
+
+
+def make_call(case: Case) -> ChunkCall:
+    """Return the call of a case."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    if case.smooth:
+        qkv = make_video_qkv(case.grid, case.heads, case.head_size, dtype=dtype, device=DEVICE)
+    else:
+        shape = (1, math.prod(case.grid), case.heads, case.head_size)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        drawn = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(3))
+        qkv = QKV(*(x.to(dtype) for x in drawn))
+    tokens = math.prod(case.grid)
+    layout = SequenceLayout(grid=case.grid, start=0, num_queries=tokens, num_keys=tokens)
+    return ChunkCall(
+        query=qkv.query,
+        key=qkv.key,
+        value=qkv.value,
+        layout=layout,
+        chunks=partition(layout, case.chunk, qkv.query.device),
+        rule=Rule(topk=case.topk),
+        scale=case.head_size**-0.5,
+    )
+
+
+def make_contenders(call: ChunkCall) -> dict[str, Run]:
+    """Return what can run here; the rest is named and left out."""
+    query, key, value = call.query, call.key, call.value
+    found: dict[str, Run] = {"vmoba layer": lambda: attend_chunks(call)[0]}
+    if DEVICE == "cuda" and importlib.util.find_spec("fa3_fwd_interface"):
+        dense = importlib.import_module("fa3_fwd_interface").flash_attn_func
+
+        def fa3() -> torch.Tensor:
+            out = dense(query, key, value)
+            return out[0] if isinstance(out, tuple) else out
+
+        found["fa3 dense"] = fa3
+    else:
+        print("left out: fa3 dense, needs fa3-fwd and a GPU")
+        heads_first = [x.transpose(1, 2) for x in (query, key, value)]
+        found["sdpa dense"] = lambda: F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+    if importlib.util.find_spec("fastvideo_kernel") and importlib.util.find_spec("flash_attn"):
+        found["fastvideo-kernel"] = lambda: attend_upstream(call, keeps_own=False)
+    else:
+        print("left out: fastvideo-kernel, needs it and flash-attn 2")
+    return found
+
+
+def expected(call: ChunkCall, rows: torch.Tensor, *, dense: bool) -> torch.Tensor:
+    """Return the attention of a few rows in float64, [rows, H, D]."""
+    bits, num = select(call)[0], call.chunks.num_chunks
+    n = torch.arange(num, device=bits.device)
+    chosen = (bits[0, :, rows][..., n // 32] >> (n % 32) & 1).bool()
+    q, k, v = (x[0].transpose(0, 1).double() for x in (call.query, call.key, call.value))
+    scores = q[:, rows] @ k.mT * call.scale
+    if not dense:
+        scores = scores.masked_fill(~chosen[..., call.chunks.own.long()], -math.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def union(call: ChunkCall, pairs: float) -> float:
+    """Return the pairs that are computed over those that are kept, from the first heads."""
+    bits, _ = select(call)
+    heads = min(3, call.query.shape[2])
+    groups = chunk_groups(call.chunks.num_chunks, call.layout.num_video)
+    rows = sort_rows(call.query[:, :, :heads], bits[:, :heads], groups)
+    _, keys = call.chunks.key_blocks(groups, heads, None)
+    plan = BlockPlan(
+        indices=rows.indices, counts=rows.counts, q=Blocks.padded(rows.lengths, ROWS), kv=keys
+    )
+    return float(plan.pairs().sum()) / (pairs * heads / call.query.shape[2])
+
+
+def measure(case: Case, *, commit: str, rounds: int) -> tuple[list[VMoBARow], list[str]]:
+    """Check and time a case; returns its rows and who was wrong."""
+    call = make_call(case)
+    contenders = make_contenders(call)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, call.layout.num_video, (SAMPLED,), generator=generator).to(DEVICE)
+    errors, wrong = {}, []
+    for name, run in list(contenders.items()):
+        wanted = expected(call, rows, dense=name in DENSE)
+        errors[name] = relative_error(run()[0, rows], wanted)
+        if not errors[name] < BOUND:
+            print(f"WRONG {case.name} {name}: relative error {errors[name]:.2e}")
+            wrong.append(f"{case.name} {name}")
+            del contenders[name]
+    times = interleave(contenders, rounds=rounds, block_ms=80.0)
+    kept = float(select(call)[1])
+    density = kept / (case.heads * call.layout.num_video**2)
+    ideal = density * min(statistics.median(times[name]) for name in DENSE if name in times)
+    every = case.heads * call.layout.num_video**2
+    written = []
+    for row in rows_of(
+        times,
+        commit=commit,
+        benchmark="vmoba",
+        case=case.name,
+        shape=f"B1 H{case.heads} S{call.layout.num_video} D{case.head_size} chunk {case.chunk} "
+        f"topk {case.topk}",
+        flop=4.0 * case.head_size * kept,
+        flop_formula=FLOP,
+        errors=errors,
+        versions={
+            "fa3 dense": version_of("fa3-fwd"),
+            "fastvideo-kernel": version_of("fastvideo-kernel"),
+        },
+    ):
+        dense = row.contender in DENSE
+        written.append(
+            VMoBARow(
+                **{
+                    **asdict(row),
+                    "flop": 4.0 * case.head_size * (every if dense else kept),
+                    "tflops": round(
+                        4.0 * case.head_size * (every if dense else kept) / row.median_ms / 1e9, 1
+                    ),
+                },
+                density=1.0 if dense else round(density, 4),
+                union=round(union(call, kept), 3) if row.contender == "vmoba layer" else 1.0,
+                over_ideal=round(row.median_ms / ideal, 3),
+            )
+        )
+    return written, wrong
+
+
+def main() -> None:
+    """Measure the cases and append their rows."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--smoke", action="store_true", help="a tiny case only")
+    arguments = parser.parse_args()
+    torch.set_grad_enabled(False)
+    wrong = []
+    for case in SMOKE if arguments.smoke else CASES:
+        if arguments.only in case.name:
+            rows, failed = measure(case, commit=arguments.commit, rounds=arguments.rounds)
+            write_rows(arguments.out / "vmoba.csv", rows)
+            for row in rows:
+                print(
+                    f"  {row.contender}: {row.over_ideal} of ideal, union {row.union}", flush=True
+                )
+            wrong += failed
+    if wrong:
+        raise SystemExit(f"wrong: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()
