@@ -11,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 512
+CHUNK = 1024
 COMPARED = 128
 SCANNED = 64
 BIN_BLOCK = 32
 MOST_COLUMNS = 64
-UPDATED, UPDATE_WARPS = 32, 4
+# Mean tokens of a cluster up to which -> tokens at once and warps, the first that fits.
+UPDATES = ((128, 16, 1), (1 << 31, 32, 2))
 # A bfloat16 product takes -|c|^2 / 2 along as one more block of the inner dimension, the sum of
 # SPLIT numbers of 8 bits: that saves an addition per score.
 PARTS = 16
@@ -265,6 +266,7 @@ def kmeans_triton(
     shift = centroids.new_zeros((problems, num))
     with torch.cuda.device_of(x):
         sorter = _Sorter(labels, num)
+        _update(x, sorter, active, centroids, rounded, shift)  # of no tokens, which rounds
         for i in range(max(iterations, 1)):
             _assign(x, rounded, num, kept, active, labels)
             sorter.run(labels, active)
@@ -290,20 +292,14 @@ class _Rounded:
     def __init__(self, centroids: torch.Tensor, dtype: torch.dtype) -> None:
         problems, num, size = centroids.shape
         self.padded = triton.cdiv(num, MOST_COLUMNS) * MOST_COLUMNS
-        self.points = centroids.new_zeros((problems, self.padded, size), dtype=dtype)
-        self.points[:, :num] = centroids
-        self.ones = centroids.new_ones(PARTS, dtype=dtype)
-        rest = self.points.float().square().sum(-1) / -2
         self.parts = PARTS if dtype == torch.bfloat16 else 0
-        if not self.parts:
-            rest[:, num:] = -torch.inf
-            self.halves = rest
-            return
-        rest[:, num:] = LOWEST
-        self.halves = self.points.new_zeros((problems, self.parts, self.padded))
-        for part in range(SPLIT.value):
-            self.halves[:, part] = rest
-            rest = rest - self.halves[:, part]
+        self.ones = centroids.new_ones(PARTS, dtype=dtype)
+        self.points = centroids.new_zeros((problems, self.padded, size), dtype=dtype)
+        if self.parts:
+            self.halves = self.points.new_zeros((problems, self.parts, self.padded))
+            self.halves[:, 0, num:] = LOWEST
+        else:
+            self.halves = centroids.new_full((problems, self.padded), -torch.inf)
 
 
 def _assign(
@@ -341,10 +337,11 @@ def _update(
 ) -> None:
     batch, tokens, heads, size = x.shape
     num = centroids.shape[1]
+    rows, warps = next(rest for most, *rest in UPDATES if tokens <= most * num)
     _update_kernel[num, batch * heads](
         x, sorter.order, sorter.starts, sorter.totals, active, centroids,
         rounded.points, rounded.halves, shift,
         *x.stride(), heads, tokens, num, rounded.padded,
-        D=size, DP=triton.next_power_of_2(size), BINS=sorter.bins, ROWS=UPDATED,
-        PARTS=rounded.parts, num_warps=UPDATE_WARPS,
+        D=size, DP=triton.next_power_of_2(size), BINS=sorter.bins, ROWS=rows,
+        PARTS=rounded.parts, num_warps=warps,
     )  # fmt: skip
