@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from multimodal_gen.kernels.kmeans.api import initial_centroids
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.svg2_attn import SVG2Config, SVG2Impl
 from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.config_source import read_mapping
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
     LayerSite,
@@ -382,3 +384,43 @@ def test_causal_layers_are_refused():
             compute_dtype=torch.float32,
             scope=SelectionScope(default=asked, strict=True),
         )
+
+
+# The settings of the authors' scripts and of the paper.
+SETTINGS = {
+    "Wan2.1-14B text, 720p": (300, 1000, 0.2, 0.03),
+    "Wan2.1-14B image, 720p": (300, 1000, 0.35, 0.03),
+    "HunyuanVideo, 720p": (400, 1000, 0.1, 0.03),
+    "HunyuanVideo, 480p": (200, 1000, 0.04, 0.0),
+    "Cosmos": (300, 1000, 0.3, 0.03),
+    "the paper": (100, 500, 0.3, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_published_settings_run(name):
+    num_q, num_k, steps, layers = SETTINGS[name]
+    attention = layer(
+        svg2_num_q_centroids=num_q,
+        svg2_num_k_centroids=num_k,
+        svg2_top_p_kmeans=0.9,
+        svg2_first_times_fp=steps,
+        svg2_first_layers_fp=layers,
+        site=LayerSite(name="2", layer=2, num_layers=40),
+    )
+    qkv, first = inputs(batch=1), int(50 * steps)
+    for step in range(first - 2, first + 2):
+        out = run(attention, qkv, step=step, num_steps=50, request_id="a", cfg_branch="cond")
+    assert out.isfinite().all()
+    dense, sparse = attention.report().entries
+    assert (dense.calls, sparse.calls) == (2, 2)
+    assert all(0 < density <= 1 for _, density in sparse.densities)
+
+
+def test_the_worked_example_is_for_the_first_of_them():
+    path = Path(__file__).parents[5] / "configs" / "attention" / "sparse_video_gen_2_attn.yaml"
+    raw = read_mapping(path)
+    names = ("num_q_centroids", "num_k_centroids", "first_times_fp", "first_layers_fp")
+    wanted = SETTINGS["Wan2.1-14B text, 720p"]
+    assert tuple(raw[f"svg2_{name}"] for name in names) == wanted
+    assert build_config(SVG2Config, raw, backend="sparse_video_gen_2_attn") == SVG2Config()
