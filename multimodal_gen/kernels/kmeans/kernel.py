@@ -315,6 +315,8 @@ def _assign(
     wide = x.dtype == torch.float32 or width > 128
     # float32 has no tensor cores here: small tiles keep it in the registers.
     rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (128, 64)
+    if x.dtype == torch.float16 and not wide:
+        rows = 64  # and so they do where the halves are added
     num_blocks = triton.cdiv(tokens, rows)
     _assign_kernel[(batch * heads * num_blocks,)](
         x, rounded.points, rounded.halves, rounded.ones, labels if keep is None else keep, active,
