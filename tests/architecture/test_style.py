@@ -28,6 +28,9 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/integrations/rebinding.py", "_DERIVED"): (
         "one derived class per processor class, so that compiled graphs are found again"
     ),
+    ("multimodal_gen/runtime/distributed/groups.py", "_GROUPS"): (
+        "a process is one rank of a world, whichever of its threads asks"
+    ),
     ("multimodal_gen/runtime/layers/attention/binding.py", "_BROKEN"): (
         "an import fails for the whole process"
     ),

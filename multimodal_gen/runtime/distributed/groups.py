@@ -1,0 +1,182 @@
+"""Process groups of a mesh: built once per process, on a torch.distributed world of any launcher.
+
+Data travels on groups of the world's own backend. Beside them, ranks that share a sequence have a
+gloo group for what they tell each other on the CPU, which never gets between two exchanges of data.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.distributed.mesh import Mesh, Place
+
+__all__ = [
+    "Group",
+    "ParallelGroups",
+    "build_groups",
+    "init_world",
+    "parallel_groups",
+    "set_parallel_groups",
+    "use_parallel_groups",
+]
+
+_TIMEOUT = timedelta(minutes=10)
+_CONTROL_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """Ranks that exchange data.
+
+    Attributes:
+        ranks: their ranks in the world, in the order of the group.
+        index: position of this process among them.
+        handle: the process group, or None where there is nobody to exchange with.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    handle: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParallelGroups:
+    """The groups of this process.
+
+    Attributes:
+        mesh: what they were built from.
+        rank: this process in the world.
+        ulysses: the ranks heads are split over.
+        ring: the ranks keys and values travel round.
+        sequence: the ranks that share the sequence, in the order of its shards.
+        cfg: the ranks with the same shard of each CFG branch.
+        control: the ranks of `sequence`, for messages on the CPU.
+    """
+
+    mesh: Mesh
+    rank: int
+    ulysses: Group
+    ring: Group
+    sequence: Group
+    cfg: Group
+    control: Group
+
+    @property
+    def place(self) -> Place:
+        """Where this process sits in the mesh."""
+        return self.mesh.place(self.rank)
+
+
+# Process-wide, because the ranks of a world are processes: every thread of one is the same rank.
+_GROUPS: ParallelGroups | None = None
+
+
+def init_world(
+    device_type: str = "cpu",
+    *,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    timeout: timedelta = _TIMEOUT,
+) -> int:
+    """Join the torch.distributed world of this run, unless that has been done; return its size.
+
+    Under torchrun no argument is needed beyond the device type.
+
+    Args:
+        device_type: where data lives; "cuda" takes NCCL for it and makes the GPU of this local
+            rank the current one. Everything else takes gloo.
+        init_method: where the ranks meet, for those not started by torchrun.
+        rank: this process, with `init_method`.
+        world_size: how many there are, with `init_method`.
+        timeout: how long an exchange may wait for a rank before it fails.
+    """
+    if not dist.is_initialized():
+        # Both: a world may have to move tensors of the CPU too, as offloading and reports do.
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+        )
+        if device_type == "cuda":
+            torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=dist.get_rank()))
+    return dist.get_world_size()
+
+
+def build_groups(
+    mesh: Mesh,
+    *,
+    timeout: timedelta = _TIMEOUT,
+    control_timeout: timedelta = _CONTROL_TIMEOUT,
+) -> ParallelGroups:
+    """Return this process's groups; every rank of the world has to call it, with the same mesh.
+
+    Args:
+        mesh: covers the world exactly.
+        timeout: how long an exchange of data may wait for a rank.
+        control_timeout: how long ranks wait for each other to agree on an exchange.
+
+    Raises:
+        ConfigError: there is no world, or one of another size.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "build_groups needs a torch.distributed world, got none; call init_world first"
+        )
+    if dist.get_world_size() != mesh.world_size:
+        raise ConfigError(
+            f"the mesh must have the {dist.get_world_size()} ranks of the world, got {mesh}"
+        )
+    return ParallelGroups(
+        mesh=mesh,
+        rank=dist.get_rank(),
+        ulysses=_join(mesh.ulysses_groups(), timeout),
+        ring=_join(mesh.ring_groups(), timeout),
+        sequence=_join(mesh.sequence_groups(), timeout),
+        cfg=_join(mesh.cfg_groups(), timeout),
+        control=_join(mesh.sequence_groups(), control_timeout, backend="gloo"),
+    )
+
+
+def parallel_groups() -> ParallelGroups | None:
+    """Return the groups attention layers exchange data in, or None on one device."""
+    return _GROUPS
+
+
+def set_parallel_groups(groups: ParallelGroups | None) -> None:
+    """Make attention layers of this process exchange data in `groups`; None ends it."""
+    global _GROUPS
+    _GROUPS = groups
+
+
+@contextmanager
+def use_parallel_groups(groups: ParallelGroups | None) -> Iterator[None]:
+    """Make layers exchange data in `groups` inside the `with` block, in all threads."""
+    before = parallel_groups()
+    set_parallel_groups(groups)
+    try:
+        yield
+    finally:
+        set_parallel_groups(before)
+
+
+def _join(
+    groups: tuple[tuple[int, ...], ...], timeout: timedelta, *, backend: str | None = None
+) -> Group:
+    """Create every group, as torch wants it of every rank, and return this process's."""
+    rank = dist.get_rank()
+    mine = next(ranks for ranks in groups if rank in ranks)
+    handle = None
+    for ranks in groups if len(mine) > 1 else ():
+        made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        handle = made if rank in ranks else handle
+    return Group(ranks=mine, index=mine.index(rank), handle=handle)
