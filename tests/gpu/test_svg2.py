@@ -53,6 +53,23 @@ def test_one_iteration_is_the_definition(dtype: torch.dtype, head_size: int, mas
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_token_is_with_its_nearest_centroid(dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = (3 * torch.randn(1, 3001, 2, 128, device="cuda", generator=generator)).to(dtype)
+    centroids = 2 * torch.randn(1, 2, 77, 128, device="cuda", generator=generator)
+    found = kmeans(x, centroids, iterations=0, kernel="triton")
+    rounded = centroids.to(dtype).double()
+    for h in range(2):
+        distances = torch.cdist(x[0, :, h].double(), rounded[0, h]).square()
+        sizes = found.counts[0, h]
+        label = torch.repeat_interleave(torch.arange(77, device="cuda"), sizes)
+        own = distances[found.order[0, h].long(), label]
+        best = distances.amin(1)[found.order[0, h].long()]
+        # Sums of 128 products in fp32.
+        assert bool((own - best <= 128 * torch.finfo(torch.float32).eps * best).all())
+
+
 def test_two_runs_of_k_means_agree_bit_by_bit() -> None:
     x, _, _ = make_video_qkv(GRID, 4, 128, dtype=torch.bfloat16, device="cuda")
     start = initial_centroids(x, 100)

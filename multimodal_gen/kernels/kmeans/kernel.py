@@ -18,16 +18,17 @@ BIN_BLOCK = 32
 MOST_COLUMNS = 64
 # Mean tokens of a cluster up to which -> tokens at once and warps, the first that fits.
 UPDATES = ((128, 16, 1), (1 << 31, 32, 2))
-# A bfloat16 product takes -|c|^2 / 2 along as one more block of the inner dimension, the sum of
-# SPLIT numbers of 8 bits: that saves an addition per score.
+# A 16-bit product takes -|c|^2 / 2 along as one more block of the inner dimension, the sum of SPLIT
+# numbers of few bits: that saves an addition per score. They are multiplied by a weight, which
+# float16 needs for its range, and the lowest of them stands for no centroid.
 PARTS = 16
 SPLIT: tl.constexpr = tl.constexpr(3)
-LOWEST = -3.0e38
+WEIGHTS = {torch.bfloat16: (1.0, -3.0e38), torch.float16: (256.0, -65504.0)}
 
 
 @triton.jit(do_not_specialize=["heads", "num_tokens", "num_centroids", "num_blocks", "keep_b"])
 def _assign_kernel(
-    x_ptr, c_ptr, half_ptr, one_ptr, keep_ptr, active_ptr, label_ptr,
+    x_ptr, c_ptr, half_ptr, factor_ptr, keep_ptr, active_ptr, label_ptr,
     x_b, x_s, x_h, x_d, keep_b, heads, num_tokens, num_centroids, padded, num_blocks,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     PARTS: tl.constexpr, KEEP: tl.constexpr, UPCAST: tl.constexpr,
@@ -44,9 +45,9 @@ def _assign_kernel(
         x = tl.load(x_ptr + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
         part = tl.arange(0, max(PARTS, 1))
         # Loaded, and not made here, because registers as operands hold the product up.
-        ones = tl.load(one_ptr + (tl.arange(0, BM) * 0)[:, None] + part[None, :])
+        factors = tl.load(factor_ptr + (tl.arange(0, BM) * 0)[:, None] + part[None, :])
         if UPCAST:
-            x, ones = x.to(tl.float32), ones.to(tl.float32)
+            x, factors = x.to(tl.float32), factors.to(tl.float32)
         c_ptr += n * padded * D
         half_ptr += n * padded * max(PARTS, 1)
         column = tl.arange(0, BC)
@@ -61,7 +62,7 @@ def _assign_kernel(
             points = points.to(x.dtype)
             if PARTS:
                 halves = tl.load(half_ptr + part[:, None] * padded + c[None, :]).to(x.dtype)
-                score = tl.dot(ones, halves, input_precision="ieee")
+                score = tl.dot(factors, halves, input_precision="ieee")
                 score = tl.dot(x, points, score, input_precision="ieee")
             else:
                 score = tl.dot(x, points, input_precision="ieee")
@@ -70,9 +71,9 @@ def _assign_kernel(
             best = tl.where(nearer, score, best)
             which = tl.where(nearer, first, which)
         top = tl.max(best, 1)
-        label = tl.min(
-            tl.where(best == top[:, None], which + column[None, :], num_centroids - 1), 1
-        )
+        last = num_centroids - 1
+        label = tl.min(tl.where(best == top[:, None], which + column[None, :], last), 1)
+        label = tl.minimum(label, last)
         if KEEP:
             kept = tl.load(keep_ptr + n // heads * keep_b + token, mask=real, other=0)
             label = tl.where(kept != 0, label, num_centroids)
@@ -154,7 +155,7 @@ def _update_kernel(
     x_ptr, order_ptr, start_ptr, total_ptr, active_ptr, c_ptr, rounded_ptr, half_ptr, shift_ptr,
     x_b, x_s, x_h, x_d, heads, num_tokens, num_centroids, padded,
     D: tl.constexpr, DP: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Mean of a cluster's tokens, and how far its centroid moved. Grid [C, N]."""
     c = tl.program_id(0)
@@ -186,6 +187,7 @@ def _update_kernel(
         half = -0.5 * tl.sum(rounded * rounded, 0)
         half_ptr += n * padded * max(PARTS, 1) + c
         if PARTS:
+            half /= WEIGHT
             for part in tl.static_range(SPLIT):
                 rest = half.to(half_ptr.dtype.element_ty)
                 tl.store(half_ptr + part * padded, rest)
@@ -286,20 +288,22 @@ class _Rounded:
         halves: -|c|^2 / 2, in fp32 [N, padded], or as parts in bfloat16 [N, parts, padded].
         padded: C, rounded up to whole blocks.
         parts: parts of a half; 0 for fp32.
-        ones: ones in the dtype of the tokens.
+        weight: what parts are multiplied by.
+        factors: the weight, once per part, in the dtype of the tokens.
     """
 
     def __init__(self, centroids: torch.Tensor, dtype: torch.dtype) -> None:
         problems, num, size = centroids.shape
         self.padded = triton.cdiv(num, MOST_COLUMNS) * MOST_COLUMNS
-        self.parts = PARTS if dtype == torch.bfloat16 else 0
-        self.ones = centroids.new_ones(PARTS, dtype=dtype)
+        self.parts = PARTS if dtype in WEIGHTS else 0
+        self.weight, lowest = WEIGHTS.get(dtype, (1.0, -torch.inf))
+        self.factors = centroids.new_full((PARTS,), self.weight, dtype=dtype)
         self.points = centroids.new_zeros((problems, self.padded, size), dtype=dtype)
         if self.parts:
             self.halves = self.points.new_zeros((problems, self.parts, self.padded))
-            self.halves[:, 0, num:] = LOWEST
+            self.halves[:, 0, num:] = lowest
         else:
-            self.halves = centroids.new_full((problems, self.padded), -torch.inf)
+            self.halves = centroids.new_full((problems, self.padded), lowest)
 
 
 def _assign(
@@ -315,12 +319,10 @@ def _assign(
     wide = x.dtype == torch.float32 or width > 128
     # float32 has no tensor cores here: small tiles keep it in the registers.
     rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (128, 64)
-    if x.dtype == torch.float16 and not wide:
-        rows = 64  # and so they do where the halves are added
     num_blocks = triton.cdiv(tokens, rows)
     _assign_kernel[(batch * heads * num_blocks,)](
-        x, rounded.points, rounded.halves, rounded.ones, labels if keep is None else keep, active,
-        labels,
+        x, rounded.points, rounded.halves, rounded.factors,
+        labels if keep is None else keep, active, labels,
         *x.stride(), 0 if keep is None else keep.stride(0),
         heads, tokens, num, rounded.padded, num_blocks,
         D=size, DP=width, BM=rows, BC=columns, PARTS=rounded.parts,
@@ -345,5 +347,5 @@ def _update(
         rounded.points, rounded.halves, shift,
         *x.stride(), heads, tokens, num, rounded.padded,
         D=size, DP=triton.next_power_of_2(size), BINS=sorter.bins, ROWS=rows,
-        PARTS=rounded.parts, num_warps=warps,
+        PARTS=rounded.parts, WEIGHT=rounded.weight, num_warps=warps,
     )  # fmt: skip
