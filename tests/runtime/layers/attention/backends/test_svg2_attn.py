@@ -386,41 +386,40 @@ def test_causal_layers_are_refused():
         )
 
 
-# The settings of the authors' scripts and of the paper.
+CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
+# The settings of the authors' scripts and of the paper: clusters of queries and keys, dense steps
+# of 50 and dense layers of 40.
 SETTINGS = {
-    "Wan2.1-14B text, 720p": (300, 1000, 0.2, 0.03),
-    "Wan2.1-14B image, 720p": (300, 1000, 0.35, 0.03),
-    "HunyuanVideo, 720p": (400, 1000, 0.1, 0.03),
-    "HunyuanVideo, 480p": (200, 1000, 0.04, 0.0),
-    "Cosmos": (300, 1000, 0.3, 0.03),
-    "the paper": (100, 500, 0.3, 0.0),
+    "sparse_video_gen_2_attn.yaml": (300, 1000, 10, 1),
+    "sparse_video_gen_2_attn/wan_i2v_720p.yaml": (300, 1000, 17, 1),
+    "sparse_video_gen_2_attn/hunyuan_video_720p.yaml": (400, 1000, 5, 1),
+    "sparse_video_gen_2_attn/hunyuan_video_480p.yaml": (200, 1000, 2, 0),
+    "sparse_video_gen_2_attn/cosmos.yaml": (300, 1000, 15, 1),
+    "sparse_video_gen_2_attn/paper.yaml": (100, 500, 15, 0),
 }
+
+
+def test_every_worked_example_has_a_test():
+    folder = CONFIGS / "sparse_video_gen_2_attn"
+    files = {str(path.relative_to(CONFIGS)) for path in folder.iterdir()}
+    assert files | {"sparse_video_gen_2_attn.yaml"} == set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_published_settings_run(name):
     num_q, num_k, steps, layers = SETTINGS[name]
-    attention = layer(
-        svg2_num_q_centroids=num_q,
-        svg2_num_k_centroids=num_k,
-        svg2_top_p_kmeans=0.9,
-        svg2_first_times_fp=steps,
-        svg2_first_layers_fp=layers,
-        site=LayerSite(name="2", layer=2, num_layers=40),
-    )
-    qkv, first = inputs(batch=1), int(50 * steps)
-    for step in range(first - 2, first + 2):
+    raw = read_mapping(CONFIGS / name)
+    assert (raw["svg2_num_q_centroids"], raw["svg2_num_k_centroids"]) == (num_q, num_k)
+    assert (raw["svg2_top_p_kmeans"], raw["svg2_min_kc_ratio"]) == (0.9, 0.1)
+    raw["svg2_kmeans_iter_init"] = 3
+    for i in range(3):
+        site = LayerSite(name=str(i), layer=i, num_layers=40)
+        is_dense = str(layer(**raw, site=site).backend) == "torch_sdpa"
+        assert is_dense == (i < layers)
+    attention, qkv = layer(**raw, site=site), inputs(batch=1)
+    for step in range(steps - 2, steps + 2):
         out = run(attention, qkv, step=step, num_steps=50, request_id="a", cfg_branch="cond")
     assert out.isfinite().all()
     dense, sparse = attention.report().entries
     assert (dense.calls, sparse.calls) == (2, 2)
     assert all(0 < density <= 1 for _, density in sparse.densities)
-
-
-def test_the_worked_example_is_for_the_first_of_them():
-    path = Path(__file__).parents[5] / "configs" / "attention" / "sparse_video_gen_2_attn.yaml"
-    raw = read_mapping(path)
-    names = ("num_q_centroids", "num_k_centroids", "first_times_fp", "first_layers_fp")
-    wanted = SETTINGS["Wan2.1-14B text, 720p"]
-    assert tuple(raw[f"svg2_{name}"] for name in names) == wanted
-    assert build_config(SVG2Config, raw, backend="sparse_video_gen_2_attn") == SVG2Config()
