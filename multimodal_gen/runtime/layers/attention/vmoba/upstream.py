@@ -34,7 +34,7 @@ def attend_upstream(call: ChunkCall, *, keeps_own: bool) -> torch.Tensor:
     Raises:
         UnsupportedBackendError: the kernel cannot serve the call; lists the reasons.
     """
-    found = reasons(call, keeps_own=keeps_own)
+    found = _reasons(call, keeps_own=keeps_own)
     if found:
         raise UnsupportedBackendError(
             f"kernel {UPSTREAM} of vmoba_attn cannot serve this call: {'; '.join(found)}; "
@@ -62,7 +62,7 @@ def attend_upstream(call: ChunkCall, *, keeps_own: bool) -> torch.Tensor:
     return out
 
 
-def reasons(call: ChunkCall, *, keeps_own: bool) -> tuple[str, ...]:
+def _reasons(call: ChunkCall, *, keeps_own: bool) -> tuple[str, ...]:
     """Return every reason the kernel cannot serve the call, requirement then actual."""
     layout, order, found = call.layout, call.chunks.keys.order, []
     tokens, chunks = order.num_tokens, call.chunks.num_chunks
