@@ -11,6 +11,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from _harness import interleave, parse_arguments, relative_error, rows_of, version_of, write_rows
@@ -29,6 +30,7 @@ from multimodal_gen.kernels.kmeans.ordering import by_similarity
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.svg2_attn import SVG2Config
+from multimodal_gen.runtime.layers.attention.backends.tiled import run_in_turns
 from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -165,8 +167,11 @@ def kmeans_runs(data: Clustered) -> dict[str, Run]:
         kernels.append("flash_kmeans")
 
     def run(kernel: str) -> None:
-        for x, centroids in sides:
-            kmeans(x, centroids, iterations=2, tolerance=0, kernel=kernel)
+        calls = [
+            partial(kmeans, x, centroids, iterations=2, tolerance=0, kernel=kernel)
+            for x, centroids in sides
+        ]
+        run_in_turns(calls, data.q.device)
 
     return {f"k-means, {kernel}": lambda kernel=kernel: run(kernel) for kernel in kernels}
 

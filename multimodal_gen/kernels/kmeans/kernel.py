@@ -7,6 +7,8 @@ plus the tokens of that label in the chunks before, plus those before it in its 
 of a problem that has stopped return at once, so the host never asks.
 """
 
+from types import MappingProxyType
+
 import torch
 import triton
 import triton.language as tl
@@ -17,13 +19,13 @@ SCANNED = 64
 BIN_BLOCK = 32
 MOST_COLUMNS = 64
 # Mean tokens of a cluster up to which -> tokens at once and warps, the first that fits.
-UPDATES = ((128, 16, 1), (1 << 31, 32, 2))
+UPDATES = ((128, 16, 1), (1 << 31, 32, 2))  # H200, 2026-11
 # A 16-bit product takes -|c|^2 / 2 along as one more block of the inner dimension, the sum of SPLIT
 # numbers of few bits: that saves an addition per score. They are multiplied by a weight, which
 # float16 needs for its range, and the lowest of them stands for no centroid.
 PARTS = 16
 SPLIT: tl.constexpr = tl.constexpr(3)
-WEIGHTS = {torch.bfloat16: (1.0, -3.0e38), torch.float16: (256.0, -65504.0)}
+WEIGHTS = MappingProxyType({torch.bfloat16: (1.0, -3.0e38), torch.float16: (256.0, -65504.0)})
 
 
 @triton.jit(do_not_specialize=["heads", "num_tokens", "num_centroids", "num_blocks", "keep_b"])

@@ -8,6 +8,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import (
     SequenceLayout,
     attend_rows,
+    run_in_turns,
     sequence_layout,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
@@ -203,20 +205,26 @@ class SVG2Impl(SparseImpl, ObservingImpl):
         before = self._centroids.find(branch, step)
         known = (None, None) if before is None else (before.query, before.key)
         kept = None if keep is None else keep[:, video]
-        sides = [
-            self._cluster_side(x[:, video], num, warm, kept)
-            for x, num, warm in (
-                (query, config.svg2_num_q_centroids, known[0]),
-                (key, config.svg2_num_k_centroids, known[1]),
-            )
-        ]
+        sides: dict[str, Clusters] = {}
+
+        def cluster(side: str, x: torch.Tensor, num: int, warm: torch.Tensor | None) -> None:
+            sides[side] = self._cluster_side(x[:, video], num, warm, kept)
+
+        run_in_turns(
+            (
+                partial(cluster, "query", query, config.svg2_num_q_centroids, known[0]),
+                partial(cluster, "key", key, config.svg2_num_k_centroids, known[1]),
+            ),
+            query.device,
+        )
+        queries, keys = sides["query"], sides["key"]
         # In the dtype of the tokens: two branches of a model of 40 layers hold much already.
-        q_centroids, k_centroids = (side.centroids.to(query.dtype) for side in sides)
+        q_centroids, k_centroids = (x.centroids.to(query.dtype) for x in (queries, keys))
         if before is None:  # keys that are kept together then lie together
             k_centroids = by_similarity(k_centroids)
         found = Centroids(step=step, query=q_centroids, key=k_centroids)
         self._centroids.keep(branch, found, context.num_steps)
-        return sides[0], sides[1]
+        return queries, keys
 
     def _cluster_side(
         self, x: torch.Tensor, num: int, known: torch.Tensor | None, keep: torch.Tensor | None
