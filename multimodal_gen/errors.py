@@ -8,6 +8,7 @@
                                                an override reached no attention layer
         NothingAppliedError                    `apply` found no attention it could take over
         MissingDependencyError (ImportError)   an optional package is not installed
+      RankError (RuntimeError)                 another rank failed, hangs or does something else
       NotInThisBuildError (NotImplementedError)
                                                the name is known, the feature has not landed yet
 
@@ -25,6 +26,7 @@ __all__ = [
     "MultimodalGenError",
     "NotInThisBuildError",
     "NothingAppliedError",
+    "RankError",
     "UnsupportedBackendError",
     "UsageError",
     "nearest",
@@ -57,6 +59,10 @@ class NothingAppliedError(UsageError):
 
 class MissingDependencyError(UsageError, ImportError):
     """An optional package is needed and not installed."""
+
+
+class RankError(MultimodalGenError, RuntimeError):
+    """Another rank of the run failed, does not answer or does something else."""
 
 
 class NotInThisBuildError(MultimodalGenError, NotImplementedError):

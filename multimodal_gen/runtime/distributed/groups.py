@@ -6,8 +6,9 @@ gloo group for what they tell each other on the CPU, which never gets between tw
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,7 @@ class ParallelGroups:
         sequence: the ranks that share the sequence, in the order of its shards.
         cfg: the ranks with the same shard of each CFG branch.
         control: the ranks of `sequence`, for messages on the CPU.
+        agreed: what the ranks of `sequence` have told each other; see `agreement.agree`.
     """
 
     mesh: Mesh
@@ -70,6 +72,7 @@ class ParallelGroups:
     sequence: Group
     cfg: Group
     control: Group
+    agreed: dict[Any, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def place(self) -> Place:
