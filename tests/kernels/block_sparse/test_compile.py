@@ -222,6 +222,7 @@ CASES = [
     Case(NARROW, "padded", fast=False),
     Case(SQUARE, "bits", fast=True),
     Case(SQUARE, "bits", fast=False),
+    Case(NARROW, "bits", fast=True),
     Case(NARROW, "bits", fast=False),
 ]
 
