@@ -3,7 +3,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.index_selector import (
+    FirstSteps,
+    IndexSelector,
+    first_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +55,19 @@ def test_a_selector_is_the_union_of_its_ranges_and_reads_back_as_written(parts):
     for index in range(100):
         expected = any(low <= index and (high is None or index <= high) for low, high in ranges)
         assert (index in selector) is expected
+
+
+@pytest.mark.parametrize(
+    ("share", "total", "first"),
+    [(0.2, 50, 10), (0.03, 40, 1), (0.03, 30, 0), (0.29, 100, 29), (1.0, 7, 7), (0.5, 3, 1)],
+)
+def test_a_share_is_read_in_decimals_and_rounded_down(share, total, first):
+    assert first_of(share, total) == first
+    steps = FirstSteps(share)
+    assert [step for step in range(total) if steps.holds(step, total)] == list(range(first))
+
+
+def test_a_share_of_the_steps_may_be_among_others():
+    steps = FirstSteps(0.5, IndexSelector.parse("2-3,8"))
+    assert [step for step in range(10) if steps.holds(step, 10)] == [2, 3]
+    assert str(steps) == "first 0.5 of all, among 2-3,8"
