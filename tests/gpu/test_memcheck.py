@@ -24,6 +24,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.api import (
     Projection, add_linear, add_unselected, key_means, key_state,
 )
+from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
@@ -55,6 +56,18 @@ for kernel in ("gluon", "triton"):
         except UnsupportedBackendError:
             continue
         ran += 1
+for size in (64, 90, 128):
+    for form in ("regular", "ragged"):
+        shape = PlanShape(num_q=3, num_kv=5, q_size=size, kv_size=size, q_form=form, kv_form=form)
+        plan = random_plan(shape, seed=1, device="cuda")
+        for kernel in ("gluon", "triton"):
+            for values in ("16-bit", "e4m3"):
+                options = {"kernel": kernel, "values": values, "return_lse": True}
+                try:
+                    quantized_attention(*draw(plan), plan, **options)
+                except UnsupportedBackendError:
+                    continue
+                ran += 1
 order = tile_order((3, 5, 7), (4, 4, 4), "cuda")
 x = torch.randn(2, 105, 4, 128, device="cuda", dtype=torch.bfloat16)
 (tiled,) = gather_tokens((x,), order.order)

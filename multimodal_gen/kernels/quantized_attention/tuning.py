@@ -17,6 +17,7 @@ class HopperTile:
         pairs: whether a step has two halves of keys, each anywhere; bfloat16 only.
         e4m3: whether values, and weights, are e4m3 numbers, else bfloat16.
         fast: whether the first step's maximum stays the reference; bfloat16 only.
+        q_registers: whether Q is kept in registers.
         registers: registers of a consumer thread.
         producer_registers: registers of a producer thread.
     """
@@ -27,6 +28,7 @@ class HopperTile:
     pairs: bool = False
     e4m3: bool = True
     fast: bool = False
+    q_registers: bool = False
     registers: int = 240
     producer_registers: int = 24
 
@@ -60,16 +62,27 @@ def portable_tile(*, q_size: int) -> PortableTile:
     return _PORTABLE[64 if q_size <= 64 else 128]
 
 
-# Pattern -> tile. H200, 2026-11, triton 3.6.0, H 40, S 32,760, D 128, all blocks kept: bfloat16
-# values 881 TFLOP/s, e4m3 values 830; FlashAttention 3 gave 719 to 737 there.
+def _bfloat16(consumers: int, keys: int, stages: int, *, pairs: bool = False) -> HopperTile:
+    return HopperTile(
+        consumers=consumers,
+        keys=keys,
+        stages=stages,
+        pairs=pairs,
+        e4m3=False,
+        fast=True,
+        q_registers=True,
+    )
+
+
+# Pattern -> tile. H200, 2026-11, triton 3.6.0, D 128. H 40, S 32,760, all blocks kept: bfloat16
+# values 861 TFLOP/s, e4m3 values 782 (677 with Q in registers), FlashAttention 3 693. Half of the
+# blocks of 64 keys, B 2, H 16: pairs 813, steps of one block 700.
 _HOPPER = MappingProxyType(
     {
-        "": HopperTile(consumers=2, keys=128, stages=3, e4m3=False, fast=True),
-        "short keys": HopperTile(
-            consumers=2, keys=128, stages=3, pairs=True, e4m3=False, fast=True
-        ),
-        "narrow": HopperTile(consumers=1, keys=128, stages=3, e4m3=False, fast=True),
-        "narrow short keys": HopperTile(consumers=1, keys=64, stages=6, e4m3=False, fast=True),
+        "": _bfloat16(2, 128, 3),
+        "short keys": _bfloat16(2, 128, 3, pairs=True),
+        "narrow": _bfloat16(1, 128, 3),
+        "narrow short keys": _bfloat16(1, 64, 6),
         "e4m3": HopperTile(consumers=2, keys=128, stages=4),
         "short keys e4m3": HopperTile(consumers=2, keys=64, stages=4),
         "narrow e4m3": HopperTile(consumers=1, keys=128, stages=2),

@@ -345,6 +345,11 @@ def _consumer(work, rings, flag, W: gl.constexpr, dtype: gl.constexpr, C: gl.con
         q_scale = gl.load(work.q_scale + row, mask=row < work.real, other=0.0)
         q = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
+        if C.q_registers:
+            q_layout: gl.constexpr = gl.DotOperandLayout(
+                operand_index=0, parent=s_layout, k_width=4
+            )
+            q = q.load(q_layout)
         _wait_full(rings, 0, C)
         s_token = _scores(q, rings.k.index(0).reshape([BN, D]).permute((1, 0)), C)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])

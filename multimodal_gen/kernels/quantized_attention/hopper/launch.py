@@ -157,6 +157,7 @@ def _shape(
         e4m3=tile.e4m3,
         fast=tile.fast,
         redo=False,
+        q_registers=tile.q_registers,
         registers=tile.registers,
         producer_registers=tile.producer_registers,
     )

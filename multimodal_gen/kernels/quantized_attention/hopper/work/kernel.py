@@ -136,6 +136,7 @@ class Shape:
         e4m3: whether values, and weights, are e4m3 numbers, else bfloat16.
         fast: whether the first step's maximum stays the reference; bfloat16 only.
         redo: whether only flagged tiles are computed.
+        q_registers: whether Q is kept in registers.
         registers: registers of a consumer thread.
         producer_registers: registers of a producer thread.
     """
@@ -156,6 +157,7 @@ class Shape:
     e4m3: bool
     fast: bool
     redo: bool
+    q_registers: bool
     registers: int
     producer_registers: int
 
