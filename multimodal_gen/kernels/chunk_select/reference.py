@@ -15,7 +15,14 @@ import torch
 
 from multimodal_gen.kernels.chunk_select.rule import Rule
 
-__all__ = ["EPSILON", "chunk_means_reference", "pack_bits", "select_chunks_reference"]
+__all__ = [
+    "EPSILON",
+    "WORD_BITS",
+    "chunk_means_reference",
+    "chunk_scores",
+    "pack_bits",
+    "select_chunks_reference",
+]
 
 EPSILON = 1e-6
 WORD_BITS = 32

@@ -13,7 +13,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.quantized_attention import providers
 from multimodal_gen.kernels.quantized_attention.providers import Call, QuantisedRequest
 
-__all__ = ["kernel_for", "quantized_attention"]
+__all__ = ["Values", "kernel_for", "quantized_attention"]
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Values = Literal["auto", "e4m3", "16-bit"]

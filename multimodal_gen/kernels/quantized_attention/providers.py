@@ -19,7 +19,18 @@ from multimodal_gen.kernels.quantized_attention.reference import (
 from multimodal_gen.kernels.quantized_attention.slots import slots_of
 from multimodal_gen.kernels.quantized_attention.tuning import hopper_tile, portable_tile
 
-__all__ = ["AUTO", "PROVIDERS", "Call", "Provider", "QuantisedRequest", "choose"]
+__all__ = [
+    "AUTO",
+    "MAX_HEAD_SIZE",
+    "PROVIDERS",
+    "Call",
+    "Provider",
+    "QuantisedRequest",
+    "Result",
+    "choose",
+    "has_e4m3",
+    "takes_e4m3",
+]
 
 AUTO = "auto"
 MAX_HEAD_SIZE = 128
