@@ -18,13 +18,13 @@ from multimodal_gen.kernels.row_groups.reference import (
     sort_rows_reference,
 )
 
-__all__ = ["ROWS", "ChunkGroups", "SortedRows", "chunk_groups", "merge_parts", "sort_rows"]
+__all__ = ["ChunkGroups", "SortedRows", "chunk_groups", "merge_parts", "sort_rows"]
 
-ROWS = 128  # of a query block
 _MAX_SIZE = 8
+_MAX_BLOCK = 256
 
-# Patterns of a group and tiles of rows: with so many tiles per pattern few tiles hold two.
-_TILES_PER_PATTERN = 4
+# With so many rows per pattern of a group, few tiles of rows hold two patterns.
+_ROWS_PER_PATTERN = 512
 _MIN_SIZE = 4
 
 
@@ -61,7 +61,7 @@ def chunk_groups(num_chunks: int, num_rows: int) -> ChunkGroups:
     """
     if num_chunks <= _MAX_SIZE:
         return ChunkGroups(num_chunks=num_chunks, size=num_chunks)
-    patterns = max(num_rows // (ROWS * _TILES_PER_PATTERN), 1)
+    patterns = max(num_rows // _ROWS_PER_PATTERN, 1)
     most = min(max(patterns.bit_length() - 1, _MIN_SIZE), _MAX_SIZE)
     groups = -(-num_chunks // most)
     return ChunkGroups(num_chunks=num_chunks, size=-(-num_chunks // groups))
@@ -72,15 +72,15 @@ class SortedRows:
     """The rows of every group in an order where neighbours choose alike.
 
     The G groups of a head are heads of their own here: head h and group g become h * G + g. A
-    group's rows that are in use come first. S' is S rounded up to blocks of 128 rows.
+    group's rows that are in use come first. S' is S rounded up to whole blocks of rows.
 
     Attributes:
         query: [B, S', H * G, D]; what it holds behind the rows in use is arbitrary.
         bits: int32 [B, H * G, S'], the chunks of its group that each row chose, the first at bit 0,
             and `extra` in the first group; arbitrary behind the rows in use.
-        indices: int32 [B, H * G, S' / 128, bits], the bits that any row of a block has.
-        counts: int32 [B, H * G, S' / 128].
-        lengths: int32 [B, H * G, S' / 128], rows in use of each block.
+        indices: int32 [B, H * G, S' / block, bits], the bits that any row of a block has.
+        counts: int32 [B, H * G, S' / block].
+        lengths: int32 [B, H * G, S' / block], rows in use of each block.
         position: int32 [B, H, G, S], where each row is.
         used: int32 [B, H, G], how many rows are in use.
     """
@@ -95,7 +95,12 @@ class SortedRows:
 
 
 def sort_rows(
-    query: torch.Tensor, bits: torch.Tensor, groups: ChunkGroups, *, extra: bool = False
+    query: torch.Tensor,
+    bits: torch.Tensor,
+    groups: ChunkGroups,
+    *,
+    block: int = 128,
+    extra: bool = False,
 ) -> SortedRows:
     """Sort the rows of every group by what they chose; does not wait for the GPU.
 
@@ -103,6 +108,7 @@ def sort_rows(
         query: [B, S, H, D], any strides.
         bits: int32 [B, H, S, ceil(N / 32)], the chunks that each row chose.
         groups: how the chunks are cut.
+        block: rows of a query block, at most 256.
         extra: whether there is one more key block that every row attends to; it is bit
             `groups.size` of the first group.
 
@@ -110,17 +116,19 @@ def sort_rows(
         UsageError: shapes, dtypes or devices do not fit each other.
     """
     _check_rows(query, bits, groups)
+    if not 1 <= block <= _MAX_BLOCK:
+        raise UsageError(f"`block` must lie in [1, {_MAX_BLOCK}], got {block}")
     if _runs_triton(query):
         from multimodal_gen.kernels.row_groups import kernel
 
-        fields = kernel.sort_rows(query, bits, groups.num_chunks, groups.size, extra, ROWS)
+        fields = kernel.sort_rows(query, bits, groups.num_chunks, groups.size, extra, block)
         return SortedRows(**fields)
     patterns = group_patterns(bits, groups.num_chunks, groups.size, groups.num)
     position, used = row_positions_reference(patterns, groups.size, extra)
     added = 1 << groups.size if extra else 0
-    room = -(-query.shape[1] // ROWS) * ROWS
+    room = -(-query.shape[1] // block) * block
     moved, moved_bits = sort_rows_reference(query, patterns, position, room, added)
-    lists = block_lists_reference(moved_bits, used.flatten(1), ROWS, groups.size + extra)
+    lists = block_lists_reference(moved_bits, used.flatten(1), block, groups.size + extra)
     indices, counts, lengths = lists
     return SortedRows(
         query=moved,

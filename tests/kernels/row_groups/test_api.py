@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.row_groups.api import (
-    ROWS,
     ChunkGroups,
     chunk_groups,
     merge_parts,
@@ -16,17 +15,20 @@ from multimodal_gen.kernels.row_groups.api import (
 from multimodal_gen.kernels.row_groups.reference import sort_keys
 from tests.kernels.row_groups.naive import assert_sorted, random_bits
 
+ROWS = 128  # of a block
+
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("block", [128, 192])
 @pytest.mark.parametrize(("num_chunks", "size"), [(1, 1), (5, 5), (13, 4), (40, 7), (72, 6)])
-def test_every_group_holds_the_rows_that_chose_any_of_its_chunks(num_chunks, size, extra):
+def test_every_group_holds_the_rows_that_chose_any_of_its_chunks(num_chunks, size, block, extra):
     query, bits = random(2, 300, 2, 8), random_bits((2, 2, 300), num_chunks)
     groups = ChunkGroups(num_chunks=num_chunks, size=size)
-    rows = sort_rows(query, bits, groups, extra=extra)
+    rows = sort_rows(query, bits, groups, block=block, extra=extra)
     assert_sorted(rows, query, bits, groups, extra=extra)
 
 
@@ -130,6 +132,7 @@ PARTS, LSE = torch.zeros(1, ROWS, 4, 4), torch.zeros(1, 4, ROWS)
     [
         (lambda: ChunkGroups(num_chunks=3, size=9), r"`size` must lie in \[1, 8\]"),
         (lambda: ChunkGroups(num_chunks=0, size=1), r"`num_chunks` be positive, got 1 and 0"),
+        (lambda: sort_rows(Q, BITS, GROUPS, block=300), r"`block` must lie in \[1, 256\], got 300"),
         (lambda: sort_rows(Q[0], BITS, GROUPS), r"`query` must be \[B, S, H, D\], got \[6, 2, 4\]"),
         (
             lambda: sort_rows(Q, BITS.long(), GROUPS),
