@@ -29,7 +29,7 @@ from _harness import (
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule
-from multimodal_gen.kernels.row_groups.api import ROWS, chunk_groups, sort_rows
+from multimodal_gen.kernels.row_groups.api import chunk_groups, sort_rows
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
 from multimodal_gen.runtime.layers.attention.vmoba.attend import ChunkCall, attend_chunks, select
 from multimodal_gen.runtime.layers.attention.vmoba.partition import partition
@@ -40,6 +40,7 @@ from multimodal_gen.testing.video_inputs import make_video_qkv
 HEAD_SIZE = 128
 SAMPLED = 24
 BOUND = 6e-3
+ROWS = 128  # of a query block
 FLOP = "4*H*D*kept pairs"
 DENSE = ("fa3 dense", "sdpa dense")
 
@@ -153,7 +154,7 @@ def union(call: ChunkCall, pairs: float) -> float:
     bits, _ = select(call)
     heads = min(3, call.query.shape[2])
     groups = chunk_groups(call.chunks.num_chunks, call.layout.num_video)
-    rows = sort_rows(call.query[:, :, :heads], bits[:, :heads], groups)
+    rows = sort_rows(call.query[:, :, :heads], bits[:, :heads], groups, block=ROWS)
     _, keys = call.chunks.key_blocks(groups, heads, None)
     plan = BlockPlan(
         indices=rows.indices, counts=rows.counts, q=Blocks.padded(rows.lengths, ROWS), kv=keys

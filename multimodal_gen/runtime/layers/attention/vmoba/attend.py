@@ -12,7 +12,6 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
 from multimodal_gen.kernels.row_groups.api import (
-    ROWS,
     ChunkGroups,
     chunk_groups,
     merge_parts,
@@ -32,6 +31,7 @@ __all__ = ["ChunkCall", "attend_all", "attend_chunks", "select"]
 # launches are not too short.
 _SHARE_AT_ONCE = 0.05
 _BYTES_AT_ONCE = 192 << 20
+_ROWS = 128  # of a query block
 _DENSE_BLOCK = 384  # rows of a query block where everything is attended to
 
 
@@ -146,11 +146,11 @@ def _attend_heads(
     query = call.query[:, call.video, part.start * group : part.stop * group]
     if not call.chunks.in_order or call.keep is not None:
         key, value = gather_tokens((key, value), index)
-    rows = sort_rows(query, bits, groups, extra=call.chunks.has_rest)
+    rows = sort_rows(query, bits, groups, block=_ROWS, extra=call.chunks.has_rest)
     plan = BlockPlan(
         indices=rows.indices,
         counts=rows.counts,
-        q=Blocks.padded(rows.lengths, ROWS),
+        q=Blocks.padded(rows.lengths, _ROWS),
         kv=_of_heads(blocks, rows.counts.shape[1]),
         row_bits=rows.bits.unsqueeze(-1),
     )
