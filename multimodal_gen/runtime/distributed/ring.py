@@ -1,0 +1,283 @@
+"""Ring attention: queries stay, keys and values travel round, parts are merged by log-sum-exp.
+
+While a rank attends to the keys it has, the next ones are on their way into a second buffer. What
+all ranks hold (text) does not travel: every rank attends to its own copy, once.
+
+Any kernel that returns the natural log-sum-exp will do. Gradients do not go through the kernel: a
+second round recomputes the weights from the merged log-sum-exp, and the gradients of keys and
+values travel with them until they are home.
+
+Shapes: B batch, S tokens of a rank, H heads, D head size.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from multimodal_gen.runtime.distributed.groups import Group
+from multimodal_gen.runtime.distributed.partial import KeyPart, Merger, part_gradients
+
+__all__ = ["AttendPart", "RingCall", "ring_attention"]
+
+AttendPart = Callable[[torch.Tensor, KeyPart], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RingCall:
+    """What a ring computes.
+
+    Attributes:
+        group: the ranks, in the order of their tokens.
+        lengths: tokens of each rank.
+        scale: factor on q k^T.
+        causal: mask out keys after the query.
+        prefix: rows of q in front of a rank's tokens that all ranks hold.
+        suffix: such rows after them.
+        keep: bool [B, sum S], False for padding among the tokens of all ranks.
+        shared_keep: bool [B, P], the same for keys that all ranks hold.
+    """
+
+    group: Group
+    lengths: tuple[int, ...]
+    scale: float
+    causal: bool = False
+    prefix: int = 0
+    suffix: int = 0
+    keep: torch.Tensor | None = None
+    shared_keep: torch.Tensor | None = None
+
+    def keep_of(self, owner: int) -> torch.Tensor | None:
+        """Return the mask of the tokens of one rank."""
+        if self.keep is None:
+            return None
+        start = sum(self.lengths[:owner])
+        return self.keep[:, start : start + self.lengths[owner]]
+
+    def rows_of(self, owner: int) -> Iterator[tuple[slice, bool]]:
+        """Yield (rows of q, causal) that see the keys of a rank."""
+        own = slice(self.prefix, self.prefix + self.lengths[self.group.index])
+        after = slice(own.stop, own.stop + self.suffix)
+        if not self.causal:
+            yield slice(0, after.stop), False
+        elif owner < self.group.index:
+            yield slice(own.start, after.stop), False
+        else:
+            if owner == self.group.index:
+                yield own, True
+            yield after, False
+
+    def rows_of_shared(self) -> Iterator[tuple[slice, bool]]:
+        """Yield (rows of q, causal) that see the keys all ranks hold.
+
+        They are in front of the tokens, unless there are rows of queries that all ranks hold at
+        the end: then they are those.
+        """
+        own = slice(self.prefix, self.prefix + self.lengths[self.group.index])
+        after = slice(own.stop, own.stop + self.suffix)
+        if not self.causal:
+            yield slice(0, after.stop), False
+        elif self.suffix:
+            yield after, True
+        else:
+            yield slice(0, own.start), True
+            yield own, False
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shared_key: torch.Tensor | None,
+    shared_value: torch.Tensor | None,
+    attend: AttendPart,
+    call: RingCall,
+) -> torch.Tensor:
+    """Return attention of this rank's queries over the keys of all ranks.
+
+    Args:
+        query: [B, prefix + S + suffix, H, D].
+        key: [B, S, Hkv, D], this rank's tokens.
+        value: [B, S, Hkv, Dv].
+        shared_key: [B, P, Hkv, D] that all ranks hold: the keys of the prefix or the suffix, or
+            ones in front that have no queries; None for none.
+        shared_value: [B, P, Hkv, Dv].
+        attend: returns one part; gets no empty inputs.
+        call: the rest.
+
+    Returns:
+        [B, prefix + S + suffix, H, Dv] in the dtype of `query`.
+    """
+    out: torch.Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
+        attend, call, query, key, value, shared_key, shared_value
+    )
+    return out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attend: AttendPart,
+        call: RingCall,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        shared_key: torch.Tensor | None,
+        shared_value: torch.Tensor | None,
+    ) -> torch.Tensor:
+        merger = Merger(query, value.shape[-1])
+
+        for owner, (k, v) in _travel(call, key, value, shared=(shared_key, shared_value)):
+            for rows, part in _parts(call, owner, k, v):
+                merger.add(rows, *attend(query[:, rows], part))
+        out, lse = merger.result()
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, shared_key, shared_value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: RingCall = ctx.call
+        query, key, value, shared_key, shared_value, out, lse = ctx.saved_tensors
+        delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+        shared_grads: list[torch.Tensor | None] = [None, None]
+        home = _Home(call, key, value)
+        for owner, (k, v) in _travel(call, key, value, shared=(shared_key, shared_value)):
+            grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)]
+            for rows, part in _parts(call, owner, k, v):
+                by_part = part_gradients(
+                    query[:, rows],
+                    part,
+                    call.scale,
+                    grad[:, rows],
+                    delta[..., rows],
+                    lse[..., rows],
+                )
+                grad_query[:, rows] += by_part[0]
+                for total, more in zip(grads, by_part[1:], strict=True):
+                    total += more
+            if owner is None:
+                shared_grads = [x.to(key.dtype) for x in grads]
+            else:
+                home.send(owner, grads)
+        grad_key, grad_value = home.arrived()
+        return (
+            None,
+            None,
+            grad_query.to(query.dtype),
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            *shared_grads,
+        )
+
+
+def _parts(
+    call: RingCall, owner: int | None, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[slice, KeyPart]]:
+    """Yield the parts that are not empty; `owner` None is what all ranks hold."""
+    keep = call.shared_keep if owner is None else call.keep_of(owner)
+    for rows, causal in call.rows_of_shared() if owner is None else call.rows_of(owner):
+        if rows.stop > rows.start and key.shape[1]:
+            yield rows, KeyPart(key=key, value=value, causal=causal, keep=keep)
+
+
+def _travel(
+    call: RingCall,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    shared: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> Iterator[tuple[int | None, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield (owner, (k, v)) of what all ranks hold, then of every rank, this one first.
+
+    The next keys and values are under way while the caller works on the ones it was given.
+    """
+    group, here = call.group, (key, value)
+    message = _pack(here) if group.size > 1 else None
+    for step in range(group.size):
+        owner = (group.index - step) % group.size
+        under_way = None
+        if message is not None and step + 1 < group.size:
+            coming = (owner - 1) % group.size
+            shapes = [_shape(x, call.lengths[coming]) for x in here]
+            under_way = _Transfer(group, message, sum(map(torch.Size.numel, shapes)))
+        if step == 0 and shared[0] is not None and shared[1] is not None:
+            yield None, (shared[0], shared[1])
+        yield owner, here
+        if under_way is not None:
+            message = under_way.wait()
+            here = _unpack(message, shapes)
+
+
+class _Home:
+    """Takes the gradients of keys and values along until they are back where the tokens live."""
+
+    def __init__(self, call: RingCall, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._call = call
+        self._like = (key, value)
+        self._under_way: tuple[_Transfer, list[torch.Size]] | None = None
+        self._arrived: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def send(self, owner: int, grads: list[torch.Tensor]) -> None:
+        """Add the gradients of a rank's tokens to what came with them, and send them on."""
+        group = self._call.group
+        total = (grads[0], grads[1])
+        if self._under_way is not None:
+            before = self.arrived()
+            total = (total[0] + before[0], total[1] + before[1])
+        if group.size == 1:
+            self._arrived = total
+            return
+        length = self._call.lengths[(owner - 1) % group.size]
+        shapes = [_shape(x, length) for x in self._like]
+        size = sum(map(torch.Size.numel, shapes))
+        self._under_way = _Transfer(group, _pack(total), size), shapes
+
+    def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what came last; after a whole round that is this rank's."""
+        if self._under_way is not None:
+            transfer, shapes = self._under_way
+            self._arrived = _unpack(transfer.wait(), shapes)
+            self._under_way = None
+        assert self._arrived is not None
+        return self._arrived
+
+
+class _Transfer:
+    """A message to the next rank of a ring while one from the previous rank comes in."""
+
+    def __init__(self, group: Group, sent: torch.Tensor, num_coming: int) -> None:
+        self._sent = sent  # must live, and must not change, until it has left
+        self._received = sent.new_empty(num_coming)
+        after = group.ranks[(group.index + 1) % group.size]
+        before = group.ranks[group.index - 1]
+        operations = []
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, after, group.handle))
+        if num_coming:
+            operations.append(dist.P2POp(dist.irecv, self._received, before, group.handle))
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> torch.Tensor:
+        """Return what came in."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _pack(tensors: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _unpack(flat: torch.Tensor, shapes: list[torch.Size]) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = torch.split(flat, [shape.numel() for shape in shapes])
+    return key.view(shapes[0]), value.view(shapes[1])
+
+
+def _shape(x: torch.Tensor, length: int) -> torch.Size:
+    """Return the shape of [B, S, H, D] with another S."""
+    return torch.Size((x.shape[0], length, *x.shape[2:]))

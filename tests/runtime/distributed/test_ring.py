@@ -1,0 +1,139 @@
+"""Rings of processes against one process: every kind of call, forwards and backwards."""
+
+import pytest
+import torch
+
+from multimodal_gen.runtime.distributed.groups import Group, parallel_groups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.distributed.partial import plain_part
+from multimodal_gen.runtime.distributed.ring import RingCall, ring_attention
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.reference import reference_attention
+
+SCALE = 0.25
+# (prefix, suffix, keys in front without queries)
+TEXTS = [(0, 0, 0), (3, 0, 0), (0, 2, 0), (0, 0, 4)]
+
+
+def attend(query, part):
+    return plain_part(query, part, SCALE)
+
+
+def own(x, lengths, rank, before=0):
+    start = before + sum(lengths[:rank])
+    return x[:, start : start + lengths[rank]]
+
+
+def check_ring(lengths, text, causal, masked, kv_heads):
+    """Compare this rank's rows and gradients with those of the whole sequence."""
+    prefix, suffix, in_front = text
+    group = parallel_groups().ring
+    rank, total = group.index, sum(lengths)
+    shared = prefix + suffix + in_front
+    options = {"num_kv_heads": kv_heads, "dtype": torch.float64}
+    q, k, v = make_qkv(2, prefix + total + suffix, 4, 8, num_keys=total + shared, **options)
+    keep = torch.ones(2, total + shared, dtype=torch.bool)
+    if masked:
+        keep = torch.arange(2 * (total + shared)).view(2, -1) % 4 != 2
+        keep[1, -total // 2 :] = False
+    weight = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(5))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want, _ = reference_attention(
+        *leaves, scale=SCALE, causal=causal, mask=keep[:, None, None] if masked else None
+    )
+    mine_first = prefix or in_front
+
+    def rows(x):
+        image = own(x, lengths, rank, prefix)
+        return torch.cat((x[:, :prefix], image, x[:, x.shape[1] - suffix :]), dim=1)
+
+    def keys_of_all(x):
+        return x[:, total:] if suffix else x[:, :shared]
+
+    local = [rows(q), *(own(x, lengths, rank, mine_first) for x in (k, v))]
+    shares = [keys_of_all(x) if shared else None for x in (k, v)]
+    inputs = [None if x is None else x.clone().requires_grad_() for x in (*local, *shares)]
+    call = RingCall(
+        group=group,
+        lengths=tuple(lengths),
+        scale=SCALE,
+        causal=causal,
+        prefix=prefix,
+        suffix=suffix,
+        keep=keep[:, mine_first : mine_first + total] if masked else None,
+        shared_keep=keys_of_all(keep) if masked and shared else None,
+    )
+    out = ring_attention(*inputs, attend, call)
+    torch.testing.assert_close(out, rows(want))
+    # Every copy of a text row is weighed by 1 / ranks, so that the copies add up to the whole.
+    share = torch.full((1, out.shape[1], 1, 1), 1.0 / group.size, dtype=q.dtype)
+    share[:, prefix : prefix + lengths[rank]] = 1.0
+    given = [x for x in inputs if x is not None]
+    grads = torch.autograd.grad(out, given, rows(weight) * share)
+    whole = torch.autograd.grad(want, leaves, weight)
+    image = slice(prefix, prefix + lengths[rank])
+    torch.testing.assert_close(grads[0][:, image], rows(whole[0])[:, image])
+    for got, theirs in zip(grads[1:3], whole[1:], strict=True):
+        torch.testing.assert_close(got, own(theirs, lengths, rank, mine_first))
+    for got, theirs in zip(grads[3:], whole[1:] if shared else (), strict=True):
+        torch.testing.assert_close(summed(got, group), keys_of_all(theirs))
+    text_rows = torch.cat((grads[0][:, : image.start], grads[0][:, image.stop :]), dim=1)
+    theirs = torch.cat((whole[0][:, :prefix], whole[0][:, prefix + total :]), dim=1)
+    torch.testing.assert_close(summed(text_rows, group), theirs)
+
+
+def summed(x, group):
+    total = x.clone()
+    if group.handle is not None:
+        torch.distributed.all_reduce(total, group=group.handle)
+    return total
+
+
+def check_dtype(dtype):
+    group = parallel_groups().ring
+    q, k, v = make_qkv(1, 8, 2, 8, dtype=dtype)
+    lengths = (4,) * (8 // 4)
+    call = RingCall(group=group, lengths=lengths, scale=SCALE)
+    local = [own(x, lengths, group.index) for x in (q, k, v)]
+    with torch.inference_mode():
+        out = ring_attention(*local, None, None, attend, call)
+    want, _ = reference_attention(q, k, v, scale=SCALE)
+    assert out.dtype is dtype
+    limit = 2 * torch.finfo(dtype).eps * v.abs().max()
+    assert (out.double() - own(want, lengths, group.index)).abs().max() <= limit
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all-valid", "padded"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("text", TEXTS, ids=str)
+def test_two_ranks_in_a_ring_are_one(two_ranks, text, causal, masked):
+    two_ranks.run(Mesh(ring=2), check_ring, (3, 5), text, causal, masked, 2)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=str)
+@pytest.mark.parametrize("lengths", [(2, 2, 2, 2), (3, 0, 1, 2)], ids=str)
+def test_four_ranks_in_a_ring_are_one(four_ranks, lengths, text):
+    four_ranks.run(Mesh(ring=4), check_ring, lengths, text, False, True, 4)
+    four_ranks.run(Mesh(ring=4), check_ring, lengths, text, True, False, 1)
+
+
+def test_two_rings_of_two_do_not_disturb_each_other(four_ranks):
+    four_ranks.run(Mesh(ulysses=2, ring=2), check_ring, (3, 2), (1, 0, 0), False, True, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_output_has_the_dtype_of_the_query(two_ranks, dtype):
+    two_ranks.run(Mesh(ring=2), check_dtype, dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_ring_of_one_is_attention(causal):
+    group = Group(ranks=(0,), index=0, handle=None)
+    q, k, v = make_qkv(2, 5, 2, 8, dtype=torch.float64, requires_grad=True)
+    call = RingCall(group=group, lengths=(5,), scale=SCALE, causal=causal)
+    out = ring_attention(q, k, v, None, None, attend, call)
+    want, _ = reference_attention(q, k, v, scale=SCALE, causal=causal)
+    torch.testing.assert_close(out, want)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for got, theirs in zip(grads, torch.autograd.grad(want.square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(got, theirs)
