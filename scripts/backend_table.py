@@ -41,7 +41,9 @@ RUN_FOR_REAL = {
     ("fa", "fa3_fwd"): "SM90",
     ("fa", "fa4"): "SM90",
     ("fa", "fa4_fwd"): "SM90",
+    ("sage_attn", "gluon"): "SM90",
     ("sage_attn", "sage1"): "SM90",
+    ("sage_sla_attn", "reference"): "CPU",
 }
 CUDA_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
 FEATURES = {

@@ -181,7 +181,7 @@ def test_a_fallback_warning_says_which_override_asked_and_joins_what_variants_sh
         "attention backend sage_attn (component transformer.cross) cannot serve this layer, and "
         "neither can fa, so torch_sdpa runs instead: "
     )
-    shared = "sage2, sage1, triton, spas_sage_attn: needs dtype bfloat16 or float16, got float32"
+    shared = "sage2, triton, sage1, spas_sage_attn: needs dtype bfloat16 or float16, got float32"
     assert f"; {shared}; " in message
     assert "\n" not in message
 

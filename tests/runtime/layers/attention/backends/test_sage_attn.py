@@ -150,7 +150,7 @@ TRITON = ("triton", "triton", "3.6.0")
         ("auto", (("triton", "triton", "3.9.0"),), (9, 0), "triton"),
         ("auto", (TRITON, ("sageattention", "sageattention", "2.2.0")), (9, 0), "sage2"),
         ("auto", (TRITON, ("sageattention", "sageattention", "1.0.6")), (9, 0), "gluon"),
-        ("auto", (TRITON, ("sageattention", "sageattention", "1.0.6")), (8, 6), "sage1"),
+        ("auto", (TRITON, ("sageattention", "sageattention", "1.0.6")), (8, 6), "triton"),
         ("triton", (TRITON, ("sageattention", "sageattention", "2.2.0")), (9, 0), "gluon"),
         ("sageattention", (TRITON, ("sageattention", "sageattention", "1.0.6")), (9, 0), "sage1"),
         ("sageattention", (TRITON,), (9, 0), None),
