@@ -17,6 +17,7 @@ from multimodal_gen.runtime.layers.attention.backends._common import (
     attend_to_nothing,
     refuse_grad,
     refuse_mask,
+    settle,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     ALL_ROLES,
@@ -133,12 +134,14 @@ class QuantizedAttentionImpl(AttentionImpl):
 def _plan(num_queries: int, num_keys: int, causal: bool, device: torch.device) -> BlockPlan:
     """Return the plan of dense attention; the last 64 are cached."""
     with torch.inference_mode(False):
-        return BlockPlan.dense(
+        plan = BlockPlan.dense(
             Blocks.regular(num_queries, 64 if num_queries <= 64 else _BLOCK),
             Blocks.regular(num_keys, _BLOCK),
             device,
             causal=causal,
         )
+    settle(device)
+    return plan
 
 
 def _kept_first(

@@ -34,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import (
     SequenceLayout,
     attend_rows,
+    hand_over,
     run_in_turns,
     sequence_layout,
 )
@@ -218,6 +219,8 @@ class SVG2Impl(SparseImpl, ObservingImpl):
             query.device,
         )
         queries, keys = sides["query"], sides["key"]
+        for clusters in sides.values():
+            hand_over(clusters.centroids, clusters.order, clusters.starts, clusters.counts)
         # In the dtype of the tokens: two branches of a model of 40 layers hold much already.
         q_centroids, k_centroids = (x.centroids.to(query.dtype) for x in (queries, keys))
         if before is None:  # keys that are kept together then lie together

@@ -31,6 +31,7 @@ __all__ = [
     "TiledSequence",
     "attend_rows",
     "attend_tiled",
+    "hand_over",
     "heads_at_once",
     "masked_keys",
     "run_in_turns",
@@ -161,8 +162,11 @@ def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> Ti
 def _tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> TiledSequence:
     first, last = layout.start, layout.start + layout.num_video
     alone = _tiled_sequence(layout.grid, 0, layout.num_video, tile, device)
-    with torch.inference_mode(False):
-        index = alone.index + first if first else alone.index
+    index = alone.index
+    if first:
+        # Added on the CPU: a copy is waited for, so that any stream may read what is cached.
+        with torch.inference_mode(False):
+            index = (tile_order(layout.grid, tile, "cpu").order + first).to(device)
     spans = (slice(0, first), slice(last, layout.num_queries))
     return replace(alone, index=index, rest=tuple(s for s in spans if s.start < s.stop))
 
@@ -174,19 +178,20 @@ def _tiled_sequence(
     order = tile_order(grid, tile, device)
     size = order.largest
     video, text = order.num_tokens, num_tokens - order.num_tokens
+    on_cpu = tile_order(grid, tile, "cpu")
+    # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
     with torch.inference_mode(False), torch.device("cpu"):
         before = torch.arange(start, dtype=torch.int32)
         behind = torch.arange(start + video, num_tokens, dtype=torch.int32)
         starts = torch.arange(video, num_tokens, size, dtype=torch.int32)
-        lengths = (num_tokens - starts).clamp_max(size)
-        moved = [x.to(device) for x in (before, behind, starts, lengths.int())]
-        index = torch.cat((order.order + start, moved[0], moved[1]))
+        lengths = (num_tokens - starts).clamp_max(size).int()
+        index = torch.cat((on_cpu.order + start, before, behind)).to(device)
         if order.uniform:
             blocks = Blocks.regular(num_tokens, size)
         else:
             blocks = Blocks.ragged(
-                torch.cat((order.starts, moved[2])),
-                torch.cat((order.lengths, moved[3])),
+                torch.cat((on_cpu.starts, starts)).to(device),
+                torch.cat((on_cpu.lengths, lengths)).to(device),
                 total=num_tokens,
                 size=size,
             )
@@ -342,11 +347,20 @@ def run_in_turns(calls: Sequence[Callable[[], None]], device: torch.device) -> N
     streams = _streams(device)
     for stream in streams:
         stream.wait_stream(current)
-    for i, call in enumerate(calls):
-        with torch.cuda.stream(streams[i % len(streams)]):
-            call()
-    for stream in streams:
-        current.wait_stream(stream)
+    try:
+        for i, call in enumerate(calls):
+            with torch.cuda.stream(streams[i % len(streams)]):
+                call()
+    finally:  # also where a call fails while another still writes
+        for stream in streams:
+            current.wait_stream(stream)
+
+
+def hand_over(*tensors: torch.Tensor) -> None:
+    """Keep the memory of what calls in turns made until the current stream is done with it."""
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @lru_cache(maxsize=16)

@@ -16,6 +16,7 @@ from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.backends._common import (
     attend_to_nothing,
     refuse_mask,
+    settle,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     ALL_ROLES,
@@ -99,12 +100,14 @@ def _plan(num_queries: int, num_keys: int, causal: bool, device: torch.device) -
         kv_size = _KEY_BLOCK
         q_size = next((size for size in (64, 128) if num_queries <= size), 384)
     with torch.inference_mode(False):
-        return BlockPlan.dense(
+        plan = BlockPlan.dense(
             Blocks.regular(num_queries, q_size),
             Blocks.regular(num_keys, kv_size),
             device,
             causal=causal,
         )
+    settle(device)
+    return plan
 
 
 def _kept_first(

@@ -67,16 +67,17 @@ def raster_blocks(
         kv_starts, kv_lengths = _cut([*video, *text], kv_size)
         order = kv_starts.argsort()
         key_block = torch.repeat_interleave(order, kv_lengths[order])
-        q_starts, q_lengths, kv_starts, kv_lengths, key_block = (
-            x.to(device) for x in (q_starts, q_lengths, kv_starts, kv_lengths, key_block)
+        # Ready on the CPU: a copy is waited for, so that any stream may read what is cached.
+        starts, lengths, kv_starts, kv_lengths = (
+            x.int().to(device) for x in (q_starts, q_lengths, kv_starts, kv_lengths)
         )
-    starts, lengths = q_starts.int(), q_lengths.int()
+        key_block = key_block.to(device)
     queries = Blocks.regular(layout.num_queries, q_size)
     if layout.num_queries > layout.num_video:
         queries = Blocks.ragged(starts, lengths, total=layout.num_queries, size=q_size)
     keys = Blocks.regular(layout.num_keys, kv_size)
     if first or (last < layout.num_keys and layout.num_video % kv_size):
-        keys = Blocks.ragged(kv_starts.int(), kv_lengths.int(), total=layout.num_keys, size=kv_size)
+        keys = Blocks.ragged(kv_starts, kv_lengths, total=layout.num_keys, size=kv_size)
     spans = (slice(0, first), slice(last, layout.num_queries))
     return RasterBlocks(
         queries=queries,
