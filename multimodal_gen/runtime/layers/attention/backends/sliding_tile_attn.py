@@ -31,10 +31,10 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.sta.losses import head_losses
-from multimodal_gen.runtime.layers.attention.sta.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.sta.recording import branch_parts, session_for
 from multimodal_gen.runtime.layers.attention.sta.source import WindowSource, tuned_strategy
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
@@ -255,7 +255,7 @@ class SlidingTileImpl(SparseImpl):
         """
         config = self._config
         if not self._searches:
-            notice_dense_run(context.num_steps, config.skip_time_steps, config.dense_steps)
+            notice_dense_run(config, self.backend, context.num_steps, "skip_time_steps")
         if self._source is not None and context.latent_grid is not None:
             tile = _clamped(self._tile, context.latent_grid)
             self._source.check(tiles_of(context.latent_grid, tile), context.num_steps)

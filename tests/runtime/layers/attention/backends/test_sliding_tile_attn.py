@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention import LocalAttention, notices
 from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import (
     SlidingTileConfig,
 )
@@ -19,7 +19,6 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
     global_force_attn_backend_context_manager,
 )
-from multimodal_gen.runtime.layers.attention.sta import notices
 from multimodal_gen.runtime.layers.attention.sta.losses import (
     NEGATIVE,
     POSITIVE,
