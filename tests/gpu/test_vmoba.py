@@ -56,20 +56,26 @@ def test_means_are_the_definition(dtype, masked):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_chunks", [2, 7, 40, 72, 325])
 @pytest.mark.parametrize("rule", RULES[:3], ids=str)
-def test_the_choice_is_the_definition_up_to_rounding(dtype, num_chunks, rule):
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_choice_is_the_definition_up_to_rounding(dtype, num_chunks, rule, masked):
     query, key = random(2, 4000, 4, 128, dtype=dtype), random(2, 10 * num_chunks, 2, 128, seed=1)
     starts = torch.arange(0, 10 * num_chunks, 10, device="cuda").int()
     means = chunk_means(key.to(dtype), starts, torch.full_like(starts, 10), size=10)
     own = torch.arange(4000, device="cuda").int() % num_chunks
-    bits, pairs = select_chunks(query, means, own, rule)
-    wanted = select_chunks_reference(query, means.means, own, rule, None)
+    keep = random(2, 4000, seed=2) > 0 if masked else None
+    if keep is not None:
+        query = query.masked_fill(~keep[..., None, None], torch.nan)
+    bits, pairs = select_chunks(query, means, own, rule, keep=keep)
+    wanted = select_chunks_reference(query, means.means, own, rule, None, keep)
     differ = (bits != pack_bits(wanted)).any(-1).double().mean()
     assert differ < 1e-3  # sums in another order decide close calls otherwise
     chosen = unpacked(bits, num_chunks)
     assert chosen[:, :, torch.arange(4000), own.long()].all()
     assert int(pairs) == 10 * int(chosen.sum())
     if rule.topk is not None:
-        assert (chosen.sum(-1) == min(rule.topk, num_chunks)).all()
+        counted = torch.ones(2, 4000, device="cuda").bool() if keep is None else keep
+        kept = chosen.sum(-1).transpose(1, 2)[counted]
+        assert (kept == min(rule.topk, num_chunks)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

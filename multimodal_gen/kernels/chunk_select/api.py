@@ -67,10 +67,7 @@ def chunk_means(
     _check_chunks(key, starts, lengths, index)
     if size < 1:
         raise UsageError(f"`size` must be at least 1, got {size}")
-    if keep is not None and (keep.dtype != torch.bool or keep.shape != key.shape[:2]):
-        raise UsageError(
-            f"`keep` must be bool {list(key.shape[:2])}, got {keep.dtype} {list(keep.shape)}"
-        )
+    _check_keep(keep, key)
     counts = lengths.unsqueeze(0)
     if keep is not None:
         kept = keep if index is None else keep[:, index.long()]
@@ -86,7 +83,12 @@ def chunk_means(
 
 
 def select_chunks(
-    query: torch.Tensor, chunks: ChunkMeans, own: torch.Tensor, rule: Rule
+    query: torch.Tensor,
+    chunks: ChunkMeans,
+    own: torch.Tensor,
+    rule: Rule,
+    *,
+    keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chunks that every query selects; does not wait for the GPU.
 
@@ -98,6 +100,8 @@ def select_chunks(
         chunks: what they are scored against.
         own: int32 [S], the chunk that each query lies in.
         rule: how to choose.
+        keep: bool [B, S], queries that count; None for all. The others choose their own chunk,
+            compete with none, and may hold anything, NaN too.
 
     Returns:
         The choice, int32 [B, H, S, ceil(N / 32)], with chunk n at bit n % 32 of word n // 32; and
@@ -108,14 +112,17 @@ def select_chunks(
     """
     means = chunks.means
     _check_query(query, means, own)
+    _check_keep(keep, query)
     query = query.detach()  # a choice has no gradient
     fits = rule.scope == "query_head" and means.shape[2] <= _MAX_CHUNKS
     if fits and _runs_triton(query):
         from multimodal_gen.kernels.chunk_select import kernel
 
-        return kernel.select_chunks(query, means, chunks.counts, own, rule, masked=chunks.masked)
+        return kernel.select_chunks(
+            query, means, chunks.counts, own, rule, masked=chunks.masked, keep=keep
+        )
     real = chunks.counts > 0 if chunks.masked else None
-    chosen = select_chunks_reference(query, means, own, rule, real)
+    chosen = select_chunks_reference(query, means, own, rule, real, keep)
     return pack_bits(chosen), (chosen.sum((1, 2)) * chunks.counts).sum()
 
 
@@ -133,6 +140,13 @@ def _check_chunks(
     if len(starts) != len(lengths) or not len(starts):
         raise UsageError(
             f"`lengths` must hold one value per start, got {len(lengths)} for {len(starts)}"
+        )
+
+
+def _check_keep(keep: torch.Tensor | None, tokens: torch.Tensor) -> None:
+    if keep is not None and (keep.dtype != torch.bool or keep.shape != tokens.shape[:2]):
+        raise UsageError(
+            f"`keep` must be bool {list(tokens.shape[:2])}, got {keep.dtype} {list(keep.shape)}"
         )
 
 

@@ -122,11 +122,12 @@ def _crossing(x, need, least, top, lowest, per_score, COUNTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "heads", "group", "num_chunks", "extra"])
 def _select_kernel(
-    q_ptr, m_ptr, own_ptr, count_ptr, out_ptr, pairs_ptr,
-    q_b, q_s, q_h, q_d, m_t, m_b, m_h, m_n, count_b, tokens, heads, group, num_chunks,
-    words, extra, threshold,
+    q_ptr, m_ptr, own_ptr, count_ptr, keep_ptr, out_ptr, pairs_ptr,
+    q_b, q_s, q_h, q_d, m_t, m_b, m_h, m_n, count_b, keep_b, keep_s,
+    tokens, heads, group, num_chunks, words, extra, threshold,
     D: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, NP: tl.constexpr,
-    TOPK: tl.constexpr, MASKED: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
+    TOPK: tl.constexpr, MASKED: tl.constexpr, ROWS_MASKED: tl.constexpr, SHIFT: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Bits of BM queries of one head. Grid [B * blocks of queries * H], heads fastest."""
     pid = tl.program_id(0)
@@ -148,6 +149,9 @@ def _select_kernel(
     others = (n < num_chunks)[None, :] & (is_own == 0) & real[:, None]
     if MASKED:
         others = others & (count > 0)[None, :]
+    if ROWS_MASKED:
+        kept = tl.load(keep_ptr + b * keep_b + row.to(tl.int64) * keep_s, mask=real, other=0)
+        others = others & (kept != 0)[:, None]
     x = tl.where(others, scores, float("-inf"))
     alone = tl.max(others.to(tl.int32), 1) == 0
     least = tl.where(alone, 0.0, tl.min(tl.where(others, scores, float("inf")), 1))
@@ -241,6 +245,7 @@ def select_chunks(
     rule: Rule,
     *,
     masked: bool,
+    keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the choice in the scope `query_head`; see `api.select_chunks`."""
     batch, tokens, heads, head_size = query.shape
@@ -260,13 +265,16 @@ def select_chunks(
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
     counts = counts.expand(batch, -1)
+    rows_kept = own if keep is None else keep.view(torch.uint8)
     _launch_select(
-        (programs,), query, terms, own, counts, out, pairs,
+        (programs,), query, terms, own, counts, rows_kept, out, pairs,
         *query.stride(), *terms.stride()[:4], counts.stride(0),
+        *((0, 0) if keep is None else keep.stride()),
         tokens, heads, heads // kv_heads, num_chunks, words,
         (rule.topk or 1) - 1, rule.threshold,
         D=head_size, DP=width, BD=min(width, max(MEANS // padded, 16)), BM=rows, NP=padded,
-        TOPK=rule.topk is not None, MASKED=masked, SHIFT=1.0 / shift,
-        UPCAST=interpreted(), num_warps=4 if padded <= (32 if rule.topk is None else 128) else 8,
+        TOPK=rule.topk is not None, MASKED=masked, ROWS_MASKED=keep is not None,
+        SHIFT=1.0 / shift, UPCAST=interpreted(),
+        num_warps=4 if padded <= (32 if rule.topk is None else 128) else 8,
     )  # fmt: skip
     return out, pairs.sum()

@@ -91,6 +91,7 @@ def select_chunks_reference(
     own: torch.Tensor,
     rule: Rule,
     real: torch.Tensor | None,
+    keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what every query chooses; see `api.select_chunks`.
 
@@ -100,6 +101,7 @@ def select_chunks_reference(
         own: int32 [S].
         rule: how to choose.
         real: bool [B, N], chunks that hold keys; None for all.
+        keep: bool [B, S], queries that count; None for all.
 
     Returns:
         bool [B, H, S, N].
@@ -110,6 +112,8 @@ def select_chunks_reference(
     usable = torch.ones_like(is_own)[None, None]
     if real is not None:
         usable = (real[:, None, None, :] | is_own).expand(-1, 1, -1, -1)
+    if keep is not None:
+        usable = usable & keep[:, None, :, None]
     others = usable & ~is_own
     if rule.scope == "query_head":
         return is_own | _take_sorted(scores, is_own, others, usable, rule)
@@ -145,7 +149,7 @@ def _mass(
     """Return what every entry counts, like `scores`, and the need of every scope, to broadcast."""
     if rule.topk is not None:
         mass = torch.ones_like(scores)
-        queries = is_own.expand(scores.shape).sum(scope, keepdim=True)
+        queries = (usable & is_own).expand(scores.shape).sum(scope, keepdim=True)
         return mass, (queries * (rule.topk - 1)).to(scores.dtype)
     least = scores.masked_fill(~usable, float("inf")).amin(scope, keepdim=True)
     largest = scores.masked_fill(~usable, float("-inf")).amax(scope, keepdim=True)

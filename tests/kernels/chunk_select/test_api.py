@@ -124,6 +124,31 @@ def test_samples_of_a_batch_do_not_compete():
             assert torch.equal(together[b], alone[0])
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_masked_queries_choose_their_own_chunk_and_compete_with_none(rule):
+    query, means = random(2, 24, 4, 8), random(2, 2, 7, 8, seed=1)
+    own, keep = own_chunks(24, 7), random(2, 24, seed=2) > -0.5
+    for value in (torch.nan, torch.inf, 1e4):
+        dirty = query.masked_fill(~keep[..., None, None], value)
+        bits, _ = select_chunks(dirty, given_means(means), own, rule, keep=keep)
+        chosen = unpacked(bits, 7)
+        for b in range(2):
+            kept = keep[b].nonzero().flatten()
+            wanted = naive_choice(query[b, None, kept], means[b, None], own[kept].tolist(), rule)
+            assert torch.equal(chosen[b, :, kept], wanted[0])
+            alone = torch.nn.functional.one_hot(own[~keep[b]].long(), 7).bool()
+            assert torch.equal(chosen[b, :, ~keep[b]], alone.expand(4, -1, -1))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_sample_without_a_query_that_counts_chooses_own_chunks(rule):
+    query, means, own = torch.full((1, 12, 2, 8), torch.nan), random(1, 2, 4, 8), own_chunks(12, 4)
+    bits, _ = select_chunks(
+        query, given_means(means), own, rule, keep=torch.zeros(1, 12, dtype=torch.bool)
+    )
+    assert (unpacked(bits, 4).sum(-1) == 1).all()
+
+
 def test_equal_scores_go_to_the_lowest_chunk_of_a_query():
     query, means = torch.zeros(1, 6, 1, 4), random(1, 1, 9, 4)
     own = own_chunks(6, 3) + 4
@@ -209,6 +234,10 @@ OWN, TILES = torch.zeros(6, dtype=torch.int32), torch.tensor([0, 3]).int()
         (
             lambda: select_chunks(Q, CHUNKS, OWN[:5], Rule(topk=1)),
             r"`own` must be int32 \[6\] on cpu, got torch.int32 \[5\]",
+        ),
+        (
+            lambda: select_chunks(Q, CHUNKS, OWN, Rule(topk=1), keep=torch.ones(1, 6)),
+            r"`keep` must be bool \[1, 6\], got torch.float32 \[1, 6\]",
         ),
     ],
 )

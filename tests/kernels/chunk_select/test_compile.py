@@ -92,6 +92,7 @@ def test_the_choice_does_not_spill(
     query = torch.empty(1, 640, 4, head_size, dtype=torch.bfloat16)
     means = torch.empty(1, 4, num_chunks, head_size)
     counts, own = torch.zeros(1, num_chunks).int(), torch.zeros(640).int()
-    select_chunks(query, means, counts, own, rule, masked=True)
+    keep = torch.ones(1, 640).bool()
+    select_chunks(query, means, counts, own, rule, masked=True, keep=keep)
     assert len(logs) == 2
     assert_clean(logs)

@@ -83,6 +83,22 @@ def test_equal_scores_go_to_the_lowest_chunk(rule):
     assert torch.equal(bits, pack_bits(select_chunks_reference(query, means, own, rule, None)))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_masked_queries_choose_their_own_chunk(rule):
+    from multimodal_gen.kernels.chunk_select.kernel import select_chunks
+
+    query, means = random(2, 70, 2, 16, dtype=torch.bfloat16), random(2, 2, 6, 16, seed=1)
+    own = (torch.arange(70) % 6).int()
+    counts = torch.ones(1, 6, dtype=torch.int32)
+    keep = (random(2, 90, seed=2) > 0)[:, 20:]
+    query = query.masked_fill(~keep[..., None, None], torch.nan)
+    bits, pairs = select_chunks(query, means, counts, own, rule, masked=False, keep=keep)
+    chosen = select_chunks_reference(query, means, own, rule, None, keep)
+    assert torch.equal(bits, pack_bits(chosen))
+    assert int(pairs) == int(chosen.sum())
+
+
 def test_scores_that_are_no_numbers_leave_own_chunks_chosen():
     from multimodal_gen.kernels.chunk_select.kernel import select_chunks
 

@@ -96,7 +96,10 @@ def select(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:
         index=call.chunks.keys.index,
         keep=call.keep,
     )
-    return select_chunks(call.query[:, call.video], means, call.chunks.own, call.rule)
+    # The video lies at the same positions on both sides, so its masked keys are queries, too.
+    keep = None if call.keep is None else call.keep[:, call.video]
+    query = call.query[:, call.video]
+    return select_chunks(query, means, call.chunks.own, call.rule, keep=keep)
 
 
 def attend_chunks(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -265,6 +265,44 @@ def test_masked_keys_have_no_influence(kind):
     assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "scope"),
+    [
+        *(({"moba_threshold": 0.4}, s) for s in ("query_head", "block", "overall", "head_global")),
+        *((TOPK, s) for s in ("query_head", "overall", "head_global")),
+    ],
+    ids=str,
+)
+def test_padded_tokens_of_the_video_have_no_influence(parameters, scope):
+    qkv = inputs(RAGGED)
+    keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
+    keep[0, -60:] = False
+    keep[1, 7::9] = False
+    attention = layer(1, moba_threshold_type=scope, **parameters)
+    found = []
+    for value in (0.0, 100.0, torch.nan):
+        dirty = [x.masked_fill(~keep[..., None, None], value) for x in qkv]
+        with set_forward_context(0, latent_grid=RAGGED):
+            found.append(attention(*dirty, attn_mask=keep))
+    assert found[0].isfinite().all()
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scope", ["query_head", "overall", "head_global"])
+def test_padding_leaves_what_the_tokens_alone_would_choose(scope):
+    # The padding is the last frame, which is a chunk of its own, as it would be left out.
+    grid, padded = (4, 6, 8), (5, 6, 8)
+    qkv = inputs(padded)
+    alone = QKV(*(x[:, : math.prod(grid)] for x in qkv))
+    keep = (torch.arange(math.prod(padded)) < math.prod(grid)).expand(2, -1)
+    attention = layer(0, moba_threshold=0.4, moba_threshold_type=scope)
+    with set_forward_context(0, latent_grid=padded):
+        out = attention(*qkv, attn_mask=keep)
+    wanted = run(attention, alone, grid)
+    torch.testing.assert_close(out[:, : math.prod(grid)], wanted)
+
+
 def test_gradients_are_those_of_attention_under_the_choice():
     qkv = QKV(*(x.requires_grad_() for x in inputs(RAGGED, batch=1)))
     out = run(layer(1, kernel="reference", **TOPK), qkv, RAGGED)
