@@ -187,6 +187,11 @@ class AttachedLayer:
         entries = self.layer.report().entries
         return takes_projection(entry.selection.backend for entry in entries)
 
+    def end_request(self, request_id: str) -> None:
+        """Drop what is kept for a generation that is over."""
+        for layer in (self.layer, *self.others.values()):
+            layer.end_request(request_id)
+
     def project(self, projection: nn.Linear | None) -> None:
         """Set the projection of that branch, [D, D]; None for zero."""
         for layer in (self.layer, *self.others.values()):

@@ -20,6 +20,7 @@ from torch import nn
 
 from multimodal_gen.errors import NothingAppliedError, UsageError
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
+from multimodal_gen.integrations.endings import notice_end
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.takeover import DenoiserPlan
@@ -42,16 +43,25 @@ class AttentionHandle:
     Args:
         plans: what to do, per component.
         notes: sentences for the report.
+        tracker: follows the denoisers through their generations.
+        pipeline: the pipeline, or None for a bare model.
     """
 
     def __init__(
-        self, plans: tuple[DenoiserPlan | EncoderPlan, ...], notes: tuple[str, ...]
+        self,
+        plans: tuple[DenoiserPlan | EncoderPlan, ...],
+        notes: tuple[str, ...],
+        tracker: StepTracker,
+        pipeline: Any = None,
     ) -> None:
         self._plans = plans
         self._notes = notes
+        self._tracker = tracker
         with ExitStack() as undo:
             for plan in plans:
                 plan.install(undo)
+            notice_end(pipeline, self.end_request, undo)
+            undo.callback(self.end_request)
             self._undo = undo.pop_all()
 
     def report(self) -> AttentionReport:
@@ -60,6 +70,14 @@ class AttentionHandle:
             layers=tuple(layer.report() for plan in self._plans for layer in plan.layers),
             notes=(*self._notes, *(note for plan in self._plans for note in plan.notes())),
         )
+
+    def end_request(self) -> None:
+        """Drop what layers keep for the generation that ran last, to carry from step to step.
+
+        That happens by itself when a call of a diffusers pipeline ends, when the next generation
+        begins, and in `remove`; loops of one's own, and calls that failed, may say so.
+        """
+        self._tracker.end_request()
 
     def remove(self) -> None:
         """Put everything back as `apply` found it; a second call does nothing.
@@ -137,7 +155,9 @@ def apply(
         raise UsageError("scope must be given alone, got further settings beside it")
     refuse_not_in_this_build(scope)
     components = find_components(target)
-    plans, notes = _plan(target, components, scope)
+    pipeline = None if isinstance(unwrap(target), nn.Module) else target
+    tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
+    plans, notes = _plan(components, scope, tracker, pipeline)
     # A pipeline is about its denoisers: taking over nothing but its encoders is not enough.
     denoisers = [plan for plan in plans if isinstance(plan, DenoiserPlan)]
     if not any(plan.layers for plan in denoisers or plans):
@@ -147,14 +167,12 @@ def apply(
             f"{looked_at or 'no model at all'} and found none that it can"
         )
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
-    return AttentionHandle(plans, notes)
+    return AttentionHandle(plans, notes, tracker, pipeline)
 
 
 def _plan(
-    target: Any, components: tuple[Component, ...], scope: SelectionScope
+    components: tuple[Component, ...], scope: SelectionScope, tracker: StepTracker, pipeline: Any
 ) -> tuple[tuple[DenoiserPlan | EncoderPlan, ...], tuple[str, ...]]:
-    pipeline = None if isinstance(unwrap(target), nn.Module) else target
-    tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
     plans: list[DenoiserPlan | EncoderPlan] = []
     notes: list[str] = []
     for component in components:

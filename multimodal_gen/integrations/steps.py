@@ -32,6 +32,9 @@ class StepTracker:
 
     Args:
         scheduler: returns the pipeline's scheduler, or None.
+
+    Attributes:
+        when_ended: called with the id of a generation that is over, maybe more than once.
     """
 
     def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:
@@ -42,6 +45,12 @@ class StepTracker:
         self._index = 0
         self._value: float | None = None
         self._direction = 0
+        self.when_ended: list[Callable[[str], None]] = []
+
+    def end_request(self) -> None:
+        """Say that the generation that ran last is over."""
+        for ended in self.when_ended if self._request_id else ():
+            ended(self._request_id)
 
     def locate(self, timestep: float, dtype: torch.dtype, scale: float = 1.0) -> Step:
         """Return the step of a call.
@@ -102,6 +111,7 @@ class StepTracker:
         self._start_request()
 
     def _start_request(self) -> None:
+        self.end_request()
         self._request_id = uuid.uuid4().hex[:12]
         self._index, self._value, self._direction = 0, None, 0
 

@@ -69,6 +69,7 @@ class DenoiserPlan:
         self._scope, self._dropped = (scope, False) if adapter else without_sparse(scope)
         self._failures: list[str] = []
         self._installed = False
+        self._tracker = tracker
         self._takeovers = tuple(self._plan())
         if self._failures and not self._takeovers:
             raise NothingAppliedError(
@@ -136,6 +137,8 @@ class DenoiserPlan:
             return
         self._installed = True
         undo.callback(setattr, self, "_installed", False)
+        self._tracker.when_ended.append(self._end_request)
+        undo.callback(self._tracker.when_ended.remove, self._end_request)
         undo.callback(self._hooks.end_context)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
@@ -146,6 +149,10 @@ class DenoiserPlan:
         if hasattr(type(model), "cache_context") and (own or "cache_context" not in vars(model)):
             vars(model)["cache_context"] = NamedCalls(model)
             undo.callback(vars(model).pop, "cache_context", None)
+
+    def _end_request(self, request_id: str) -> None:
+        for takeover in self._takeovers:
+            takeover.layer.end_request(request_id)
 
     def _gated(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules whose processors can hand a gate to a layer that takes it."""

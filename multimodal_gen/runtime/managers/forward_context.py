@@ -43,7 +43,8 @@ class ForwardContext:
         text_span: where text sits in joint sequences, or None when attention sees no text.
         cfg_branch: "cond", "uncond" or "both" (batched), or None when unknown.
         component: pipeline component that runs, e.g. "transformer_2".
-        request_id: identifies the generation, so that caches of two requests never mix.
+        request_id: identifies the generation, so that caches of two requests never mix; without
+            one, nothing is carried from step to step.
         cache: room for values shared by the layers of this call, e.g. packed-mask indices.
     """
 
@@ -58,6 +59,11 @@ class ForwardContext:
     component: str | None = None
     request_id: str | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether no denoising step follows, as far as that is known."""
+        return self.num_steps is not None and self.current_timestep >= self.num_steps - 1
 
 
 _CONTEXT: ContextVar[ForwardContext | None] = ContextVar("multimodal_gen_forward", default=None)

@@ -175,6 +175,12 @@ class AttentionLayer(nn.Module):
             detours=tuple(detour for _, detours in parts for detour in detours),
         )
 
+    def end_request(self, request_id: str) -> None:
+        """Drop what is kept for a request, as its caller may say that it ended."""
+        for routes in self._routes.values():
+            for route in routes:
+                route.end_request(request_id)
+
     def run(
         self,
         query: torch.Tensor,

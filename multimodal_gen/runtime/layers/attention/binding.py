@@ -16,6 +16,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import find_backe
 from multimodal_gen.runtime.layers.attention.index_selector import FirstSteps, Steps
 from multimodal_gen.runtime.layers.attention.observing import ObservingImpl
 from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl, ProjectionSlot
+from multimodal_gen.runtime.layers.attention.remembering import RememberingImpl
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule, LayerSite
@@ -166,6 +167,12 @@ class Route:
             self.primary.impl.check_run(context)
             self._run = run
 
+    def end_request(self, request_id: str) -> None:
+        """Let the implementations drop what they keep for a request."""
+        for bound in (self.primary, *self._substitutes.values()):
+            if isinstance(bound.impl, RememberingImpl):
+                bound.impl.end_request(request_id)
+
     def honouring(self, *features: Feature, causal_in_mask: bool = False) -> Bound:
         """Return the implementation for calls that need `features`.
 
@@ -255,6 +262,7 @@ def route_at(routes: tuple[Route, ...], context: ForwardContext | None) -> Route
     Raises:
         UsageError: no denoiser call is running.
         ConfigError: an implementation does not fit the run, even if for a later step.
+        UnsupportedBackendError: the same, for a kernel that was asked for.
     """
     if context is None:
         raise UsageError(
@@ -263,7 +271,12 @@ def route_at(routes: tuple[Route, ...], context: ForwardContext | None) -> Route
         )
     for route in routes:
         route.check_run(context)
-    return next(route for route in routes if route.serves(context))
+    found = next(route for route in routes if route.serves(context))
+    if context.request_id is not None and context.is_last_step:
+        for route in routes:
+            if route is not found:
+                route.end_request(context.request_id)
+    return found
 
 
 def _bind_first_that_imports(

@@ -196,7 +196,8 @@ def _fall_back(
     request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...], strict: bool
 ) -> Selection:
     # Who names a kernel wants no other backend: none has that kernel.
-    while not strict and getattr(asked.config, "kernel", "auto") == "auto":
+    named = {getattr(asked.config, name, "auto") for name in ("kernel", "kmeans_kernel")}
+    while not strict and named == {"auto"}:
         target = _fallback_of(rejected[-1].backend, request.environment)
         if target is None or target in {r.backend for r in rejected}:
             break

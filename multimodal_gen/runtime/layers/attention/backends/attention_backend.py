@@ -222,7 +222,7 @@ class AttentionImpl(ABC):
         """
 
     def check_run(self, context: "ForwardContext") -> None:  # noqa: B027 - most demand nothing
-        """Raise `ConfigError` for a run that the configuration does not fit."""
+        """Raise an error of this package for a run that the configuration does not fit."""
 
     def densities(self) -> Mapping[int, float]:
         """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
@@ -295,6 +295,7 @@ class AttentionBackend(ABC):
         summary: one line for `sglang attention list`.
         variants: kernel libraries behind it, best first.
         config_cls: its configuration dataclass.
+        packages: packages that its configuration may demand, beside those of the variants.
         not_in_this_build: why the backend cannot run yet, or None.
     """
 
@@ -302,6 +303,7 @@ class AttentionBackend(ABC):
     summary: ClassVar[str]
     variants: ClassVar[tuple[Variant, ...]]
     config_cls: ClassVar[type[BackendConfig]] = BackendConfig
+    packages: ClassVar[tuple[PackageProbe, ...]] = ()
     not_in_this_build: ClassVar[str | None] = None
 
     @classmethod

@@ -122,8 +122,7 @@ def _probes() -> frozenset[PackageProbe]:
         probe
         for name in all_backends()
         for cls in backends_of(name)
-        for variant in cls.variants
-        for probe in variant.packages
+        for probe in (*cls.packages, *(p for v in cls.variants for p in v.packages))
     )
 
 

@@ -7,8 +7,10 @@ attended to by everything, and attends to everything.
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
+    TRITON,
     engine_variants,
     upstream_variant,
 )
@@ -40,25 +43,44 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import first_of
+from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.observing import ObservingImpl
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.remembering import RememberingImpl
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    Feature,
+    PackageProbe,
+)
 from multimodal_gen.runtime.layers.attention.svg2.centroids import CentroidCache, Centroids
 from multimodal_gen.runtime.layers.attention.svg2.clusters import ClusteredCall, clustered_call
 from multimodal_gen.runtime.layers.attention.svg2.passes import attend_clusters
-from multimodal_gen.runtime.layers.attention.svg2.upstream import attend_upstream
+from multimodal_gen.runtime.layers.attention.svg2.upstream import (
+    UPSTREAM,
+    attend_upstream,
+    refuse_upstream,
+    upstream_reasons,
+)
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 _SVG = PackageProbe(
-    module="svg",
+    module=UPSTREAM,
     distribution="svg",
     install="see https://github.com/svg-project/Sparse-VideoGen",
 )
+_FLASH_KMEANS = PackageProbe(
+    module="flash_kmeans", distribution="flash-kmeans", install="pip install flash-kmeans"
+)
+_KMEANS_PACKAGES = MappingProxyType({"triton": TRITON, "flash_kmeans": _FLASH_KMEANS})
+_GPUS = frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SVG2Config(SparseConfig):
     """Parameters of `sparse_video_gen_2_attn`.
+
+    Steps start from the centroids of the step before where calls have a `request_id`, as those of
+    pipelines do; without one, each starts from random centroids.
 
     Attributes:
         svg2_num_q_centroids: clusters of queries per head.
@@ -107,10 +129,11 @@ class SVG2Backend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
     summary: ClassVar[str] = "Sparse VideoGen 2: clusters of queries attend to clusters of keys"
     config_cls: ClassVar[type[SVG2Config]] = SVG2Config
+    packages: ClassVar[tuple[PackageProbe, ...]] = (_FLASH_KMEANS,)
     variants: ClassVar[tuple[Variant, ...]] = (
         *(v for v in engine_variants((Feature.GQA, Feature.KEY_MASK)) if v.name != "fa4"),
         upstream_variant(
-            "svg", _SVG, head_sizes=(64, 128, 256), capability=Capability(minimum=(8, 0))
+            UPSTREAM, _SVG, head_sizes=(64, 128, 256), capability=Capability(minimum=(8, 0))
         ),
     )
 
@@ -121,13 +144,52 @@ class SVG2Backend(AttentionBackend):
         return tuple(v for v in cls.variants if kernel in ("auto", v.name))
 
     @classmethod
+    def choose_variant(
+        cls,
+        request: AttentionRequest,
+        config: BackendConfig | None = None,
+        *,
+        only: Callable[[Variant], bool] | None = None,
+    ) -> Variant | None:
+        """Return the variant that serves `request`, if the k-means that was asked for does too."""
+        if _kmeans_reasons(request, config):
+            return None
+        return super().choose_variant(request, config, only=only)
+
+    @classmethod
+    def unsupported_reasons(
+        cls, request: AttentionRequest, config: BackendConfig | None = None
+    ) -> tuple[str, ...]:
+        """Return what is missing, of the k-means that was asked for too."""
+        reasons = _kmeans_reasons(request, config)
+        if reasons and super().choose_variant(request, config) is not None:
+            return reasons
+        return (*super().unsupported_reasons(request, config), *reasons)
+
+    @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return the implementation."""
         return SVG2Impl
 
 
-class SVG2Impl(SparseImpl, ObservingImpl):
-    """Sparse VideoGen 2 of one layer; remembers the centroids of the step before."""
+def _kmeans_reasons(request: AttentionRequest, config: BackendConfig | None) -> tuple[str, ...]:
+    """Return why the k-means that `config` asks for cannot run where `request` does."""
+    name = getattr(config, "kmeans_kernel", "auto")
+    probe, environment = _KMEANS_PACKAGES.get(name), request.environment
+    if probe is None:
+        return ()
+    reasons = [probe.unsupported_reason(environment)]
+    if environment.platform not in _GPUS:
+        reasons.append(f"needs a GPU, this is {environment.platform}")
+    return tuple(f"kmeans_kernel {name} {reason}" for reason in reasons if reason)
+
+
+class SVG2Impl(SparseImpl, ObservingImpl, RememberingImpl):
+    """Sparse VideoGen 2 of one layer; remembers the centroids of the step before.
+
+    Raises:
+        UnsupportedBackendError: the kernel that was asked for cannot serve the layer.
+    """
 
     backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
 
@@ -136,6 +198,32 @@ class SVG2Impl(SparseImpl, ObservingImpl):
         config = self.config
         self._config = config if isinstance(config, SVG2Config) else SVG2Config()
         self._centroids = CentroidCache()
+        refuse_upstream(self._upstream_reasons(), what="layer")
+
+    def check_run(self, context: ForwardContext) -> None:
+        """Refuse text that the kernel that was asked for cannot serve; warn if no step is sparse.
+
+        Raises:
+            UnsupportedBackendError: a sparse step would be refused.
+        """
+        notice_dense_run(self._config, self.backend, context.num_steps, "svg2_first_times_fp")
+        text = 0 if context.text_span is None else context.text_span.length
+        refuse_upstream(self._upstream_reasons(text), what="run")
+
+    def end_request(self, request_id: str) -> None:
+        """Drop the centroids of a request; see `RememberingImpl.end_request`."""
+        self._centroids.end(request_id)
+
+    def _upstream_reasons(self, text: int = 0) -> tuple[str, ...]:
+        if self._config.kernel != UPSTREAM:
+            return ()
+        return upstream_reasons(
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.softmax_scale,
+            text=text,
+        )
 
     def attend(
         self,
@@ -157,7 +245,7 @@ class SVG2Impl(SparseImpl, ObservingImpl):
             if out[:, span].shape[1]:
                 rows = query[:, span]
                 out[:, span] = attend_rows(rows, key, value, keep, self.softmax_scale)
-        if self._config.kernel == "svg":
+        if self._config.kernel == UPSTREAM:
             attend_upstream(query, key, value, call, keep, out, scale=self.softmax_scale)
         else:
             attend_clusters(
@@ -181,6 +269,8 @@ class SVG2Impl(SparseImpl, ObservingImpl):
         """Cluster in a dense step, if that was asked for; see `ObservingImpl.observe`."""
         if not self._config.svg2_zero_step_kmeans_init:
             return
+        if context is not None and (context.request_id is None or context.is_last_step):
+            return  # nobody will start from them
         layout = sequence_layout(query, key, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         keep = None
