@@ -39,12 +39,13 @@ def test_means_are_rounded_once(
     tensors = [random(2, tokens, h, head_size, dtype=dtype, seed=h) for h in (4, 2, 2)]
     if heads_first:
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    for x, mean in zip(
-        tensors, pool_tiles(tuple(tensors), starts, lengths, size=64, index=index), strict=True
-    ):
-        wanted = pool_tiles_reference(x.double(), starts, lengths, index, 64)
-        band = 64 * torch.finfo(torch.float32).eps * x.abs().max()
-        assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
+    keep = random(2, tokens, dtype=torch.float32, seed=9) > 0
+    for x in tensors:
+        for mask in (None, keep):
+            (mean,) = pool_tiles((x,), starts, lengths, size=64, index=index, keep=mask)
+            wanted = pool_tiles_reference(x.double(), starts, lengths, index, 64, mask)
+            band = 64 * torch.finfo(torch.float32).eps * x.abs().max()
+            assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,6 +69,16 @@ def test_real_numbers_select_the_best_up_to_rounding(dtype: torch.dtype, head_si
     query = random(2, 4, 1440, head_size, dtype=dtype)
     key = random(2, 1, 1440, head_size, dtype=dtype, seed=1)
     assert_best(select_tiles(query, key, 144, always=2), query, key, 144, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_that_are_not_real_come_last(dtype: torch.dtype) -> None:
+    query = whole_numbers(2, 4, 130, 128, seed=1, dtype=dtype, device="cuda")
+    key = whole_numbers(2, 2, 300, 128, seed=2, dtype=dtype, device="cuda")
+    real = (torch.arange(300, device="cuda") % 3 > 0).expand(2, -1)
+    found = select_tiles(query, key, 50, real=real)
+    renumbered = real[0].nonzero().flatten()[select_tiles(query, key[:, :, real[0]], 50).long()]
+    assert torch.equal(found.long(), renumbered)
 
 
 def test_scores_that_are_no_numbers_still_give_valid_lists() -> None:

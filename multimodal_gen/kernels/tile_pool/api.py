@@ -22,6 +22,7 @@ __all__ = ["add_gated", "pool_tiles", "select_tiles"]
 
 _TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _MAX_TILES = 2**15  # a row of scores must fit into the registers of 16 warps
+_CHANNELS = 16  # that are added at once: fewer would leave rows that no 16 bytes divide
 
 
 def pool_tiles(
@@ -31,6 +32,7 @@ def pool_tiles(
     *,
     size: int,
     index: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the mean of every tile's tokens, summed in fp32; does not wait for the device.
 
@@ -40,20 +42,24 @@ def pool_tiles(
         lengths: int32 [N], at least 1.
         size: upper bound of `lengths`.
         index: int32 [S'], the token at every position; None where tokens lie tile by tile.
+        keep: bool [B, S], tokens that count, in the order of the tensors; None for all. The others
+            may hold anything, NaN too.
 
     Returns:
-        For every tensor [B, H, N, D], contiguous, in its dtype.
+        For every tensor [B, H, N, D], contiguous, in its dtype; zero where no token counts.
 
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other.
     """
     _check_pooled(tensors)
     _check_tiles(tensors[0], starts, lengths, size, index)
+    if keep is not None:
+        _check_keep(tensors, keep)
     if _runs_triton(*tensors):
         from multimodal_gen.kernels.tile_pool import kernel
 
-        return tuple(kernel.pool_tiles(x, starts, lengths, index) for x in tensors)
-    return tuple(pool_tiles_reference(x, starts, lengths, index, size) for x in tensors)
+        return tuple(kernel.pool_tiles(x, starts, lengths, index, keep) for x in tensors)
+    return tuple(pool_tiles_reference(x, starts, lengths, index, size, keep) for x in tensors)
 
 
 def select_tiles(
@@ -62,6 +68,7 @@ def select_tiles(
     count: int,
     *,
     always: int = 0,
+    real: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the `count` key tiles with the largest scores of every query tile.
@@ -74,6 +81,8 @@ def select_tiles(
         key: means of key tiles, [B, Hkv, Nk, D]; query head h uses key head h // (H / Hkv).
         count: key tiles to keep, in [1, Nk].
         always: number of blocks, numbered from Nk on, that every row keeps besides.
+        real: bool [B, Nk], tiles that hold keys; None for all. The others are kept only where
+            there are not enough of these.
         out: int32 [B, H, Nq, at least count + always], stride 1 along rows, to write to: a plan
             may have further or longer rows.
 
@@ -87,6 +96,8 @@ def select_tiles(
     _check_selection(query, key, count, always)
     out = _selection(query, count + always, out)
     query, key = query.detach(), key.detach()  # indices have no gradient
+    if real is not None:
+        query, key = _with_last(query, key, real)
     if _runs_triton(query) and key.shape[2] <= _MAX_TILES:
         from multimodal_gen.kernels.tile_pool import kernel
 
@@ -108,6 +119,21 @@ def _selection(query: torch.Tensor, length: int, out: torch.Tensor | None) -> to
             f"its rows, got {out.dtype} {list(out.shape)} on {out.device}"
         )
     return out
+
+
+def _with_last(
+    query: torch.Tensor, key: torch.Tensor, real: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a channel that adds nothing to a score, or minus infinity where a tile is not real."""
+    if real.dtype != torch.bool or real.shape != (key.shape[0], key.shape[2]):
+        raise UsageError(
+            f"`real` must be bool {[key.shape[0], key.shape[2]]}, got {real.dtype} "
+            f"{list(real.shape)}"
+        )
+    query, key = (torch.nn.functional.pad(x, (0, _CHANNELS)) for x in (query, key))
+    query[..., -_CHANNELS] = 1.0
+    key[..., -_CHANNELS] = key.new_zeros(real.shape).masked_fill(~real, -torch.inf)[:, None]
+    return query, key
 
 
 def _check_selection(query: torch.Tensor, key: torch.Tensor, count: int, always: int) -> None:
@@ -188,6 +214,14 @@ def _check_pooled(tensors: tuple[torch.Tensor, ...]) -> None:
                 f"`tensors` must have one batch, head size, dtype and device, got "
                 f"{list(first.shape)} {first.dtype} {first.device} and "
                 f"{list(x.shape)} {x.dtype} {x.device}"
+            )
+
+
+def _check_keep(tensors: tuple[torch.Tensor, ...], keep: torch.Tensor) -> None:
+    for x in tensors:
+        if keep.dtype != torch.bool or keep.shape != x.shape[:2]:
+            raise UsageError(
+                f"`keep` must be bool {list(x.shape[:2])}, got {keep.dtype} {list(keep.shape)}"
             )
 
 

@@ -45,9 +45,10 @@ def _tokens(start, length, index_ptr, first, INDEXED: tl.constexpr, T: tl.conste
 
 @triton.jit(do_not_specialize=["heads", "num_tiles"])
 def _pool_kernel(
-    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, x_b, x_s, x_h, x_d, heads, num_tiles,
+    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, keep_ptr, x_b, x_s, x_h, x_d, keep_b, keep_s,
+    heads, num_tiles,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, INDEXED: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
+    MASKED: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * H * N]."""
     b, h, tile = _owner(tl.program_id(0), heads, num_tiles, HEADS_FIRST)
@@ -56,12 +57,17 @@ def _pool_kernel(
     d = tl.arange(0, DP).to(tl.int64)
     x_ptr += b * x_b + h * x_h
     total = tl.zeros([DP], tl.float32)
+    count = length
     for first in range(0, length, T):
         position, real = _tokens(start, length, index_ptr, first, INDEXED, T)
+        if MASKED:
+            kept = tl.load(keep_ptr + b * keep_b + position * keep_s, mask=real, other=0) != 0
+            count -= tl.sum((real & (kept == 0)).to(tl.int32), 0)
+            real = real & kept
         mask = real[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + position[:, None] * x_s + d[None, :] * x_d, mask=mask, other=0.0)
         total += tl.sum(x.to(tl.float32), 0)
-    mean = total / tl.maximum(length, 1).to(tl.float32)
+    mean = total / tl.maximum(count, 1).to(tl.float32)
     out_ptr += ((b * heads + h) * num_tiles + tile) * D
     tl.store(out_ptr + d, mean.to(out_ptr.dtype.element_ty), mask=d < D)
 
@@ -201,7 +207,11 @@ _launch_score, _launch_select = Launcher(_score_kernel), Launcher(_select_kernel
 
 
 def pool_tiles(
-    tensor: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, index: torch.Tensor | None
+    tensor: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    index: torch.Tensor | None,
+    keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the mean over the tiles of one tensor; see `api.pool_tiles`."""
     batch, _, heads, head_size = tensor.shape
@@ -210,9 +220,11 @@ def pool_tiles(
     _launch_pool(
         (batch * heads * num_tiles,),
         tensor, out, starts, lengths, starts if index is None else index,
-        *tensor.stride(), heads, num_tiles,
+        starts if keep is None else keep.view(torch.uint8),
+        *tensor.stride(), *((0, 0) if keep is None else keep.stride()), heads, num_tiles,
         D=head_size, DP=_channels(head_size), T=_tokens_at_once(tensor, READ_BYTES),
-        INDEXED=index is not None, HEADS_FIRST=tensor.stride(2) < tensor.stride(1), num_warps=4,
+        INDEXED=index is not None, MASKED=keep is not None,
+        HEADS_FIRST=tensor.stride(2) < tensor.stride(1), num_warps=4,
     )  # fmt: skip
     return out
 

@@ -34,6 +34,7 @@ def pool_tiles_reference(
     lengths: torch.Tensor,
     index: torch.Tensor | None,
     size: int,
+    keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the mean over the tokens of every tile, summed in fp32 (fp64 for fp64).
 
@@ -43,17 +44,21 @@ def pool_tiles_reference(
         lengths: int32 [N].
         index: int32 [S'], or None.
         size: upper bound of `lengths`.
+        keep: bool [B, S], tokens that count, or None.
 
     Returns:
-        [B, H, N, D] in the dtype of `tensor`.
+        [B, H, N, D] in the dtype of `tensor`; zero where no token counts.
     """
     compute = torch.promote_types(tensor.dtype, torch.float32)
     batch, _, heads, head_size = tensor.shape
     total = tensor.new_zeros((batch, len(starts), heads, head_size), dtype=compute)
+    counts = torch.zeros_like(lengths).unsqueeze(0)
     for position, real in _positions(starts, lengths, index, size):
         token = tensor[:, position].to(compute)
-        total = total + torch.where(real.view(1, -1, 1, 1), token, 0.0)
-    mean = total / lengths.clamp_min(1).view(1, -1, 1, 1)
+        counted = real.unsqueeze(0) if keep is None else real & keep[:, position]
+        total = total + torch.where(counted[..., None, None], token, 0.0)
+        counts = counts + counted
+    mean = total / counts.clamp_min(1)[..., None, None]
     return mean.transpose(1, 2).to(tensor.dtype).contiguous()
 
 

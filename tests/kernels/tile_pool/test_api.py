@@ -104,6 +104,36 @@ def test_many_heads_are_scored_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(select_tiles(query, key, 6), whole)
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_means_are_of_kept_tokens_alone_whatever_the_others_hold(indexed: bool) -> None:
+    starts, lengths, order = ragged_tiles(LENGTHS)
+    index = order if indexed else None
+    x, keep = random(2, 36, 3, 8), random(2, 36, seed=1) > 0
+    tiles = (order if indexed else torch.arange(33)).split(LENGTHS)
+    keep[1, tiles[2].long()] = False
+    dirty = x.masked_fill(~keep[..., None, None], torch.nan)
+    (found,) = pool_tiles((dirty,), starts, lengths, size=8, index=index, keep=keep)
+    for b in range(2):
+        for n in range(len(LENGTHS)):
+            kept = [t for t in tiles[n].tolist() if keep[b, t]]
+            wanted = x[b, kept].mean(0) if kept else torch.zeros(3, 8)
+            torch.testing.assert_close(found[b, :, n], wanted)
+
+
+def test_tiles_that_are_not_real_come_last() -> None:
+    query, key = whole_numbers(2, 2, 5, 8, seed=0, dtype=torch.float32), random(2, 1, 9, 8, seed=1)
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[0, 2:5] = False
+    real[1, 1:] = False
+    found = select_tiles(query, key, 4, always=1, real=real)
+    alone = select_tiles(query[:1], key[:1, :, real[0]], 4)
+    renumbered = real[0].nonzero().flatten()[alone[0].long()]
+    assert torch.equal(found[0, ..., :4].long(), renumbered)
+    assert (found[1] == torch.tensor([0, 1, 2, 3, 9])).all()
+    everything = select_tiles(query, key, 4, always=1, real=torch.ones_like(real))
+    assert torch.equal(everything, select_tiles(query, key, 4, always=1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_the_gated_sum_is_rounded_once(dtype: torch.dtype, indexed: bool) -> None:
@@ -170,6 +200,14 @@ TILES = torch.tensor([0, 3]).int()
         (
             lambda: select_tiles(X, X, 1, out=torch.empty(1, 6, 2, 0).int()),
             r"`out` must be int32 \[1, 6, 2, 1\] or longer on cpu, with stride 1 .* \[1, 6, 2, 0\]",
+        ),
+        (
+            lambda: pool_tiles((X,), TILES, TILES, size=3, keep=torch.ones(1, 5).bool()),
+            r"`keep` must be bool \[1, 6\], got torch.bool \[1, 5\]",
+        ),
+        (
+            lambda: select_tiles(X, X, 1, real=torch.ones(1, 3).bool()),
+            r"`real` must be bool \[1, 2\], got torch.bool \[1, 3\]",
         ),
         (lambda: select_tiles(X, X, 1, always=-1), r"`always` must be at least 0, got -1"),
         (

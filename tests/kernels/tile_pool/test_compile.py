@@ -75,17 +75,21 @@ def test_pooling_and_the_gated_sum_do_not_spill(
 
     x, tiles = torch.empty(1, 640, 4, head_size, dtype=dtype), torch.zeros(10).int()
     coarse = pool_tiles(x, tiles, tiles, tiles)
+    pool_tiles(x, tiles, tiles, tiles, torch.ones(1, 640).bool())
     add_gated(x, x, coarse, tiles, tiles, tiles)
-    assert len(logs) == 2
+    assert len(logs) == 3
     assert_clean(logs)
 
 
+# 144 is 128 and the channels in which tiles that hold no key score minus infinity.
 @pytest.mark.parametrize("num_kv", [300, 1440, 1800, 4096, 32768])
 @pytest.mark.parametrize(
     ("head_size", "dtype"),
     [
         (64, torch.bfloat16),
         (128, torch.bfloat16),
+        (144, torch.bfloat16),
+        (144, torch.float32),
         (128, torch.float16),
         (256, torch.bfloat16),
         (128, torch.float32),

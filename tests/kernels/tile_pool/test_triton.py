@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from multimodal_gen.kernels.tile_pool.reference import pool_tiles_reference
 from tests.kernels.tile_pool.naive import (
     assert_best,
     naive_best,
@@ -70,6 +71,35 @@ def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
             assert mean.dtype == dtype
             band = 70 * torch.finfo(torch.float32).eps * x.abs().max()
             assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_pooling_leaves_masked_tokens_out(dtype: torch.dtype, indexed: bool) -> None:
+    from multimodal_gen.kernels.tile_pool.kernel import pool_tiles
+
+    starts, lengths, order = ragged_tiles([64, 70, 1, 9])
+    index = order if indexed else None
+    tokens = int(lengths.sum())
+    keep = (random(2, tokens + 5, seed=1) > 0)[:, 5:]
+    tile = (order if indexed else torch.arange(tokens)).split(lengths.tolist())[3]
+    keep[0, tile.long()] = False
+    x = random(2, tokens, 3, 24, dtype=dtype).masked_fill(~keep[..., None, None], torch.nan)
+    found = pool_tiles(x, starts, lengths, index, keep)
+    wanted = pool_tiles_reference(x, starts, lengths, index, 70, keep)
+    assert not found[0, :, 3].any()
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_infinitely_low_score_comes_last(dtype: torch.dtype) -> None:
+    query, key = random(1, 2, 7, 144, dtype=dtype), random(1, 1, 40, 144, seed=1, dtype=dtype)
+    query[..., 128:], key[..., 128:] = 0.0, 0.0
+    query[..., 128] = 1.0
+    key[:, :, 5:30, 128] = -torch.inf
+    found = selected(query, key, 15, 0)
+    assert (found == torch.tensor([*range(5), *range(30, 40)])).all()
 
 
 @given(

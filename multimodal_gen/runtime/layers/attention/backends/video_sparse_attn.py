@@ -10,6 +10,7 @@ Shapes: B batch, S tokens, H heads, D head size, N tiles; q/k suffix = query/key
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -129,12 +130,21 @@ class VideoSparseBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Coarse:
-    """The coarse stage of one call: the tiles, and the means of their queries and keys."""
+    """The coarse stage of one call: the tiles, and the means of their queries and keys.
+
+    Attributes:
+        queries: the queries in tiles.
+        keys: the keys in tiles.
+        pooled_query: means of the tiles' queries, [B, H, N, D].
+        pooled_key: means of the tiles' keys, [B, Hkv, N, D].
+        real: bool [B, N], tiles of which not everything is masked; None for all.
+    """
 
     queries: TiledSequence
     keys: TiledSequence
     pooled_query: torch.Tensor
     pooled_key: torch.Tensor
+    real: torch.Tensor | None = None
 
     def plan(self, heads: slice, kept: int) -> BlockPlan:
         """Return what a range of query heads attends to: `kept` tiles and all text."""
@@ -142,7 +152,8 @@ class _Coarse:
         query = self.pooled_query[:, heads]
         key = self.pooled_key[:, heads.start // group : heads.stop // group]
         q_blocks, kv_blocks = self.queries.blocks, self.keys.blocks
-        indices = select_tiles(query, key, kept, always=self.keys.num_text_blocks)
+        text = self.keys.num_text_blocks
+        indices = select_tiles(query, key, kept, always=text, real=self.real)
         counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
         return BlockPlan(indices=indices, counts=counts, q=q_blocks, kv=kv_blocks, uniform=True)
 
@@ -209,7 +220,7 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
     ) -> torch.Tensor:
         """Add the coarse stage; see `GatedImpl.add_coarse`."""
         layout = sequence_layout(query, key, context, str(self.backend))
-        return self._coarse(query, key, layout).add(out, value, gate, self.softmax_scale)
+        return self._coarse(query, key, layout, None).add(out, value, gate, self.softmax_scale)
 
     def _attend(
         self,
@@ -228,7 +239,7 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
         if kept == math.prod(tiles) and keep is None and kernel not in UPSTREAM:
             out = _attend_to_all(query, key, value, scale, kernel)
             return out if gate is None else self.add_coarse(out, query, key, value, gate, context)
-        coarse = self._coarse(query, key, layout)
+        coarse = self._coarse(query, key, layout, keep)
         if kernel in UPSTREAM:
             out = self._upstream(query, key, value, coarse, kept, keep)
             return out if gate is None else coarse.add(out, value, gate, scale)
@@ -295,16 +306,35 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
         """Return the number of tiles along each axis."""
         return tuple(-(-n // edge) for n, edge in zip(grid, self._tile(grid), strict=True))
 
-    def _coarse(self, query: torch.Tensor, key: torch.Tensor, layout: SequenceLayout) -> _Coarse:
+    def _coarse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        layout: SequenceLayout,
+        keep: torch.Tensor | None,
+    ) -> _Coarse:
         tile = self._tile(layout.grid)
         queries = tiled_video(layout, tile, query.device)
         keys = tiled_sequence(layout, layout.num_keys, tile, query.device)
         order = queries.order
         # The video lies at the same positions on both sides.
-        pooled = pool_tiles(
-            (query, key), order.starts, order.lengths, size=order.largest, index=queries.index
+        pool = partial(
+            pool_tiles,
+            starts=order.starts,
+            lengths=order.lengths,
+            size=order.largest,
+            index=queries.index,
         )
-        return _Coarse(queries=queries, keys=keys, pooled_query=pooled[0], pooled_key=pooled[1])
+        real = None
+        if keep is None:
+            pooled = pool((query, key))
+        else:
+            pooled = pool((query[:, : key.shape[1]], key), keep=keep)
+            (share,) = pool((keep[..., None, None].to(key.dtype),))
+            real = share[:, 0, :, 0] > 0
+        return _Coarse(
+            queries=queries, keys=keys, pooled_query=pooled[0], pooled_key=pooled[1], real=real
+        )
 
 
 def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> int:

@@ -56,7 +56,9 @@ def block_map(
     _, lengths = keys.bounds(query.device)
     video = slice(0, blocks.num_video)
     pooled_keys = centred(means[:, :, video], lengths[:, 0, video], query.dtype)
-    indices = select_tiles(pooled, pooled_keys, kept, always=blocks.num_text)
+    # A block whose keys are all masked has no mean, and attending to it would be for nothing.
+    real = None if keys is blocks.keys else lengths[:, 0, video] > 0
+    indices = select_tiles(pooled, pooled_keys, kept, always=blocks.num_text, real=real)
     counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
     return BlockPlan(indices=indices, counts=counts, q=blocks.queries, kv=keys, uniform=True)
 

@@ -316,6 +316,17 @@ def test_masked_text_is_in_neither_branch_and_may_hold_anything(branch):
     assert_added(out[:, naive.video], sparse[:, naive.video], branch_out, size)
 
 
+def test_a_block_that_is_all_padding_takes_no_others_place():
+    query, key, value = inputs(RAGGED)
+    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
+    keep[:, 192:256] = False  # the fourth of eight blocks of keys
+    # Centred, a mean of zero scores above all others.
+    query, key = query.abs(), -key.abs()
+    out = run(layer(topk_ratio=0.875), QKV(query, key, value), RAGGED, mask=keep)
+    mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
+    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
+
+
 def test_dropped_text_keys_leave_longer_queries():
     text = TEXTS["text last"]
     query, key, value = inputs(RAGGED, text=text)

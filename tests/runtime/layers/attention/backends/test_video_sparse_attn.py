@@ -256,6 +256,43 @@ def test_masked_text_is_not_attended_to_and_may_hold_anything():
     assert_within_error_budget(out, query, key, value, scale=SCALE, mask=naive.mask & out_mask)
 
 
+def padded(qkv, keep, value):
+    """Return inputs that hold `value` where nothing is kept."""
+    return QKV(*(x.masked_fill(~keep[..., None, None], value) for x in qkv))
+
+
+def test_padded_tokens_of_the_video_have_no_influence():
+    qkv = inputs(RAGGED)
+    keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
+    keep[0, -60:] = False
+    keep[1, 7::9] = False
+    with set_forward_context(0, latent_grid=RAGGED):
+        clean, *others = (
+            layer(topk=3).run(*padded(qkv, keep, value), keep) for value in (0.0, 1e4, torch.nan)
+        )
+    assert clean.isfinite().all()
+    for other in others:
+        torch.testing.assert_close(other, clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_a_tile_that_is_all_padding_takes_no_others_place(where):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text)
+    start = text.stop if text and text.start == 0 else 0
+    keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
+    tiles = [[start + t for t in tile] for tile in tiles_of(RAGGED, (4, 4, 4))]
+    for lost in (1, 4, 7):
+        keep[:, tiles[lost]] = False
+    # What a mean of zero scores, or one of whatever the padding holds, is above all real scores.
+    query, key, value = qkv.query.abs(), -qkv.key.abs(), qkv.value
+    dirty = padded(QKV(query, key, value), keep, 1e4)
+    with set_forward_context(0, latent_grid=RAGGED, text_span=text):
+        out = layer(topk=len(tiles) - 3).run(*dirty, keep)
+    mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
+    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
+
+
 def test_dropped_text_keys_leave_longer_queries():
     text = TEXTS["text last"]
     query, key, value = inputs(RAGGED, text=text)
