@@ -28,6 +28,7 @@ from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.vmoba.attend import (
     ChunkCall,
@@ -71,6 +72,8 @@ class VMoBAConfig(SparseConfig):
         moba_threshold: share of the summed scores to keep in mode `threshold`; 1 keeps all chunks.
         moba_threshold_type: over what scores compete: the chunks of one query and head, one chunk
             over heads and queries (not in mode `topk`), one head, or all of a sample.
+        patch_resolution: (time, height, width) of the latent after patching that the settings are
+            for. A run knows its own: other ones are refused, and none is needed.
         first_full_step: first denoising steps that stay dense.
         first_full_layer: first layers that stay dense.
         temporal_layer: layers with temporal chunks in each cycle.
@@ -99,6 +102,9 @@ class VMoBAConfig(SparseConfig):
     moba_threshold: float = option(0.25, "share of the summed scores to keep", ge=0, le=1)
     moba_threshold_type: Literal["query_head", "block", "overall", "head_global"] = option(
         "query_head", "over what scores compete"
+    )
+    patch_resolution: tuple[int, ...] | None = option(
+        None, "time, height, width of the patched latent it is meant for", ge=1, length=3
     )
     first_full_step: int = option(12, "first denoising steps that stay dense", ge=0)
     first_full_layer: int = option(0, "first layers that stay dense", ge=0)
@@ -213,6 +219,25 @@ class VMoBAImpl(SparseImpl):
         config = self.config
         self._config = config if isinstance(config, VMoBAConfig) else VMoBAConfig()
 
+    def check_run(self, context: ForwardContext) -> None:
+        """Refuse settings for another latent grid, as a call would; warn if no step is sparse.
+
+        Raises:
+            ConfigError: the settings are for another grid.
+        """
+        notice_dense_run(self._config, self.backend, context.num_steps, "first_full_step")
+        if context.latent_grid is not None:
+            self._check_grid(context.latent_grid)
+
+    def _check_grid(self, grid: tuple[int, int, int]) -> None:
+        given = self._config.patch_resolution
+        if given not in (None, grid):
+            raise ConfigError(
+                f"`patch_resolution` of vmoba_attn must be the run's, {list(grid)} in latent "
+                f"positions after patching, got {list(given or ())}; leave it out to use these "
+                f"chunks at any resolution"
+            )
+
     def attend(
         self,
         query: torch.Tensor,
@@ -224,6 +249,7 @@ class VMoBAImpl(SparseImpl):
     ) -> torch.Tensor:
         """Return attention over the selected chunks; see `SparseImpl.attend`."""
         config = self._config
+        self._check_grid(layout.grid)
         kind = config.kind(None if self.site is None else self.site.layer)
         chunk = chunk_shape(kind, config.chunk_size(kind), layout.grid)
         call = ChunkCall(
