@@ -182,7 +182,8 @@ def test_kernels_agree_on_whole_layers_without_waiting(text: str | None) -> None
     for kernel in ("auto", "triton"):
         attention = layer(4, kernel=kernel)
         for step in range(3):
-            with set_forward_context(step, latent_grid=GRID, text_span=span, num_steps=9):
+            known = {"num_steps": 9, "request_id": "a", "cfg_branch": "cond"}
+            with set_forward_context(step, latent_grid=GRID, text_span=span, **known):
                 if step == 2:
                     torch.cuda.set_sync_debug_mode("error")
                 try:

@@ -122,3 +122,20 @@ def test_without_a_timestep_the_schedulers_own_index_counts():
     assert [step.index for step in steps] == [0, 0, 1, 0]
     assert {step.num_steps for step in steps} == {2}
     assert steps[1].request_id == steps[2].request_id != steps[3].request_id
+
+
+def test_generations_that_end_are_told_of():
+    tracker, scheduler = tracker_of(torch.tensor([900.0, 300.0]))
+    ended = []
+    tracker.when_ended.append(ended.append)
+    tracker.end_request()
+    first = tracker.locate(900.0, torch.float32).request_id
+    tracker.locate(300.0, torch.float32)
+    assert ended == []
+    scheduler.timesteps = scheduler.timesteps.clone()
+    second = tracker.locate(900.0, torch.float32).request_id
+    assert ended == [first]
+    tracker.end_request()
+    assert ended == [first, second]
+    # Saying so does not begin another one.
+    assert tracker.locate(300.0, torch.float32).request_id == second

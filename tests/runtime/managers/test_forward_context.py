@@ -75,6 +75,14 @@ def test_a_context_cannot_be_changed():
         ForwardContext(current_timestep=0).current_timestep = 1
 
 
+@pytest.mark.parametrize(
+    ("step", "num_steps", "last"), [(2, 4, False), (3, 4, True), (0, 1, True), (3, None, False)]
+)
+def test_a_step_is_the_last_where_that_is_known(step, num_steps, last):
+    context = ForwardContext(current_timestep=step, num_steps=num_steps)
+    assert context.is_last_step is last
+
+
 def test_threads_do_not_see_each_others_context():
     seen: dict[int, tuple[object, int]] = {}
     meet = threading.Barrier(2)

@@ -1,6 +1,7 @@
 """Sparse VideoGen 2 through the layer, against its definition written down with loops."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -9,18 +10,22 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.kmeans.api import initial_centroids
-from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention import LocalAttention, notices
+from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.svg2_attn import SVG2Config, SVG2Impl
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_source import read_mapping
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
     LayerSite,
     SelectionScope,
     Source,
 )
+from multimodal_gen.runtime.layers.attention.selector import resolve
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
 from multimodal_gen.testing.inputs import QKV, make_qkv
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
@@ -35,6 +40,14 @@ TEXTS = {
 }
 
 
+CPU = FakeDevice(platform=PlatformEnum.CPU)
+TRITON = ("triton", "triton", "3.6.0")
+CUDA = FakeDevice(platform=PlatformEnum.CUDA, capability=(9, 0), packages=frozenset({TRITON}))
+CUDA_WITH_FLASH_KMEANS = replace(
+    CUDA, packages=frozenset({TRITON, ("flash_kmeans", "flash-kmeans", "0.1")})
+)
+
+
 def layer(*, kv_heads=None, dtype=torch.float32, site=None, **parameters):
     parameters = {
         "svg2_num_q_centroids": Q_CLUSTERS,
@@ -45,11 +58,7 @@ def layer(*, kv_heads=None, dtype=torch.float32, site=None, **parameters):
         "svg2_kmeans_iter_init": 4,
         **parameters,
     }
-    asked = Asked(
-        source=Source.COMMAND_LINE,
-        backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
-        config=build_config(SVG2Config, parameters, backend="sparse_video_gen_2_attn"),
-    )
+    asked = asked_for(**parameters)
     return LocalAttention(
         HEADS,
         HEAD_SIZE,
@@ -57,6 +66,14 @@ def layer(*, kv_heads=None, dtype=torch.float32, site=None, **parameters):
         compute_dtype=dtype,
         site=site or LayerSite(name="blocks.0.attn1", layer=0),
         scope=SelectionScope(default=asked),
+    )
+
+
+def asked_for(**parameters):
+    return Asked(
+        source=Source.COMMAND_LINE,
+        backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
+        config=build_config(SVG2Config, parameters, backend="sparse_video_gen_2_attn"),
     )
 
 
@@ -290,11 +307,140 @@ def test_requests_that_never_end_are_forgotten_in_time():
     assert len(impl_of(attention)._centroids) == 8
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_a_run_without_a_name_starts_anew_at_its_first_step(step):
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_a_run_without_a_name_starts_anew_at_every_step(step):
     attention, qkv, other = layer(), inputs(seed=0), inputs(seed=5)
     run(attention, other, step=3)
     assert torch.equal(run(attention, qkv, step=step), run(layer(), qkv, step=step))
+    assert len(impl_of(attention)._centroids) == 0
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("branches", [("cond", "uncond"), (None, None)])
+def test_centroids_are_dropped_when_the_last_step_is_dense(branches, early):
+    attention = layer(dense_steps="2-", svg2_zero_step_kmeans_init=early)
+    qkv, kept = inputs(batch=1), []
+    for step in range(4):
+        for branch in branches:
+            known = {"num_steps": 4, "request_id": "a", "cfg_branch": branch}
+            run(attention, qkv, step=step, **known)
+        kept.append(len(impl_of(attention)._centroids))
+    assert kept == [2, 2, 2, 0]
+
+
+def test_a_request_that_stops_early_is_ended_by_its_caller():
+    steps = [inputs(batch=1, seed=seed) for seed in range(3)]
+    together, alone = layer(), layer()
+    for request in ("a", "b"):
+        for step in range(2):
+            known = {"num_steps": 9, "request_id": request, "cfg_branch": "cond"}
+            run(together, steps[step], step=step, **known)
+    for step in range(2):
+        run(alone, steps[step], step=step, num_steps=9, request_id="b", cfg_branch="cond")
+    together.end_request("a")
+    assert len(impl_of(together)._centroids) == 1
+    outs = [
+        run(attention, steps[2], step=2, num_steps=9, request_id="b", cfg_branch="cond")
+        for attention in (together, alone)
+    ]
+    assert torch.equal(*outs)
+    together.end_request("b")
+    assert len(impl_of(together)._centroids) == 0
+
+
+def test_the_dense_last_step_of_a_request_leaves_others_alone():
+    attention, qkv = layer(dense_steps="3"), inputs(batch=1)
+    for step, request in ((2, "a"), (1, "b"), (3, "a")):
+        run(attention, qkv, step=step, num_steps=4, request_id=request, cfg_branch="cond")
+    assert len(impl_of(attention)._centroids) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "reason"),
+    [
+        (CUDA, "flash_kmeans", "kmeans_kernel flash_kmeans needs the package flash_kmeans, which"),
+        (CUDA_WITH_FLASH_KMEANS, "flash_kmeans", None),
+        (CUDA, "triton", None),
+        (CUDA, "auto", None),
+        (CPU, "flash_kmeans", "kmeans_kernel flash_kmeans needs a GPU, this is cpu"),
+        (CPU, "triton", "kmeans_kernel triton needs a GPU, this is cpu"),
+        (CPU, "reference", None),
+    ],
+)
+def test_a_kmeans_that_cannot_run_is_refused_before_anything_runs(device, kernel, reason):
+    request = AttentionRequest(
+        environment=simulated_environment(device),
+        head_size=64,
+        num_heads=2,
+        num_kv_heads=2,
+        dtype=torch.bfloat16,
+    )
+    asked = asked_for(kmeans_kernel=kernel)
+    if reason is None:
+        assert resolve(request, asked).backend is AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+        return
+    with pytest.raises(UnsupportedBackendError, match=reason):
+        resolve(request, asked)
+
+
+def test_the_package_of_a_kmeans_is_looked_for():
+    assert "flash_kmeans" in {probe.module for probe in registry._probes()}
+
+
+def test_a_layer_whose_kmeans_is_missing_is_not_built():
+    with pytest.raises(UnsupportedBackendError, match="kmeans_kernel flash_kmeans needs a GPU"):
+        layer(kmeans_kernel="flash_kmeans")
+
+
+def on_the_authors_kernel(*, heads=2, kv_heads=2, scale=SCALE):
+    """Return an implementation as selection makes it on a GPU."""
+    config = SVG2Config(kernel="svg", svg2_first_times_fp=0.5)
+    return SVG2Impl(heads, HEAD_SIZE, scale, False, kv_heads, config=config, variant="svg")
+
+
+@pytest.mark.parametrize(
+    ("geometry", "reason"),
+    [
+        ({"kv_heads": 1}, "needs as many key heads as the 2, got 1"),
+        ({"scale": 1.0}, "needs the inverse root of the head size as scale, got 1 for 32"),
+    ],
+)
+def test_layers_that_the_authors_kernel_cannot_serve_are_not_built(geometry, reason):
+    with pytest.raises(UnsupportedBackendError, match=f"cannot serve this layer: {reason}"):
+        on_the_authors_kernel(**geometry)
+
+
+@pytest.mark.parametrize("length", [0, 20])
+def test_the_authors_kernel_refuses_text_before_its_first_step(length):
+    impl = on_the_authors_kernel()
+    text = TextSpan(start=0, length=length)
+    with set_forward_context(0, latent_grid=GRID, text_span=text, num_steps=4) as context:
+        if not length:
+            impl.check_run(context)
+            assert impl.densities() == {}
+            return
+        message = "cannot serve this run: needs sequences without text, got 20 text tokens"
+        with pytest.raises(UnsupportedBackendError, match=message):
+            impl.check_run(context)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"svg2_first_times_fp": 1}, "svg2_first_times_fp=1.0 keep all 3 steps"),
+        ({"svg2_first_times_fp": 8}, "svg2_first_times_fp=8.0 keep all 3 steps"),
+        ({"dense_steps": "0-"}, "dense_steps=0- keep all 3 steps"),
+        ({"svg2_first_times_fp": 0.67}, None),
+    ],
+)
+def test_a_run_without_a_sparse_step_is_told_of_once(caplog, config, found):
+    notices._warn_once.cache_clear()
+    for index in (0, 1):
+        site = LayerSite(name=str(index), layer=index, num_layers=2)
+        run(layer(site=site, **config), inputs(batch=1), num_steps=3)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (found is not None)
+    assert all(found in message for message in messages)
 
 
 def test_dense_steps_and_layers_run_on_a_dense_backend():

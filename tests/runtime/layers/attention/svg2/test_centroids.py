@@ -47,6 +47,27 @@ def test_a_run_starts_anew_at_its_first_step(kept: int, asked: int, found: bool)
     assert (cache.find(branch, asked) is entry) == found
 
 
+def test_nothing_is_kept_of_calls_whose_request_has_no_name() -> None:
+    cache = CentroidCache()
+    branch = cache.branch(context(1, None))
+    cache.keep(branch, centroids(1), 9)
+    assert len(cache) == 0
+    assert cache.find(cache.branch(context(2, None)), 2) is None
+
+
+def test_a_request_that_ends_leaves_the_others_alone() -> None:
+    cache = CentroidCache()
+    known = [(request, branch) for request in ("a", "b") for branch in ("cond", None)]
+    branches = [cache.branch(context(1, *names)) for names in known]
+    for branch in branches:
+        cache.keep(branch, centroids(1), 9)
+    cache.end("a")
+    assert [cache.find(branch, 2) is not None for branch in branches] == [False, False, True, True]
+    # The first call of a step again, also where the branch is unknown.
+    assert cache.branch(context(1, "a", None)) == branches[1]
+    assert cache.branch(context(1, "b", None)) != branches[3]
+
+
 @pytest.mark.parametrize(("num_steps", "left"), [(5, 0), (6, 1), (None, 1)])
 def test_the_last_step_drops_what_there_is(num_steps: int | None, left: int) -> None:
     cache = CentroidCache()

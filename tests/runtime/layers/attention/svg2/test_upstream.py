@@ -79,5 +79,6 @@ def test_calls_that_do_not_fit_the_package_are_refused(
     k = random(1, tokens, int(changes.get("kv_heads", HEADS)), SIZE)
     keep = torch.ones(1, tokens, dtype=torch.bool) if changes.get("masked") else None
     scale = float(changes.get("scale", SCALE))
-    with pytest.raises(UnsupportedBackendError, match=f"kernel 'svg' cannot serve.*{reason}"):
+    message = f"kernel 'svg' cannot serve this call: {reason}; use"
+    with pytest.raises(UnsupportedBackendError, match=message):
         attend_upstream(q, k, k, make_call(), keep, torch.empty_like(q), scale=scale)
