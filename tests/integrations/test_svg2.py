@@ -68,22 +68,91 @@ def test_the_first_steps_and_layers_are_dense_by_default(fresh):
     assert all(entry.calls for entry in second.entries)
 
 
-def test_nothing_is_kept_of_a_request_that_has_ended(fresh, monkeypatch):
-    caches, sizes = [], []
+@pytest.fixture
+def caches(monkeypatch):
+    """Return a list that fills with the caches that layers make."""
+    made = []
 
     class Watched(CentroidCache):
+        most = 0
+
         def __init__(self):
             super().__init__()
-            caches.append(self)
+            made.append(self)
 
         def keep(self, *args):
             super().keep(*args)
-            sizes.append(len(self))
+            self.most = max(self.most, len(self))
 
     monkeypatch.setattr(svg2_attn, "CentroidCache", Watched)
+    return made
+
+
+def left(caches):
+    return [len(cache) for cache in caches if cache.most]
+
+
+def stop(pipe, step, timestep, kwargs):
+    pipe._interrupt = True
+    return kwargs
+
+
+def fail(pipe, step, timestep, kwargs):
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "overrides"),
+    [
+        ("wan", {}, {}),
+        ("wan", {"dense_steps": "1"}, {}),
+        ("wan", {}, {"callback_on_step_end": stop}),
+        # Two experts, of which one runs the first steps alone.
+        ("wan22", {}, {}),
+    ],
+    ids=["to its end", "a dense last step", "stopped early", "two experts"],
+)
+def test_nothing_is_kept_of_a_generation_that_has_ended(family, config, overrides, fresh, caches):
+    pipe = fresh(family)
+    config = {**FEW, **NO_DENSE_PART, **config}
+    with apply(pipe, attention_backend=SVG2, attention_backend_config=config):
+        generate(pipe, family, **overrides)
+        assert left(caches)
+        assert not any(left(caches))
+
+
+@pytest.mark.parametrize("how", ["told so", "removed", "another one"])
+def test_a_generation_that_failed_is_dropped_in_time(how, fresh, caches):
     pipe = fresh("wan")
     config = {**FEW, **NO_DENSE_PART}
-    with apply(pipe, attention_backend=SVG2, attention_backend_config=config):
-        generate(pipe, "wan")
-    assert max(sizes) > 0
-    assert [len(cache) for cache in caches] == [0] * len(caches)
+    with apply(pipe, attention_backend=SVG2, attention_backend_config=config) as handle:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            generate(pipe, "wan", callback_on_step_end=fail)
+        assert all(left(caches))
+        if how == "told so":
+            handle.end_request()
+        elif how == "removed":
+            handle.remove()
+        else:
+            generate(pipe, "wan")
+        assert not any(left(caches))
+
+
+def test_a_pipeline_of_two_experts_goes_on_from_step_to_step(fresh, caches):
+    """What ends a generation does not end it early: the second step starts warm."""
+    pipe = fresh("wan22")
+    config = {**FEW, **NO_DENSE_PART}
+    found = []
+
+    class Counting(svg2_attn.SVG2Impl):
+        def _cluster_side(self, x, num, known, keep):
+            found.append(known is not None)
+            return super()._cluster_side(x, num, known, keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(svg2_attn, "SVG2Impl", Counting)
+        handle = apply(pipe, attention_backend=SVG2, attention_backend_config=config)
+    with handle:
+        generate(pipe, "wan22")
+    # Two of four steps per expert: the first of each is cold.
+    assert sum(found) == len(found) / 2 > 0
