@@ -13,7 +13,7 @@ from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 from multimodal_gen.runtime.layers.attention.svg2.clusters import ClusteredCall
 
-__all__ = ["attend_upstream", "refuse_upstream", "upstream_reasons"]
+__all__ = ["UPSTREAM", "attend_upstream", "refuse_upstream", "upstream_reasons"]
 
 UPSTREAM = "svg"
 
