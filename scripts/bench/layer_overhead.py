@@ -13,6 +13,7 @@ import torch
 from _harness import parse_arguments, rows_of, shuffled_rounds, version_of, write_rows
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
 from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -41,7 +42,10 @@ def main() -> None:
     shape = (1, TOKENS, HEADS, HEAD_SIZE)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
-        asked = Asked(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse(name))
+        # What a package takes is known by calling it; our own kernels have no other call.
+        config = SageAttnConfig(kernel="sageattention") if name == "sage_attn" else None
+        backend = AttentionBackendEnum.parse(name)
+        asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
         layer = LocalAttention(
             HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
         )
