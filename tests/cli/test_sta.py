@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from multimodal_gen.cli.sta import _skip
-from multimodal_gen.runtime.layers.attention.sta import notices
+from multimodal_gen.runtime.layers.attention import notices
 from multimodal_gen.runtime.layers.attention.sta.losses import NEGATIVE
 from multimodal_gen.runtime.layers.attention.sta.search import (
     SearchFile,
