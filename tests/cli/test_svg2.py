@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from multimodal_gen.runtime.layers.attention import notices
+
 NAME = "sparse_video_gen_2_attn"
 EXAMPLE = Path(__file__).parents[2] / "configs" / "attention" / f"{NAME}.yaml"
 STEPS = 2
@@ -14,6 +16,16 @@ SIZES = {
     "wan": ("--height", 64, "--width", 96, "--num-frames", 9),
     "hunyuan_video": ("--height", 64, "--width", 96, "--num-frames", 9),
     "flux": ("--height", 256, "--width", 256),
+}
+JOINT = [
+    f"{blocks}.{i}.attn"
+    for blocks in ("single_transformer_blocks", "transformer_blocks")
+    for i in (0, 1)
+]
+LAYERS = {
+    "wan": ["blocks.0.attn1", "blocks.1.attn1"],
+    "hunyuan_video": JOINT,
+    "flux": JOINT,
 }
 SETTINGS = {
     "svg2_num_q_centroids": 4,
@@ -26,9 +38,12 @@ SETTINGS = {
 
 @pytest.fixture
 def latents(sglang, tiny_pipeline, tmp_path):
-    """Return a function that generates with a tiny model and returns latents and entries."""
+    """Return a function that generates with a tiny model and returns latents and layers.
 
-    def run(family: str, name: str, *arguments: object) -> tuple[torch.Tensor, list[dict]]:
+    The layers are the entries of the method in the report, by the layer's name.
+    """
+
+    def run(family: str, name: str, *arguments: object) -> tuple[torch.Tensor, dict[str, dict]]:
         out = tmp_path / name
         outcome = sglang(
             *("generate", "--model-path", tiny_pipeline(family), "--prompt", "a fox", "--seed", 0),
@@ -38,8 +53,13 @@ def latents(sglang, tiny_pipeline, tmp_path):
         assert outcome.code == 0, outcome.err
         (file,), (record,) = out.glob("*.safetensors"), out.glob("*.json")
         layers = json.loads(record.read_text())["attention"]["layers"]
-        entries = [entry for layer in layers for entry in layer["entries"]]
-        return load_file(file)["latents"], [e for e in entries if e["backend"] == NAME]
+        entries = {
+            layer["name"]: entry
+            for layer in layers
+            for entry in layer["entries"]
+            if entry["backend"] == NAME
+        }
+        return load_file(file)["latents"], entries
 
     return run
 
@@ -52,27 +72,42 @@ def svg2(**config: object) -> tuple[str, ...]:
 @pytest.mark.parametrize("family", SIZES)
 def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> None:
     dense, _ = latents(family, "dense", "--attention-backend", "torch_sdpa")
-    all_of_it, _ = latents(family, "all", *svg2(svg2_top_p_kmeans=1))
+    all_of_it, layers = latents(family, "all", *svg2(svg2_top_p_kmeans=1))
     torch.testing.assert_close(all_of_it, dense, rtol=0, atol=1e-3)
-    some, entries = latents(family, "some", *svg2(svg2_top_p_kmeans=0.2))
+    steps = [str(step) for step in range(STEPS)]
+    assert sorted(layers) == LAYERS[family]
+    for layer in layers.values():
+        assert layer["density_by_step"] == dict.fromkeys(steps, pytest.approx(1))
+    some, layers = latents(family, "some", *svg2(svg2_top_p_kmeans=0.2))
     assert some.isfinite().all()
     assert not torch.allclose(some, dense, rtol=0, atol=1e-3)
-    assert entries
-    for by_step in (entry["density_by_step"] for entry in entries):
-        assert sorted(by_step) == [str(step) for step in range(STEPS)]
-        assert all(0.0 < density < 1.0 for density in by_step.values())
+    assert sorted(layers) == LAYERS[family]
+    for layer in layers.values():
+        assert sorted(layer["density_by_step"]) == steps
+        assert all(0.0 < density < 1.0 for density in layer["density_by_step"].values())
+    # The data decide: two layers and steps that agree to the last bit were not measured apart.
+    assert len({d for x in layers.values() for d in x["density_by_step"].values()}) > STEPS
 
 
 def test_the_worked_example_runs(latents) -> None:
     arguments = ("--attention-backend", NAME, "--attention-backend-config", EXAMPLE)
-    found, entries = latents("wan", "example", *arguments)
+    found, layers = latents("wan", "example", *arguments)
     assert found.isfinite().all()
-    (config,) = {json.dumps(entry["config"]) for entry in entries}
+    (config,) = {json.dumps(layer["config"]) for layer in layers.values()}
     assert json.loads(config)["svg2_num_k_centroids"] == 1000
 
 
 def test_the_first_steps_and_layers_are_dense(latents) -> None:
     config = svg2(svg2_first_layers_fp=0.5, svg2_first_times_fp=0.5)
-    _, (entry,) = latents("wan", "dense", *config)
+    _, layers = latents("wan", "dense", *config)
     # One of the two layers, one of the two steps.
-    assert sorted(entry["density_by_step"]) == ["1"]
+    assert {name: list(layer["density_by_step"]) for name, layer in layers.items()} == {
+        "blocks.1.attn1": ["1"]
+    }
+
+
+def test_a_run_of_dense_steps_alone_says_so(latents, caplog) -> None:
+    notices._warn_once.cache_clear()
+    _, layers = latents("wan", "few", *svg2(svg2_first_times_fp=1))
+    assert not any(layer["calls"] for layer in layers.values())
+    assert "svg2_first_times_fp=1.0 keep all 2 steps of this run dense" in caplog.text
