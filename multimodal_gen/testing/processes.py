@@ -40,9 +40,9 @@ class World:
         num_ranks: int,
         folder: Path,
         *,
-        timeout: float = 60.0,
-        exchange_timeout: float = 20.0,
-        control_timeout: float = 5.0,
+        timeout: float = 90.0,
+        exchange_timeout: float = 60.0,
+        control_timeout: float = 60.0,
     ) -> None:
         self.num_ranks = num_ranks
         self._timeout = timeout

@@ -1,1 +1,1 @@
-"""Groups and collectives for sequence parallelism; one device in this build."""
+"""Meshes, process groups, exchanges and rings for tokens that are split over ranks."""

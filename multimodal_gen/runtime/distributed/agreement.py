@@ -1,15 +1,16 @@
-"""Ranks tell each other what they are about to exchange, before the first exchange of its kind.
+"""Ranks tell each other what they are about to exchange.
 
 Ranks that disagree (a mask here, none there; other shapes) would wait for each other for ever, or
 read each other's numbers as something else. Instead all of them raise, within a bounded time.
 
-The messages travel on the CPU in a group of their own, and only once per kind of call: what was
-agreed is remembered. A rank that brings something new to a call that is old news elsewhere waits
-for the others in vain and raises after the control group's timeout.
+Every call sends one message, on the CPU, in a group of its own. The first call of a kind waits for
+the messages of the others, as do all calls whose data is on the CPU. Later ones on an accelerator
+do not: what they hear is looked at in the next call, while the exchange is still queued or stuck.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,8 @@ from multimodal_gen.runtime.distributed.groups import Group, ParallelGroups
 
 __all__ = ["agree"]
 
+_Hearing = Callable[[timedelta | None], list[torch.Tensor]]
+
 _MESSAGE_BYTES = 4096
 # A rank that has something to say against its own call lets nobody wait for long.
 _REFUSAL_TIMEOUT = timedelta(seconds=5)
@@ -30,70 +33,115 @@ def agree(
     groups: ParallelGroups,
     call: str,
     facts: Mapping[str, object],
-    length: int,
+    lengths: tuple[int, ...],
     refusal: MultimodalGenError | None = None,
-) -> tuple[int, ...]:
-    """Return `length` of every rank of the sequence, once all of them make the same call.
+    *,
+    wait: bool = True,
+) -> tuple[tuple[int, ...], ...]:
+    """Return `lengths` of every rank of the sequence, once all of them make the same call.
 
     Args:
         groups: this process's groups.
         call: what is about to be done, for messages.
         facts: what has to be the same on every rank; compared as text.
-        length: what may differ.
+        lengths: what may differ.
         refusal: why this rank cannot make the call, or None. The others are told, then it is
             raised.
+        wait: hear the others before a call of a known kind, too.
 
     Raises:
         UsageError: a fact differs between ranks; raised on all of them.
-        RankError: a rank makes another call, refuses, or does not answer in time.
+        RankError: a rank makes another call, refuses, or does not answer in time; or lengths
+            changed that a call took for granted.
     """
-    kind = (call, *facts.items(), length)
-    if refusal is None and kind in groups.agreed:
-        return groups.agreed[kind]
-    told = _tell(groups.control, call, facts, length, refusal)
+    _look_at_pending(groups)
+    kind = (call, *facts.items(), lengths)
+    sent, known = groups.agreed.get(kind, (None, None))
+    if sent is None or refusal is not None:
+        sent = _message(call, facts, lengths, refusal)
+    hearing = _tell(groups.control, sent, call)
     if refusal is not None:
+        with contextlib.suppress(RankError):
+            hearing(_REFUSAL_TIMEOUT)
         raise refusal
-    for rank, message in zip(groups.control.ranks, told, strict=True):
-        if message["refusal"]:
-            raise RankError(f"rank {rank} cannot run {call}: {message['refusal']}")
-    _compare("call", [message["call"] for message in told], groups.control)
-    for name in facts:
-        _compare(name, [message["facts"].get(name) for message in told], groups.control, call)
-    groups.agreed[kind] = tuple(message["length"] for message in told)
-    return groups.agreed[kind]
+    if known is not None and not wait:
+        groups.pending.append((hearing, known))
+        return known
+    agreed = _verdict(groups.control, hearing(None))
+    groups.agreed[kind] = (sent, agreed)
+    return agreed
 
 
-def _tell(
-    group: Group,
+def _look_at_pending(groups: ParallelGroups) -> None:
+    """Raise when a call that did not wait should not have been made."""
+    while groups.pending:
+        hearing, known = groups.pending.pop()
+        heard = _verdict(groups.control, hearing(None))
+        if heard != known:
+            raise RankError(
+                f"lengths must be those ranks had in earlier calls of the same kind, {known}, got "
+                f"{heard}; pass seq_lens where they change"
+            )
+
+
+def _message(
     call: str,
     facts: Mapping[str, object],
-    length: int,
+    lengths: tuple[int, ...],
     refusal: MultimodalGenError | None,
-) -> list[dict[str, Any]]:
-    """Return the message of every rank; where this one refuses, it need not hear the others."""
+) -> torch.Tensor:
     message = {
         "call": call,
         "facts": {name: str(fact) for name, fact in facts.items()},
-        "length": length,
+        "lengths": lengths,
         "refusal": str(refusal)[:1000] if refusal else None,
     }
-    if group.handle is None:
-        return [message]
     text = json.dumps(message).encode()
     assert len(text) <= _MESSAGE_BYTES, "facts are short"
-    sent = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+
+
+def _tell(group: Group, sent: torch.Tensor, call: str) -> _Hearing:
+    """Send a message; return what waits for those of all ranks."""
     received = [torch.empty_like(sent) for _ in group.ranks]
+    failure = (
+        f"the other ranks of {list(group.ranks)} must make the same call, {call}, got no answer; "
+        f"look for the first error of another rank"
+    )
+    work: Any = None
     try:
-        work = dist.all_gather(received, sent, group=group.handle, async_op=True)
-        work.wait(*([_REFUSAL_TIMEOUT] if refusal else []))
+        if group.handle is not None:
+            work = dist.all_gather(received, sent, group=group.handle, async_op=True)
     except RuntimeError as error:
-        if refusal:
-            return []
-        raise RankError(
-            f"the other ranks of {list(group.ranks)} must make the same call, {call}, got no "
-            f"answer; look for the first error of another rank ({error})"
-        ) from None
-    return [json.loads(bytes(x.tolist())) for x in received]
+        raise RankError(f"{failure} ({_first_line(error)})") from None
+
+    def hear(timeout: timedelta | None) -> list[torch.Tensor]:
+        if work is None:
+            return [sent]
+        try:
+            work.wait(*([] if timeout is None else [timeout]))
+        except RuntimeError as error:
+            raise RankError(f"{failure} ({_first_line(error)})") from None
+        return received
+
+    return hear
+
+
+def _verdict(group: Group, received: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of every rank, or raise where ranks disagree."""
+    messages: list[dict[str, Any]] = [json.loads(bytes(x.tolist())) for x in received]
+    for rank, message in zip(group.ranks, messages, strict=True):
+        if message["refusal"]:
+            raise RankError(f"rank {rank} cannot run {message['call']}: {message['refusal']}")
+    _compare("call", [message["call"] for message in messages], group)
+    call = messages[0]["call"]
+    for name in {name: None for message in messages for name in message["facts"]}:
+        _compare(name, [message["facts"].get(name) for message in messages], group, call)
+    return tuple(tuple(message["lengths"]) for message in messages)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0]
 
 
 def _compare(name: str, values: list[Any], group: Group, call: str = "") -> None:

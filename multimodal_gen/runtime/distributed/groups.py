@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 _TIMEOUT = timedelta(minutes=10)
-_CONTROL_TIMEOUT = timedelta(seconds=60)
+# Long enough for ranks that compile at different speeds.
+_CONTROL_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +64,7 @@ class ParallelGroups:
         cfg: the ranks with the same shard of each CFG branch.
         control: the ranks of `sequence`, for messages on the CPU.
         agreed: what the ranks of `sequence` have told each other; see `agreement.agree`.
+        pending: what they are telling each other.
     """
 
     mesh: Mesh
@@ -72,7 +74,8 @@ class ParallelGroups:
     sequence: Group
     cfg: Group
     control: Group
-    agreed: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    agreed: dict[Any, Any] = field(default_factory=dict)
+    pending: list[Any] = field(default_factory=list)
 
     @property
     def place(self) -> Place:

@@ -33,6 +33,8 @@ class RingCall:
         group: the ranks, in the order of their tokens.
         lengths: tokens of each rank.
         scale: factor on q k^T.
+        num_queries: queries of this rank that are not on all ranks; as many as it has keys when
+            None, and whenever the call is causal.
         causal: mask out keys after the query.
         prefix: rows of q in front of a rank's tokens that all ranks hold.
         suffix: such rows after them.
@@ -43,6 +45,7 @@ class RingCall:
     group: Group
     lengths: tuple[int, ...]
     scale: float
+    num_queries: int | None = None
     causal: bool = False
     prefix: int = 0
     suffix: int = 0
@@ -56,10 +59,15 @@ class RingCall:
         start = sum(self.lengths[:owner])
         return self.keep[:, start : start + self.lengths[owner]]
 
+    def _rows(self) -> tuple[slice, slice]:
+        """Return which rows of q are this rank's tokens, and which come after them."""
+        count = self.lengths[self.group.index] if self.num_queries is None else self.num_queries
+        own = slice(self.prefix, self.prefix + count)
+        return own, slice(own.stop, own.stop + self.suffix)
+
     def rows_of(self, owner: int) -> Iterator[tuple[slice, bool]]:
         """Yield (rows of q, causal) that see the keys of a rank."""
-        own = slice(self.prefix, self.prefix + self.lengths[self.group.index])
-        after = slice(own.stop, own.stop + self.suffix)
+        own, after = self._rows()
         if not self.causal:
             yield slice(0, after.stop), False
         elif owner < self.group.index:
@@ -75,8 +83,7 @@ class RingCall:
         They are in front of the tokens, unless there are rows of queries that all ranks hold at
         the end: then they are those.
         """
-        own = slice(self.prefix, self.prefix + self.lengths[self.group.index])
-        after = slice(own.stop, own.stop + self.suffix)
+        own, after = self._rows()
         if not self.causal:
             yield slice(0, after.stop), False
         elif self.suffix:

@@ -13,7 +13,7 @@ from multimodal_gen.testing.processes import World
 
 
 def lengths_of(call, facts, length):
-    return agree(parallel_groups(), call, facts, length)
+    return agree(parallel_groups(), call, facts, (length,))
 
 
 def lengths_by_rank():
@@ -27,7 +27,7 @@ def error_of(calls):
     began = time.monotonic()
     call = calls[groups.rank]
     try:
-        agree(groups, call["call"], call["facts"], 1, call.get("refusal"))
+        agree(groups, call["call"], call["facts"], (1, 2), call.get("refusal"))
     except (RankError, UsageError) as error:
         return type(error).__name__, str(error), time.monotonic() - began
     return None
@@ -41,23 +41,48 @@ def silent_partner():
     return error_of([{"call": "alone", "facts": {}}] * 2)
 
 
-def remembered():
-    """Return whether the second call of a kind is answered without the others."""
+def late_partner(facts_later, length_later):
+    """Make a call of a known kind while rank 1 makes another; return what is raised, and when."""
     groups = parallel_groups()
-    first = agree(groups, "kind", {"batch": 1}, 2)
-    began = time.monotonic()
-    again = agree(groups, "kind", {"batch": 1}, 2) if groups.rank == 0 else first
-    return first == again and time.monotonic() - began < 1
+    agree(groups, "kind", {"batch": 1}, (2,))
+    later = groups.rank == 1
+    facts, length = (facts_later, length_later) if later else ({"batch": 1}, 2)
+    raised = []
+    for _ in range(2):
+        try:
+            agree(groups, "kind", facts, (length,), wait=False)
+            raised.append(None)
+        except (RankError, UsageError) as error:
+            raised.append((type(error).__name__, str(error)))
+            break
+    return raised
 
 
 def test_lengths_of_all_ranks_are_known_afterwards(four_ranks):
-    assert four_ranks.run(Mesh(ulysses=4), lengths_by_rank) == [(10, 11, 12, 13)] * 4
+    assert four_ranks.run(Mesh(ulysses=4), lengths_by_rank) == [((10,), (11,), (12,), (13,))] * 4
     by_pair = four_ranks.run(Mesh(cfg=2, ulysses=2), lengths_by_rank)
-    assert by_pair == [(10, 11), (10, 11), (12, 13), (12, 13)]
+    assert by_pair == [((10,), (11,))] * 2 + [((12,), (13,))] * 2
 
 
-def test_a_kind_of_call_is_agreed_on_once(two_ranks):
-    assert two_ranks.run(Mesh(ulysses=2), remembered) == [True, True]
+def test_calls_of_a_known_kind_need_not_wait(tmp_path):
+    with World(2, tmp_path) as world:
+        assert world.run(Mesh(ulysses=2), late_partner, {"batch": 1}, 2) == [[None, None]] * 2
+
+
+def test_a_call_that_did_not_wait_is_caught_in_the_next(tmp_path):
+    message = "batch must be the same on all ranks in kind, got 1 on rank 0, 3 on rank 1"
+    with World(2, tmp_path, control_timeout=2.0) as world:
+        first, second = world.run(Mesh(ulysses=2), late_partner, {"batch": 3}, 2)
+    assert second == [("UsageError", message)]
+    assert first == [None, ("UsageError", message)]
+
+
+def test_lengths_that_a_call_took_for_granted_are_caught_in_the_next(tmp_path):
+    with World(2, tmp_path, control_timeout=2.0) as world:
+        first, _ = world.run(Mesh(ulysses=2), late_partner, {"batch": 1}, 5)
+    kind, text = first[1]
+    assert kind == "RankError"
+    assert "earlier calls of the same kind, ((2,), (2,)), got ((2,), (5,)); pass seq_lens" in text
 
 
 @pytest.mark.parametrize(
@@ -112,4 +137,4 @@ def test_a_rank_that_gets_no_answer_gives_up(tmp_path):
 
 def test_a_rank_on_its_own_agrees_with_itself(tmp_path):
     with World(1, tmp_path) as world:
-        assert world.run(Mesh(), lengths_of, "attention", {"batch": 2}, 7) == [(7,)]
+        assert world.run(Mesh(), lengths_of, "attention", {"batch": 2}, 7) == [((7,),)]
