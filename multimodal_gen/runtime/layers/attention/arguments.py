@@ -30,13 +30,18 @@ def all_or_none(
     )
 
 
-def check_seq_lens(seq_lens: list[int] | None, q: torch.Tensor, *, exclusive: bool) -> None:
-    """Refuse `seq_lens` that do not describe this one device, or that exclude other inputs."""
+def check_seq_lens(
+    seq_lens: list[int] | None, q: torch.Tensor, *, exclusive: bool, split: bool = False
+) -> None:
+    """Refuse `seq_lens` that do not describe this one device, or that exclude other inputs.
+
+    Where tokens are split over several, those are compared with what they hold later on.
+    """
     if seq_lens is None:
         return
     if exclusive:
         raise UsageError("seq_lens must not be combined with masks or replicated tokens")
-    if list(seq_lens) != [q.shape[1]]:
+    if not split and list(seq_lens) != [q.shape[1]]:
         raise UsageError(
             f"seq_lens must hold one length per device, here [{q.shape[1]}], got {list(seq_lens)}"
         )

@@ -62,6 +62,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     layer_of,
 )
 from multimodal_gen.runtime.layers.attention.selector import prefer_supported
+from multimodal_gen.runtime.layers.attention.tensors import autocast, autocasts, wants_gradient
 from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
@@ -193,9 +194,9 @@ class AttentionLayer(nn.Module):
         if not torch.compiler.is_compiling():
             return self.attend_now(query, key, value, attn_mask, gate)
         # Here too: the traced operator's output has the dtype of the query it is given.
-        if _autocasts(query.device.type):
-            query, key, value = _autocast(query, key, value)
-        if _wants_gradient(query, key, value, attn_mask if gate is None else gate):
+        if autocasts(query.device.type):
+            query, key, value = autocast(query, key, value)
+        if wants_gradient(query, key, value, attn_mask if gate is None else gate):
             return _attend_outside_the_graph(self, query, key, value, attn_mask, gate)
         return attention_op(query, key, value, attn_mask, self._layer_id, gate)
 
@@ -212,10 +213,9 @@ class AttentionLayer(nn.Module):
             return self.attend(query, key, value, attn_mask)
         if not fits(query.shape, key.shape, value.shape, self.geometry):
             raise misfit(query, key, value, self.geometry)
-        if _autocasts(query.device.type):
-            query, key, value = _autocast(query, key, value)
-        routes = self._route(query), gated_route(self._planned_routes())
-        return attend_gated(*routes, query, key, value, gate, attn_mask)
+        if autocasts(query.device.type):
+            query, key, value = autocast(query, key, value)
+        return self.attend_fitting(query, key, value, attn_mask, gate=gate)
 
     @property
     def takes_gate(self) -> bool:
@@ -252,23 +252,45 @@ class AttentionLayer(nn.Module):
             raise no_tensor(query=query, key=key, value=value, attn_mask=attn_mask)
         if not fits(query.shape, key.shape, value.shape, self.geometry):
             raise misfit(query, key, value, self.geometry)
-        if _autocasts(query.device.type):
-            query, key, value = _autocast(query, key, value)
-        route = self._route(query)
+        if autocasts(query.device.type):
+            query, key, value = autocast(query, key, value)
+        return self.attend_fitting(query, key, value, attn_mask, mask_meta)
+
+    def attend_fitting(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        mask_meta: VarlenMaskMeta | None = None,
+        *,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to inputs known to fit each other, though maybe not the layer: a rank's heads."""
+        if gate is not None:
+            routes = self.route(query), gated_route(self._planned_routes())
+            return attend_gated(*routes, query, key, value, gate, attn_mask)
+        route = self.route(query)
         route.observe(query, key, attn_mask)
         if attn_mask is not None:
             return self._attend_masked(route, query, key, value, attn_mask, mask_meta)
         bound = route.primary
-        if _wants_gradient(query, key, value):
+        if wants_gradient(query, key, value):
             bound = route.honouring(Feature.BACKWARD)
         bound.calls += 1
         return bound.impl.forward(query, key, value, current_forward_context())
+
+    def hold_heads_from(self, first: int) -> None:
+        """Tell implementations which head of the layer is the first that calls bring."""
+        for route in self._planned_routes():
+            route.primary.impl.first_head = first
 
     def _planned_routes(self) -> tuple[Route, ...]:
         key = (forced_backend(), *self._last[0])
         return self._routes.get(key) or self._bind(key)
 
-    def _route(self, query: torch.Tensor) -> Route:
+    def route(self, query: torch.Tensor) -> Route:
+        """Return what serves a call with `query` at the running step."""
         last = self._last[0] = (query.dtype, query.device.type)
         key = (forced_backend(), *last)
         routes = self._routes.get(key) or self._bind(key)
@@ -316,7 +338,7 @@ class AttentionLayer(nn.Module):
         attn_mask: torch.Tensor,
         mask_meta: VarlenMaskMeta | None,
     ) -> torch.Tensor:
-        gradient = _wants_gradient(query, key, value, attn_mask)
+        gradient = wants_gradient(query, key, value, attn_mask)
         training = (Feature.BACKWARD,) if gradient else ()
         self_attention = self.site.role is not AttentionRole.CROSS
         mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
@@ -367,36 +389,6 @@ class AttentionLayer(nn.Module):
 def _attend_outside_the_graph(layer: AttentionLayer, *inputs: Any) -> torch.Tensor:
     """Attend where gradients are needed: autograd cannot look into the opaque operator."""
     return layer.attend_now(*inputs)
-
-
-def _autocasts(device_type: str) -> bool:
-    # Asking about "meta" is an error, and torch 2.11 cannot trace what tells such devices apart.
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as autocast does for torch's own attention: selection then sees what kernels get."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    # Autocast leaves doubles alone.
-    return tuple(
-        x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
-        for x in tensors
-    )
-
-
-def _wants_gradient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-) -> bool:
-    # Spelled out: a generator would cost more than the rest of the call.
-    return torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (attn_mask is not None and attn_mask.requires_grad)
-    )
 
 
 def _calls(routes: tuple[Route, ...]) -> int:

@@ -7,15 +7,16 @@ forced backend) is never frozen into it.
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import torch
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+    from multimodal_gen.runtime.layers.attention.split import SplitAttentionLayer
 
 # Process-wide, because a compiled graph can carry numbers but no Python objects.
 _LAYERS: "WeakValueDictionary[int, AttentionLayer]" = WeakValueDictionary()
@@ -98,6 +99,52 @@ def attention_op(
     """
     with _with_vmap():
         return _LAYERS[int(layer)].attend_now(query, key, value, attn_mask, gate).contiguous()
+
+
+@torch.library.custom_op("multimodal_gen::parallel_attention", mutates_args=(), **_never_captured())
+def parallel_attention_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    layer: torch.Tensor,
+    replicated: Sequence[int],
+    seq_lens: Sequence[int] | None = None,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run a registered layer whose tokens are split over ranks.
+
+    Args:
+        query: [B, Sq, H, D].
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, Dv].
+        attn_mask: [B, Sk] or [B, 1, 1, Sk].
+        layer: what `register_layer` returned.
+        replicated: tokens that all ranks hold: in front, at the end, keys in front.
+        seq_lens: tokens of each rank, or None.
+        gate: [B, Sq, H, D] weight of the coarse branch, or None.
+
+    Returns:
+        [B, Sq, H, Dv], contiguous.
+    """
+    with _with_vmap():
+        own = cast("SplitAttentionLayer", _LAYERS[int(layer)])
+        given = (query, key, value, attn_mask, tuple(replicated), seq_lens, gate)
+        return own.attend_split(*given).contiguous()
+
+
+@parallel_attention_op.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    layer: torch.Tensor,
+    replicated: Sequence[int],
+    seq_lens: Sequence[int] | None = None,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
 @attention_op.register_fake

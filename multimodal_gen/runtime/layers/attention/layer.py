@@ -1,14 +1,14 @@
 """The attention layers a model uses: `LocalAttention`, `UlyssesAttention`, `USPAttention`.
 
-Tensors are [B, S, H, D]. On one device the sequence-parallel layers compute what they compute on
-many: replicated tokens are part of the sequence, nothing is exchanged.
+Tensors are [B, S, H, D]. The sequence-parallel layers compute on many devices what they compute on
+one, where replicated tokens are part of the sequence and nothing is exchanged.
 """
 
 from collections.abc import Collection
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import NotInThisBuildError, UsageError
 from multimodal_gen.runtime.layers.attention.arguments import (
     all_or_none,
     check_mask_meta,
@@ -18,6 +18,7 @@ from multimodal_gen.runtime.layers.attention.arguments import (
 from multimodal_gen.runtime.layers.attention.base import AttentionLayer
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.split import SplitAttentionLayer, tokens_are_split
 from multimodal_gen.runtime.layers.attention.varlen import (
     VarlenMaskMeta,
     build_varlen_mask_meta,
@@ -111,7 +112,7 @@ class LocalAttention(AttentionLayer):
         return self.run(q, k, v, attn_mask)
 
 
-class UlyssesAttention(AttentionLayer):
+class UlyssesAttention(SplitAttentionLayer):
     """Attention whose heads are split over the devices of a Ulysses group.
 
     Args:
@@ -180,11 +181,12 @@ class UlyssesAttention(AttentionLayer):
             The output [B, S, H, D], and that of the replicated tokens [B, R, H, D] or None.
         """
         replicated = all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
-        check_seq_lens(seq_lens, q, exclusive=replicated is not None)
+        split = tokens_are_split()
+        check_seq_lens(seq_lens, q, exclusive=replicated is not None, split=split)
         if replicated is None:
-            return self.run(q, k, v), None
+            return self.run_over_ranks(q, k, v, seq_lens=seq_lens), None
         joined = (torch.cat(pair, dim=1) for pair in zip((q, k, v), replicated, strict=True))
-        out = self.run(*joined)
+        out = self.run_over_ranks(*joined, replicated=(0, replicated[0].shape[1], 0))
         return out[:, : q.shape[1]], out[:, q.shape[1] :]
 
 
@@ -225,11 +227,11 @@ class UlyssesAttention_VSA(UlyssesAttention):  # noqa: N801  the name users impo
                 "replicated_q, replicated_k and replicated_v must be None in UlyssesAttention_VSA; "
                 "use UlyssesAttention for joint sequences"
             )
-        check_seq_lens(seq_lens, q, exclusive=False)
-        return self.run(q, k, v, gate=gate_compress)
+        check_seq_lens(seq_lens, q, exclusive=False, split=tokens_are_split())
+        return self.run_over_ranks(q, k, v, seq_lens=seq_lens, gate=gate_compress)
 
 
-class USPAttention(AttentionLayer):
+class USPAttention(SplitAttentionLayer):
     """Attention under unified sequence parallelism: Ulysses, ring, or both.
 
     Args:
@@ -244,7 +246,7 @@ class USPAttention(AttentionLayer):
             go by.
         dropout_rate: must be 0; attention kernels apply no dropout.
         skip_sequence_parallel: never exchange tokens.
-        enable_packed_qkv_input_a2a: exchange q, k and v in one message.
+        enable_packed_qkv_input_a2a: accepted; q, k and v always travel in one message.
         is_cross_attention: keys come from another sequence.
         compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
@@ -312,7 +314,8 @@ class USPAttention(AttentionLayer):
             q: [B, S, H, D].
             k: [B, Sk, Hkv, D].
             v: [B, Sk, Hkv, Dv].
-            attn_mask: as `LocalAttention.forward` takes it.
+            attn_mask: as `LocalAttention.forward` takes it; where tokens are split over ranks
+                [B, Sk] or [B, 1, 1, Sk], this device's part.
             num_replicated_prefix: leading tokens of q, k and v that every device holds.
             num_replicated_suffix: trailing tokens of q, k and v that every device holds.
             num_replicated_kv_prefix: leading tokens of k and v alone that every device holds.
@@ -320,7 +323,7 @@ class USPAttention(AttentionLayer):
             attn_mask_meta: packing of a 2-D `attn_mask`, from `build_varlen_mask_meta`.
             qkv_pre_all_to_all: q, k and v already hold all tokens of this device's heads.
             seq_lens: tokens per device when they differ; excludes masks and replicated tokens.
-            q_prefix: [B, P, H, D] tokens put in front of q; all three or none.
+            q_prefix: [B, P, H, D] tokens put in front of q, on one device; all three or none.
             k_prefix: [B, P, Hkv, D].
             v_prefix: [B, P, Hkv, Dv].
 
@@ -330,17 +333,23 @@ class USPAttention(AttentionLayer):
         Raises:
             UsageError: arguments exclude each other, or sizes do not fit.
         """
-        del skip_sequence_parallel_override, qkv_pre_all_to_all  # nothing is exchanged here
+        skip = self.skip_sequence_parallel or skip_sequence_parallel_override
+        split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
         check_replicated(replicated, q, k)
-        check_seq_lens(seq_lens, q, exclusive=attn_mask is not None or any(replicated))
+        exclusive = attn_mask is not None or any(replicated)
+        check_seq_lens(seq_lens, q, exclusive=exclusive, split=split)
         prefix = all_or_none(q_prefix, k_prefix, v_prefix, "", "_prefix")
+        if split:
+            _check_split(prefix is not None, qkv_pre_all_to_all)
         if prefix is not None:
             q, k, v = (torch.cat(pair, dim=1) for pair in zip(prefix, (q, k, v), strict=True))
         check_mask_meta(attn_mask_meta, attn_mask, k)
-        if attn_mask_meta is not None and not torch.compiler.is_compiling():
+        if attn_mask_meta is not None and not split and not torch.compiler.is_compiling():
             return self.attend(q, k, v, attn_mask, attn_mask_meta)
-        return self.run(q, k, v, attn_mask)
+        return self.run_over_ranks(
+            q, k, v, attn_mask, replicated=replicated, seq_lens=seq_lens, skip=skip
+        )
 
     def forward_with_replicated_kv_prefix(
         self,
@@ -365,3 +374,17 @@ class USPAttention(AttentionLayer):
         k = torch.cat((k_prefix, k_suffix), dim=1)
         v = torch.cat((v_prefix, v_suffix), dim=1)
         return self.forward(q, k, v, num_replicated_kv_prefix=k_prefix.shape[1])
+
+
+def _check_split(has_prefix: bool, pre_exchanged: bool) -> None:
+    """Refuse what has no meaning, or is not there yet, where tokens are split over ranks."""
+    if has_prefix:
+        raise UsageError(
+            "q_prefix, k_prefix and v_prefix must be None where tokens are split over ranks; put "
+            "tokens that all ranks hold in front and count them in num_replicated_prefix"
+        )
+    if pre_exchanged:
+        raise NotInThisBuildError(
+            "qkv_pre_all_to_all must be False where tokens are split over ranks: taking heads that "
+            "were exchanged before is not in this build yet"
+        )

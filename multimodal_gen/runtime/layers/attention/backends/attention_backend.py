@@ -153,10 +153,9 @@ class Variant:
 
     def capability_reason(self, request: AttentionRequest) -> str | None:
         """Return what the GPU of `request` lacks, or None when it will do or is not by NVIDIA."""
-        environment = request.environment
-        if environment.platform is not PlatformEnum.CUDA:
+        if request.environment.platform is not PlatformEnum.CUDA:
             return None
-        return self.capability.unsupported_reason(environment.capability)
+        return self.capability.unsupported_reason(request.environment.capability)
 
 
 class AttentionImpl(ABC):
@@ -173,9 +172,11 @@ class AttentionImpl(ABC):
 
     Attributes:
         site: where the layer sits; the layer sets it before the first call.
+        first_head: the first of the layer's heads that calls bring, where ranks split them.
     """
 
     site: "LayerSite | None" = None
+    first_head: int = 0
 
     def __init__(
         self,
@@ -329,8 +330,7 @@ class AttentionBackend(ABC):
     @classmethod
     def get_supported_head_sizes(cls) -> tuple[int, ...]:
         """Return the head sizes in 8..512 that at least one variant takes."""
-        sizes = range(8, 513, 8)
-        return tuple(s for s in sizes if any(s in v.head_sizes for v in cls.variants))
+        return tuple(s for s in range(8, 513, 8) if any(s in v.head_sizes for v in cls.variants))
 
     @classmethod
     def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:

@@ -1,0 +1,123 @@
+"""The parts of a ring, computed by whichever kernel of a layer gives the log-sum-exp.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.runtime.distributed.partial import KeyPart, plain_part
+from multimodal_gen.runtime.distributed.ring import AttendPart, RingCall, ring_attention
+from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.split_call import HeadsOfRank, SplitCall
+from multimodal_gen.runtime.layers.attention.tensors import wants_gradient
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+
+__all__ = ["attend_in_ring"]
+
+
+def attend_in_ring(
+    layer: "AttentionLayer", call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return attention of a rank's heads and chunk of the sequence over the whole sequence.
+
+    Args:
+        layer: whose backend computes the parts.
+        call: how the tokens are split.
+        heads: this rank's heads of its Ulysses group's tokens.
+        mask: bool [B, Sk] or [B, 1, 1, Sk] of all keys, or None.
+
+    Returns:
+        [B, prefix + S + suffix, h, Dv].
+
+    Raises:
+        UnsupportedBackendError: the backend that was asked for gives no log-sum-exp.
+        UsageError: a causal call has other keys than queries.
+    """
+    causal, rows = layer.geometry.causal, call.rows
+    if causal and call.lengths != call.key_lengths:
+        raise UsageError(
+            f"a causal layer must have as many keys as queries on each rank of a ring, got "
+            f"{list(call.lengths)} queries and {list(call.key_lengths)} keys"
+        )
+    query = torch.cat((heads.front[0], heads.tokens[0], heads.back[0]), dim=1)
+    me = call.groups.ulysses.index
+    (key, value), front, back = (
+        [call.shares.arrange_keys(x, me) for x in stretch[1:]]
+        for stretch in (heads.tokens, heads.front, heads.back)
+    )
+    shared = front if front[0].shape[1] else back if back[0].shape[1] else (None, None)
+    keep = shared_keep = None
+    if mask is not None:
+        mask = mask.flatten(1)
+        stretches = [rows.prefix + rows.in_front, sum(call.key_lengths), rows.suffix]
+        before, keep, after = torch.split(mask, stretches, dim=1)
+        shared_keep = before if before.shape[1] else after
+    ring = RingCall(
+        group=call.groups.ring,
+        lengths=call.ring_lengths,
+        num_queries=heads.tokens[0].shape[1],
+        scale=layer.geometry.softmax_scale,
+        causal=causal,
+        prefix=rows.prefix,
+        suffix=rows.suffix,
+        keep=keep,
+        shared_keep=shared_keep,
+    )
+    attend = _attend_part(layer, query, training=wants_gradient(query, key, value))
+    return ring_attention(query, key, value, shared[0], shared[1], attend, ring)
+
+
+def _attend_part(layer: "AttentionLayer", query: torch.Tensor, *, training: bool) -> AttendPart:
+    """Return what computes a part; it counts as one call however many parts there are."""
+    route, causal = layer.route(query), layer.geometry.causal
+    needs = (Feature.RING, *((Feature.BACKWARD,) if training else ()))
+    selection = route.primary.selection
+    named = selection.source.explicit and selection.asked.backend is selection.backend
+    if named and Feature.RING not in route.primary.features:
+        raise UnsupportedBackendError(
+            f"attention backend {selection.label} must not be part of a ring: it gives no "
+            f"log-sum-exp to merge by; use --ring-degree 1 or choose another backend"
+        )
+    bound = route.honouring(*needs, causal_in_mask=causal)
+    bound.calls += 1
+    full = bound.impl
+    diagonal = route.honouring(*needs).impl if causal else full
+
+    def attend(query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
+        if part.keep is None:
+            impl = diagonal if part.causal else full
+            return impl.forward_lse(query, part.key, part.value)
+        if part.causal:
+            # Leaving out keys would move the diagonal.
+            return plain_part(query, part, layer.geometry.softmax_scale)
+        return _attend_to_kept(full, query, part.key, part.value, part.keep)
+
+    return attend
+
+
+def _attend_to_kept(
+    impl: AttentionImpl,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave padding out, sample by sample: kernels give no log-sum-exp under a mask.
+
+    How much is left has to reach the host.
+    """
+    parts = []
+    for sample, kept in enumerate(keep):
+        positions = kept.nonzero().flatten()
+        one = slice(sample, sample + 1)
+        q, k, v = (query[one], *(x[one].index_select(1, positions) for x in (key, value)))
+        parts.append(impl.forward_lse(q, k, v) if len(positions) else attend_to_nothing(q, v))
+    outs, stats = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(stats)

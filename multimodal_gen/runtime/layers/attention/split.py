@@ -1,0 +1,235 @@
+"""Attention layers whose tokens are split over ranks: Ulysses, ring, or both.
+
+Within a Ulysses group tokens are exchanged for heads, so a backend sees the whole sequence (under a
+ring: a chunk of it) with some of the heads. Tokens that all ranks hold, such as text, are never
+exchanged: a rank takes its heads of them, and they are where they were in the sequence. Between
+Ulysses groups keys and values travel round a ring.
+
+Shapes: B batch, S tokens of a rank, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.distributed.agreement import agree
+from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
+from multimodal_gen.runtime.distributed.heads import share_heads
+from multimodal_gen.runtime.layers.attention.arguments import (
+    are_tensors,
+    fits,
+    misfit,
+    no_tensor,
+)
+from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+from multimodal_gen.runtime.layers.attention.compiled import outside_graphs, parallel_attention_op
+from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.ring_parts import attend_in_ring
+from multimodal_gen.runtime.layers.attention.split_call import Rows, SplitCall
+from multimodal_gen.runtime.layers.attention.tensors import autocast, autocasts, wants_gradient
+
+__all__ = ["SplitAttentionLayer", "tokens_are_split"]
+
+
+def tokens_are_split() -> bool:
+    """Whether this process is one of several ranks that share a sequence."""
+    groups = parallel_groups()
+    return groups is not None and groups.sequence.size > 1
+
+
+class SplitAttentionLayer(AttentionLayer):
+    """An attention layer that exchanges tokens where ranks share a sequence."""
+
+    def run_over_ranks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *,
+        replicated: tuple[int, int, int] = (0, 0, 0),
+        seq_lens: Sequence[int] | None = None,
+        gate: torch.Tensor | None = None,
+        skip: bool = False,
+    ) -> torch.Tensor:
+        """Attend to the tokens of all ranks, as one opaque operator while `torch.compile` traces.
+
+        On one device, and where it is told to skip, it is `run`.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, Dv].
+            attn_mask: [B, Sk] or [B, 1, 1, Sk], this rank's part.
+            replicated: tokens that all ranks hold: in front, at the end, keys in front.
+            seq_lens: tokens of each rank; ranks tell each other when None.
+            gate: [B, Sq, H, D] weight of the coarse branch, or None.
+            skip: exchange nothing.
+
+        Returns:
+            [B, Sq, H, Dv].
+        """
+        if skip or not tokens_are_split():
+            return self.run(query, key, value, attn_mask, gate)
+        if not torch.compiler.is_compiling():
+            return self.attend_split(query, key, value, attn_mask, replicated, seq_lens, gate)
+        if autocasts(query.device.type):
+            query, key, value = autocast(query, key, value)
+        if wants_gradient(query, key, value, gate):
+            return _outside_the_graph(
+                self, query, key, value, attn_mask, replicated, seq_lens, gate
+            )
+        return parallel_attention_op(
+            query, key, value, attn_mask, self._layer_id, replicated, seq_lens, gate
+        )
+
+    def attend_split(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        replicated: tuple[int, ...],
+        seq_lens: Sequence[int] | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `run_over_ranks`.
+
+        Raises:
+            UsageError: shapes do not fit, or differ between ranks where they must not.
+            RankError: another rank refuses its call, or makes none.
+            UnsupportedBackendError: no backend can honour the call.
+        """
+        groups = parallel_groups()
+        assert groups is not None, "callers know"
+        name = f"{type(self).__name__} {self.site.name}".strip()
+        refusal = self._refusal(groups, query, key, value, attn_mask)
+        if refusal is not None:
+            agree(groups, name, {}, (), refusal)
+        rows = Rows.of(query, key, replicated)
+        lengths, key_lengths = self._agree(
+            groups, name, (query, key, value, attn_mask, gate), rows, seq_lens
+        )
+        if autocasts(query.device.type):
+            query, key, value = autocast(query, key, value)
+        self.route(query)  # what is bound for these tensors may be new
+        call = SplitCall(
+            groups=groups,
+            shares=share_heads(query.shape[2], key.shape[2], groups.ulysses.size),
+            rows=rows,
+            lengths=lengths,
+            key_lengths=key_lengths,
+        )
+        self.hold_heads_from(call.heads[0])
+        try:
+            if groups.ring.size > 1:
+                return self._attend_in_ring(call, query, key, value, attn_mask, gate)
+            q, k, v, gate = call.joined(call.take_heads(query, key, value, gate))
+            mask = None if attn_mask is None else call.gather_mask(attn_mask)
+            return call.give_heads(self.attend_fitting(q, k, v, mask, gate=gate))
+        finally:
+            self.hold_heads_from(0)
+
+    def _attend_in_ring(
+        self,
+        call: SplitCall,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if gate is not None:
+            raise UsageError("gate_compress must be None in a ring, got one; use --ring-degree 1")
+        keep = None
+        mask = None if attn_mask is None else call.gather_mask(attn_mask != 0)
+        self_attention = self.site.role is not AttentionRole.CROSS and call.same_tokens
+        if attn_mask is not None and attn_mask.dim() == 2 and self_attention:
+            keep = attn_mask != 0
+            if wants_gradient(query, key, value):
+                # K and V's gradients sum over all queries: zero times NaN would reach every row.
+                query = zero_masked_rows(query, keep)
+        heads = call.take_heads(query, key, value, None)
+        out = call.give_heads(attend_in_ring(self, call, heads, mask))
+        return out if keep is None else zero_masked_rows(out, keep)
+
+    def _agree(
+        self,
+        groups: ParallelGroups,
+        name: str,
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any, Any],
+        rows: Rows,
+        seq_lens: Sequence[int] | None,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return how many queries and keys each rank brings, once all make the same call."""
+        query, key, value, mask, gate = given
+        facts = {
+            "batch size": query.shape[0],
+            "heads": f"{[*query.shape[2:]]}, {[*key.shape[2:]]}, {[*value.shape[2:]]}",
+            "dtype": f"{query.dtype}, {key.dtype}, {value.dtype}",
+            "attn_mask": "none" if mask is None else f"{mask.dim()}-D {mask.dtype}",
+            "gate_compress": "none" if gate is None else f"{[*gate.shape[2:]]} {gate.dtype}",
+            "replicated tokens": (rows.prefix, rows.suffix, rows.in_front),
+            "seq_lens": None if seq_lens is None else tuple(seq_lens),
+            "gradients": wants_gradient(query, key, value, gate),
+        }
+        counts = agree(
+            groups,
+            name,
+            facts,
+            (rows.query, rows.key),
+            _gate_refusal(gate, query),
+            wait=query.device.type == "cpu",
+        )
+        lengths, key_lengths = (tuple(count[i] for count in counts) for i in range(2))
+        if seq_lens is not None and tuple(seq_lens) != lengths:
+            raise UsageError(
+                f"seq_lens must hold the tokens of each rank, {list(lengths)}, got {list(seq_lens)}"
+            )
+        return lengths, key_lengths
+
+    def _refusal(
+        self,
+        groups: ParallelGroups,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> UsageError | None:
+        """Return why this rank cannot make the call, whatever the others do; or None."""
+        if not are_tensors(query, key, value, mask):
+            return no_tensor(query=query, key=key, value=value, attn_mask=mask)
+        if not fits(query.shape, key.shape, value.shape, self.geometry):
+            return misfit(query, key, value, self.geometry)
+        if mask is None:
+            return None
+        wanted = (key.shape[0], key.shape[1])
+        narrow = mask.dim() == 4 and tuple(mask.shape[1:3]) == (1, 1)
+        if not (mask.dim() == 2 or narrow) or (mask.shape[0], mask.shape[-1]) != wanted:
+            return UsageError(
+                f"attn_mask must be [B, Sk] = {list(wanted)} or [B, 1, 1, Sk], the part of this "
+                f"rank, where tokens are split over ranks, got {list(mask.shape)}"
+            )
+        if groups.ring.size > 1 and mask.dtype.is_floating_point:
+            return UsageError(
+                f"attn_mask must be bool or integer in a ring, got {mask.dtype}; use --ring-degree "
+                f"1 for masks that are added to the scores"
+            )
+        return None
+
+
+@outside_graphs
+def _outside_the_graph(layer: SplitAttentionLayer, *inputs: Any) -> torch.Tensor:
+    """Attend where gradients are needed: autograd cannot look into the opaque operator."""
+    return layer.attend_split(*inputs)
+
+
+def _gate_refusal(gate: torch.Tensor | None, query: torch.Tensor) -> UsageError | None:
+    if gate is None or gate.shape == query.shape:
+        return None
+    return UsageError(
+        f"the gate must have the shape of query, {list(query.shape)}, got {list(gate.shape)}"
+    )
