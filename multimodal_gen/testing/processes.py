@@ -3,7 +3,7 @@
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -15,11 +15,32 @@ import torch
 from multimodal_gen.runtime.distributed.groups import (
     build_groups,
     init_world,
+    parallel_groups,
     use_parallel_groups,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh
 
-__all__ = ["World"]
+__all__ = ["World", "own"]
+
+
+def own(x: torch.Tensor, lengths: Sequence[int], front: int = 0, back: int = 0) -> torch.Tensor:
+    """Return what this rank holds of a whole sequence.
+
+    Args:
+        x: [B, front + sum S + back, ...].
+        lengths: S of each rank of the sequence.
+        front: rows in front that all ranks hold.
+        back: such rows at the end.
+
+    Returns:
+        [B, front + S + back, ...].
+    """
+    groups = parallel_groups()
+    assert groups is not None, "ranks of a mesh call this"
+    rank = groups.sequence.index
+    start = front + sum(lengths[:rank])
+    tokens = x[:, start : start + lengths[rank]]
+    return torch.cat((x[:, :front], tokens, x[:, x.shape[1] - back :]), dim=1)
 
 
 class World:

@@ -10,11 +10,10 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups, use_paral
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import (
     UlyssesAttention,
-    UlyssesAttention_VSA,
     USPAttention,
 )
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.processes import own
 
 BATCH, SIZE = 2, 8
 MESHES_OF_TWO = [Mesh(ulysses=2), Mesh(ring=2)]
@@ -25,13 +24,6 @@ TEXTS = {
     "suffix": {"num_replicated_suffix": 2},
     "kv-prefix": {"num_replicated_kv_prefix": 4},
 }
-
-
-def own(x, lengths, front=0, back=0):
-    """Return what this rank holds of [B, front + sum S + back, ...]."""
-    start = front + sum(lengths[: parallel_groups().sequence.index])
-    image = x[:, start : start + lengths[parallel_groups().sequence.index]]
-    return torch.cat((x[:, :front], image, x[:, x.shape[1] - back :]), dim=1)
 
 
 def stretches(text):
@@ -90,23 +82,6 @@ def check_ulysses(lengths, heads, kv_heads, with_text):
     assert (out_text is None) == (not with_text)
     if with_text:
         torch.testing.assert_close(out_text, want_text)
-
-
-def check_video_sparse(lengths, heads, with_gate):
-    from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
-    from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-    backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend)
-    layer = UlyssesAttention_VSA(heads, 32, scope=SelectionScope(default=asked))
-    q, k, v = make_qkv(1, sum(lengths), heads, 32)
-    gate = make_qkv(1, sum(lengths), heads, 32, seed=3).query if with_gate else None
-    with set_forward_context(0, latent_grid=(4, 6, 8), num_steps=2):
-        with use_parallel_groups(None):
-            want = layer(q, k, v, gate_compress=gate)
-        local = [None if x is None else own(x, lengths) for x in (q, k, v, gate)]
-        out = layer(*local[:3], gate_compress=local[3])
-    torch.testing.assert_close(out, own(want, lengths))
 
 
 def check_nan_in_padding(lengths, wants_gradient):
@@ -260,12 +235,6 @@ def test_causality_holds_over_all_ranks(four_ranks, mesh, text):
 def test_ulysses_attention_joins_text_at_the_end(four_ranks, mesh, with_text):
     for lengths, (heads, kv_heads) in itertools.product(LENGTHS[4], HEADS[1:3]):
         four_ranks.run(mesh, check_ulysses, lengths, heads, kv_heads, with_text)
-
-
-@pytest.mark.parametrize("with_gate", [False, True])
-@pytest.mark.parametrize("heads", [4, 3])
-def test_video_sparse_attention_sees_the_whole_video(two_ranks, heads, with_gate):
-    two_ranks.run(Mesh(ulysses=2), check_video_sparse, (100, 92), heads, with_gate)
 
 
 @pytest.mark.parametrize("wants_gradient", [False, True])
