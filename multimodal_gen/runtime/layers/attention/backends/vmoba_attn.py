@@ -1,8 +1,9 @@
 """V-MoBA: each query picks temporal, spatial or spatio-temporal chunks of keys, layer by layer.
 
 A query scores a chunk by the mean of its keys, neither scaled nor normalised, and attends to its
-own chunk, to those it selects, and to all text. Text attends to everything. Where heads are split
-over processes, the scopes `block` and `overall` hold the heads of one process.
+own chunk, to those it selects, and to all text. Text attends to everything. Masked tokens count in
+no chunk and compete in no scope. Where heads are split over processes, the scopes `block` and
+`overall` hold the heads of one process.
 
 Shapes: B batch, S tokens, H heads, D head size.
 """
