@@ -3,12 +3,6 @@
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.linear_attention.kernel import (
-    add_blocks_kernel,
-    add_kernel,
-    interpreted,
-    key_kernel,
-)
 from multimodal_gen.kernels.linear_attention.reference import (
     EPSILON,
     FEATURE_MAPS,
@@ -103,6 +97,8 @@ def _summarise(
 
     States are taken times `share`, and go through the projection of `weight`.
     """
+    from multimodal_gen.kernels.linear_attention.kernel import interpreted, key_kernel
+
     batch, _, heads, head_size = key.shape
     padded = _channels(head_size)
     columns = _columns(padded)
@@ -137,6 +133,8 @@ def add_linear(
     feature_map: str,
 ) -> None:
     """Launch the pass over the queries, which changes `out`; see `api.add_linear`."""
+    from multimodal_gen.kernels.linear_attention.kernel import add_kernel, interpreted
+
     batch, _, heads, head_size = query.shape
     padded = _channels(head_size)
     columns = _columns(padded)
@@ -234,6 +232,8 @@ def _add_blocks(
     feature_map: str,
 ) -> None:
     """Launch the pass over query blocks with states of their own."""
+    from multimodal_gen.kernels.linear_attention.kernel import add_blocks_kernel, interpreted
+
     batch, _, heads, head_size = query.shape
     given, starts, lengths, _ = _bounds_of(plan.q, query.device)
     add_blocks_kernel[(batch * heads * plan.q.num,)](
