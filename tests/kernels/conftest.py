@@ -4,7 +4,6 @@ test_triton.py and test_compile.py are run by test_interpreter.py and test_compi
 and collected only where they are named.
 """
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -12,6 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.compiling import compiler, installed_release
+
+__all__ = ["TIMEOUT", "RunWithTriton", "compiler"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -28,14 +31,6 @@ def pinned_release(purpose: str) -> str:
     lines = (REPOSITORY / "scripts" / "triton.txt").read_text().splitlines()
     pins = dict(line.split() for line in lines if line and not line.startswith("#"))
     return pins[purpose]
-
-
-def installed_release() -> str | None:
-    """Return the release of the environment's own triton, if it has one."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def python_path(release: str, environment: Path, installed: str | None) -> list[str]:

@@ -6,102 +6,17 @@ marked slow.
 """
 
 import dataclasses
-import importlib.metadata
 import itertools
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.providers import GLUON_TRITON
 from multimodal_gen.kernels.quantized_attention.providers import PROVIDERS, Call
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from tests.kernels.compiling import Compiler, needs_gluon
 
-
-def triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-pytestmark = pytest.mark.skipif(
-    not triton_version().startswith(GLUON_TRITON),
-    reason=f"compiles with triton {GLUON_TRITON}x, this one is {triton_version()}",
-)
-
-
-class StandInDriver:
-    """What compiling asks of a GPU driver."""
-
-    def __init__(self) -> None:
-        self.capability = 90
-
-    def get_current_target(self) -> object:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        # Triton asks for a device's target once.
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """What ptxas says of a kernel."""
-
-    name: str
-    spilled: int
-    warnings: tuple[str, ...]
-
-
-class Compiler:
-    """Collects the kernels that launches would compile; nothing is launched."""
-
-    def __init__(self, driver: StandInDriver, folder: Path) -> None:
-        self.driver = driver
-        self.folder = folder
-        self.kernels: list[Kernel] = []
-
-    def add(self, name: str, ptx: str) -> None:
-        import triton
-
-        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        source = self.folder / "kernel.ptx"
-        source.write_text(ptx)
-        (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
-        command = [ptxas, "-v", f"--gpu-name={target}", source, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        spills = re.findall(r"(\d+) bytes spill stores", log)
-        assert spills, log
-        warnings = tuple(re.findall(r"\(C75\d\d\).*", log))
-        self.kernels.append(Kernel(name, sum(map(int, spills)), warnings))
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
-    import triton
-    from triton.runtime.jit import JITFunction
-
-    found = Compiler(StandInDriver(), tmp_path)
-    original = JITFunction.run
-
-    def run(
-        self: JITFunction, *args: object, grid: object, warmup: bool, **options: object
-    ) -> None:
-        kernel = original(self, *args, grid=grid, warmup=True, **options)
-        found.add(self.__name__, kernel.asm["ptx"])
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(triton.runtime.driver, "_active", found.driver)
-    return found
+pytestmark = needs_gluon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +124,5 @@ def marked(cases: list[Case], quick: list[Case]) -> list[object]:
 def test_every_kernel_compiles_without_spills_or_warnings(compiler: Compiler, case: Case) -> None:
     compiler.driver.capability = case.capability
     case.launch()
-    names = {kernel.name.strip("_") for kernel in compiler.kernels}
-    assert names >= {"attention_kernel", "quantise_kernel", "mean_kernel"}
-    assert [kernel for kernel in compiler.kernels if kernel.warnings or kernel.spilled] == []
+    assert compiler.names >= {"attention_kernel", "quantise_kernel", "mean_kernel"}
+    compiler.assert_clean()

@@ -4,76 +4,22 @@ A stand-in driver answers for the GPU, so what is compiled is what a launch woul
 test_compiler.py runs these tests in a process of their own.
 """
 
-import importlib.util
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
-]
+from tests.kernels.compiling import Compiler, needs_triton, silent
 
-
-class StandInDriver:
-    """What compiling asks of a GPU driver."""
-
-    def get_current_target(self) -> object:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@pytest.fixture
-def logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Collects what ptxas says of the kernels that launches would compile; nothing is launched."""
-    import triton
-    from triton.backends.nvidia.compiler import get_ptxas
-    from triton.runtime.jit import JITFunction
-
-    if triton.knobs.runtime.interpret:
-        pytest.skip("the interpreter compiles nothing")
-    ptxas = get_ptxas(90).path
-    found: list[str] = []
-    original = JITFunction.run
-
-    def run(
-        self: JITFunction, *args: object, grid: object, warmup: bool, **options: object
-    ) -> None:
-        kernel = original(self, *args, grid=grid, warmup=True, **options)
-        source = tmp_path / "kernel.ptx"
-        source.write_text(kernel.asm["ptx"])
-        command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", "/dev/null"]
-        found.append(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(triton.runtime.driver, "_active", StandInDriver())
-    return found
-
-
-def assert_clean(logs: list[str]) -> None:
-    assert logs
-    assert [re.findall(r"(\d+) bytes spill stores", log) for log in logs] == [["0"]] * len(logs)
-    assert [log for log in logs if "(C75" in log] == []
+pytestmark = [needs_triton, silent]
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("size", [4, 6, 8])
-def test_the_sort_and_the_merge_do_not_spill(logs: list[str], head_size: int, size: int) -> None:
+def test_the_sort_and_the_merge_do_not_spill(compiler: Compiler, head_size: int, size: int) -> None:
     from multimodal_gen.kernels.row_groups.kernel import merge_parts, sort_rows
 
     query = torch.empty(1, 640, 4, head_size, dtype=torch.bfloat16)
     rows = sort_rows(query, torch.zeros(1, 4, 640, 3).int(), 72, size, True, 128)
     parts, lse = torch.empty_like(rows["query"]), torch.empty(rows["query"].shape[:3])
     merge_parts(parts, lse.transpose(1, 2), rows["position"], rows["used"], query)
-    assert len(logs) == 5
-    assert_clean(logs)
+    assert len(compiler.kernels) == 5
+    compiler.assert_clean()

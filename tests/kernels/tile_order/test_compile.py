@@ -12,27 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.compiling import StandInDriver
+
 triton = pytest.importorskip("triton")
 # Triton announces a new default, which does not concern a copy.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 # 16 bytes: four registers of 32 bits or two of 64.
 WIDE = re.compile(r"\.(v4\.[bfu]32|v2\.[bfu]64)\b")
-
-
-class StandInDriver:
-    """What compiling asks of a GPU driver."""
-
-    def get_current_target(self) -> object:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @dataclasses.dataclass(frozen=True)
