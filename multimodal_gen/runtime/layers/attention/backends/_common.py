@@ -100,12 +100,6 @@ def refuse_mask(attn_mask: torch.Tensor | None, backend: str) -> None:
         )
 
 
-def settle(device: torch.device) -> None:
-    """Wait for what was just made on a device and will be cached: any stream may read it then."""
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()
-
-
 def refuse_grad(backend: str, *tensors: torch.Tensor) -> None:
     """Raise when a kernel without a backward would cut the graph silently.
 

@@ -5,19 +5,15 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
-from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.backends._common import (
     attend_to_nothing,
     refuse_grad,
-    refuse_mask,
-    settle,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     ALL_ROLES,
@@ -27,6 +23,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HeadSizes,
     Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.dense_plan import dense_plan, drop_masked
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     CUDA_ONLY,
     TRITON,
@@ -97,13 +94,9 @@ class QuantizedAttentionImpl(AttentionImpl):
         refuse_grad(self.label, query, key, value)
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)[0]
-        plan = _plan(query.shape[1], key.shape[1], self.causal, query.device)
+        plan = _plan(query, key, self.causal)
         if attn_mask is not None:
-            if self.causal:
-                refuse_mask(attn_mask, f"causal {self.label}")
-            keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
-            key, value, kv = _kept_first(key, value, keep, plan.kv)
-            plan = replace(plan, kv=kv)
+            key, value, plan = drop_masked(key, value, plan, attn_mask, self.label)
         out = quantized_attention(
             query, key, value, plan, scale=self.softmax_scale, kernel=self.variant or "auto"
         )
@@ -117,7 +110,7 @@ class QuantizedAttentionImpl(AttentionImpl):
         refuse_grad(self.label, query, key, value)
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)
-        plan = _plan(query.shape[1], key.shape[1], self.causal, query.device)
+        plan = _plan(query, key, self.causal)
         out, lse = quantized_attention(
             query,
             key,
@@ -130,37 +123,6 @@ class QuantizedAttentionImpl(AttentionImpl):
         return out, lse
 
 
-@lru_cache(maxsize=64)
-def _plan(num_queries: int, num_keys: int, causal: bool, device: torch.device) -> BlockPlan:
-    """Return the plan of dense attention; the last 64 are cached."""
-    with torch.inference_mode(False):
-        plan = BlockPlan.dense(
-            Blocks.regular(num_queries, 64 if num_queries <= 64 else _BLOCK),
-            Blocks.regular(num_keys, _BLOCK),
-            device,
-            causal=causal,
-        )
-    settle(device)
-    return plan
-
-
-def _kept_first(
-    key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor, blocks: Blocks
-) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
-    """Move the kept keys of every sample to its front; does not wait for the device.
-
-    Args:
-        key: [B, Sk, Hkv, D].
-        value: [B, Sk, Hkv, D].
-        keep: bool [B, Sk].
-        blocks: regular blocks of Sk keys.
-
-    Returns:
-        Keys and values in the new order, and blocks that end with each sample's kept keys.
-    """
-    index = torch.argsort(~keep, dim=1, stable=True).int()
-    key, value = gather_tokens((key, value), index)
-    starts = torch.arange(blocks.num, dtype=torch.int32, device=keep.device) * blocks.size
-    lengths = (keep.sum(1, dtype=torch.int32).view(-1, 1, 1) - starts).clamp(0, blocks.size)
-    ragged = Blocks.ragged(starts.view(1, 1, -1), lengths, total=blocks.total, size=blocks.size)
-    return key, value, ragged
+def _plan(query: torch.Tensor, key: torch.Tensor, causal: bool) -> BlockPlan:
+    q_size = 64 if query.shape[1] <= 64 else _BLOCK
+    return dense_plan(query.shape[1], key.shape[1], q_size, _BLOCK, causal, query.device)

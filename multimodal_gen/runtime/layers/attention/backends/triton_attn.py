@@ -4,26 +4,21 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from dataclasses import replace
-from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.tile_order.api import gather_tokens
-from multimodal_gen.runtime.layers.attention.backends._common import (
-    attend_to_nothing,
-    refuse_mask,
-    settle,
-)
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     ALL_ROLES,
     AttentionBackend,
     AttentionImpl,
     Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.dense_plan import dense_plan, drop_masked
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import engine_variants
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
@@ -59,13 +54,9 @@ class TritonAttentionImpl(AttentionImpl):
         del context
         if key.shape[1] == 0:
             return attend_to_nothing(query, value)[0]
-        plan = _plan(query.shape[1], key.shape[1], self.causal, query.device)
+        plan = _plan(query, key, self.causal)
         if attn_mask is not None:
-            if self.causal:
-                refuse_mask(attn_mask, "causal triton_attn")
-            keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
-            key, value, kv = _kept_first(key, value, keep, plan.kv)
-            plan = replace(plan, kv=kv)
+            key, value, plan = drop_masked(key, value, plan, attn_mask, "triton_attn")
         query, key, value = map(_loadable, (query, key, value))
         out = block_sparse_attention(
             query, key, value, plan, scale=self.softmax_scale, kernel=self.variant
@@ -79,7 +70,7 @@ class TritonAttentionImpl(AttentionImpl):
         """See `AttentionImpl.forward_lse`."""
         if key.shape[1] == 0:
             return attend_to_nothing(query, value)
-        plan = _plan(query.shape[1], key.shape[1], self.causal, query.device)
+        plan = _plan(query, key, self.causal)
         query, key, value = map(_loadable, (query, key, value))
         out, lse = block_sparse_attention(
             query, key, value, plan, scale=self.softmax_scale, kernel=self.variant, return_lse=True
@@ -91,45 +82,12 @@ def _loadable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if loadable(tensor) else tensor.contiguous()
 
 
-@lru_cache(maxsize=64)
-def _plan(num_queries: int, num_keys: int, causal: bool, device: torch.device) -> BlockPlan:
-    """Return the plan of dense attention; the last 64 are cached."""
-    if causal:
-        q_size = kv_size = _CAUSAL_BLOCK
-    else:
+def _plan(query: torch.Tensor, key: torch.Tensor, causal: bool) -> BlockPlan:
+    num_queries, q_size, kv_size = query.shape[1], _CAUSAL_BLOCK, _CAUSAL_BLOCK
+    if not causal:
         kv_size = _KEY_BLOCK
         q_size = next((size for size in (64, 128) if num_queries <= size), 384)
-    with torch.inference_mode(False):
-        plan = BlockPlan.dense(
-            Blocks.regular(num_queries, q_size),
-            Blocks.regular(num_keys, kv_size),
-            device,
-            causal=causal,
-        )
-    settle(device)
-    return plan
-
-
-def _kept_first(
-    key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor, blocks: Blocks
-) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
-    """Move the kept keys of every sample to its front; does not wait for the device.
-
-    Args:
-        key: [B, Sk, Hkv, D].
-        value: [B, Sk, Hkv, D].
-        keep: bool [B, Sk].
-        blocks: regular blocks of Sk keys.
-
-    Returns:
-        Keys and values in the new order, and blocks that end with each sample's kept keys.
-    """
-    index = torch.argsort(~keep, dim=1, stable=True).int()
-    key, value = gather_tokens((key, value), index)
-    starts = torch.arange(blocks.num, dtype=torch.int32, device=keep.device) * blocks.size
-    lengths = (keep.sum(1, dtype=torch.int32).view(-1, 1, 1) - starts).clamp(0, blocks.size)
-    ragged = Blocks.ragged(starts.view(1, 1, -1), lengths, total=blocks.total, size=blocks.size)
-    return key, value, ragged
+    return dense_plan(num_queries, key.shape[1], q_size, kv_size, causal, query.device)
 
 
 class TritonAttentionBackend(AttentionBackend):
