@@ -292,11 +292,13 @@ def attend_tiled(
 
     calls = [*(partial(attend_to_all, span) for span in queries.rest)]
     for part in heads_at_once(query, out, kv_heads):
-        calls.append(partial(attend, part))
-        if cached_plans:
-            plan = plan_of(slice(part.start * group, part.stop * group))
-            if keep is None and _is_new(plan, (query.shape, kv_heads, query.dtype, kernel)):
-                calls.pop()()
+        call = partial(attend, part)
+        plan = plan_of(slice(part.start * group, part.stop * group)) if cached_plans else None
+        use = (query.shape, kv_heads, query.dtype, kernel)
+        if plan is not None and keep is None and _is_new(plan, use):
+            call()
+        else:
+            calls.append(call)
     run_in_turns(calls, query.device)
     return out
 
