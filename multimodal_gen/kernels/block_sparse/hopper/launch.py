@@ -47,7 +47,7 @@ def attend(
     launch = plan.cache.get(key)
     if launch is None:
         launch = plan.cache[key] = _prepare(q, k, plan, tile, lse)
-    shape, rows = launch.shapes[0], launch.num_flags
+    shape, rows = launch.shape, launch.num_flags
     # One allocation, whose second part begins at a multiple of 16 bytes like the first.
     marks = launch.counts.new_zeros(rows + launch.num_sweeps)
     sweep = marks[rows:] if launch.num_sweeps else marks
@@ -57,8 +57,7 @@ def attend(
         *launch.arguments, *out.stride()[:3],
         *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
     )  # fmt: skip
-    variants = [{"C": shape, "num_warps": 4} for shape in launch.shapes]
-    _launcher().each(launch.grid, *arguments, variants=variants)
+    _launcher().each(launch.grid, *arguments, variants=launch.variants)
 
 
 @cache
@@ -74,7 +73,8 @@ class _Launch:
 
     Attributes:
         grid: number of programs.
-        shapes: the kernel to compile, and the one that redoes flagged tiles, if any.
+        shape: the kernel to compile.
+        variants: its options, and those of the kernel that redoes flagged tiles, if any.
         arguments: those that follow from the plan, in the kernel's order.
         counts: a tensor of the plan.
         num_flags: int32 flags to make room for, a multiple of four.
@@ -82,7 +82,8 @@ class _Launch:
     """
 
     grid: tuple[int]
-    shapes: tuple["Shape", ...]
+    shape: "Shape"
+    variants: tuple[dict[str, Any], ...]
     arguments: tuple[Any, ...]
     counts: torch.Tensor
     num_flags: int
@@ -133,7 +134,10 @@ def _prepare(
     redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
     return _Launch(
         grid=(num_tiles,),
-        shapes=(shape, redo) if tile.fast else (shape,),
+        shape=shape,
+        variants=tuple(
+            {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
+        ),
         arguments=arguments,
         counts=counts,
         num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
