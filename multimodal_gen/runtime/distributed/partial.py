@@ -27,12 +27,14 @@ class KeyPart:
         value: [B, Sk, Hkv, Dv].
         causal: query i sees key j <= i + Sk - Sq.
         keep: bool [B, Sk], False for padding; None where there is none.
+        owner: whose tokens they are in a ring; None for those that all ranks hold.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     causal: bool = False
     keep: torch.Tensor | None = None
+    owner: int | None = None
 
 
 class Merger:

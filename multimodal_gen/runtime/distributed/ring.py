@@ -189,7 +189,7 @@ def _parts(
     keep = call.shared_keep if owner is None else call.keep_of(owner)
     for rows, causal in call.rows_of_shared() if owner is None else call.rows_of(owner):
         if rows.stop > rows.start and key.shape[1]:
-            yield rows, KeyPart(key=key, value=value, causal=causal, keep=keep)
+            yield rows, KeyPart(key=key, value=value, causal=causal, keep=keep, owner=owner)
 
 
 def _travel(
