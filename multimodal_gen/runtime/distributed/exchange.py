@@ -1,0 +1,270 @@
+"""One message between the ranks of a Ulysses group: what is packed, sent, and read in place.
+
+All tensors of a call travel in one message, packed once: what arrives is [sum S, B, columns], of
+which q, k and v are views.
+
+Shapes: B batch, S tokens of a rank, H heads of the layer, h heads of a rank, D channels per head;
+lengths of ranks and heads of ranks may differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from multimodal_gen.runtime.distributed.groups import Group
+from multimodal_gen.runtime.distributed.heads import Span
+from multimodal_gen.runtime.distributed.timing import exchanging
+
+__all__ = ["ExchangePlan", "HeadsUnderWay", "TokensUnderWay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExchangePlan:
+    """One exchange.
+
+    Attributes:
+        group: who takes part.
+        lengths: tokens of each rank.
+        spans: per tensor, the heads of each rank.
+        sizes: per tensor, D.
+        prefix: rows in front of the tokens that all ranks hold.
+        suffix: rows after the tokens that all ranks hold.
+    """
+
+    group: Group
+    lengths: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    sizes: tuple[int, ...]
+    prefix: int = 0
+    suffix: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        spans: Sequence[tuple[Span, ...]],
+        lengths: Sequence[int],
+        group: Group,
+        *,
+        prefix: int = 0,
+        suffix: int = 0,
+    ) -> "ExchangePlan":
+        """Return the plan of tensors [B, rows, H, D] each."""
+        return cls(
+            group=group,
+            lengths=tuple(lengths),
+            spans=tuple(spans),
+            sizes=tuple(x.shape[3] for x in tensors),
+            prefix=prefix,
+            suffix=suffix,
+        )
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each rank: its tokens and those all hold."""
+        return [self.prefix + length + self.suffix for length in self.lengths]
+
+    def shapes(self, rank: int) -> list[tuple[int, int]]:
+        """Return (h, D) of each tensor on `rank`."""
+        pairs = zip(self.spans, self.sizes, strict=True)
+        return [(spans[rank][1] - spans[rank][0], size) for spans, size in pairs]
+
+    def width(self, rank: int) -> int:
+        """Return the columns of a row with the heads of `rank`."""
+        return sum(heads * size for heads, size in self.shapes(rank))
+
+    def views(self, block: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return [rows, B, width(rank)] as one [rows, B, h, D] per tensor."""
+        shapes = self.shapes(rank)
+        columns = torch.split(block, [heads * size for heads, size in shapes], dim=-1)
+        return [x.view(*x.shape[:-1], *shape) for x, shape in zip(columns, shapes, strict=True)]
+
+    def rows_of_ranks(self, x: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return the pieces of [prefix + sum S + suffix, ...] that make up each rank's rows."""
+        front, *tokens, back = torch.split(x, [self.prefix, *self.lengths, self.suffix])
+        return [(front, own, back) for own in tokens]
+
+
+class HeadsUnderWay:
+    """An exchange of [B, rows, H, D] for [B, prefix + sum S + suffix, h, D], shared rows summed."""
+
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> None:
+        self._plan = plan
+        like, batch, me = tensors[0], tensors[0].shape[0], plan.group.index
+        ranks = range(plan.group.size)
+        with exchanging(like.device):
+            sent, blocks = _buffer(
+                like, batch, [(plan.rows[me], plan.width(rank)) for rank in ranks]
+            )
+            for rank, block in enumerate(blocks):
+                for view, x, spans in zip(
+                    plan.views(block, rank), tensors, plan.spans, strict=True
+                ):
+                    _copy(view, x[:, :, slice(*spans[rank])].transpose(0, 1))
+            coming = _buffer(like, batch, [(rows, plan.width(me)) for rows in plan.rows])
+            self._message = _Message(sent, blocks, *coming, plan.group)
+
+    def arrived(self) -> tuple[torch.Tensor, ...]:
+        """Return per tensor [B, prefix + sum S + suffix, h, D], not contiguous."""
+        plan, me = self._plan, self._plan.group.index
+        with exchanging(self._message.received.device):
+            received, arrived = self._message.wait()
+            whole = received.view(sum(plan.rows), -1, plan.width(me))
+            if plan.prefix or plan.suffix:
+                whole = _sum_shared(plan, arrived)
+        return tuple(x.transpose(0, 1) for x in plan.views(whole, me))
+
+
+class TokensUnderWay:
+    """The transpose of `HeadsUnderWay`: [B, prefix + sum S + suffix, h, D] for [B, rows, H, D].
+
+    Heads that are on several ranks are summed.
+    """
+
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> None:
+        self._plan = plan
+        like, batch, me = tensors[0], tensors[0].shape[0], plan.group.index
+        with exchanging(like.device):
+            sent, blocks = self._packed(tensors)
+            shapes = [(plan.rows[me], plan.width(rank)) for rank in range(plan.group.size)]
+            self._message = _Message(sent, blocks, *_buffer(like, batch, shapes), plan.group)
+
+    def arrived(self) -> tuple[torch.Tensor, ...]:
+        """Return per tensor [B, rows, H, D]."""
+        with exchanging(self._message.received.device):
+            blocks = self._blocks()
+            return tuple(
+                _join_heads([block[i] for block in blocks], spans)
+                for i, spans in enumerate(self._plan.spans)
+            )
+
+    def arrive_in(self, out: torch.Tensor) -> None:
+        """Write the heads of the only tensor, each of which is on one rank, to [B, rows, H, D]."""
+        with exchanging(out.device):
+            for (block,), span in zip(self._blocks(), self._plan.spans[0], strict=True):
+                _copy(out[:, :, slice(*span)], block)
+
+    def _blocks(self) -> list[list[torch.Tensor]]:
+        """Return [B, rows, h, D] of each rank and tensor."""
+        _, arrived = self._message.wait()
+        return [
+            [x.transpose(0, 1) for x in self._plan.views(block, rank)]
+            for rank, block in enumerate(arrived)
+        ]
+
+    def _packed(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return what is sent, and its blocks [rows, B, width] for each rank."""
+        plan, like, me = self._plan, tensors[0], self._plan.group.index
+        shapes = [(rows, plan.width(me)) for rows in plan.rows]
+        turned = [x.transpose(0, 1) for x in tensors]
+        if len(turned) == 1 and not (plan.prefix or plan.suffix) and turned[0].is_contiguous():
+            flat = turned[0].reshape(-1)
+            return flat, _blocks_of(flat, like.shape[0], shapes)
+        sent, blocks = _buffer(like, like.shape[0], shapes)
+        for i, x in enumerate(turned):
+            for block, pieces in zip(blocks, plan.rows_of_ranks(x), strict=True):
+                rows = torch.split(plan.views(block, me)[i], [len(piece) for piece in pieces])
+                for view, piece in zip(rows, pieces, strict=True):
+                    _copy(view, piece)
+        return sent, blocks
+
+
+class _Message:
+    """Data to and from every rank of a group, under way."""
+
+    def __init__(
+        self,
+        sent: torch.Tensor,
+        blocks: list[torch.Tensor],
+        received: torch.Tensor,
+        arrived: list[torch.Tensor],
+        group: Group,
+    ) -> None:
+        self.received = received
+        self._sent = sent  # must live, and must not change, until it has left
+        self._arrived = arrived
+        self._work: Any = None
+        if group.handle is None:
+            received.copy_(sent)
+            return
+        self._work = dist.all_to_all_single(
+            received,
+            sent,
+            [block.numel() for block in arrived],
+            [block.numel() for block in blocks],
+            group=group.handle,
+            async_op=True,
+        )
+
+    def wait(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the flat memory that came in and its blocks; on a GPU the stream waits."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self.received, self._arrived
+
+
+def _buffer(
+    like: torch.Tensor, batch: int, shapes: list[tuple[int, int]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return flat memory and the [rows, B, width] blocks it consists of."""
+    flat = like.new_empty(sum(rows * batch * width for rows, width in shapes))
+    return flat, _blocks_of(flat, batch, shapes)
+
+
+def _blocks_of(flat: torch.Tensor, batch: int, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    blocks = torch.split(flat, [rows * batch * width for rows, width in shapes])
+    return [
+        block.view(rows, batch, width) for block, (rows, width) in zip(blocks, shapes, strict=True)
+    ]
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, 8 bytes at a time where both tensors lie so.
+
+    Strided copies move one number per thread: of 2 bytes each they use half of the memory's rate.
+    """
+    size = target.element_size()
+    if size < 8 and target.dtype is source.dtype and _in_eights(target) and _in_eights(source):
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
+
+
+def _in_eights(x: torch.Tensor) -> bool:
+    """Whether rows of `x` are whole numbers of 8 bytes that lie where such numbers may."""
+    each = 8 // x.element_size()
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % 8 == 0
+        and not any(n % each for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    )
+
+
+def _sum_shared(plan: ExchangePlan, arrived: list[torch.Tensor]) -> torch.Tensor:
+    """Return [prefix + sum S + suffix, B, width] of blocks that each have the shared rows."""
+    split = [
+        torch.split(block, [plan.prefix, length, plan.suffix])
+        for block, length in zip(arrived, plan.lengths, strict=True)
+    ]
+    front, tokens, back = zip(*split, strict=True)
+    return torch.cat((_sum(front), *tokens, _sum(back)))
+
+
+def _join_heads(blocks: list[torch.Tensor], spans: tuple[Span, ...]) -> torch.Tensor:
+    """Return [B, S, H, D] of blocks [B, S, h, D]; heads in several blocks are summed."""
+    if all(spans[i][1] == spans[i + 1][0] for i in range(len(spans) - 1)):
+        return torch.cat(blocks, dim=2)
+    batch, rows, _, size = blocks[0].shape
+    dtype = torch.promote_types(blocks[0].dtype, torch.float32)
+    out = blocks[0].new_zeros(batch, rows, spans[-1][1], size, dtype=dtype)
+    for block, (start, stop) in zip(blocks, spans, strict=True):
+        out[:, :, start:stop] += block
+    return out.to(blocks[0].dtype)
+
+
+def _sum(blocks: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    precise = torch.promote_types(blocks[0].dtype, torch.float32)
+    return torch.stack(blocks).sum(0, dtype=precise).to(blocks[0].dtype)

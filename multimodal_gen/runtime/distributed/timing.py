@@ -1,0 +1,176 @@
+"""How long exchanges between ranks and attention take, measured while they run.
+
+On a GPU a region is two events on the current stream: it lasts as long as the stream is kept from
+going on, so an exchange that runs behind a kernel counts only where it is waited for. The host
+waits for nothing before the times are read. Elsewhere the clock of the host counts.
+
+Exchanges say that they are ones; who asked for them is whoever records at that moment:
+
+    with recording(times):
+        with exchanging(x.device): ...   # in the exchange
+        with attending(x.device): ...    # around a kernel
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Stopwatch", "TimeTaken", "Times", "attending", "exchanging", "recording", "sum_of"]
+
+# Regions whose events may be unread. By the time as many have followed, the device is through with
+# the first: a launch queue is shorter than that.
+_UNREAD = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTaken:
+    """What was measured on one rank, in milliseconds.
+
+    Attributes:
+        communication_ms: exchanging data, packing and waiting for it; not what ran behind a kernel.
+        attention_ms: attention itself.
+    """
+
+    communication_ms: float
+    attention_ms: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the times as JSON data."""
+        return {
+            "communication_ms": round(self.communication_ms, 3),
+            "attention_ms": round(self.attention_ms, 3),
+        }
+
+
+def sum_of(times: Iterable[TimeTaken | None]) -> TimeTaken | None:
+    """Return the sum of what was measured, or None where nothing was."""
+    found = [x for x in times if x is not None]
+    if not found:
+        return None
+    return TimeTaken(
+        communication_ms=sum(x.communication_ms for x in found),
+        attention_ms=sum(x.attention_ms for x in found),
+    )
+
+
+class Stopwatch:
+    """Adds up the time of regions. A copy starts anew."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._unread: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Count the block as a region, unless it raises."""
+        if device.type != "cuda":
+            begin = time.perf_counter()
+            yield
+            self._total += (time.perf_counter() - begin) * 1e3
+            return
+        start, stop = self._events()
+        start.record()
+        yield
+        stop.record()
+        self._unread.append((start, stop))
+
+    def milliseconds(self) -> float:
+        """Return the time so far; waits for the regions that the device is not through with."""
+        while self._unread:
+            self._read()
+        return self._total
+
+    def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        if len(self._unread) >= _UNREAD:
+            return self._read()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        return start, stop
+
+    def _read(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Add the oldest region, and return its events for another one."""
+        start, stop = self._unread.popleft()
+        stop.synchronize()
+        self._total += start.elapsed_time(stop)
+        return start, stop
+
+    def __reduce__(self) -> tuple[type["Stopwatch"], tuple[()]]:
+        return Stopwatch, ()
+
+
+class Times:
+    """What one layer, or one denoiser, takes on this rank. A copy starts anew."""
+
+    def __init__(self) -> None:
+        self._exchanging = Stopwatch()
+        self._exchanging_inside = Stopwatch()
+        self._attending = Stopwatch()
+        self._is_attending = self._is_exchanging = self._any = False
+
+    @contextmanager
+    def exchanging(self, device: torch.device) -> Iterator[None]:
+        """Count the block as communication, even inside of attention; inside of another, once."""
+        if self._is_exchanging:
+            yield
+            return
+        self._any = self._is_exchanging = True
+        try:
+            with (self._exchanging_inside if self._is_attending else self._exchanging).on(device):
+                yield
+        finally:
+            self._is_exchanging = False
+
+    @contextmanager
+    def attending(self, device: torch.device) -> Iterator[None]:
+        """Count the block as attention, without what it exchanges; inside of another, once."""
+        if self._is_attending:
+            yield
+            return
+        self._any = self._is_attending = True
+        try:
+            with self._attending.on(device):
+                yield
+        finally:
+            self._is_attending = False
+
+    def taken(self) -> TimeTaken | None:
+        """Return the times so far, or None where nothing was measured."""
+        if not self._any:
+            return None
+        inside = self._exchanging_inside.milliseconds()
+        return TimeTaken(
+            communication_ms=self._exchanging.milliseconds() + inside,
+            attention_ms=max(0.0, self._attending.milliseconds() - inside),
+        )
+
+    def __reduce__(self) -> tuple[type["Times"], tuple[()]]:
+        return Times, ()
+
+
+_RECORDING: ContextVar[Times | None] = ContextVar("multimodal_gen_times", default=None)
+
+
+@contextmanager
+def recording(times: Times | None) -> Iterator[None]:
+    """Let what is exchanged and attended to inside the block count for `times`."""
+    token = _RECORDING.set(times)
+    try:
+        yield
+    finally:
+        _RECORDING.reset(token)
+
+
+def exchanging(device: torch.device) -> AbstractContextManager[None]:
+    """Count the block as communication for whoever records."""
+    times = _RECORDING.get()
+    return nullcontext() if times is None else times.exchanging(device)
+
+
+def attending(device: torch.device) -> AbstractContextManager[None]:
+    """Count the block as attention for whoever records."""
+    times = _RECORDING.get()
+    return nullcontext() if times is None else times.attending(device)
