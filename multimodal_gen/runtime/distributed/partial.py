@@ -47,26 +47,47 @@ class Merger:
 
     def __init__(self, query: torch.Tensor, value_size: int) -> None:
         batch, rows, heads = query.shape[:3]
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        self._dtype = query.dtype
-        self._out = query.new_zeros(batch, rows, heads, value_size, dtype=dtype)
-        self._lse = query.new_full((batch, heads, rows), -math.inf, dtype=dtype)
+        self._like = query
+        self._shape = (batch, rows, heads, value_size)
+        self._precise = torch.promote_types(query.dtype, torch.float32)
+        self._parts: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._is_given = False
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge a part of the queries in `rows`."""
-        before = self._lse[:, :, rows]
-        lse = lse.to(before.dtype)
+        """Merge a part of the queries in `rows`; nobody may write to its tensors any more."""
+        whole = out.shape[1] == self._shape[1]
+        lse = lse.to(self._precise)
+        if self._parts is None:
+            if whole:
+                # As it is: the next part reads it and writes a precise one, in one pass.
+                self._parts, self._is_given = (out, lse), True
+                return
+            self._parts = self._nothing()
+        merged, seen = self._parts
+        before = seen[:, :, rows]
         total = torch.logaddexp(before, lse)
         old, new = (_weight(x, total).transpose(1, 2).unsqueeze(-1) for x in (before, lse))
-        merged = self._out[:, rows]
-        merged.mul_(old)
+        if self._is_given and whole:
+            merged, seen = merged * old, total
+        else:
+            if self._is_given:
+                merged, seen = merged.to(self._precise, copy=True), seen.clone()
+            merged[:, rows].mul_(old)
+            seen[:, :, rows] = total
         # A row without keys holds zeros in every part; its weight is 0, too.
-        merged.add_(out.to(merged.dtype) * new)
-        self._lse[:, :, rows] = total
+        merged[:, rows].addcmul_(out, new)
+        self._parts, self._is_given = (merged, seen), False
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output in the dtype of the query, and the log-sum-exp."""
-        return self._out.to(self._dtype), self._lse
+        out, lse = self._parts or self._nothing()
+        return out.to(self._like.dtype), lse
+
+    def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is merged when there are no keys."""
+        batch, rows, heads, _ = self._shape
+        out = self._like.new_zeros(self._shape, dtype=self._precise)
+        return out, out.new_full((batch, heads, rows), -math.inf)
 
 
 def plain_part(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.partial import KeyPart, Merger, part_gradients
+from multimodal_gen.runtime.distributed.timing import attending, exchanging
 
 __all__ = ["AttendPart", "RingCall", "ring_attention"]
 
@@ -139,7 +140,8 @@ class _Ring(torch.autograd.Function):
 
         for owner, (k, v) in _travel(call, key, value, shared=(shared_key, shared_value)):
             for rows, part in _parts(call, owner, k, v):
-                merger.add(rows, *attend(query[:, rows], part))
+                with attending(query.device):
+                    merger.add(rows, *attend(query[:, rows], part))
         out, lse = merger.result()
         ctx.call = call
         ctx.save_for_backward(query, key, value, shared_key, shared_value, out, lse)
@@ -204,20 +206,17 @@ def _travel(
     The next keys and values are under way while the caller works on the ones it was given.
     """
     group, here = call.group, (key, value)
-    message = _pack(here) if group.size > 1 else None
     for step in range(group.size):
         owner = (group.index - step) % group.size
         under_way = None
-        if message is not None and step + 1 < group.size:
-            coming = (owner - 1) % group.size
-            shapes = [_shape(x, call.lengths[coming]) for x in here]
-            under_way = _Transfer(group, message, sum(map(torch.Size.numel, shapes)))
+        if step + 1 < group.size:
+            coming = call.lengths[(owner - 1) % group.size]
+            under_way = _Transfer(group, here, [_shape(x, coming) for x in (key, value)])
         if step == 0 and shared[0] is not None and shared[1] is not None:
             yield None, (shared[0], shared[1])
         yield owner, here
         if under_way is not None:
-            message = under_way.wait()
-            here = _unpack(message, shapes)
+            here = under_way.wait()
 
 
 class _Home:
@@ -226,7 +225,7 @@ class _Home:
     def __init__(self, call: RingCall, key: torch.Tensor, value: torch.Tensor) -> None:
         self._call = call
         self._like = (key, value)
-        self._under_way: tuple[_Transfer, list[torch.Size]] | None = None
+        self._under_way: _Transfer | None = None
         self._arrived: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def send(self, owner: int, grads: list[torch.Tensor]) -> None:
@@ -240,49 +239,48 @@ class _Home:
             self._arrived = total
             return
         length = self._call.lengths[(owner - 1) % group.size]
-        shapes = [_shape(x, length) for x in self._like]
-        size = sum(map(torch.Size.numel, shapes))
-        self._under_way = _Transfer(group, _pack(total), size), shapes
+        self._under_way = _Transfer(group, total, [_shape(x, length) for x in self._like])
 
     def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what came last; after a whole round that is this rank's."""
         if self._under_way is not None:
-            transfer, shapes = self._under_way
-            self._arrived = _unpack(transfer.wait(), shapes)
+            self._arrived = self._under_way.wait()
             self._under_way = None
         assert self._arrived is not None
         return self._arrived
 
 
 class _Transfer:
-    """A message to the next rank of a ring while one from the previous rank comes in."""
+    """Tensors that go to the next rank of a ring while ones from the previous rank come in.
 
-    def __init__(self, group: Group, sent: torch.Tensor, num_coming: int) -> None:
-        self._sent = sent  # must live, and must not change, until it has left
-        self._received = sent.new_empty(num_coming)
+    On a GPU they travel on a stream of their own, which starts when what is sent has been computed
+    and ends before what `wait` is followed by. Kernels launched between the two run beside it.
+    """
+
+    def __init__(
+        self, group: Group, tensors: tuple[torch.Tensor, torch.Tensor], coming: list[torch.Size]
+    ) -> None:
         after = group.ranks[(group.index + 1) % group.size]
         before = group.ranks[group.index - 1]
-        operations = []
-        if sent.numel():
-            operations.append(dist.P2POp(dist.isend, sent, after, group.handle))
-        if num_coming:
-            operations.append(dist.P2POp(dist.irecv, self._received, before, group.handle))
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        with exchanging(tensors[0].device):
+            # They must live, and must not change, until they have left.
+            self._sent = [x.contiguous() for x in tensors]
+            self._received = [x.new_empty(s) for x, s in zip(tensors, coming, strict=True)]
+            operations = [
+                dist.P2POp(dist.isend, x, after, group.handle) for x in self._sent if x.numel()
+            ]
+            operations += [
+                dist.P2POp(dist.irecv, x, before, group.handle) for x in self._received if x.numel()
+            ]
+            self._works = dist.batch_isend_irecv(operations) if operations else []
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what came in."""
-        for work in self._works:
-            work.wait()
-        return self._received
-
-
-def _pack(tensors: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors])
-
-
-def _unpack(flat: torch.Tensor, shapes: list[torch.Size]) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = torch.split(flat, [shape.numel() for shape in shapes])
-    return key.view(shapes[0]), value.view(shapes[1])
+        with exchanging(self._received[0].device):
+            for work in self._works:
+                work.wait()
+        key, value = self._received
+        return key, value
 
 
 def _shape(x: torch.Tensor, length: int) -> torch.Size:
