@@ -29,6 +29,7 @@ __all__ = [
 _TIMEOUT = timedelta(minutes=10)
 # Long enough for ranks that compile at different speeds.
 _CONTROL_TIMEOUT = timedelta(minutes=5)
+_HEAD_CHUNKS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +64,8 @@ class ParallelGroups:
         sequence: the ranks that share the sequence, in the order of its shards.
         cfg: the ranks with the same shard of each CFG branch.
         control: the ranks of `sequence`, for messages on the CPU.
+        head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most, so that
+            they travel while other chunks are computed.
         agreed: what the ranks of `sequence` have told each other; see `agreement.agree`.
         pending: what they are telling each other.
     """
@@ -74,6 +77,7 @@ class ParallelGroups:
     sequence: Group
     cfg: Group
     control: Group
+    head_chunks: int = _HEAD_CHUNKS
     agreed: dict[Any, Any] = field(default_factory=dict)
     pending: list[Any] = field(default_factory=list)
 
@@ -123,6 +127,7 @@ def build_groups(
     *,
     timeout: timedelta = _TIMEOUT,
     control_timeout: timedelta = _CONTROL_TIMEOUT,
+    head_chunks: int = _HEAD_CHUNKS,
 ) -> ParallelGroups:
     """Return this process's groups; every rank of the world has to call it, with the same mesh.
 
@@ -130,10 +135,13 @@ def build_groups(
         mesh: covers the world exactly.
         timeout: how long an exchange of data may wait for a rank.
         control_timeout: how long ranks wait for each other to agree on an exchange.
+        head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most.
 
     Raises:
-        ConfigError: there is no world, or one of another size.
+        ConfigError: there is no world, or one of another size, or `head_chunks` is none.
     """
+    if isinstance(head_chunks, bool) or not isinstance(head_chunks, int) or head_chunks < 1:
+        raise ConfigError(f"head_chunks must be an integer >= 1, got {head_chunks!r}")
     if not dist.is_initialized():
         raise ConfigError(
             "build_groups needs a torch.distributed world, got none; call init_world first"
@@ -150,6 +158,7 @@ def build_groups(
         sequence=_join(mesh.sequence_groups(), timeout),
         cfg=_join(mesh.cfg_groups(), timeout),
         control=_join(mesh.sequence_groups(), control_timeout, backend="gloo"),
+        head_chunks=head_chunks,
     )
 
 

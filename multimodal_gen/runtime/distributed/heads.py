@@ -52,6 +52,14 @@ class HeadShares:
             return x
         return x.index_select(2, torch.tensor(read, device=x.device))
 
+    def in_chunks(self, count: int) -> tuple["HeadShares", ...]:
+        """Return the heads of every rank in `count` runs, each as even as can be.
+
+        Args:
+            count: at most the query heads of any rank.
+        """
+        return _in_chunks(self, count)
+
 
 @lru_cache(maxsize=256)
 def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadShares:
@@ -65,9 +73,28 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadShares
             f"a layer must have a head for each of the {num_ranks} ranks of a Ulysses group, got "
             f"{num_heads} heads; use --ulysses-degree {num_heads} or less, and a ring for the rest"
         )
-    size, larger = divmod(num_heads, num_ranks)
-    bounds = [rank * size + min(rank, larger) for rank in range(num_ranks + 1)]
     group = num_heads // num_kv_heads
-    queries = tuple(pairwise(bounds))
+    queries = _runs(0, num_heads, num_ranks)
     keys = tuple((start // group, (stop - 1) // group + 1) for start, stop in queries)
     return HeadShares(num_heads=num_heads, num_kv_heads=num_kv_heads, queries=queries, keys=keys)
+
+
+@lru_cache(maxsize=256)
+def _in_chunks(shares: HeadShares, count: int) -> tuple[HeadShares, ...]:
+    group = shares.num_heads // shares.num_kv_heads
+    runs = [_runs(start, stop, count) for start, stop in shares.queries]
+    return tuple(
+        HeadShares(
+            num_heads=shares.num_heads,
+            num_kv_heads=shares.num_kv_heads,
+            queries=queries,
+            keys=tuple((start // group, (stop - 1) // group + 1) for start, stop in queries),
+        )
+        for queries in zip(*runs, strict=True)
+    )
+
+
+def _runs(start: int, stop: int, count: int) -> tuple[Span, ...]:
+    """Cut a span into `count` spans whose sizes differ by one at most."""
+    size, larger = divmod(stop - start, count)
+    return tuple(pairwise(start + i * size + min(i, larger) for i in range(count + 1)))

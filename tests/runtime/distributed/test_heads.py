@@ -45,3 +45,16 @@ def test_key_heads_that_serve_equal_groups_are_not_copied():
 def test_a_rank_without_a_head_is_refused():
     with pytest.raises(UsageError, match=r"a head for each of the 4 ranks .* got 3 heads; use"):
         share_heads(3, 3, 4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_chunks_cover_the_heads_of_every_rank_in_order(count):
+    shares = share_heads(13, 13, 4)
+    chunks = shares.in_chunks(count)
+    assert len(chunks) == count
+    for rank, span in enumerate(shares.queries):
+        spans = [chunk.queries[rank] for chunk in chunks]
+        assert list(itertools.chain(*(range(*s) for s in spans))) == list(range(*span))
+        sizes = {stop - start for start, stop in spans}
+        assert max(sizes) - min(sizes) <= 1
+        assert [chunk.keys[rank] for chunk in chunks] == spans

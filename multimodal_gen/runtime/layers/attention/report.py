@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
+from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.config import config_as_dict
 from multimodal_gen.runtime.layers.attention.report_text import summary
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -57,6 +58,7 @@ class LayerReport:
         layer: index among the layers of its role in its component, or None.
         entries: its backends, in the order in which their steps are tried.
         detours: calls another backend had to serve, e.g. because of a mask.
+        times: what they took on this rank, where there are several.
     """
 
     component: str | None
@@ -65,6 +67,7 @@ class LayerReport:
     layer: int | None
     entries: tuple[ReportEntry, ...]
     detours: tuple[ReportEntry, ...] = ()
+    times: TimeTaken | None = None
 
     @property
     def calls(self) -> int:
@@ -80,6 +83,7 @@ class LayerReport:
             "layer": self.layer,
             "entries": [entry.as_dict() for entry in self.entries],
             "detours": [entry.as_dict() for entry in self.detours],
+            **_times(self.times),
         }
 
 
@@ -90,16 +94,25 @@ class AttentionReport:
     Attributes:
         layers: one report per layer.
         notes: sentences about what was left alone, and why.
+        gathering: what splitting and gathering the tokens of denoisers took, where ranks share
+            them.
     """
 
     layers: tuple[LayerReport, ...]
     notes: tuple[str, ...] = ()
+    gathering: TimeTaken | None = None
+
+    @property
+    def times(self) -> TimeTaken | None:
+        """What communication and attention took on this rank, where there are several."""
+        return sum_of([*(layer.times for layer in self.layers), self.gathering])
 
     def as_dict(self) -> dict[str, Json]:
         """Return the report as JSON data."""
         return {
             "layers": [layer.as_dict() for layer in self.layers],
             "notes": list(self.notes),
+            **_times(self.times),
         }
 
     def summary(self) -> str:
@@ -123,6 +136,10 @@ def selection_as_dict(selection: Selection) -> dict[str, Json]:
             for rejected in selection.rejected
         ],
     }
+
+
+def _times(times: TimeTaken | None) -> dict[str, Json]:
+    return {} if times is None else {"times": {**times.as_dict()}}
 
 
 def _config_in_use(selection: Selection) -> Json:

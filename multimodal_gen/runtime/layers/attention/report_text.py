@@ -188,7 +188,22 @@ def summary(report: "AttentionReport") -> list[str]:
             f"{detour}{selection.label} [{group.source}], {density}"
             f"{calls} {'call' if calls == 1 else 'calls'} each; {footnotes.reason(selection)}"
         )
-    return [*lines, *(f"note: {note}" for note in report.notes), *footnotes.lines()]
+    notes = [f"note: {note}" for note in report.notes]
+    return [*lines, *_time_line(report), *notes, *footnotes.lines()]
+
+
+def _time_line(report: "AttentionReport") -> list[str]:
+    """Return what this rank spent where, or nothing where there is one rank."""
+    times, gathering = report.times, report.gathering
+    if times is None:
+        return []
+    apart = ""
+    if gathering is not None:
+        apart = f", {gathering.communication_ms / 1e3:.2f} s of it around the denoiser"
+    return [
+        f"time on this rank: {times.attention_ms / 1e3:.2f} s in attention, "
+        f"{times.communication_ms / 1e3:.2f} s in communication{apart}"
+    ]
 
 
 def fallback_warning(selection: "Selection") -> str:

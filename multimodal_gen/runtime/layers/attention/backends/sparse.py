@@ -27,7 +27,8 @@ class SparseImpl(AttentionImpl):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._densities: dict[int, float | torch.Tensor] = {}
+        # By step and first head: heads may come in chunks.
+        self._densities: dict[tuple[int, int], float | torch.Tensor] = {}
 
     def forward(
         self,
@@ -82,8 +83,11 @@ class SparseImpl(AttentionImpl):
             density: the share, or where the data decide, a tensor [] of it, which is not waited
                 for before the report is made.
         """
-        self._densities[context.current_timestep] = density
+        self._densities[context.current_timestep, self.first_head] = density
 
     def densities(self) -> Mapping[int, float]:
         """Return the density of every step so far; waits for the device where data decided it."""
-        return {step: float(density) for step, density in self._densities.items()}
+        found: dict[int, list[float]] = {}
+        for (step, _), density in self._densities.items():
+            found.setdefault(step, []).append(float(density))
+        return {step: sum(shares) / len(shares) for step, shares in found.items()}
