@@ -178,7 +178,7 @@ def _update_kernel(
             sums += x.to(tl.float32)
         at = (n * num_centroids + c) * D + d
         old = tl.load(c_ptr + at, mask=d < D, other=0.0)
-        mean = tl.sum(sums, 0) / tl.maximum(count, 1).to(tl.float32)
+        mean = tl.div_rn(tl.sum(sums, 0), tl.maximum(count, 1).to(tl.float32))
         mean = tl.where(count > 0, mean, old)
         moved = mean - old
         tl.store(c_ptr + at, mean, mask=d < D)
