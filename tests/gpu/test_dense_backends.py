@@ -25,6 +25,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     find_backend,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import QKV, make_qkv
 from multimodal_gen.testing.tolerance import (
     assert_gradients_within_error_budget,
@@ -48,7 +49,7 @@ SIZES = (8, 40, 64, 128, 256)
 # These compile every new combination for seconds: all features run at one dtype and head size, the
 # other dtypes and head sizes run the plain call, and the backward of those that list their sizes.
 COMPILED_PER_CALL = frozenset({"flex_attn", "fa4", "fa4_fwd", "fa4_sm100", "sage1"})
-QUANTISED = frozenset({"sage1", "sage2", "sage3"})
+QUANTISED = frozenset({AttentionBackendEnum.SAGE_ATTN, AttentionBackendEnum.SAGE_ATTN_3})
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Group:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.backend.backend}-{self.variant.name}-{dtype}-{self.head_size}"
+
+    @property
+    def quantised(self) -> bool:
+        """Whether every kernel of the backend works on 8 bits or fewer."""
+        return self.backend.backend in QUANTISED
 
     def features(self) -> list[Feature]:
         """Return the features to run beside the plain call."""
@@ -94,8 +100,7 @@ class Group:
 
     def check(self, out: torch.Tensor, qkv: QKV, **expected: object) -> None:
         """Assert that `out` is within the budget."""
-        quantised = self.variant.name in QUANTISED
-        assert_within_error_budget(out, *qkv, scale=SCALE, quantised=quantised, **expected)
+        assert_within_error_budget(out, *qkv, scale=SCALE, quantised=self.quantised, **expected)
 
 
 def usable() -> Iterator[tuple[type[AttentionBackend], Variant]]:
@@ -197,8 +202,7 @@ def run_dense_mask(group: Group) -> None:
 
 
 def run_lse(group: Group) -> None:
-    quantised = group.variant.name in QUANTISED
-    features = group.variant.features
+    quantised, features = group.quantised, group.variant.features
     shapes = [(QUERIES, MORE_KEYS, NUM_HEADS, False)]
     if Feature.GQA in features:
         shapes.append((QUERIES, MORE_KEYS, 2, False))

