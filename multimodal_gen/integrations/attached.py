@@ -3,7 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,11 +13,14 @@ from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.parallel.share import TokenShare
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
 from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.split import SplitAttentionLayer
+from multimodal_gen.runtime.layers.attention.split_call import SplitCall
 from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
 
 
@@ -39,11 +42,11 @@ class Geometry(NamedTuple):
     causal: bool = False
 
 
-class StockAttention(LocalAttention):
-    """`LocalAttention` that looks up what the denoiser call knows about its key padding.
+class StockAttention(LocalAttention, SplitAttentionLayer):
+    """`LocalAttention` that looks up what the denoiser call knows of its padding and its ranks.
 
-    `attend` runs inside the opaque operator under `torch.compile`, so what it reads is never
-    frozen into a graph.
+    It does so inside the opaque operator under `torch.compile`, so what it reads is never frozen
+    into a graph.
 
     Attributes:
         masks_padding: every mask of a call says which keys are padding and nothing else, so that
@@ -52,28 +55,25 @@ class StockAttention(LocalAttention):
 
     masks_padding = False
 
-    def attend(
+    def attend_fitting(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
         mask_meta: VarlenMaskMeta | None = None,
+        *,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend as `LocalAttention` does, on the valid keys alone where the padding is known."""
-        if attn_mask is None or not self.masks_padding or not _masks_keys_alone(attn_mask):
-            return super().attend(query, key, value, attn_mask, mask_meta)
-        padding = KeyPadding.current(self.site.role, key)
-        if padding is None:
-            return super().attend(query, key, value, attn_mask, mask_meta)
-        if padding.valid is None:
-            both_sides = attn_mask.dim() == 2
-            mask = padding.keep() if both_sides else padding.keep_keys()
-            return super().attend(query, key, value, mask)
-        if padding.valid < key.shape[1]:
-            # Rows of padded queries get an output that nothing reads: their keys stay cut off.
-            key, value = key[:, : padding.valid], value[:, : padding.valid]
-        return super().attend(query, key, value)
+        """Attend as any layer does, to the valid keys alone where the padding is known."""
+        padding = self._padding(attn_mask, (key.shape[0], key.shape[1]), key.device)
+        if padding is not None and attn_mask is not None:
+            mask_meta = None
+            attn_mask = _mask_of(padding, like=attn_mask)
+            if padding.valid is not None and padding.valid < key.shape[1]:
+                # Rows of padded queries get an output that nothing reads: their keys stay cut off.
+                key, value = key[:, : padding.valid], value[:, : padding.valid]
+        return super().attend_fitting(query, key, value, attn_mask, mask_meta, gate=gate)
 
     def attend_now(
         self,
@@ -89,6 +89,45 @@ class StockAttention(LocalAttention):
         """
         gate = gate if gate is not None and self.takes_gate else None
         return super().attend_now(query, key, value, attn_mask, gate)
+
+    def attend_split(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        replicated: tuple[int, ...],
+        seq_lens: Sequence[int] | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend to the tokens of all ranks where the denoiser call splits them, else to these.
+
+        What all ranks have whole, such as text in cross-attention, is attended to on each.
+        """
+        del replicated, seq_lens
+        share = TokenShare.current()
+        rows = (query.shape[1], key.shape[1])
+        own_tokens = self.site.role is AttentionRole.SELF
+        if share is None or not own_tokens or rows != (share.joint_length, share.joint_length):
+            return self.attend_now(query, key, value, attn_mask, gate)
+        gate = gate if gate is not None and self.takes_gate else None
+        text = (share.front, share.back, 0)
+        return super().attend_split(query, key, value, attn_mask, text, share.lengths, gate)
+
+    def whole_mask(self, call: SplitCall, mask: torch.Tensor) -> torch.Tensor:
+        """Return the mask of all keys of the sequence, without asking the ranks where it can."""
+        padding = self._padding(mask, (mask.shape[0], call.num_keys), mask.device)
+        if padding is None:
+            return super().whole_mask(call, mask)
+        return padding.keep() if mask.dim() == 2 else padding.keep_keys()
+
+    def _padding(
+        self, mask: torch.Tensor | None, keys: tuple[int, int], device: torch.device
+    ) -> KeyPadding | None:
+        """Return what is known of the padding of [B, Sk] keys, if `mask` tells nothing else."""
+        if mask is None or not self.masks_padding or not _masks_keys_alone(mask):
+            return None
+        return KeyPadding.current(self.site.role, keys, device)
 
 
 class AttachedLayer:
@@ -172,9 +211,7 @@ class AttachedLayer:
             and _scale(query.shape[3], scale) == self.scale
         )
         layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
-        if gate is None:
-            return layer(query, key, value, attn_mask)
-        return layer.run(query, key, value, attn_mask, gate)
+        return layer.run_over_ranks(query, key, value, attn_mask, gate=gate)
 
     @property
     def takes_gate(self) -> bool:
@@ -249,6 +286,12 @@ class AttachedLayer:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A copy of a model is a model of its own: it is not attached to anything.
         return type(None), ()
+
+
+def _mask_of(padding: KeyPadding, like: torch.Tensor) -> torch.Tensor | None:
+    if padding.valid is not None:
+        return None
+    return padding.keep() if like.dim() == 2 else padding.keep_keys()
 
 
 def _masks_keys_alone(mask: torch.Tensor) -> bool:

@@ -5,7 +5,6 @@ run outside of compiled graphs. torch calls no hook after a `KeyboardInterrupt`:
 behind ends with the next call or with the hooks.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from multimodal_gen.integrations.hooks import untraced_hook
 from multimodal_gen.integrations.models import ModelAdapter, ModelCall
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.parallel.splitter import TokenSplitter
 from multimodal_gen.integrations.steps import Step, StepTracker
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
@@ -44,6 +45,7 @@ class DenoiserHooks:
         component: its name in the pipeline.
         tracker: follows the pipeline's steps; the denoisers of a pipeline share one.
         pipeline: the pipeline, or None for a bare model.
+        splitter: splits the tokens of a call over ranks, or None where they stay together.
     """
 
     def __init__(
@@ -53,19 +55,19 @@ class DenoiserHooks:
         component: str,
         tracker: StepTracker,
         pipeline: Any = None,
+        splitter: TokenSplitter | None = None,
     ) -> None:
         self._adapter = adapter
         self._component = component
         self._tracker = tracker
         self._pipeline = pipeline
+        self._splitter = splitter
         self._config = getattr(model, "config", None)
         self._names = [*inspect.signature(type(model).forward).parameters][1:]
         self._timestep = next((name for name in _TIMESTEPS if name in self._names), None)
         self._memo = WeakTensorKeyDictionary()
-        # Dynamo must not trace what reads the schedule and sets context variables.
-        untraced: Callable[..., Callable[..., None]] = torch.compiler.disable
-        self.before = _Hook(untraced(self._before))
-        self.after = _Hook(untraced(self._after))
+        self.before = untraced_hook(self._before)
+        self.after = untraced_hook(self._after)
 
     @property
     def tells_steps(self) -> bool:
@@ -77,6 +79,8 @@ class DenoiserHooks:
 
         With it end the contexts of calls inside of that call. Those around it stay.
         """
+        if self._splitter is not None:
+            self._splitter.end()
         context = current_forward_context()
         while context is not None:
             owner, context = context.cache.get(_OPEN, (None, None))
@@ -104,6 +108,8 @@ class DenoiserHooks:
         )
         if padding is not None:
             padding.store(context.cache)
+        if self._splitter is not None:
+            self._splitter.begin(call, context.text_span, context.cache)
         context.cache[_OPEN] = self, current_forward_context()
         replace_forward_context(context)
 
@@ -140,24 +146,6 @@ class DenoiserHooks:
         if guided is None:
             return "both" if name == _BATCHED else None
         return "both" if guided else "cond"
-
-
-class _Hook(functools.partial[None]):
-    """A hook without a Python frame of its own, which `torch.compile` would try to trace.
-
-    In a copy of the model it does nothing: copies are not attached.
-    """
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*args: object, **kwargs: object) -> None:
-    del args, kwargs
 
 
 class NamedCalls:

@@ -25,6 +25,7 @@ from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.takeover import DenoiserPlan
 from multimodal_gen.integrations.transformers import EncoderPlan
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.layers.attention.attention_config import (
     refuse_not_in_this_build,
     scope_from,
@@ -177,7 +178,7 @@ def _plan(
     notes: list[str] = []
     for component in components:
         if component.kind is Kind.DENOISER:
-            plans.append(DenoiserPlan(component, scope, tracker, pipeline))
+            plans.append(DenoiserPlan(component, scope, tracker, pipeline, parallel_groups()))
         elif component.kind is Kind.ENCODER:
             plans.append(EncoderPlan(component, scope))
         else:

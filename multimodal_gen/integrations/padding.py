@@ -94,14 +94,16 @@ class KeyPadding:
         cache[_SLOT] = self
 
     @staticmethod
-    def current(role: AttentionRole, key: torch.Tensor) -> "KeyPadding | None":
-        """Return the running call's padding where it describes `key` [B, Sk, H, D]."""
+    def current(
+        role: AttentionRole, keys: tuple[int, int], device: torch.device
+    ) -> "KeyPadding | None":
+        """Return the running call's padding where it describes (B, Sk) keys on a device."""
         context = current_forward_context()
         padding = None if context is None else context.cache.get(_SLOT)
         if not isinstance(padding, KeyPadding) or padding.role is not role:
             return None
-        if not padding._usable or padding.shape != tuple(key.shape[:2]):
+        if not padding._usable or padding.shape != keys:
             return None
         # An offloaded pipeline may keep its masks elsewhere; the model brought its own along.
-        near = padding.valid is not None or padding._text.device == key.device
+        near = padding.valid is not None or padding._text.device == device
         return padding if near else None

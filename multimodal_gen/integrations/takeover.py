@@ -14,6 +14,7 @@ from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.denoiser import DenoiserHooks, NamedCalls, OwnCalls
 from multimodal_gen.integrations.gates import attach_gate, find_gates
 from multimodal_gen.integrations.models import ModelAdapter, find_adapter
+from multimodal_gen.integrations.parallel.denoiser import ParallelPlan, is_split
 from multimodal_gen.integrations.projections import attach_projection, find_projections
 from multimodal_gen.integrations.rebinding import (
     attach,
@@ -24,6 +25,7 @@ from multimodal_gen.integrations.rebinding import (
 from multimodal_gen.integrations.recompile import CannotRebindError
 from multimodal_gen.integrations.scopes import without_sparse
 from multimodal_gen.integrations.steps import StepTracker
+from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 
@@ -47,10 +49,12 @@ class DenoiserPlan:
         scope: what the user configured.
         tracker: follows the pipeline's steps.
         pipeline: the pipeline, or None for a bare model.
+        groups: the groups of this process where it is one of several ranks.
 
     Raises:
         UsageError: the model is attached already, under diffusers' context parallelism, or
-            scheduled by denoising steps that it does not tell.
+            scheduled by denoising steps that it does not tell; or ranks share its tokens, which
+            it has no plan or too few heads for.
         NothingAppliedError: the model has attention modules, and none could be taken over.
         UnsupportedBackendError: a requested backend cannot serve one of them.
     """
@@ -61,6 +65,7 @@ class DenoiserPlan:
         scope: SelectionScope,
         tracker: StepTracker,
         pipeline: Any = None,
+        groups: ParallelGroups | None = None,
     ) -> None:
         adapter = find_adapter(component.model)
         self._component = component
@@ -77,8 +82,15 @@ class DenoiserPlan:
                 f"{component.name} ({type(component.model).__name__}), it looked at "
                 f"{len(self._failures)}: {'; '.join(dict(Counter(self._failures)))}"
             )
+        heads = [t.layer.num_heads for t in self._takeovers if is_split(t.layer.site.role)]
+        self._parallel = ParallelPlan(component, adapter, heads, groups)
         self._hooks = DenoiserHooks(
-            component.model, self._adapter, component.name, tracker, pipeline
+            component.model,
+            self._adapter,
+            component.name,
+            tracker,
+            pipeline,
+            self._parallel.splitter,
         )
         self._refuse_steps()
         self._gates = find_gates(component.model, dict(self._gated()))
@@ -98,6 +110,7 @@ class DenoiserPlan:
             yield f"{name}: {cls} has no adapter, its latent grid is unknown{dense}"
         if self._takeovers and not self._hooks.tells_steps:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
+        yield from self._parallel.notes()
         if self._gates:
             yield (
                 f"{name}: {len(self._gates)} layers weigh the coarse branch by the gates of the "
@@ -142,6 +155,7 @@ class DenoiserPlan:
         undo.callback(self._hooks.end_context)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
+        self._parallel.install(undo)
         after = model.register_forward_hook(self._hooks.after, always_call=True)
         undo.callback(after.remove)
         # What a copy of an attached model has in place of `NamedCalls` is the class's own.

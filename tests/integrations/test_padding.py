@@ -8,6 +8,10 @@ from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionSc
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
 
+def current(role, key):
+    return KeyPadding.current(role, (key.shape[0], key.shape[1]), key.device)
+
+
 def padding_of(rows, role=AttentionRole.SELF, **kwargs):
     padding = KeyPadding(role, torch.tensor(rows), **kwargs)
     padding.resolve(padding.facts().tolist())
@@ -48,28 +52,28 @@ def test_it_speaks_of_keys_of_its_role_and_size_only():
     padding = padding_of([[1, 0]], before=3)
     key = torch.zeros(1, 5, 2, 4)
     with set_forward_context(0) as context:
-        assert KeyPadding.current(AttentionRole.SELF, key) is None
+        assert current(AttentionRole.SELF, key) is None
         padding.store(context.cache)
-        assert KeyPadding.current(AttentionRole.SELF, key) is padding
-        assert KeyPadding.current(AttentionRole.CROSS, key) is None
-        assert KeyPadding.current(AttentionRole.SELF, key[:, :4]) is None
-    assert KeyPadding.current(AttentionRole.SELF, key) is None
+        assert current(AttentionRole.SELF, key) is padding
+        assert current(AttentionRole.CROSS, key) is None
+        assert current(AttentionRole.SELF, key[:, :4]) is None
+    assert current(AttentionRole.SELF, key) is None
 
 
 def test_a_sample_without_any_key_is_left_to_the_models_mask():
     padding = padding_of([[0, 0], [1, 1]])
     with set_forward_context(0) as context:
         padding.store(context.cache)
-        assert KeyPadding.current(AttentionRole.SELF, torch.zeros(2, 2, 1, 4)) is None
+        assert current(AttentionRole.SELF, torch.zeros(2, 2, 1, 4)) is None
 
 
 def test_a_mask_on_another_device_is_left_to_the_model():
     padding = padding_of([[1, 1], [1, 0]], before=1)
     with set_forward_context(0) as context:
         padding.store(context.cache)
-        assert KeyPadding.current(AttentionRole.SELF, torch.zeros(2, 3, 1, 4)) is padding
+        assert current(AttentionRole.SELF, torch.zeros(2, 3, 1, 4)) is padding
         key = torch.zeros(2, 3, 1, 4, device="meta")
-        assert KeyPadding.current(AttentionRole.SELF, key) is None
+        assert current(AttentionRole.SELF, key) is None
 
 
 @pytest.mark.parametrize("rows", [[[1, 1, 1]] * 2, [[1, 1, 0]] * 2, [[1, 1, 0], [1, 0, 0]]])

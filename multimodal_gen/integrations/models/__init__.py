@@ -8,14 +8,23 @@ from multimodal_gen.integrations.models.flux import FLUX
 from multimodal_gen.integrations.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
 from multimodal_gen.integrations.models.ltx import LTX
 from multimodal_gen.integrations.models.qwen_image import QWEN_IMAGE
-from multimodal_gen.integrations.models.wan import WAN
+from multimodal_gen.integrations.models.wan import WAN, WAN_VACE
 
 __all__ = ["ADAPTERS", "ModelAdapter", "ModelCall", "find_adapter"]
 
 ADAPTERS: MappingProxyType[str, ModelAdapter] = MappingProxyType(
     {
         name: adapter
-        for adapter in (WAN, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15, LTX, FLUX, QWEN_IMAGE, COGVIDEOX)
+        for adapter in (
+            WAN,
+            WAN_VACE,
+            HUNYUAN_VIDEO,
+            HUNYUAN_VIDEO_15,
+            LTX,
+            FLUX,
+            QWEN_IMAGE,
+            COGVIDEOX,
+        )
         for name in adapter.classes
     }
 )

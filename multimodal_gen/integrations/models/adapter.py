@@ -3,6 +3,7 @@
 T, H, W are the frames, rows and columns of the latent after patching.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.parallel.plan import SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
@@ -71,6 +73,7 @@ class ModelAdapter:
         masks_padding: stock processor classes whose masks tell the padding and nothing else.
         replacements: globals of stock processors to replace, by class name.
         gated: stock processor classes whose replacements hand the gate of a coarse branch on.
+        split: how its tokens are split over ranks, or None where that is not known.
     """
 
     classes: tuple[str, ...]
@@ -85,6 +88,22 @@ class ModelAdapter:
         default_factory=lambda: MappingProxyType({})
     )
     gated: tuple[str, ...] = ()
+    split: SplitPlan | None = None
+
+
+def latent_tokens(call: ModelCall) -> int:
+    """Return the number of tokens of packed latents, `hidden_states` [B, S, C]."""
+    return call.length("hidden_states")
+
+
+def tokens_of(grid: Callable[[ModelCall], Grid | None]) -> Callable[[ModelCall], int | None]:
+    """Return a function that gives the number of tokens of a call from its grid."""
+
+    def tokens(call: ModelCall) -> int | None:
+        sizes = grid(call)
+        return None if sizes is None else math.prod(sizes)
+
+    return tokens
 
 
 def video_grid(call: ModelCall, patch: tuple[int, int, int]) -> Grid | None:

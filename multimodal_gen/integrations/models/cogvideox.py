@@ -5,7 +5,9 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     front_text,
+    tokens_of,
 )
+from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 
 
 def _grid(call: ModelCall) -> Grid | None:
@@ -22,4 +24,11 @@ COGVIDEOX = ModelAdapter(
     grid=_grid,
     text_span=front_text,
     batches_guidance=True,
+    split=SplitPlan(
+        tokens=tokens_of(_grid),
+        cuts=(
+            Cut(module="", argument="image_rotary_emb", dim=0, dims=2),
+            Cut(module="patch_embed", dims=3, behind_text=True),
+        ),
+    ),
 )

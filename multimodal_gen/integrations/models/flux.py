@@ -7,7 +7,9 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     front_text,
+    latent_tokens,
 )
+from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 
 
 def _grid(call: ModelCall) -> Grid | None:
@@ -36,4 +38,14 @@ FLUX = ModelAdapter(
     grid=_grid,
     text_span=front_text,
     timestep_scale=1e-3,
+    split=SplitPlan(
+        tokens=latent_tokens,
+        cuts=(
+            Cut(module="", argument="hidden_states", dims=3),
+            Cut(module="", argument="img_ids", dim=0, dims=2),
+            Cut(module="", argument="img_ids", dims=3),
+            Cut(module="", argument="controlnet_block_samples", dims=3),
+            Cut(module="", argument="controlnet_single_block_samples", dims=3),
+        ),
+    ),
 )

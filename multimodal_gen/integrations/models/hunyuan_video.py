@@ -10,10 +10,12 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     refiner_role,
+    tokens_of,
     video_grid,
 )
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.pair_mask import FunctionalWithPairMask
+from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
@@ -62,6 +64,15 @@ def _rear_padding(text: torch.Tensor, grid: Grid) -> KeyPadding:
     return KeyPadding(AttentionRole.SELF, text, before=math.prod(grid), valid_first=True)
 
 
+# The masks of both models are as long as the tokens that leave the embedder, and the text.
+_CUTS = (Cut(module="rope", dim=0, dims=2), Cut(module="x_embedder", dims=3))
+
+# Tokens of the image to continue, modulated by a timestep of their own.
+_FIRST_FRAME = tuple(
+    Cut(module=f"{blocks}.*", argument="num_tokens", is_count=True)
+    for blocks in ("transformer_blocks", "single_transformer_blocks")
+)
+
 HUNYUAN_VIDEO = ModelAdapter(
     classes=("HunyuanVideoTransformer3DModel",),
     role_of=refiner_role,
@@ -69,6 +80,7 @@ HUNYUAN_VIDEO = ModelAdapter(
     text_span=_span,
     padding=_padding,
     masks_padding=("HunyuanVideoAttnProcessor2_0",),
+    split=SplitPlan(tokens=tokens_of(_grid), cuts=(*_CUTS, *_FIRST_FRAME)),
 )
 
 HUNYUAN_VIDEO_15 = ModelAdapter(
@@ -78,6 +90,7 @@ HUNYUAN_VIDEO_15 = ModelAdapter(
     text_span=_span_15,
     padding=_padding_15,
     masks_padding=("HunyuanVideo15AttnProcessor2_0",),
+    split=SplitPlan(tokens=tokens_of(_grid), cuts=_CUTS),
     replacements=MappingProxyType(
         {
             "HunyuanVideo15AttnProcessor2_0": MappingProxyType({"F": FunctionalWithPairMask}),

@@ -2,8 +2,14 @@
 
 import math
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    latent_tokens,
+)
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 
@@ -33,4 +39,13 @@ LTX = ModelAdapter(
     padding=_padding,
     batches_guidance=True,
     masks_padding=("LTXVideoAttnProcessor",),
+    split=SplitPlan(
+        tokens=latent_tokens,
+        cuts=(
+            Cut(module="", argument="hidden_states", dims=3),
+            # One timestep per token, where images or videos are to be continued.
+            Cut(module="", argument="timestep", dims=2),
+            Cut(module="rope", dims=3),
+        ),
+    ),
 )

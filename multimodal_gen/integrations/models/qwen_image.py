@@ -5,8 +5,10 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     front_text,
+    latent_tokens,
 )
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 
@@ -36,4 +38,13 @@ QWEN_IMAGE = ModelAdapter(
     padding=_padding,
     masks_padding=("QwenDoubleStreamAttnProcessor2_0",),
     timestep_scale=1e-3,
+    split=SplitPlan(
+        tokens=latent_tokens,
+        cuts=(
+            Cut(module="img_in", dims=3),
+            Cut(module="pos_embed", index=0, dim=0, dims=2),
+            Cut(module="transformer_blocks.*", argument="modulate_index", dims=2),
+            Cut(module="", argument="controlnet_block_samples", dims=3),
+        ),
+    ),
 )

@@ -1,9 +1,17 @@
 """Wan 2.1 and 2.2 (both experts), and VACE: separate self and cross attention."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from multimodal_gen.integrations.gates import wan_projections
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, video_grid
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    tokens_of,
+    video_grid,
+)
+from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 
 
 def _grid(call: ModelCall) -> Grid | None:
@@ -11,11 +19,27 @@ def _grid(call: ModelCall) -> Grid | None:
     return video_grid(call, (frames, height, width))
 
 
+_CUTS = (
+    # One timestep per token, as TI2V has it.
+    Cut(module="", argument="timestep", dims=2),
+    Cut(module="rope", dims=4),
+    Cut(module="patch_embedding", dim=2, dims=5, flat=True),
+)
+
 WAN = ModelAdapter(
-    classes=("WanTransformer3DModel", "WanVACETransformer3DModel"),
+    classes=("WanTransformer3DModel",),
     grid=_grid,
     replacements=MappingProxyType(
         {"WanAttnProcessor": MappingProxyType({"_get_qkv_projections": wan_projections})}
     ),
     gated=("WanAttnProcessor",),
+    split=SplitPlan(tokens=tokens_of(_grid), cuts=_CUTS),
+)
+
+_CONTROL = Cut(module="vace_patch_embedding", dim=2, dims=5, flat=True, may_end_early=True)
+
+WAN_VACE = replace(
+    WAN,
+    classes=("WanVACETransformer3DModel",),
+    split=SplitPlan(tokens=tokens_of(_grid), cuts=(*_CUTS, _CONTROL)),
 )

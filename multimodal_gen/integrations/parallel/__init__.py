@@ -1,0 +1,1 @@
+"""Stock denoisers over several ranks: their tokens split, or their guidance branches."""

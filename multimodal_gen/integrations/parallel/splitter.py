@@ -1,0 +1,191 @@
+"""Splits the tokens of a denoiser over ranks by hooks on its modules, and gathers its output.
+
+`torch.compile` may trace the hooks that cut: a module they hang on may be compiled on its own. What
+they read is set anew for every call.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.hooks import no_hook, untraced_hook
+from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
+from multimodal_gen.integrations.parallel.share import TokenShare, share_tokens
+from multimodal_gen.runtime.distributed.collectives import gather_tokens
+from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.managers.forward_context import TextSpan
+
+__all__ = ["TokenSplitter"]
+
+
+class TokenSplitter:
+    """The hooks that split one denoiser.
+
+    Args:
+        model: the denoiser.
+        plan: where to cut.
+        groups: the groups of this process, of which several ranks share a sequence.
+
+    Raises:
+        UsageError: the model has no such modules.
+    """
+
+    def __init__(self, model: nn.Module, plan: SplitPlan, groups: ParallelGroups) -> None:
+        self._model = model
+        self._plan = plan
+        self._group = groups.sequence
+        self._running = _Running()
+        self._cuts = tuple(
+            (cut, module) for cut in plan.cuts for module in _find(model, cut.module)
+        )
+        (self._gathered,) = _find(model, plan.gather)
+
+    def begin(self, call: Any, text: TextSpan | None, cache: dict[object, object]) -> None:
+        """Settle the split of a call (a `ModelCall`) and make it known to its layers."""
+        tokens = self._plan.tokens(call)
+        if tokens is None:
+            raise UsageError(
+                f"a call of {type(self._model).__name__} must tell its latent size where ranks "
+                f"share its tokens, got none; run it on one GPU"
+            )
+        share = share_tokens(tokens, self._group.size, self._group.index, text)
+        share.store(cache)
+        self._running.share = share
+
+    def end(self) -> None:
+        """Say that the call is over."""
+        self._running.share = None
+
+    def install(self, undo: ExitStack) -> None:
+        """Set the hooks; `undo` takes the way back."""
+        # Modules alike share a hook, so that a graph compiled for one serves the others.
+        hooks: dict[Any, _ArgumentCut] = {}
+        for cut, module in self._cuts:
+            if cut.argument is None:
+                handle = module.register_forward_hook(_OutputCut(cut, self._running))
+            else:
+                names = [*inspect.signature(type(module).forward).parameters][1:]
+                if cut.argument not in names:
+                    continue
+                position = names.index(cut.argument)
+                new = _ArgumentCut(cut, cut.argument, position, self._running)
+                hook = hooks.setdefault((cut, position), new)
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            undo.callback(handle.remove)
+        gather = self._gathered.register_forward_hook(untraced_hook(self._gather))
+        undo.callback(gather.remove)
+        undo.callback(self.end)
+
+    def _gather(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        del module, args
+        share = self._running.share
+        if share is None:
+            return output
+        if output.requires_grad and torch.is_grad_enabled():
+            raise UsageError(
+                f"{type(self._model).__name__} must run under torch.no_grad() where its tokens are "
+                f"split over ranks; its output carries no gradient"
+            )
+        _expect(output, 1, share.length, f"the output of {self._plan.gather}")
+        whole = gather_tokens(output.transpose(1, -1), share.lengths, self._group)
+        return whole.transpose(1, -1)
+
+
+class _Running:
+    """The split of the running call; None between calls."""
+
+    share: TokenShare | None = None
+
+
+class _CutHook:
+    """A hook that keeps this rank's tokens of tensors."""
+
+    def __init__(self, cut: Cut, running: _Running) -> None:
+        self.cut = cut
+        self.running = running
+
+    def keep(self, share: TokenShare, value: Any) -> Any:
+        """Return this rank's part of an argument or output."""
+        cut = self.cut
+        if isinstance(value, torch.Tensor):
+            return _keep(cut, share, value)
+        if isinstance(value, (tuple, list)):
+            wanted = range(len(value)) if cut.index is None else (cut.index,)
+            return type(value)(
+                _keep(cut, share, x) if i in wanted else x for i, x in enumerate(value)
+            )
+        return share.of_leading(value) if cut.is_count else value
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        # Copies of a model are not attached.
+        return no_hook, ()
+
+
+class _OutputCut(_CutHook):
+    """A forward hook that cuts what a module returns."""
+
+    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
+        share = self.running.share
+        return output if share is None else self.keep(share, output)
+
+
+class _ArgumentCut(_CutHook):
+    """A forward pre-hook that cuts an argument."""
+
+    def __init__(self, cut: Cut, name: str, position: int, running: _Running) -> None:
+        super().__init__(cut, running)
+        self.name = name
+        self.position = position
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        share, name, position = self.running.share, self.name, self.position
+        if share is None:
+            return args, kwargs
+        if name in kwargs:
+            return args, {**kwargs, name: self.keep(share, kwargs[name])}
+        if position < len(args):
+            own = self.keep(share, args[position])
+            return (*args[:position], own, *args[position + 1 :]), kwargs
+        return args, kwargs
+
+
+def _keep(cut: Cut, share: TokenShare, x: torch.Tensor) -> torch.Tensor:
+    if cut.dims is not None and x.dim() != cut.dims:
+        return x
+    whole = x.flatten(cut.dim) if cut.flat else x
+    if whole.shape[cut.dim] == 1:
+        return x
+    text = share.front if cut.behind_text else 0
+    if not cut.may_end_early:
+        name = cut.argument or f"the output of {cut.module}"
+        _expect(whole, cut.dim, text + share.total, name)
+    return share.take(whole, cut.dim, text=text)
+
+
+def _expect(x: torch.Tensor, dim: int, length: int, name: str) -> None:
+    if x.shape[dim] != length:
+        raise UsageError(
+            f"{name} must have {length} tokens on axis {dim}, got {list(x.shape)}; this model "
+            f"cannot be split over ranks, run it on one GPU"
+        )
+
+
+def _find(model: nn.Module, path: str) -> list[nn.Module]:
+    """Return the modules that a dotted name with at most one "*" stands for."""
+    before, star, after = path.partition("*")
+    try:
+        found = model.get_submodule(before.rstrip("."))
+        children = [*found.children()] if star else [found]
+        return [child.get_submodule(after.lstrip(".")) for child in children]
+    except AttributeError as error:
+        raise UsageError(
+            f"{type(model).__name__} must have a module {path} to be split over ranks ({error}); "
+            f"run it on one GPU"
+        ) from None
