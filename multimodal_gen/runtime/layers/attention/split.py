@@ -9,6 +9,7 @@ Shapes: B batch, S tokens of a rank, H heads, D head size; q/k suffix = query/ke
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.agreement import agree
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
 from multimodal_gen.runtime.distributed.heads import share_heads
+from multimodal_gen.runtime.distributed.timing import Times, attending, recording
 from multimodal_gen.runtime.layers.attention.arguments import (
     are_tensors,
     fits,
@@ -26,9 +28,11 @@ from multimodal_gen.runtime.layers.attention.arguments import (
 from multimodal_gen.runtime.layers.attention.base import AttentionLayer
 from multimodal_gen.runtime.layers.attention.compiled import outside_graphs, parallel_attention_op
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
+from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.ring_parts import attend_in_ring
 from multimodal_gen.runtime.layers.attention.split_call import Rows, SplitCall
+from multimodal_gen.runtime.layers.attention.split_chunks import attend_in_chunks, num_chunks
 from multimodal_gen.runtime.layers.attention.tensors import autocast, autocasts, wants_gradient
 
 __all__ = ["SplitAttentionLayer", "tokens_are_split"]
@@ -41,7 +45,15 @@ def tokens_are_split() -> bool:
 
 
 class SplitAttentionLayer(AttentionLayer):
-    """An attention layer that exchanges tokens where ranks share a sequence."""
+    """An attention layer that exchanges tokens where ranks share a sequence.
+
+    Attributes:
+        times: what its calls take where there are several ranks.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.times = Times()
 
     def run_over_ranks(
         self,
@@ -115,7 +127,7 @@ class SplitAttentionLayer(AttentionLayer):
         )
         if autocasts(query.device.type):
             query, key, value = autocast(query, key, value)
-        self.route(query)  # what is bound for these tensors may be new
+        route = self.route(query)  # what is bound for these tensors may be new
         call = SplitCall(
             groups=groups,
             shares=share_heads(query.shape[2], key.shape[2], groups.ulysses.size),
@@ -125,17 +137,54 @@ class SplitAttentionLayer(AttentionLayer):
         )
         self.hold_heads_from(call.heads[0])
         try:
-            if groups.ring.size > 1:
-                return self._attend_in_ring(call, query, key, value, attn_mask, gate)
-            q, k, v, gate = call.joined(call.take_heads(query, key, value, gate))
-            mask = None if attn_mask is None else self.whole_mask(call, attn_mask)
-            return call.give_heads(self.attend_fitting(q, k, v, mask, gate=gate))
+            with recording(self.times):
+                if groups.ring.size > 1:
+                    return self._attend_in_ring(call, query, key, value, attn_mask, gate)
+                if attn_mask is None and gate is None and not wants_gradient(query, key, value):
+                    chunks = num_chunks(call, route)
+                    if chunks > 1:
+                        bound = route.primary
+                        return attend_in_chunks(self, bound, call, query, key, value, chunks)
+                return self._attend_to_heads(call, query, key, value, attn_mask, gate)
         finally:
             self.hold_heads_from(0)
+
+    def attend_now(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to this rank's tensors alone; see `AttentionLayer.attend_now`."""
+        if parallel_groups() is None:
+            return super().attend_now(query, key, value, attn_mask, gate)
+        with recording(self.times), attending(query.device):
+            return super().attend_now(query, key, value, attn_mask, gate)
+
+    def report(self) -> LayerReport:
+        """Return what the layer ran so far, and why, and what time it took."""
+        return replace(super().report(), times=self.times.taken())
 
     def whole_mask(self, call: SplitCall, mask: torch.Tensor) -> torch.Tensor:
         """Return the mask of all keys of the sequence, of which `mask` is this rank's part."""
         return call.gather_mask(mask)
+
+    def _attend_to_heads(
+        self,
+        call: SplitCall,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        q, k, v, gate = call.joined(call.take_heads(query, key, value, gate))
+        mask = None if attn_mask is None else self.whole_mask(call, attn_mask)
+        with attending(q.device):
+            out = self.attend_fitting(q, k, v, mask, gate=gate)
+        return call.give_heads(out)
 
     def _attend_in_ring(
         self,

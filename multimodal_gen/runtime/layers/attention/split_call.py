@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens of a rank, H heads, h heads of a rank, D head size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -12,7 +13,10 @@ from multimodal_gen.runtime.distributed.collectives import (
     gather_heads,
     gather_tokens,
     scatter_heads,
+    start_gather,
+    start_scatter,
 )
+from multimodal_gen.runtime.distributed.exchange import TokensUnderWay
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.heads import HeadShares, Span
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
@@ -126,7 +130,43 @@ class SplitCall:
             value: [B, prefix + in_front + S + suffix, Hkv, Dv].
             gate: [B, S, H, D], or None.
         """
-        rows, group = self.rows, self.groups.ulysses
+        front, tokens, back = self._stretches(query, key, value)
+        if self.groups.ulysses.size > 1:
+            tokens, gate = self._exchange(tokens, gate)
+        return HeadsOfRank(
+            front=self._own_heads(front), tokens=tokens, back=self._own_heads(back), gate=gate
+        )
+
+    def start_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Callable[[], HeadsOfRank]:
+        """Do as `take_heads`, without gradients; what is returned waits for what comes."""
+        front, tokens, back = self._stretches(query, key, value)
+        group, queries, keys = self.groups.ulysses, self.shares.queries, self.shares.keys
+        lengths, key_lengths = self._of_group(self.lengths), self._of_group(self.key_lengths)
+        q = tokens[:1], [queries], lengths, group
+        kv = tokens[1:], [keys, keys], key_lengths, group
+        if lengths == key_lengths:
+            coming = [start_scatter(tokens, [queries, keys, keys], lengths, group)]
+        else:
+            coming = [start_scatter(*q), start_scatter(*kv)]
+
+        def arrived() -> HeadsOfRank:
+            q, k, v = (x for message in coming for x in message.arrived())
+            return HeadsOfRank(
+                front=self._own_heads(front),
+                tokens=(q, k, v),
+                back=self._own_heads(back),
+                gate=None,
+            )
+
+        return arrived
+
+    def _stretches(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[_QKV, _QKV, _QKV]:
+        """Return q, k and v in front of this rank's tokens, of them, and after them."""
+        rows = self.rows
         before = (rows.prefix, *repeat(rows.prefix + rows.in_front, 2))
         counts = (rows.query, rows.key, rows.key)
         front, tokens, back = zip(
@@ -136,11 +176,7 @@ class SplitCall:
             ),
             strict=True,
         )
-        if group.size > 1:
-            tokens, gate = self._exchange(tokens, gate)
-        return HeadsOfRank(
-            front=self._own_heads(front), tokens=tokens, back=self._own_heads(back), gate=gate
-        )
+        return front, tokens, back
 
     def joined(
         self, heads: HeadsOfRank
@@ -160,6 +196,12 @@ class SplitCall:
         prefix, suffix = self.rows.prefix, self.rows.suffix
         lengths = self._of_group(self.lengths)
         return gather_heads(out, self.shares.queries, lengths, group, prefix=prefix, suffix=suffix)
+
+    def start_tokens(self, out: torch.Tensor) -> TokensUnderWay:
+        """Do as `give_heads` with the heads there are, without waiting for what comes."""
+        rows, lengths = self.rows, self._of_group(self.lengths)
+        spans, group = self.shares.queries, self.groups.ulysses
+        return start_gather(out, spans, lengths, group, prefix=rows.prefix, suffix=rows.suffix)
 
     def gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the mask of all keys of the sequence, gathered once for layers that share it.
