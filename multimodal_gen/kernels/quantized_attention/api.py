@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.arguments import check_arguments
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.quantized_attention import providers
 from multimodal_gen.kernels.quantized_attention.providers import Call, QuantisedRequest
 
 __all__ = ["Values", "kernel_for", "quantized_attention"]
 
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Values = Literal["auto", "e4m3", "16-bit"]
 
 
@@ -57,9 +57,8 @@ def quantized_attention(
         UsageError: shapes, dtypes or devices do not fit each other or the plan.
         UnsupportedBackendError: the call cannot be served; lists the reasons.
     """
+    check_arguments(q, k, v, plan, scale)
     _validate(q, k, v, plan)
-    if scale is not None and not (0.0 < scale < math.inf):
-        raise UsageError(f"`scale` must be positive and finite, got {scale}")
     if values not in ("auto", "e4m3", "16-bit"):
         raise UsageError(f"`values` must be auto, e4m3 or 16-bit, got {values!r}")
     wanted = (k.shape[0], k.shape[2], k.shape[3])
@@ -109,57 +108,14 @@ def _request(q: torch.Tensor, plan: BlockPlan, values: Values) -> QuantisedReque
 
 def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise UsageError(f"`{name}` must be [B, S, H, D], got {list(tensor.shape)}")
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise UsageError(
-                f"`{name}` must have q's dtype and device ({q.dtype}, {q.device}), "
-                f"got {tensor.dtype}, {tensor.device}"
-            )
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise UsageError(
                 f"`{name}` must not require grad, 8-bit attention has no backward pass; call it "
                 f"under torch.no_grad()"
             )
-    if q.dtype not in _FLOATING:
-        raise UsageError(f"`q` must be float16, bfloat16, float32 or float64, got {q.dtype}")
-    batch, _, heads, head_size = q.shape
-    keys, kv_heads = k.shape[1:3]
-    if k.shape[0] != batch or k.shape[3] != head_size:
-        raise UsageError(f"`k` must be [{batch}, Sk, Hkv, {head_size}], got {list(k.shape)}")
-    if v.shape != k.shape:
-        raise UsageError(f"`v` must have the shape of k {list(k.shape)}, got {list(v.shape)}")
-    if heads % kv_heads:
-        raise UsageError(f"`q` must have a multiple of k's {kv_heads} heads, got {heads}")
-    _validate_plan(plan, q, keys, kv_heads)
-
-
-def _validate_plan(plan: BlockPlan, q: torch.Tensor, keys: int, kv_heads: int) -> None:
-    batch, queries, heads, _ = q.shape
-    if plan.device != q.device:
-        raise UsageError(
-            f"`plan` must be on the device of q ({q.device}), got {plan.device}; "
-            f"call plan.to(q.device)"
-        )
-    for name, blocks, tokens in (("q", plan.q, queries), ("k", plan.kv, keys)):
-        if blocks.total != tokens:
-            raise UsageError(
-                f"`{name}` must have the {blocks.total} tokens the plan was made for, got {tokens}"
-            )
     if plan.row_bits is not None:
         raise UsageError("`plan` must be without row bits for 8-bit attention, got some")
-    for tensor in plan.tensors():
-        if tensor.ndim == 1:
-            continue  # `order`
-        for name, size, wanted in zip(
-            ("batch", "heads"), tensor.shape, (batch, heads), strict=False
-        ):
-            if size not in (1, wanted):
-                raise UsageError(f"`plan` must have 1 or {wanted} as {name}, got {size}")
-    _validate_sharing(plan, kv_heads)
-
-
-def _validate_sharing(plan: BlockPlan, kv_heads: int) -> None:
+    kv_heads = k.shape[2]
     for tensor in plan.kv.tensors():
         if tensor.shape[1] not in (1, kv_heads):
             raise UsageError(
