@@ -25,13 +25,15 @@ class _Launch:
 
     Attributes:
         grid: number of programs.
-        shapes: the kernel to compile, and the one that redoes flagged tiles, if any.
+        shape: the kernel to compile.
+        variants: its options, and those of the kernel that redoes flagged tiles, if any.
         arguments: those that follow from the plan, in the kernel's order.
         counts: a tensor of the plan.
     """
 
     grid: tuple[int]
-    shapes: tuple["Shape", ...]
+    shape: "Shape"
+    variants: tuple[dict[str, Any], ...]
     arguments: tuple[Any, ...]
     counts: torch.Tensor
 
@@ -60,7 +62,7 @@ def attend(
     launch = plan.cache.get(key)
     if launch is None:
         launch = plan.cache[key] = _prepare(packed, plan, out, tile, lse=lse is not None)
-    shape = launch.shapes[0]
+    shape = launch.shape
     if tile.e4m3:
         values = describe(packed.v, shape.head_size, tile.keys)
     else:
@@ -73,8 +75,7 @@ def attend(
         *launch.arguments, packed.q.shape[2], packed.k_scale.shape[2],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
-    variants = [{"C": shape, "num_warps": 4} for shape in launch.shapes]
-    _launcher().each(launch.grid, *arguments, variants=variants)
+    _launcher().each(launch.grid, *arguments, variants=launch.variants)
 
 
 @cache
@@ -128,7 +129,10 @@ def _prepare(
     redo = dataclasses.replace(shape, fast=False, redo=True)
     return _Launch(
         grid=(batch * heads * num_q * q_tiles,),
-        shapes=(shape, redo) if tile.fast else (shape,),
+        shape=shape,
+        variants=tuple(
+            {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
+        ),
         arguments=arguments,
         counts=counts,
     )
