@@ -1,14 +1,16 @@
 """Attention layers, backend selection and attention kernels for diffusion transformers.
 
-`apply` is loaded on first use, so importing the package imports neither torch nor diffusers.
+What is exported is loaded on first use, so importing the package imports neither torch nor
+diffusers.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.diffusers import AttentionHandle, apply
+    from multimodal_gen.runtime.distributed.joining import init_parallel
 
-__all__ = ["AttentionHandle", "__version__", "apply"]
+__all__ = ["AttentionHandle", "__version__", "apply", "init_parallel"]
 
 __version__ = "0.1.0"
 
@@ -18,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from multimodal_gen.integrations import diffusers
 
         return getattr(diffusers, name)
+    if name == "init_parallel":
+        from multimodal_gen.runtime.distributed import joining
+
+        return joining.init_parallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """`sglang generate`: a prompt in, an image or a video out."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.generator import Attach, Generated
     from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["generate", "server_args"]
+__all__ = ["Job", "generate", "run", "server_args"]
 
 
 @takes(GenerateOptions)
@@ -24,23 +24,62 @@ def generate(options: GenerateOptions) -> None:
     backend of every attention layer with the reason for it. Nothing is overwritten unless asked
     for, and an interrupted run leaves no file.
     """
-    from multimodal_gen.runtime import generator
+    from multimodal_gen.cli import ranks
 
-    args, reason = _settle_backend(options)
     try:
-        generated = generator.generate(
-            args,
-            attach=_attach(args, explicit=options.backend.value != "auto"),
-            facts={
-                "multimodal_gen": __version__,
-                "backend": args.backend,
-                "backend_reason": reason,
-            },
-        )
+        if ranks.started():
+            ranks.be_one(lambda: _job(options), run, timeout=options.rank_timeout)
+            return
+        job = _job(options)
+        num_ranks = ranks.needed(job.args)
+        if num_ranks == 1:
+            run(job)
+            return
+        status = ranks.start(job, run, num_ranks)
     except KeyboardInterrupt:
         typer.echo("interrupted; no file was written", err=True)
         raise typer.Exit(130) from None
-    _print(generated, args.backend, reason)
+    raise typer.Exit(status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one process is to do; it can be sent to another one.
+
+    Attributes:
+        args: the arguments, with `backend` decided.
+        reason: why it was decided so.
+        explicit: whether the user named it.
+        mark: what the names of half-written files start with.
+    """
+
+    args: "ServerArgs"
+    reason: str
+    explicit: bool
+    mark: str = ""
+
+
+def run(job: Job) -> None:
+    """Generate, and print what was made; on all ranks but the first, without a word."""
+    from multimodal_gen.runtime import generator
+
+    generated = generator.generate(
+        job.args,
+        attach=_attach(job.args, explicit=job.explicit),
+        facts={
+            "multimodal_gen": __version__,
+            "backend": job.args.backend,
+            "backend_reason": job.reason,
+        },
+        mark=job.mark,
+    )
+    if generated is not None:
+        _print(generated, job)
+
+
+def _job(options: GenerateOptions) -> Job:
+    args, reason = _settle_backend(options)
+    return Job(args=args, reason=reason, explicit=options.backend.value != "auto")
 
 
 def server_args(options: AttentionOptions, **changes: Any) -> "ServerArgs":
@@ -82,6 +121,7 @@ def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
         return lambda pipe: DiffusersAttention(pipe, name)
 
     from multimodal_gen.integrations.diffusers import apply
+    from multimodal_gen.runtime.distributed.groups import parallel_groups
     from multimodal_gen.runtime.layers.attention.attention_config import (
         refuse_not_in_this_build,
         scope_from_args,
@@ -89,27 +129,34 @@ def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
 
     scope = scope_from_args(args)
     refuse_not_in_this_build(scope)
+    # On several ranks, all of them would compute all of what diffusers ships.
     nothing_asked = not (explicit or scope.default or scope.components or scope.rules)
+    as_shipped = nothing_asked and parallel_groups() is None
 
     def attach(pipe: Any) -> AttentionSession:
         try:
             return apply(pipe, scope=scope)
         except NothingAppliedError as error:
-            if not nothing_asked:
+            if not as_shipped:
                 raise
             return DiffusersAttention(pipe, notes=(f"runs as diffusers ships it: {error}",))
 
     return attach
 
 
-def _print(generated: "Generated", backend: str, reason: str) -> None:
+def _print(generated: "Generated", job: Job) -> None:
     for path in generated.media:
         typer.echo(path)
     typer.echo(f"record: {generated.record}")
     if generated.latents:
         typer.echo(f"latents: {generated.latents}")
     typer.echo(f"seed: {generated.seed}")
-    typer.echo(f"attention: {backend} ({reason})")
+    if generated.mesh is not None:
+        mesh = generated.mesh
+        typer.echo(
+            f"ranks: {mesh.world_size} ({mesh.cfg} CFG x {mesh.ring} ring x {mesh.ulysses} Ulysses)"
+        )
+    typer.echo(f"attention: {job.args.backend} ({job.reason})")
     for line in generated.report.summary().splitlines():
         typer.echo(f"  {line}")
     for note in generated.notes:

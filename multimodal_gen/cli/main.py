@@ -20,7 +20,7 @@ from multimodal_gen.cli import attention, sta
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.cli.usage import CommandLineError, describe
-from multimodal_gen.errors import MultimodalGenError
+from multimodal_gen.errors import MultimodalGenError, RankError
 
 __all__ = ["app", "main"]
 
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0; 2 when the user asked for something that cannot be done (one line on
-        stderr); 130 after Ctrl-C; 1 when nobody reads the output any more. Any other exception is
-        a defect and keeps its traceback.
+        stderr); 130 after Ctrl-C; 1 when a rank of several was lost, or nobody reads the output any
+        more. Any other exception is a defect and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with _noting_interrupts() as interrupts:
@@ -91,7 +91,7 @@ def _failed(error: BaseException, arguments: Sequence[str]) -> int:
         return 2
     if isinstance(error, MultimodalGenError):
         typer.echo(f"error: {_one_line(error)}", err=True)
-        return 2
+        return 1 if isinstance(error, RankError) else 2
     if isinstance(error, BrokenPipeError):
         # What is left in the buffer would fail again, with a message, when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

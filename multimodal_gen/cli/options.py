@@ -153,18 +153,23 @@ class GenerateOptions(AttentionOptions):
         ),
     ] = BackendChoice.AUTO
     num_gpus: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--num-gpus", metavar="N", min=1, help="Number of GPUs the pipeline is spread over."
+            "--num-gpus",
+            metavar="N",
+            min=1,
+            help="GPUs that share the work; starts a process for each on this host. Default: what "
+            "the degrees multiply to. Under torchrun: the ranks it started.",
         ),
-    ] = 1
+    ] = None
     sp_degree: Annotated[
         int | None,
         typer.Option(
             "--sp-degree",
             metavar="N",
             min=1,
-            help="GPUs that share one sequence: ulysses times ring. Default: --num-gpus.",
+            help="GPUs that share one sequence: Ulysses times ring. Default: --num-gpus, or half "
+            "of them with --cfg-parallel.",
         ),
     ] = None
     ulysses_degree: Annotated[
@@ -173,15 +178,34 @@ class GenerateOptions(AttentionOptions):
             "--ulysses-degree",
             metavar="N",
             min=1,
-            help="GPUs the heads are split over. Default: 1.",
+            help="GPUs the heads are split over. Default: as many as share a sequence and fit.",
         ),
     ] = None
     ring_degree: Annotated[
         int | None,
         typer.Option(
-            "--ring-degree", metavar="N", min=1, help="GPUs in the ring over keys. Default: 1."
+            "--ring-degree",
+            metavar="N",
+            min=1,
+            help="GPUs in a ring over keys. Default: what the Ulysses degree leaves.",
         ),
     ] = None
+    cfg_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--cfg-parallel",
+            help="Run the two branches of classifier-free guidance on different GPUs.",
+        ),
+    ] = False
+    rank_timeout: Annotated[
+        int,
+        typer.Option(
+            "--rank-timeout",
+            metavar="SECONDS",
+            min=1,
+            help="How long GPUs wait for each other before the run fails.",
+        ),
+    ] = 300
     height: Annotated[
         int | None,
         typer.Option(

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from multimodal_gen.errors import ConfigError, NotInThisBuildError, nearest
+from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.runtime.frozen_mapping import frozen
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
@@ -38,12 +38,13 @@ _CHOICES = MappingProxyType(
 )
 _PARALLEL = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree")
 _SIZES = ("height", "width", "num_frames", "num_inference_steps", "num_outputs", "fps")
-_MINIMUM = MappingProxyType({**dict.fromkeys(_PARALLEL + _SIZES, 1), "seed": 0})
+_MINIMUM = MappingProxyType({**dict.fromkeys((*_PARALLEL, *_SIZES, "rank_timeout"), 1), "seed": 0})
 # Generators of torch take seeds of 63 bits on every device.
 _MAXIMUM = MappingProxyType({"seed": 2**63 - 1, "fps": 240})
 _NUMBERS = ("guidance_scale", "true_cfg_scale")
 _SWITCHES = (
     "strict_attention",
+    "cfg_parallel",
     "enable_torch_compile",
     "overwrite",
     "save_latents",
@@ -51,7 +52,7 @@ _SWITCHES = (
 )
 _TEXTS = ("model_path", "prompt", "negative_prompt", "device")
 # None is allowed only where it is the default, which then means "the pipeline's own".
-_NEVER_NONE = frozenset({"model_path", "num_gpus", "num_outputs"})
+_NEVER_NONE = frozenset({"model_path", "num_outputs", "rank_timeout"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +72,13 @@ class ServerArgs:
         attention_config: structured selection: path, JSON object or mapping; excludes
             `attention_backend`.
         strict_attention: refuse the documented fallbacks too.
-        num_gpus: GPUs the pipeline is spread over.
+        num_gpus: GPUs the pipeline is spread over, on all hosts; None: what the degrees multiply
+            to, or the ranks that torchrun started.
         sp_degree: GPUs that share one sequence.
         ulysses_degree: GPUs the heads are split over.
         ring_degree: GPUs in the ring over keys.
+        cfg_parallel: run the branches of classifier-free guidance on different GPUs.
+        rank_timeout: seconds the ranks of a run on several GPUs wait for each other.
         height: pixels; None: the pipeline's default, as for every None below.
         width: pixels.
         num_frames: frames of a video.
@@ -95,7 +99,6 @@ class ServerArgs:
 
     Raises:
         ConfigError: a value has the wrong type, is out of range or contradicts another.
-        NotInThisBuildError: several GPUs are asked for.
     """
 
     model_path: str
@@ -109,10 +112,12 @@ class ServerArgs:
     )
     attention_config: str | Mapping[str, object] | None = None
     strict_attention: bool = False
-    num_gpus: int = 1
+    num_gpus: int | None = None
     sp_degree: int | None = None
     ulysses_degree: int | None = None
     ring_degree: int | None = None
+    cfg_parallel: bool = False
+    rank_timeout: int = 300
     height: int | None = None
     width: int | None = None
     num_frames: int | None = None
@@ -147,12 +152,6 @@ class ServerArgs:
             raise _wrong("output_path", "a file or folder", self.output_path)
         self._set("output_path", Path(self.output_path))
         self._normalise_attention()
-        for name in _PARALLEL:
-            if (getattr(self, name) or 1) > 1:
-                raise NotInThisBuildError(
-                    f"{_flag(name)} must be 1, got {getattr(self, name)}: running on several GPUs "
-                    f"is not in this build yet"
-                )
 
     def _normalise_attention(self) -> None:
         for name in ("attention_backend_config", "attention_config"):

@@ -248,7 +248,6 @@ def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
             "--output-path must be a file or folder that can be made, got '~nobody-lives-here/x",
         ),
         ("wan", ("--device", "meta"), "--device must be a torch device of this machine"),
-        ("wan", ("--num-gpus", "2"), "--num-gpus must be 1, got 2"),
         ("flux", ("--height", "8"), "--height must be at least 16 for FluxPipeline, got 8: "),
         ("cogvideox", ("--width", "24"), "--width must be a multiple of 16 for CogVideoXPipeline"),
         ("ltx", (), "--num-inference-steps must be at least 2 for this LTXPipeline, got 1: "),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal_gen.errors import ConfigError, NotInThisBuildError
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime import server_args
 from multimodal_gen.runtime.layers.attention.backends.registry import ENTRY_POINT_GROUP
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -140,6 +140,9 @@ def test_a_wrong_component_override_is_quoted(value, message):
         ({"num_inference_steps": "4"}, "--num-inference-steps must be an integer >= 1, got '4'"),
         ({"num_outputs": None}, "--num-outputs must be an integer >= 1, got None"),
         ({"num_gpus": 0}, "--num-gpus must be an integer >= 1, got 0"),
+        ({"rank_timeout": 0}, "--rank-timeout must be an integer >= 1, got 0"),
+        ({"rank_timeout": None}, "--rank-timeout must be an integer >= 1, got None"),
+        ({"cfg_parallel": 2}, "--cfg-parallel must be true or false, got 2"),
         ({"seed": -1}, "--seed must be an integer >= 0, got -1"),
         ({"seed": 2**63}, f"--seed must be at most {2**63 - 1}, got {2**63}"),
         ({"fps": 241}, "--fps must be at most 240, got 241"),
@@ -164,12 +167,12 @@ def test_a_model_path_must_not_be_empty():
         ServerArgs(model_path=" ")
 
 
-@pytest.mark.parametrize("name", ["num_gpus", "sp_degree", "ulysses_degree", "ring_degree"])
-def test_several_gpus_are_not_in_this_build(name):
-    flag = "--" + name.replace("_", "-")
-    assert getattr(args(**{name: 1}), name) == 1
-    with pytest.raises(NotInThisBuildError, match=f"^{flag} must be 1, got 2: .*not in this build"):
-        args(**{name: 2})
+def test_several_gpus_can_be_asked_for_and_none_need_be():
+    degrees = {"num_gpus": 8, "sp_degree": 4, "ulysses_degree": 2, "ring_degree": 2}
+    given_ = args(**degrees, cfg_parallel=True, rank_timeout=60)
+    assert {name: getattr(given_, name) for name in degrees} == degrees
+    assert (given_.cfg_parallel, given_.rank_timeout) == (True, 60)
+    assert args().num_gpus is None
 
 
 @pytest.mark.parametrize("nothing", ["", " ", {}])

@@ -5,7 +5,8 @@ Importing this package imports torch, and diffusers only when a pipeline is read
 
 from multimodal_gen.runtime.generator.loading import PipelineIndex, pick_device, pick_dtype
 from multimodal_gen.runtime.generator.passthrough import DiffusersAttention, choose_backend
-from multimodal_gen.runtime.generator.run import Generated, generate
+from multimodal_gen.runtime.generator.ranks import join_ranks, plan_ranks
+from multimodal_gen.runtime.generator.run import Generated, generate, prepare
 from multimodal_gen.runtime.generator.session import Attach, AttentionSession, Report
 from multimodal_gen.runtime.generator.skeleton import load_skeleton
 
@@ -18,7 +19,10 @@ __all__ = [
     "Report",
     "choose_backend",
     "generate",
+    "join_ranks",
     "load_skeleton",
     "pick_device",
     "pick_dtype",
+    "plan_ranks",
+    "prepare",
 ]

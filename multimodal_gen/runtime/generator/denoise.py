@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.distributed.joining import leads
 from multimodal_gen.runtime.generator.failures import refusal_explained
 from multimodal_gen.runtime.generator.record import Timings
 from multimodal_gen.runtime.generator.sampling import Call
@@ -46,7 +47,7 @@ def denoise(pipe: Any, call: Call, timings: Timings) -> Denoised:
     Raises:
         UsageError: the pipeline refuses its arguments.
     """
-    pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
+    pipe.set_progress_bar_config(disable=not (leads() and sys.stderr.isatty()))
     start = timings.now()
     watch = _Watch(timings)
     with _watched(pipe, watch), refusal_explained():

@@ -9,7 +9,7 @@ from typing import Any
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.generator.loading import PipelineIndex, first_line, import_diffusers
 
-__all__ = ["model_identity"]
+__all__ = ["denoiser_configs", "model_identity"]
 
 
 def model_identity(index: PipelineIndex) -> dict[str, str]:
@@ -27,11 +27,16 @@ def model_identity(index: PipelineIndex) -> dict[str, str]:
     """
     folder = Path(index.model_path)
     model = str(folder.resolve()) if folder.is_dir() else index.model_path
-    configs = json.dumps(dict(_configs(index)), sort_keys=True, default=str)
+    configs = json.dumps(dict(denoiser_configs(index)), sort_keys=True, default=str)
     return {"model": model, "denoisers": hashlib.sha256(configs.encode()).hexdigest()[:16]}
 
 
-def _configs(index: PipelineIndex) -> Iterator[tuple[str, dict[str, Any]]]:
+def denoiser_configs(index: PipelineIndex) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and configuration of every denoiser, read without its weights.
+
+    Raises:
+        UsageError: the configuration of a denoiser cannot be read.
+    """
     diffusers = import_diffusers()
     for name, (library, class_name) in index.components.items():
         cls: Any = getattr(diffusers, class_name, None) if library == "diffusers" else None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.distributed.joining import leads
 from multimodal_gen.runtime.generator.components import (
     check_complete,
     check_folders,
@@ -328,7 +329,7 @@ def _bars_on_terminals_only() -> Iterator[None]:
     enabled = [
         library
         for library in (diffusers_logging, transformers_logging)
-        if library.is_progress_bar_enabled() and not sys.stderr.isatty()
+        if library.is_progress_bar_enabled() and not (leads() and sys.stderr.isatty())
     ]
     for library in enabled:
         library.disable_progress_bar()

@@ -18,9 +18,11 @@ from typing import Literal
 
 from multimodal_gen.errors import UsageError
 
-__all__ = ["Kind", "OutputNames", "OutputTarget", "Staging", "media_suffix"]
+__all__ = ["Kind", "OutputNames", "OutputTarget", "Staging", "media_suffix", "sweep"]
 
 Kind = Literal["image", "video"]
+
+_PARTIAL = "partial"
 
 # Suffixes that name a file rather than a folder; only .png and .mp4 are written.
 _FILES = frozenset(
@@ -112,6 +114,11 @@ class OutputTarget:
             path=path, is_file=is_file, stem=name, kind=kind, overwrite=overwrite, latents=latents
         )
 
+    @property
+    def folder(self) -> Path:
+        """The folder that files are written to."""
+        return self.path.parent if self.is_file else self.path
+
     def names(self, count: int = 1) -> OutputNames:
         """Return the names for `count` results as things stand on disk now.
 
@@ -160,17 +167,19 @@ class Staging:
     Args:
         overwrite: replace files that exist by then. Otherwise the block ends with
             `FileExistsError`, whatever moment they appeared at.
+        mark: what the temporary names start with, for `sweep`.
     """
 
-    def __init__(self, *, overwrite: bool = False) -> None:
+    def __init__(self, *, overwrite: bool = False, mark: str = "") -> None:
         self._overwrite = overwrite
+        self._mark = mark
         self._moves: list[tuple[Path, Path]] = []
         self._temporaries: list[Path] = []
 
     def path(self, final: Path) -> Path:
         """Return the temporary path to write for `final`; it has the same suffix."""
         final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._temporary(final)
+        temporary = self._temporary(final, _PARTIAL)
         self._moves.append((temporary, final))
         return temporary
 
@@ -193,9 +202,9 @@ class Staging:
             for temporary in self._temporaries:
                 temporary.unlink(missing_ok=True)
 
-    def _temporary(self, final: Path) -> Path:
+    def _temporary(self, final: Path, kind: str) -> Path:
         # Without the final name, which may be as long as names can be.
-        temporary = final.with_name(f".{uuid.uuid4().hex}.partial{final.suffix}")
+        temporary = final.with_name(f".{self._mark}{uuid.uuid4().hex}.{kind}{final.suffix}")
         self._temporaries.append(temporary)
         return temporary
 
@@ -205,12 +214,24 @@ class Staging:
             undo.callback(final.unlink, missing_ok=True)
             return
         if os.path.lexists(final):
-            old = self._temporary(final)
+            old = self._temporary(final, "replaced")
             final.replace(old)
             undo.callback(old.replace, final)
         else:
             undo.callback(final.unlink, missing_ok=True)
         temporary.replace(final)
+
+
+def sweep(folder: Path, mark: str) -> None:
+    """Remove the half-written files of a process that was killed.
+
+    Args:
+        folder: where it wrote.
+        mark: that of its `Staging`.
+    """
+    assert mark, "without a mark these could be anybody's"
+    for temporary in folder.glob(f".{mark}*.{_PARTIAL}*"):
+        temporary.unlink(missing_ok=True)
 
 
 def _rename_to_free(temporary: Path, final: Path) -> None:

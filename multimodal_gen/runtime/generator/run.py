@@ -2,11 +2,14 @@
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.distributed.joining import leads
+from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import media
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise
 from multimodal_gen.runtime.generator.failures import (
@@ -18,10 +21,10 @@ from multimodal_gen.runtime.generator.loading import (
     PipelineIndex,
     denoisers,
     load_pipeline,
-    pick_device,
 )
 from multimodal_gen.runtime.generator.output import OutputNames, OutputTarget, Staging
 from multimodal_gen.runtime.generator.output_size import output_size
+from multimodal_gen.runtime.generator.ranks import ending_signals_raise, rank_device
 from multimodal_gen.runtime.generator.record import Timings, record_json, versions
 from multimodal_gen.runtime.generator.result import check_finite, differences, produced
 from multimodal_gen.runtime.generator.sampling import Call, check_arguments, prepare_call
@@ -30,7 +33,7 @@ from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["Generated", "generate"]
+__all__ = ["Generated", "generate", "prepare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class Generated:
         latents: the file with the last latents, or None.
         seed: seed of the noise.
         report: what the attention ran on.
+        mesh: the ranks that shared the work, or None on one GPU.
         notes: what the user should know.
     """
 
@@ -51,7 +55,24 @@ class Generated:
     latents: Path | None
     seed: int
     report: Report
+    mesh: Mesh | None
     notes: tuple[str, ...]
+
+
+def prepare(args: ServerArgs) -> tuple[ServerArgs, OutputTarget]:
+    """Check what can be checked before weights are loaded, and settle the seed.
+
+    Returns:
+        The arguments with a seed, and where to write.
+
+    Raises:
+        UsageError: an option does not fit the pipeline or the disk.
+        MissingDependencyError: diffusers, or an encoder for videos, is not installed.
+    """
+    index = PipelineIndex.read(args.model_path)
+    check_arguments(index, args)
+    args = replace(args, seed=_seed(args))
+    return args, _target(index, args)
 
 
 def generate(
@@ -59,30 +80,36 @@ def generate(
     *,
     attach: Attach,
     facts: dict[str, Json] | None = None,
-) -> Generated:
+    mark: str = "",
+) -> Generated | None:
     """Generate an image or a video, and write it with a record of the run.
 
     Options that do not fit the pipeline, the device or the disk are refused before the weights
     are loaded, backends that cannot serve a layer before the first step. After an error or Ctrl-C
-    no file is left.
+    no file is left. Where groups of several ranks are in use every rank calls this, and rank 0
+    decodes and writes.
 
     Args:
         args: what to load, what to generate and where to write it; its attention arguments are
             `attach`'s business.
         attach: attaches attention backends to the loaded pipeline.
         facts: further entries for the record, e.g. this package's version.
+        mark: what the names of half-written files start with; see `output.sweep`.
+
+    Returns:
+        What was written; None on ranks that write nothing.
 
     Raises:
         UsageError: an option does not fit the pipeline, the device or the disk; the device runs
             out of memory; the named backend of diffusers fails; the result is not finite.
         MissingDependencyError: diffusers, or an encoder for videos, is not installed.
     """
-    device = pick_device(args.device)
+    device = rank_device(args.device)
     index = PipelineIndex.read(args.model_path)
     check_arguments(index, args)
-    seed = secrets.randbelow(2**32) if args.seed is None else args.seed
+    seed = _seed(args)
     args = replace(args, seed=seed)
-    target = _target(index, args)
+    target = _target(index, args) if leads() else None
     timings = Timings(device)
     with out_of_memory_explained():
         with timings.phase("load"):
@@ -93,33 +120,53 @@ def generate(
             session = attach(pipe)
         try:
             notes = _compile(pipe) if args.enable_torch_compile else ()
-            width, height = output_size(pipe, index, args)
-            asked = Generation(prompt=args.prompt or "", width=width, height=height)
-            with diffusers_backend_explained(_named_backend(args)), describe_generation(asked):
-                run = denoise(pipe, call, timings)
+            run = _denoise(pipe, index, args, call, timings)
             report = session.report()
         finally:
             session.remove()
+    if target is None:
+        return None
     check_finite(run)
+    groups = parallel_groups()
+    mesh = None if groups is None else groups.mesh
     made = produced(run.pixels)
     record: dict[str, Json] = {
         **(facts or {}),
         "versions": versions(device),
         "pipeline": index.name,
         "arguments": _arguments(args),
+        "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
         "produced": made,
         "attention": report.as_dict(),
     }
     notes = (*call.notes, *notes, *differences(made, args))
-    names, more = _save(target, run, call, timings, record, notes=notes)
+    with ending_signals_raise():
+        names, more = _save(target, run, call, timings, record, notes=notes, mark=mark)
     return Generated(
         media=names.media,
         record=names.record,
         latents=names.latents,
         seed=seed,
         report=report,
+        mesh=mesh,
         notes=more,
     )
+
+
+def _seed(args: ServerArgs) -> int:
+    return secrets.randbelow(2**32) if args.seed is None else args.seed
+
+
+def _denoise(
+    pipe: Any, index: PipelineIndex, args: ServerArgs, call: Call, timings: Timings
+) -> Denoised:
+    """Run the pipeline; ranks that write nothing stop at the latents."""
+    if not leads() and "output_type" in call.arguments:
+        call = replace(call, arguments={**call.arguments, "output_type": "latent"})
+    width, height = output_size(pipe, index, args)
+    asked = Generation(prompt=args.prompt or "", width=width, height=height)
+    with diffusers_backend_explained(_named_backend(args)), describe_generation(asked):
+        return denoise(pipe, call, timings)
 
 
 def _named_backend(args: ServerArgs) -> str | None:
@@ -187,11 +234,12 @@ def _save(
     record: dict[str, Json],
     *,
     notes: tuple[str, ...],
+    mark: str,
 ) -> tuple[OutputNames, tuple[str, ...]]:
     """Write everything, or nothing; return the names and all notes."""
     names = target.names(len(run.pixels))
     try:
-        return names, _write(target, names, run, call, timings, record, notes=notes)
+        return names, _write(target, names, run, call, timings, record, notes=notes, mark=mark)
     except FileExistsError:
         if target.overwrite or not names.taken:
             raise
@@ -203,7 +251,7 @@ def _save(
     except OSError as error:
         raise UsageError(f"the output could not be written to {target.path}: {error}") from error
     # Another run took the name in the folder while this one encoded.
-    return _save(target, run, call, timings, record, notes=notes)
+    return _save(target, run, call, timings, record, notes=notes, mark=mark)
 
 
 def _write(
@@ -215,9 +263,10 @@ def _write(
     record: dict[str, Json],
     *,
     notes: tuple[str, ...],
+    mark: str,
 ) -> tuple[str, ...]:
     """Write everything, or nothing; return all notes."""
-    with Staging(overwrite=target.overwrite) as staging:
+    with Staging(overwrite=target.overwrite, mark=mark) as staging:
         found = []
         with timings.phase("save"):
             for pixels, final in zip(run.pixels, names.media, strict=True):

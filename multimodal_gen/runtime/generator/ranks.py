@@ -1,0 +1,150 @@
+"""Several GPUs: what is settled before any rank starts, and what differs on each of them."""
+
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from types import FrameType
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
+from multimodal_gen.runtime.distributed.joining import (
+    check_same,
+    from_first,
+    init_parallel,
+    join_world,
+)
+from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
+from multimodal_gen.runtime.generator.identity import denoiser_configs
+from multimodal_gen.runtime.generator.loading import PipelineIndex, pick_device
+from multimodal_gen.runtime.platforms import current_platform
+from multimodal_gen.runtime.server_args import ServerArgs
+
+__all__ = ["ending_signals_raise", "join_ranks", "plan_ranks", "rank_device"]
+
+_DEGREES = ("sp_degree", "ulysses_degree", "ring_degree")
+# What each host may have its own of, and what only rank 0 looks at.
+_OWN = frozenset({"model_path", "output_path", "overwrite", "num_gpus"})
+
+
+def plan_ranks(args: ServerArgs) -> Mesh:
+    """Return the mesh of the ranks that are to be started on this host; one rank for one GPU.
+
+    Raises:
+        ConfigError: the degrees do not fit each other, the heads or the GPUs.
+        UsageError: what is asked for runs on one GPU only.
+    """
+    asked = [getattr(args, name) or 1 for name in ("num_gpus", *_DEGREES)]
+    if max(asked) == 1 and not args.cfg_parallel:
+        return Mesh()
+    device_type = _device_type(args)
+    return plan_mesh(
+        num_gpus=args.num_gpus,
+        cfg_parallel=args.cfg_parallel,
+        num_heads=_fewest_heads(args),
+        gpus_per_host=torch.cuda.device_count() if device_type == "cuda" else None,
+        **{name: getattr(args, name) for name in _DEGREES},
+    )
+
+
+def join_ranks(args: ServerArgs) -> tuple[ServerArgs, ParallelGroups]:
+    """Join the ranks that were started; return the arguments, seed included, and the groups.
+
+    Raises:
+        ConfigError: the degrees do not fit each other, the heads or the ranks.
+        UsageError: the ranks were given different arguments, or what is asked for runs on one GPU
+            only.
+    """
+    device_type = _device_type(args)
+    join_world(device_type)
+    check_same(
+        {
+            f"--{field.name.replace('_', '-')}": getattr(args, field.name)
+            for field in fields(args)
+            if field.name not in _OWN
+        }
+    )
+    groups = init_parallel(
+        num_gpus=args.num_gpus,
+        cfg_parallel=args.cfg_parallel,
+        num_heads=_fewest_heads(args),
+        device_type=device_type,
+        rank_timeout=args.rank_timeout,
+        **{name: getattr(args, name) for name in _DEGREES},
+    )
+    seed = from_first(secrets.randbelow(2**32)) if args.seed is None else args.seed
+    return replace(args, seed=seed), groups
+
+
+def rank_device(device: str | None) -> torch.device:
+    """Return the device of this process: on several GPUs, that of its rank.
+
+    Args:
+        device: `--device`, or None for this machine's accelerator.
+
+    Raises:
+        UsageError: torch does not know the device, or the machine does not have it.
+    """
+    chosen = pick_device(device)
+    if parallel_groups() is not None and chosen.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+@contextmanager
+def ending_signals_raise() -> Iterator[None]:
+    """On a rank, let the signals that end it raise in the `with` block, so that it cleans up."""
+    main = threading.current_thread() is threading.main_thread()
+    if parallel_groups() is None or not main:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _device_type(args: ServerArgs) -> str:
+    """Return the kind of device that ranks run on; refuse what several cannot do."""
+    if args.backend == "diffusers":
+        raise UsageError(
+            "--backend must be sglang on several GPUs, got diffusers, whose attention is not split "
+            "here; leave --backend and --attention-backend out, or run on one GPU"
+        )
+    if args.device is None:
+        device = torch.device(current_platform().device_type)
+    else:
+        try:
+            device = torch.device(args.device)
+        except RuntimeError:
+            device = pick_device(args.device)  # raises, and says why
+    if device.index is not None:
+        raise UsageError(
+            f"--device must name no single device where several ranks run, got {args.device!r}; "
+            f"use --device {device.type}"
+        )
+    if device.type not in ("cuda", "cpu"):
+        raise UsageError(
+            f"--device must be cuda or cpu where several ranks run, got {device.type}; "
+            f"leave --num-gpus and the degrees out"
+        )
+    if device.type == "cuda" and not torch.cuda.device_count():
+        pick_device(args.device)  # raises, and says why
+    return device.type
+
+
+def _fewest_heads(args: ServerArgs) -> int | None:
+    """Return the fewest heads of any denoiser, by its configuration; None where none tells."""
+    index = PipelineIndex.read(args.model_path)
+    found = [config.get("num_attention_heads") for _, config in denoiser_configs(index)]
+    return min((heads for heads in found if isinstance(heads, int)), default=None)
