@@ -64,6 +64,7 @@ class ParallelGroups:
         sequence: the ranks that share the sequence, in the order of its shards.
         cfg: the ranks with the same shard of each CFG branch.
         control: the ranks of `sequence`, for messages on the CPU.
+        cfg_control: the ranks of `cfg`, for the same.
         head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most, so that
             they travel while other chunks are computed.
         agreed: what the ranks of `sequence` have told each other; see `agreement.agree`.
@@ -77,6 +78,7 @@ class ParallelGroups:
     sequence: Group
     cfg: Group
     control: Group
+    cfg_control: Group
     head_chunks: int = _HEAD_CHUNKS
     agreed: dict[Any, Any] = field(default_factory=dict)
     pending: list[Any] = field(default_factory=list)
@@ -158,6 +160,7 @@ def build_groups(
         sequence=_join(mesh.sequence_groups(), timeout),
         cfg=_join(mesh.cfg_groups(), timeout),
         control=_join(mesh.sequence_groups(), control_timeout, backend="gloo"),
+        cfg_control=_join(mesh.cfg_groups(), control_timeout, backend="gloo"),
         head_chunks=head_chunks,
     )
 
