@@ -139,7 +139,7 @@ class AttentionLayer(nn.Module):
         # Dtype and device type of the last call; a list, which a call can change cheaply.
         self._last = [(compute_dtype or torch.get_default_dtype(), current_platform().device_type)]
         if compute_dtype is not None:
-            self._planned_routes()
+            self.planned_routes()
         else:
             self._last = [(self._plan_dtype(), self._last[0][1])]
 
@@ -151,12 +151,12 @@ class AttentionLayer(nn.Module):
     @property
     def backend(self) -> AttentionBackendEnum:
         """The backend that serves `dtype` now, at the last entry of the layer's schedule."""
-        return self._planned_routes()[-1].primary.selection.backend
+        return self.planned_routes()[-1].primary.selection.backend
 
     @property
     def attn_impl(self) -> AttentionImpl:
         """The implementation behind `backend`."""
-        return self._planned_routes()[-1].primary.impl
+        return self.planned_routes()[-1].primary.impl
 
     @property
     def head_size(self) -> int:
@@ -166,7 +166,7 @@ class AttentionLayer(nn.Module):
     def report(self) -> LayerReport:
         """Return what the layer ran so far, and why; before the first call, what it would run."""
         ran = [routes for routes in self._routes.values() if _calls(routes)]
-        parts = [route.entries() for routes in ran or [self._planned_routes()] for route in routes]
+        parts = [route.entries() for routes in ran or [self.planned_routes()] for route in routes]
         return LayerReport(
             component=self.site.component,
             name=self.site.name,
@@ -220,7 +220,7 @@ class AttentionLayer(nn.Module):
     @property
     def takes_gate(self) -> bool:
         """Whether the schedule that serves `dtype` now has a coarse branch to weigh."""
-        return gated_route(self._planned_routes()) is not None
+        return gated_route(self.planned_routes()) is not None
 
     def attend(
         self,
@@ -268,7 +268,7 @@ class AttentionLayer(nn.Module):
     ) -> torch.Tensor:
         """Attend to inputs known to fit each other, though maybe not the layer: a rank's heads."""
         if gate is not None:
-            routes = self.route(query), gated_route(self._planned_routes())
+            routes = self.route(query), gated_route(self.planned_routes())
             return attend_gated(*routes, query, key, value, gate, attn_mask)
         route = self.route(query)
         route.observe(query, key, attn_mask)
@@ -282,10 +282,11 @@ class AttentionLayer(nn.Module):
 
     def hold_heads_from(self, first: int) -> None:
         """Tell implementations which head of the layer is the first that calls bring."""
-        for route in self._planned_routes():
+        for route in self.planned_routes():
             route.primary.impl.first_head = first
 
-    def _planned_routes(self) -> tuple[Route, ...]:
+    def planned_routes(self) -> tuple[Route, ...]:
+        """Return the schedule for tensors like those of the last call."""
         key = (forced_backend(), *self._last[0])
         return self._routes.get(key) or self._bind(key)
 

@@ -12,9 +12,12 @@ from multimodal_gen.runtime.distributed.partial import KeyPart, plain_part
 from multimodal_gen.runtime.distributed.ring import AttendPart, RingCall, ring_attention
 from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.binding import Route
 from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.ring_method import RingInputs, RingMethod
 from multimodal_gen.runtime.layers.attention.split_call import HeadsOfRank, SplitCall
 from multimodal_gen.runtime.layers.attention.tensors import wants_gradient
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.base import AttentionLayer
@@ -37,17 +40,34 @@ def attend_in_ring(
         [B, prefix + S + suffix, h, Dv].
 
     Raises:
-        UnsupportedBackendError: the backend that was asked for gives no log-sum-exp.
+        UnsupportedBackendError: a backend that was asked for cannot be part of a ring.
         UsageError: a causal call has other keys than queries.
     """
-    causal, rows = layer.geometry.causal, call.rows
-    if causal and call.lengths != call.key_lengths:
+    if layer.geometry.causal and call.lengths != call.key_lengths:
         raise UsageError(
             f"a causal layer must have as many keys as queries on each rank of a ring, got "
             f"{list(call.lengths)} queries and {list(call.key_lengths)} keys"
         )
+    _check_schedule(layer, call)
+    inputs = _ring_inputs(layer, call, heads, mask)
+    route = layer.route(inputs.query)
+    training = wants_gradient(inputs.query, inputs.key, inputs.value, inputs.gate)
+    impl = route.primary.impl
+    if isinstance(impl, RingMethod) and Feature.RING in route.primary.features:
+        if training:
+            raise _no_gradients(route)
+        route.primary.calls += 1
+        return impl.forward_in_ring(inputs, current_forward_context())
+    attend = _attend_part(layer, route, training=training)
+    shared = (inputs.shared_key, inputs.shared_value)
+    return ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
+
+
+def _ring_inputs(
+    layer: "AttentionLayer", call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
+) -> RingInputs:
+    rows, me = call.rows, call.groups.ulysses.index
     query = torch.cat((heads.front[0], heads.tokens[0], heads.back[0]), dim=1)
-    me = call.groups.ulysses.index
     (key, value), front, back = (
         [call.shares.arrange_keys(x, me) for x in stretch[1:]]
         for stretch in (heads.tokens, heads.front, heads.back)
@@ -64,27 +84,56 @@ def attend_in_ring(
         lengths=call.ring_lengths,
         num_queries=heads.tokens[0].shape[1],
         scale=layer.geometry.softmax_scale,
-        causal=causal,
+        causal=layer.geometry.causal,
         prefix=rows.prefix,
         suffix=rows.suffix,
         keep=keep,
         shared_keep=shared_keep,
     )
-    attend = _attend_part(layer, query, training=wants_gradient(query, key, value))
-    return ring_attention(query, key, value, shared[0], shared[1], attend, ring)
+    return RingInputs(
+        call=ring,
+        query=query,
+        key=key,
+        value=value,
+        shared_key=shared[0],
+        shared_value=shared[1],
+        gate=heads.gate,
+    )
 
 
-def _attend_part(layer: "AttentionLayer", query: torch.Tensor, *, training: bool) -> AttendPart:
-    """Return what computes a part; it counts as one call however many parts there are."""
-    route, causal = layer.route(query), layer.geometry.causal
-    needs = (Feature.RING, *((Feature.BACKWARD,) if training else ()))
-    selection = route.primary.selection
-    named = selection.source.explicit and selection.asked.backend is selection.backend
-    if named and Feature.RING not in route.primary.features:
+def _check_schedule(layer: "AttentionLayer", call: SplitCall) -> None:
+    """Refuse a backend that somebody asked for, before the first of its steps.
+
+    Raises:
+        UnsupportedBackendError: it cannot be part of a ring.
+    """
+    for route in layer.planned_routes():
+        selection = route.primary.selection
+        named = selection.source.explicit and selection.asked.backend is selection.backend
+        if not named or Feature.RING in route.primary.features:
+            continue
+        reason = "it gives no log-sum-exp to merge by"
+        if selection.backend.is_sparse and not isinstance(route.primary.impl, RingMethod):
+            reason = "what it attends to depends on all tokens of a head, which a ring never joins"
         raise UnsupportedBackendError(
-            f"attention backend {selection.label} must not be part of a ring: it gives no "
-            f"log-sum-exp to merge by; use --ring-degree 1 or choose another backend"
+            f"attention backend {selection.label} must not be part of a ring: {reason}; use "
+            f"--ring-degree 1 --ulysses-degree {call.groups.sequence.size}, or choose another "
+            f"backend"
         )
+
+
+def _no_gradients(route: Route) -> UnsupportedBackendError:
+    return UnsupportedBackendError(
+        f"attention backend {route.primary.selection.label} must not get inputs that require grad "
+        f"in a ring: it has no backward there; call it under torch.no_grad(), or use "
+        f"--ring-degree 1"
+    )
+
+
+def _attend_part(layer: "AttentionLayer", route: Route, *, training: bool) -> AttendPart:
+    """Return what computes a part; it counts as one call however many parts there are."""
+    causal = layer.geometry.causal
+    needs = (Feature.RING, *((Feature.BACKWARD,) if training else ()))
     bound = route.honouring(*needs, causal_in_mask=causal)
     bound.calls += 1
     full = bound.impl

@@ -44,7 +44,7 @@ def gate():
 def layer(monkeypatch):
     """A layer whose backend has a coarse branch."""
     layer = UlyssesAttention_VSA(4, 8)
-    for route in layer._planned_routes():
+    for route in layer.planned_routes():
         monkeypatch.setattr(route.primary, "impl", Gated(4, 8, 8**-0.5))
     return layer
 
@@ -78,7 +78,7 @@ def test_gradients_reach_the_gate(layer, inputs, gate):
 def test_the_gate_takes_the_dtype_of_the_query_under_autocast(layer, inputs, gate):
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.MonkeyPatch.context() as patch:
         layer(*inputs)  # selects for bfloat16
-        for route in layer._planned_routes():
+        for route in layer.planned_routes():
             patch.setattr(route.primary, "impl", Gated(4, 8, 8**-0.5))
         assert layer(*inputs, gate_compress=gate).dtype == torch.bfloat16
 
@@ -108,7 +108,7 @@ def test_dense_steps_of_the_schedule_get_the_coarse_branch_too(inputs, gate, mon
 
     rules = {"rules": [{"steps": "0", "backend": "torch_sdpa"}]}
     layer = UlyssesAttention_VSA(4, 8, scope=scope_from(attention_config=rules))
-    dense, sparse = layer._planned_routes()
+    dense, sparse = layer.planned_routes()
     monkeypatch.setattr(sparse.primary, "impl", Gated(4, 8, 8**-0.5))
     monkeypatch.setattr(Gated, "steps", ())
     outs = []

@@ -523,7 +523,7 @@ def test_a_layer_shows_its_head_size_and_implementation(two):
     assert isinstance(layer.attn_impl, PlainImpl)
     assert layer.attn_impl.softmax_scale == 0.5
     global_force_attn_backend(FA)
-    assert layer.attn_impl is layer._planned_routes()[-1].primary.impl
+    assert layer.attn_impl is layer.planned_routes()[-1].primary.impl
     assert layer.backend is FA
 
 

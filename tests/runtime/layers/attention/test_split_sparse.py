@@ -57,14 +57,6 @@ def check_sparse(backend, config, lengths, heads):
     assert not torch.allclose(outs[0], dense, atol=1e-3)
 
 
-def ring_error(backend, config):
-    try:
-        check_sparse(backend, config, (96, 96), 4)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
-
-
 SPARSE = {
     "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
     "vmoba_attn": {
@@ -101,13 +93,6 @@ def test_windows_by_head_are_those_of_the_ranks_heads(two_ranks, tmp_path):
     config = {"mask_strategy_file_path": str(tmp_path / "windows.json"), "skip_time_steps": 0}
     config["tile_size"] = [2, 2, 2]
     two_ranks.run(Mesh(ulysses=2), check_sparse, "sliding_tile_attn", config, (100, 92), 3)
-
-
-@pytest.mark.parametrize("backend", SPARSE)
-def test_a_ring_refuses_backends_without_a_log_sum_exp(two_ranks, backend):
-    for kind, text in two_ranks.run(Mesh(ring=2), ring_error, backend, SPARSE[backend]):
-        assert kind == "UnsupportedBackendError"
-        assert "must not be part of a ring: it gives no log-sum-exp to merge by; use" in text
 
 
 @pytest.mark.parametrize("with_gate", [False, True])

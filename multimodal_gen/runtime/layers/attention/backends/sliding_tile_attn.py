@@ -21,11 +21,19 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     engine_variants,
     upstream_variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.ring_tiled import attend_in_ring
+from multimodal_gen.runtime.layers.attention.backends.ring_tiles import (
+    Chunk,
+    chunks_of,
+    ring_layout,
+)
+from multimodal_gen.runtime.layers.attention.backends.sliding_tile_call import (
+    WindowedCall,
+    ring_plan,
+)
 from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import (
     SequenceLayout,
-    TiledSequence,
-    attend_tiled,
     tiled_sequence,
     tiled_video,
 )
@@ -33,22 +41,17 @@ from multimodal_gen.runtime.layers.attention.config import BackendConfig, Sparse
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.ring_method import RingInputs, RingMethod
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.sta.losses import head_losses
 from multimodal_gen.runtime.layers.attention.sta.recording import branch_parts, session_for
 from multimodal_gen.runtime.layers.attention.sta.source import WindowSource, tuned_strategy
 from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
-from multimodal_gen.runtime.layers.attention.sta.upstream import (
-    UPSTREAM,
-    UpstreamCall,
-    attend_upstream,
-)
 from multimodal_gen.runtime.layers.attention.sta.windows import (
     DEFAULT_TILE,
     Window,
     joint_density,
     pair_density,
-    tile_lists,
     tiles_of,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
@@ -159,7 +162,7 @@ class SlidingTileBackend(AttentionBackend):
     summary: ClassVar[str] = "Sliding Tile Attention: a window of tiles per step, layer and head"
     config_cls: ClassVar[type[SlidingTileConfig]] = SlidingTileConfig
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA, Feature.KEY_MASK)),
+        *engine_variants((Feature.GQA, Feature.KEY_MASK, Feature.RING)),
         upstream_variant("st_attn", _ST_ATTN, head_sizes=(128,)),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, head_sizes=(128,)),
     )
@@ -176,7 +179,7 @@ class SlidingTileBackend(AttentionBackend):
         return SlidingTileImpl
 
 
-class SlidingTileImpl(SparseImpl):
+class SlidingTileImpl(SparseImpl, RingMethod):
     """Sliding Tile Attention of one layer.
 
     Attributes:
@@ -218,7 +221,7 @@ class SlidingTileImpl(SparseImpl):
     ) -> torch.Tensor:
         """Return attention over the windows of this step; see `SparseImpl.attend`."""
         tile = _clamped(self._tile, layout.grid)
-        call = _Call(
+        call = WindowedCall(
             query=query,
             key=key,
             value=value,
@@ -230,16 +233,42 @@ class SlidingTileImpl(SparseImpl):
         )
         if self._searches:
             return self._search(call, layout, context)
-        source = self._source or self._window_source()
-        windows = source.windows(
-            call.tiles,
+        return call.over(self._windows(query, layout, context))
+
+    def forward_in_ring(
+        self, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """See `RingMethod.forward_in_ring`."""
+        layout = ring_layout(inputs, context, str(self.backend))
+        assert context is not None, "a layout needs a context"
+        if self._searches:
+            raise _searches_alone()
+        query, call = inputs.query, inputs.call
+        chunks = chunks_of(layout, call, _clamped(self._tile, layout.grid), query.device)
+        windows = self._windows(query, layout, context)
+        mine = chunks[call.group.index]
+
+        def plan_of(theirs: Chunk) -> BlockPlan | None:
+            assert mine is not None, "only queries of the video have a plan"
+            return ring_plan(windows, mine, theirs)
+
+        scale, kernel = self.softmax_scale, self._config.kernel
+        return attend_in_ring(inputs, chunks, plan_of, scale=scale, kernel=kernel)
+
+    def _windows(
+        self, query: torch.Tensor, layout: SequenceLayout, context: ForwardContext
+    ) -> tuple[Window, ...]:
+        """Return the windows of this step for the heads of a call."""
+        tile = _clamped(self._tile, layout.grid)
+        windows = (self._source or self._window_source()).windows(
+            tiles_of(layout.grid, tile),
             step=context.current_timestep,
             num_steps=context.num_steps,
             first_head=self.first_head,
             num_heads=query.shape[2],
         )
         self.record(context, _density(windows, layout, tile))
-        return call.over(windows)
+        return windows
 
     @property
     def _layer(self) -> int | None:
@@ -274,10 +303,12 @@ class SlidingTileImpl(SparseImpl):
         )
 
     def _search(
-        self, call: "_Call", layout: SequenceLayout, context: ForwardContext
+        self, call: WindowedCall, layout: SequenceLayout, context: ForwardContext
     ) -> torch.Tensor:
         """Record how far each candidate takes every head from full attention, and return that."""
         layer = self._layer
+        if call.query.shape[2] != self.num_heads:
+            raise _searches_alone()
         if layer is None:
             raise UsageError(
                 "STA_searching must know the layer's index, got a layer without one; construct it "
@@ -300,56 +331,11 @@ class SlidingTileImpl(SparseImpl):
         return full
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Call:
-    """One call, ready to attend over any windows; see `attend_tiled`."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    queries: TiledSequence
-    keys: TiledSequence
-    keep: torch.Tensor | None
-    scale: float
-    kernel: str
-
-    @property
-    def tiles(self) -> Window:
-        """The grid of tiles."""
-        return self.queries.order.tiles
-
-    def over(self, windows: tuple[Window, ...]) -> torch.Tensor:
-        """Return attention over a window per head, [B, Sq, H, D]."""
-        if self.kernel in UPSTREAM:
-            return self._upstream(windows)
-        return attend_tiled(
-            self.query,
-            self.key,
-            self.value,
-            self.queries,
-            self.keys,
-            lambda heads: _plan(self.queries, self.keys, windows[heads]),
-            scale=self.scale,
-            kernel=self.kernel,
-            keep=self.keep,
-            cached_plans=True,
-        )
-
-    def _upstream(self, windows: tuple[Window, ...]) -> torch.Tensor:
-        order = self.queries.order
-        call = UpstreamCall(
-            grid=order.grid,
-            tile=order.tile,
-            windows=windows,
-            query_text=self.query.shape[1] - order.num_tokens,
-            key_text=self.key.shape[1] - order.num_tokens,
-            masked=self.keep is not None,
-            scale=self.scale,
-            head_size=self.query.shape[3],
-            kv_heads=self.key.shape[2],
-        )
-        index = self.keys.index  # that of the queries too, where the kernels serve the call
-        return attend_upstream(self.kernel, self.query, self.key, self.value, index, call)
+def _searches_alone() -> UsageError:
+    return UsageError(
+        "STA_searching must see all tokens and heads of a layer, got a part of them; search with "
+        "--num-gpus 1 (or --cfg-parallel) and use the strategy with any number of GPUs"
+    )
 
 
 def _clamped(tile: Window, grid: Window) -> Window:
@@ -370,24 +356,6 @@ def _strategy(config: SlidingTileConfig) -> Strategy:
         skip_time_steps=config.skip_time_steps,
         target_density=config.target_density,
     )
-
-
-# Few heads share a pass, so there are few combinations of windows.
-@lru_cache(maxsize=128)
-def _plan(queries: TiledSequence, keys: TiledSequence, windows: tuple[Window, ...]) -> BlockPlan:
-    # Not as inference tensors: the first caller must not decide what later ones may do with them.
-    with torch.inference_mode(False):
-        indices, counts, uniform = tile_lists(
-            windows,
-            queries.order.tiles,
-            query_text=queries.num_text_blocks,
-            key_text=keys.num_text_blocks,
-            device=queries.index.device,
-        )
-        plan = BlockPlan(
-            indices=indices, counts=counts, q=queries.blocks, kv=keys.blocks, uniform=uniform
-        )
-        return plan.longest_first()
 
 
 @lru_cache(maxsize=64)

@@ -33,6 +33,7 @@ __all__ = [
     "attend_tiled",
     "hand_over",
     "heads_at_once",
+    "layout_of",
     "masked_keys",
     "run_in_turns",
     "sequence_layout",
@@ -111,6 +112,13 @@ def sequence_layout(
     Raises:
         UsageError: the latent grid is unknown, or the sequences do not hold it.
     """
+    return layout_of(query.shape[1], key.shape[1], context, backend)
+
+
+def layout_of(
+    num_queries: int, num_keys: int, context: ForwardContext | None, backend: str
+) -> SequenceLayout:
+    """Find the video in sequences of so many tokens; see `sequence_layout`."""
     if context is None or context.latent_grid is None:
         raise UsageError(
             f"{backend} must know the latent grid of the video, got none; run the model through "
@@ -122,8 +130,8 @@ def sequence_layout(
     layout = SequenceLayout(
         grid=grid,
         start=span.stop if span is not None and text_first else 0,
-        num_queries=query.shape[1],
-        num_keys=key.shape[1],
+        num_queries=num_queries,
+        num_keys=num_keys,
     )
     least = layout.start + layout.num_video
     if min(layout.num_queries, layout.num_keys) < least:

@@ -15,6 +15,7 @@ from multimodal_gen.runtime.layers.attention.request import (
     Environment,
     Feature,
 )
+from multimodal_gen.runtime.layers.attention.ring_method import RingMethod
 from multimodal_gen.runtime.platforms import DeviceCapability, PlatformEnum
 
 DECLARED = [
@@ -86,9 +87,12 @@ def test_everything_undeclared_is_refused_with_one_reason(variant):
         assert len(variant.unsupported_reasons(change)) == 1
 
 
-@variants
-def test_ring_is_declared_only_with_a_log_sum_exp(variant):
-    assert Feature.RING not in variant.features or Feature.LSE in variant.features
+@pytest.mark.parametrize(
+    ("cls", "variant"), [pytest.param(c, v, id=f"{c.backend}-{v.name}") for c, v in DECLARED]
+)
+def test_ring_is_declared_only_with_a_log_sum_exp_or_a_ring_of_its_own(cls, variant):
+    if Feature.RING in variant.features and Feature.LSE not in variant.features:
+        assert issubclass(cls.get_impl_cls(), RingMethod)
 
 
 def test_supported_head_sizes_are_those_of_any_variant():

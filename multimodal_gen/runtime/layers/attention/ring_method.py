@@ -1,0 +1,69 @@
+"""Methods that compute a ring themselves: what they attend to depends on where tokens lie.
+
+Shapes: B batch, S tokens of this rank's chunk, H heads of the rank, D head size.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from multimodal_gen.runtime.distributed.ring import RingCall
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = ["GatedRingMethod", "RingInputs", "RingMethod"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RingInputs:
+    """What a rank holds of a sequence whose keys and values travel round a ring.
+
+    Attributes:
+        call: how the tokens are split, and the masks of all of them.
+        query: [B, prefix + S + suffix, H, D].
+        key: [B, S, Hkv, D].
+        value: [B, S, Hkv, D].
+        shared_key: keys that all ranks hold, [B, P, Hkv, D], or None.
+        shared_value: their values.
+        gate: weight of a coarse branch, [B, S, H, D], or None.
+    """
+
+    call: RingCall
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    shared_key: torch.Tensor | None
+    shared_value: torch.Tensor | None
+    gate: torch.Tensor | None = None
+
+
+class RingMethod(AttentionImpl):
+    """An implementation whose variants may declare `ring` without `lse`."""
+
+    @abstractmethod
+    def forward_in_ring(
+        self, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """Return attention of this rank's queries over the keys of all ranks.
+
+        Every rank of the ring calls it, without gradients.
+
+        Args:
+            inputs: what this rank holds.
+            context: the running denoiser call.
+
+        Returns:
+            [B, prefix + S + suffix, H, D], the gate's branch included. Rows of queries that see no
+            key are zero.
+        """
+
+
+class GatedRingMethod(RingMethod):
+    """A method with a coarse branch, which dense steps of its schedule keep."""
+
+    @abstractmethod
+    def add_coarse_in_ring(
+        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """Return `out`, [B, S, H, D], plus the gate times the coarse branch; may change `out`."""

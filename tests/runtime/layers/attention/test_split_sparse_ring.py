@@ -1,0 +1,151 @@
+"""Sparse backends whose keys and values travel round a ring, against one process."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.layers.attention import USPAttention
+from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.processes import own
+
+GRID, RAGGED = (4, 6, 8), (3, 5, 7)
+MESHES = [Mesh(ring=4), Mesh(ulysses=2, ring=2)]
+TEXT = {"none": (0, 0), "front": (5, 0), "back": (0, 3)}
+STA = {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0}
+
+
+def sparse_layer(backend, config, heads, kv_heads):
+    args = ServerArgs(model_path="none", attention_backend=backend, attention_backend_config=config)
+    return USPAttention(heads, 32, kv_heads, prefix="blocks.1.attn", scope=scope_from_args(args))
+
+
+def key_mask(num_keys, num_text):
+    """Leave out tokens all over the video and text, and whole tiles of the second sample."""
+    keep = torch.arange(2 * num_keys).view(2, -1) % 3 != 1
+    keep[1, num_keys // 2 :] = False
+    keep[:, :1] = True
+    return keep
+
+
+def run(layer, groups, inputs, grid, text, options, step=1):
+    known = {"latent_grid": grid, "num_steps": 2, "request_id": "one"}
+    if sum(text):
+        start = 0 if text[0] else math.prod(grid)
+        known["text_span"] = TextSpan(start=start, length=sum(text))
+    with use_parallel_groups(groups), torch.no_grad(), set_forward_context(step, **known):
+        return layer(*inputs, **options)
+
+
+def check(backend, config, grid, lengths, heads, text=(0, 0), masked=False):
+    """Compare outputs and densities of this rank with those of one process."""
+    (front, back), (heads, kv_heads) = text, heads
+    batch, total = 2 if masked else 1, front + sum(lengths) + back
+    whole = make_qkv(batch, total, heads, 32, num_kv_heads=kv_heads)
+    mask = key_mask(total, front) if masked else None
+    options = {"num_replicated_prefix": front, "num_replicated_suffix": back}
+    alone, split = (sparse_layer(backend, config, heads, kv_heads) for _ in range(2))
+    want = run(alone, None, (*whole, mask), grid, text, options)
+    local = [x if x is None else own(x, lengths, front, back) for x in (*whole, mask)]
+    out = run(split, parallel_groups(), local, grid, text, options)
+    torch.testing.assert_close(out, own(want, lengths, front, back))
+    entries = [layer.report().entries[-1] for layer in (alone, split)]
+    assert entries[0].calls == entries[1].calls == 1
+    densities = [dict(entry.densities) for entry in entries]
+    assert densities[1] == pytest.approx(densities[0])
+    assert 0 < densities[0][1] < 1
+
+
+def check_strategy(config):
+    """Compare a dense step and a step whose windows differ between heads."""
+    lengths = (60, 36, 50, 46)
+    whole = make_qkv(1, sum(lengths), 5, 32)
+    alone, split = (sparse_layer("sliding_tile_attn", config, 5, 5) for _ in range(2))
+    for step in range(2):
+        want = run(alone, None, whole, GRID, (0, 0), {}, step)
+        local = [own(x, lengths) for x in whole]
+        out = run(split, parallel_groups(), local, GRID, (0, 0), {}, step)
+        torch.testing.assert_close(out, own(want, lengths))
+
+
+def ring_error(backend, config):
+    layer = sparse_layer(backend, config, 4, 4)
+    whole = make_qkv(1, 192, 4, 32)
+    try:
+        run(layer, parallel_groups(), [own(x, (96, 96)) for x in whole], GRID, (0, 0), {}, 0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+LENGTHS = {
+    GRID: {2: [(96, 96), (101, 91)], 4: [(48,) * 4, (100, 0, 61, 31)]},
+    RAGGED: {2: [(53, 52), (90, 15)], 4: [(27, 26, 26, 26), (70, 1, 0, 34)]},
+}
+
+
+@pytest.mark.parametrize("text", TEXT)
+@pytest.mark.parametrize("grid", LENGTHS)
+def test_windows_reach_over_the_two_ranks_of_a_ring(two_ranks, grid, text):
+    for lengths, masked in itertools.product(LENGTHS[grid][2], (False, True)):
+        args = (STA, grid, lengths, (2, 1), TEXT[text], masked)
+        two_ranks.run(Mesh(ring=2), check, "sliding_tile_attn", *args)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("grid", LENGTHS)
+def test_windows_reach_over_four_ranks(four_ranks, grid, mesh):
+    for lengths, (text, masked) in itertools.product(
+        LENGTHS[grid][4], [("none", False), ("front", True), ("back", False)]
+    ):
+        args = (STA, grid, lengths, (4, 2), TEXT[text], masked)
+        four_ranks.run(mesh, check, "sliding_tile_attn", *args)
+
+
+def test_windows_by_head_are_those_of_the_ranks_heads(four_ranks, tmp_path):
+    windows = [[1, 1, 1], [2, 3, 1], [1, 3, 4]]
+    keys = itertools.product(range(2), range(2), range(5))
+    strategy = {f"{s}_{layer}_{head}": windows[(head + s) % 3] for s, layer, head in keys}
+    (tmp_path / "windows.json").write_text(json.dumps(strategy))
+    config = {"mask_strategy_file_path": str(tmp_path / "windows.json"), "skip_time_steps": 1}
+    for mesh in MESHES:
+        four_ranks.run(mesh, check_strategy, {**config, "tile_size": [2, 2, 2]})
+
+
+REFUSED = {
+    "vmoba_attn": {
+        "temporal_chunk_size": 2,
+        "spatial_chunk_size": [3, 4],
+        "st_chunk_size": [2, 3, 4],
+    }
+    | {"temporal_topk": 1, "spatial_topk": 2, "st_topk": 2, "first_full_step": 1},
+    "sla_attn": {"topk_ratio": 0.3},
+    "sage_sla_attn": {"topk_ratio": 0.3},
+    "sparse_video_gen_2_attn": {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
+}
+
+
+@pytest.mark.parametrize("backend", REFUSED)
+def test_methods_that_route_by_all_tokens_are_refused_before_their_first_step(two_ranks, backend):
+    for kind, text in two_ranks.run(Mesh(ring=2), ring_error, backend, REFUSED[backend]):
+        assert kind == "UnsupportedBackendError"
+        assert text.startswith(
+            f"attention backend {backend} (reference) must not be part of a ring"
+        )
+        assert "use --ring-degree 1 --ulysses-degree 2, or choose another backend" in text
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ulysses=2)], ids=str)
+def test_windows_are_searched_for_on_one_device_only(two_ranks, mesh, tmp_path):
+    config = {"sta_mode": "STA_searching", "search_path": str(tmp_path), "tile_size": [2, 2, 2]}
+    for kind, text in two_ranks.run(mesh, ring_error, "sliding_tile_attn", config):
+        assert kind == "UsageError"
+        assert "STA_searching must see all tokens and heads of a layer, got a part" in text
+    assert not list(tmp_path.iterdir())
