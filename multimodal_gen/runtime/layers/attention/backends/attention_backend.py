@@ -334,9 +334,9 @@ class AttentionBackend(ABC):
 
     @classmethod
     def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants a configuration leaves to choose from; usually all of them."""
-        del config
-        return cls.variants
+        """Return the variants that the parameters leave: the one `kernel` names, or all."""
+        kernel = getattr(config, "kernel", "auto")
+        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
 
     @classmethod
     def choose_variant(

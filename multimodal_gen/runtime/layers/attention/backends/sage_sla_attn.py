@@ -35,7 +35,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
 )
 from multimodal_gen.runtime.layers.attention.backends.quantized import quantized_variants
 from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAImpl
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
@@ -96,12 +96,6 @@ class SageSLABackend(AttentionBackend):
             dtypes=HALF_DTYPES,
         ),
     )
-
-    @classmethod
-    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants that the `kernel` parameter leaves."""
-        kernel = getattr(config, "kernel", "auto")
-        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:

@@ -29,7 +29,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
 )
 from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout, attend_rows
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.sla.block_map import block_map, density, kept_blocks
@@ -101,12 +101,6 @@ class SLABackend(AttentionBackend):
             "sparse_linear_attention", _SLA, TRITON, capability=Capability(minimum=(8, 0))
         ),
     )
-
-    @classmethod
-    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants that the `kernel` parameter leaves."""
-        kernel = getattr(config, "kernel", "auto")
-        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:

@@ -138,12 +138,6 @@ class SVG2Backend(AttentionBackend):
     )
 
     @classmethod
-    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants that the `kernel` parameter leaves."""
-        kernel = getattr(config, "kernel", "auto")
-        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
-
-    @classmethod
     def choose_variant(
         cls,
         request: AttentionRequest,

@@ -39,7 +39,7 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
     tiled_sequence,
     tiled_video,
 )
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.gating import GatedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.vsa.upstream import (
@@ -115,12 +115,6 @@ class VideoSparseBackend(AttentionBackend):
         upstream_variant("vsa", _VSA),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),
     )
-
-    @classmethod
-    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants that the `kernel` parameter leaves."""
-        kernel = getattr(config, "kernel", "auto")
-        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:

@@ -27,7 +27,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
 )
 from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
@@ -196,12 +196,6 @@ class VMoBABackend(AttentionBackend):
         *(v for v in engine_variants((Feature.GQA, Feature.KEY_MASK)) if v.name != "fa4"),
         upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, _FLASH_ATTN),
     )
-
-    @classmethod
-    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants that the `kernel` parameter leaves."""
-        kernel = getattr(config, "kernel", "auto")
-        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
