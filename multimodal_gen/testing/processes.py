@@ -1,4 +1,4 @@
-"""Runs a function in several processes that form a gloo world, for a bounded time."""
+"""Runs a function in several processes that form a world, for a bounded time."""
 
 import multiprocessing
 import time
@@ -54,6 +54,7 @@ class World:
         timeout: seconds until a function that has not returned everywhere counts as hanging.
         exchange_timeout: seconds until torch gives up an exchange of data.
         control_timeout: seconds until ranks give up agreeing.
+        device_type: "cpu", or "cuda" for one GPU each.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class World:
         timeout: float = 90.0,
         exchange_timeout: float = 60.0,
         control_timeout: float = 60.0,
+        device_type: str = "cpu",
     ) -> None:
         self.num_ranks = num_ranks
         self._timeout = timeout
         # Spawned: a fork would inherit the threads and locks of the tests' process.
         context = multiprocessing.get_context("spawn")
-        settings = (num_ranks, str(folder / "meet"), exchange_timeout, control_timeout)
+        meeting = str(folder / "meet")
+        settings = (num_ranks, meeting, exchange_timeout, control_timeout, device_type)
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(num_ranks):
@@ -147,12 +150,14 @@ def _serve(
     meeting: str,
     exchange_timeout: float,
     control_timeout: float,
+    device_type: str,
     pipe: Connection,
 ) -> None:
     """Run what arrives, for ever; killed by its parent."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=exchange_timeout)
-    init_world(init_method=f"file://{meeting}", rank=rank, world_size=num_ranks, timeout=timeout)
+    where = {"init_method": f"file://{meeting}", "rank": rank, "world_size": num_ranks}
+    init_world(device_type, timeout=timeout, **where)  # type: ignore[arg-type]
     groups: dict[Mesh | None, Any] = {None: None}
     while True:
         try:

@@ -1,0 +1,227 @@
+"""One self-attention layer on several GPUs: its exchanges, their chunks, and how it all grows."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from _harness import DEVICE, relative_error
+from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
+
+from multimodal_gen.runtime.distributed.collectives import gather_heads, scatter_heads
+from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.distributed.heads import share_heads
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.layers.attention import USPAttention
+from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.server_args import ServerArgs
+
+HEADS, SIZE = 40, 128
+GRID = (21, 45, 80)
+SMALL_HEADS, SMALL_GRID = 4, (4, 6, 8)
+CHUNKS = (1, 2, 4)
+GROWTH = tuple(2**n for n in range(15, 19))
+# Outputs in bf16 of kernels that sum in another order, and of parts that are rounded once more.
+LARGEST_ERROR = 1e-2
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_qkv(tokens: int, heads: int) -> QKV:
+    """Return random q, k and v [1, S, H, D] that are the same on every rank."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    shape = (1, tokens, heads, SIZE if DEVICE == "cuda" else 32)
+    q, k, v = (torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype) for _ in "qkv")
+    return q, k, v
+
+
+def own_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's tokens of [B, S, H, D]."""
+    groups = parallel_groups()
+    if groups is None:
+        return x
+    return x.tensor_split(groups.sequence.size, dim=1)[groups.sequence.index]
+
+
+def layer_contender(
+    name: str,
+    qkv: QKV,
+    mesh: Mesh,
+    *,
+    backend: str | None = None,
+    config: dict[str, object] | None = None,
+    grid: tuple[int, int, int] | None = None,
+    **more: object,
+) -> Contender:
+    """Return a layer that attends to this rank's tokens of q, k and v."""
+    args = ServerArgs(model_path="none", attention_backend=backend, attention_backend_config=config)
+    heads, size = qkv[0].shape[2:]
+    layer = USPAttention(heads, size, prefix="blocks.0.attn1", scope=scope_from_args(args))
+
+    @contextmanager
+    def around() -> Iterator[Reading]:
+        with torch.inference_mode(), set_forward_context(0, latent_grid=grid, num_steps=2):
+            yield lambda: layer.report().times
+
+    def run() -> torch.Tensor:
+        return layer(*(own_tokens(x) for x in qkv))
+
+    sent = sent_bytes(
+        mesh, tokens=qkv[0].shape[1], heads=heads, size=size, itemsize=qkv[0].element_size()
+    )
+    return Contender(name=name, run=run, mesh=mesh, around=around, sent=sent, **more)
+
+
+def check(ranks: Ranks, contender: Contender, expected: torch.Tensor) -> float:
+    """Return the error of this contender's output on the worst rank; stop where it is wrong."""
+    with ranks.sharing(contender.mesh, contender.chunks), contender.around():
+        error = relative_error(contender.run(), own_tokens(expected))
+    error = ranks.worst(error)
+    if not error < LARGEST_ERROR:
+        raise SystemExit(f"{contender.name} is wrong, relative error {error:.2e}")
+    return error
+
+
+def whole_output(ranks: Ranks, contender: Contender) -> torch.Tensor:
+    """Return what one GPU computes."""
+    with ranks.sharing(ONE), contender.around():
+        return contender.run()
+
+
+def layer_contenders(ranks: Ranks, qkv: QKV, name: str, **options: object) -> list[Contender]:
+    """Return a method on one GPU, then over all of them in every layout and number of chunks."""
+    one = f"{name}, 1 GPU"
+    found = [layer_contender(one, qkv, ONE, **options)]
+    for layout, mesh in ranks.meshes().items():
+        if mesh.ring > 1 and options.get("backend") is not None:
+            continue
+        for chunks in CHUNKS if mesh.ring == 1 else (1,):
+            suffix = f", {chunks} chunks" if chunks > 1 else ""
+            made = layer_contender(
+                f"{name}, {layout}{suffix}", qkv, mesh, one_gpu=one, chunks=chunks, **options
+            )
+            found.append(made)
+    return found
+
+
+def layer_case(
+    ranks: Ranks, options: argparse.Namespace, method: str, config: dict[str, object] | None
+) -> None:
+    """One layer of Wan2.1-14B at 720p, in every layout."""
+    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.tiny else (HEADS, GRID)
+    tokens = math.prod(grid)
+    qkv = make_qkv(tokens, heads)
+    backend = None if method == "dense" else method
+    contenders = layer_contenders(ranks, qkv, method, backend=backend, config=config, grid=grid)
+    expected = whole_output(ranks, contenders[0])
+    errors = {c.name: check(ranks, c, expected) for c in contenders}
+    del expected
+    _measure(ranks, options, contenders, f"layer {method}", tokens, heads, errors)
+
+
+def exchange_case(ranks: Ranks, options: argparse.Namespace) -> None:
+    """The exchanges of one layer alone: bare, and as the layer packs and unpacks them."""
+    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.tiny else (HEADS, GRID)
+    tokens, n = math.prod(grid) // ranks.size * ranks.size, ranks.size
+    mesh = Mesh(ulysses=n)
+    with ranks.sharing(mesh):
+        q, k, v = (own_tokens(x).contiguous() for x in make_qkv(tokens, heads))
+    received = torch.empty_like(q)
+    packed = torch.cat([q, k, v], dim=-1)
+    landed = torch.empty_like(packed)
+    own = q.numel() * q.element_size() * (n - 1) / n
+    spans, lengths = share_heads(heads, heads, n).queries, [tokens // n] * n
+
+    def group() -> dist.ProcessGroup:
+        groups = parallel_groups()
+        assert groups is not None, "contenders share a mesh"
+        return groups.ulysses.handle
+
+    def exchange(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        ulysses = parallel_groups().ulysses
+        return scatter_heads(tensors, [spans] * len(tensors), lengths, ulysses)
+
+    with ranks.sharing(mesh), torch.inference_mode():
+        out = exchange((q,))[0].contiguous()
+        back = gather_heads(out, spans, lengths, parallel_groups().ulysses)
+        assert torch.equal(back, q), "there and back"
+
+    def alone(name: str, run: Callable[[], object], sent: float) -> Contender:
+        return Contender(name=name, run=run, mesh=mesh, sent=sent, around=torch.inference_mode)
+
+    def there_and_back() -> None:
+        exchange((q, k, v))
+        gather_heads(out, spans, lengths, parallel_groups().ulysses)
+
+    contenders = [
+        alone(
+            "all_to_all, 1 tensor",
+            lambda: dist.all_to_all_single(received, q, group=group()),
+            own,
+        ),
+        alone(
+            "all_to_all, q k v in one",
+            lambda: dist.all_to_all_single(landed, packed, group=group()),
+            3 * own,
+        ),
+        alone("scatter q k v", lambda: exchange((q, k, v)), 3 * own),
+        alone(
+            "gather output",
+            lambda: gather_heads(out, spans, lengths, parallel_groups().ulysses),
+            own,
+        ),
+        alone("scatter and gather", there_and_back, 4 * own),
+    ]
+    for c in contenders:
+        with ranks.sharing(mesh), c.around():
+            c.run()
+    _measure(ranks, options, contenders, "exchange", tokens, heads, {})
+
+
+def growth_case(ranks: Ranks, options: argparse.Namespace) -> None:
+    """A dense layer from 32K to 256K tokens on 1, 2 and more GPUs."""
+    heads = SMALL_HEADS if options.tiny else HEADS
+    for tokens in (64, 128) if options.tiny else GROWTH:
+        qkv = make_qkv(tokens, heads)
+        meshes = {"ulysses 2": Mesh(ulysses=2), **ranks.meshes()}
+        one = "dense, 1 GPU"
+        contenders = [layer_contender(one, qkv, ONE)]
+        contenders += [
+            layer_contender(f"dense, {layout}", qkv, mesh, one_gpu=one)
+            for layout, mesh in meshes.items()
+        ]
+        expected = whole_output(ranks, contenders[0])
+        errors = {c.name: check(ranks, c, expected) for c in contenders}
+        del expected
+        _measure(ranks, options, contenders, f"growth {tokens // 1024}K", tokens, heads, errors)
+
+
+def _measure(
+    ranks: Ranks,
+    options: argparse.Namespace,
+    contenders: list[Contender],
+    case: str,
+    tokens: int,
+    heads: int,
+    errors: dict[str, float],
+) -> None:
+    rounds = options.layer_rounds
+    times, taken = ranks.time(contenders, rounds=rounds, block_ms=1 if options.tiny else 60)
+    ranks.write(
+        options.out / "parallel.csv",
+        contenders,
+        times,
+        taken,
+        commit=options.commit,
+        benchmark="parallel",
+        case=case,
+        shape=f"B1 H{heads} S{tokens} D{SIZE} bf16",
+        flop=0.0 if case == "exchange" else 4.0 * heads * tokens**2 * SIZE,
+        flop_formula="4*H*S*S*D of the whole sequence, as if dense",
+        errors=errors,
+        versions={},
+    )

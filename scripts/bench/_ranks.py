@@ -1,0 +1,214 @@
+"""What benchmarks over several GPUs share: layouts, timing ranks agree on, rows written by one."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _harness import DEVICE, Row, event_ms, rows_of, shuffled_rounds, synchronize, write_rows
+
+from multimodal_gen.runtime.distributed.groups import (
+    ParallelGroups,
+    build_groups,
+    init_world,
+    use_parallel_groups,
+)
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.distributed.timing import TimeTaken
+
+ONE = Mesh()
+
+Reading = Callable[[], TimeTaken | None] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRow(Row):
+    """A `Row` of a run on several GPUs; times are the slowest rank's.
+
+    Attributes:
+        gpus: GPUs that share a sequence.
+        layout: how they do.
+        one_gpu: the contender that `speedup` is against.
+        speedup: its median over this one's.
+        sent_mb: megabytes each GPU sends in self-attention, by the formula of `sent_bytes`.
+        communication_ms: as the report of the first rank has it, median over rounds.
+        attention_ms: the same for attention.
+    """
+
+    gpus: int
+    layout: str
+    one_gpu: str
+    speedup: float
+    sent_mb: float
+    communication_ms: float
+    attention_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to run a case.
+
+    Attributes:
+        name: its name in the rows.
+        run: what is timed; gets nothing.
+        mesh: how GPUs share the sequence; those left over do the same beside it.
+        one_gpu: the contender that does the same on one GPU, or "".
+        chunks: chunks of heads that Ulysses exchanges them in.
+        sent: bytes each GPU sends.
+        around: entered around every run, outside of the timed region; gives what reads the times
+            so far, or None.
+    """
+
+    name: str
+    run: Callable[[], object]
+    mesh: Mesh = ONE
+    one_gpu: str = ""
+    chunks: int = 1
+    sent: float = 0.0
+    around: Callable[[], AbstractContextManager[Reading]] = nullcontext
+
+
+@dataclass
+class Ranks:
+    """This process among those of a benchmark."""
+
+    rank: int
+    size: int
+    _groups: dict[Mesh, ParallelGroups] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls) -> "Ranks":
+        """Join the world that torchrun made."""
+        size = init_world(DEVICE)
+        return cls(rank=dist.get_rank(), size=size)
+
+    def say(self, text: str) -> None:
+        """Print on the first rank."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def meshes(self) -> dict[str, Mesh]:
+        """Return the layouts that fill all GPUs, by name."""
+        n = self.size
+        found = {f"ulysses {n}": Mesh(ulysses=n), f"ring {n}": Mesh(ring=n)}
+        if n % 2 == 0 and n > 2:
+            found[f"ulysses {n // 2} ring 2"] = Mesh(ulysses=n // 2, ring=2)
+        return found
+
+    @contextmanager
+    def sharing(self, mesh: Mesh, chunks: int = 1) -> Iterator[None]:
+        """Let layers share a sequence as `mesh` says, alike in as many copies as there is room."""
+        if mesh == ONE:
+            with use_parallel_groups(None):
+                yield
+            return
+        whole = replace(mesh, cfg=self.size // mesh.sequence)
+        if whole not in self._groups:
+            self._groups[whole] = build_groups(whole)
+        with use_parallel_groups(replace(self._groups[whole], head_chunks=chunks)):
+            yield
+
+    def worst(self, value: float) -> float:
+        """Return the largest `value` of all ranks."""
+        told = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return float(told)
+
+    def time(
+        self, contenders: Sequence[Contender], *, rounds: int, block_ms: float = 0.0
+    ) -> tuple[dict[str, list[float]], dict[str, list[TimeTaken]]]:
+        """Time every contender once per round, ranks starting together; each has run before.
+
+        Returns:
+            Milliseconds per run of the slowest rank, and what the first rank's report says.
+        """
+        times: dict[str, list[float]] = {c.name: [] for c in contenders}
+        taken: dict[str, list[TimeTaken]] = {c.name: [] for c in contenders}
+        by_name = {c.name: c for c in contenders}
+        repeats = dict.fromkeys(by_name, 1)
+        if block_ms:
+            for c in contenders:
+                repeats[c.name] = max(1, math.ceil(block_ms / self._once(c, 1)[0]))
+        for name in shuffled_rounds(by_name, rounds):
+            spent, told = self._once(by_name[name], repeats[name])
+            times[name].append(spent)
+            if told is not None:
+                taken[name].append(told)
+        return times, taken
+
+    def _once(self, contender: Contender, repeat: int) -> tuple[float, TimeTaken | None]:
+        with self.sharing(contender.mesh, contender.chunks), contender.around() as reading:
+            before = reading() if reading else None
+            synchronize()
+            dist.barrier()
+            spent = self.worst(event_ms(contender.run, repeat=repeat))
+            after = reading() if reading else None
+        return spent, _per_run(before, after, repeat)
+
+    def write(
+        self,
+        path: Path,
+        contenders: Sequence[Contender],
+        times: dict[str, list[float]],
+        taken: Mapping[str, list[TimeTaken]],
+        **of_all: object,
+    ) -> None:
+        """Append the rows of a case, on the first rank; `of_all` as `rows_of` takes it."""
+        if self.rank:
+            return
+        by_name = {c.name: c for c in contenders}
+        medians = {name: statistics.median(t) for name, t in times.items()}
+        rows = []
+        for row in rows_of(times, **of_all):  # type: ignore[arg-type]
+            c = by_name[row.contender]
+            base = medians.get(c.one_gpu, math.nan)
+            parts = taken[c.name]
+            rows.append(
+                ParallelRow(
+                    **asdict(row),
+                    gpus=c.mesh.sequence,
+                    layout=f"ulysses {c.mesh.ulysses} ring {c.mesh.ring} chunks {c.chunks}",
+                    one_gpu=c.one_gpu,
+                    speedup=round(base / row.median_ms, 4),
+                    sent_mb=round(c.sent / 1e6, 1),
+                    communication_ms=_median(x.communication_ms for x in parts),
+                    attention_ms=_median(x.attention_ms for x in parts),
+                )
+            )
+        write_rows(path, rows)
+        for row in rows:
+            print(
+                f"    {row.contender:34} {row.speedup:6.3f}x of one GPU, sends {row.sent_mb} MB, "
+                f"communication {row.communication_ms} ms, attention {row.attention_ms} ms",
+                flush=True,
+            )
+
+
+def sent_bytes(mesh: Mesh, *, tokens: int, heads: int, size: int, itemsize: int = 2) -> float:
+    """Return the bytes one GPU sends in one self-attention layer without text.
+
+    Ulysses: q, k, v and the output, all but its own share of them. Ring: K and V of its heads and
+    of its Ulysses group's tokens, to the next GPU, in every step but the last.
+    """
+    own = tokens / mesh.sequence * heads * size * itemsize
+    ulysses = 4 * own * (mesh.ulysses - 1) / mesh.ulysses
+    return ulysses + 2 * own * (mesh.ring - 1)
+
+
+def _per_run(before: TimeTaken | None, after: TimeTaken | None, repeat: int) -> TimeTaken | None:
+    if after is None:
+        return None
+    begin = before or TimeTaken(communication_ms=0.0, attention_ms=0.0)
+    return TimeTaken(
+        communication_ms=(after.communication_ms - begin.communication_ms) / repeat,
+        attention_ms=(after.attention_ms - begin.attention_ms) / repeat,
+    )
+
+
+def _median(values: Iterator[float]) -> float:
+    found = list(values)
+    return round(statistics.median(found), 3) if found else math.nan

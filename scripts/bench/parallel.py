@@ -1,0 +1,88 @@
+"""Attention and whole forwards over several GPUs, against one and against stock diffusers.
+
+    python3 -m torch.distributed.run --nproc-per-node 4 scripts/bench/parallel.py --commit HASH
+        [--only forward] [--layers 8] [--modes eager,compiled] [--methods video_sparse_attn]
+
+Cases, in this order: `exchange` and `layer ...` (one layer of Wan2.1-14B at 720p: bytes and time of
+its exchanges, chunks of heads), `growth` (32K to 256K tokens), `forward dense` (stock and ours in
+every layout) and `forward methods` (sparse methods under Ulysses). Every output is compared with
+one GPU's before it is timed, and rows are written as each case ends. The forwards need diffusers.
+"""
+
+import argparse
+import sys
+import time
+
+import torch.distributed as dist
+from _harness import make_parser
+from _parallel_layers import exchange_case, growth_case, layer_case
+from _ranks import Ranks
+
+SPARSE_LAYERS = {
+    "sliding_tile_attn": {"window": [3, 3, 3], "skip_time_steps": 0},
+    "video_sparse_attn": {"sparsity": 0.9},
+}
+SMALL_LAYERS = {
+    "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
+    "video_sparse_attn": {"sparsity": 0.5},
+}
+CASES = ("exchange", "layer dense", *(f"layer {name}" for name in SPARSE_LAYERS), "growth")
+FORWARDS = ("forward dense", "forward methods")
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = make_parser(__doc__ or "")
+    parser.set_defaults(rounds=3)
+    parser.add_argument("--layer-rounds", type=int, default=5, help="rounds of single layers (5)")
+    parser.add_argument("--layers", type=int, default=0, help="layers of the model (all)")
+    parser.add_argument("--modes", default="eager", help="eager, compiled, or both by commas")
+    parser.add_argument(
+        "--methods", default=",".join(SPARSE_LAYERS), help="of `forward methods`, by commas"
+    )
+    parser.add_argument("--chunks", default="", help="further chunks of heads in forwards")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on any machine")
+    options = parser.parse_args()
+    options.modes = _listed(options.modes)
+    options.methods = _listed(options.methods)
+    options.chunks = tuple(int(n) for n in _listed(options.chunks))
+    options.wants = lambda case: any(name in case for name in options.only.split(","))
+    return options
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def main() -> None:
+    """Run the cases asked for; append to `parallel.csv`."""
+    options = parse()
+    if not any(options.wants(case) for case in (*CASES, *FORWARDS)):
+        sys.exit(f"--only must be part of one of {', '.join((*CASES, *FORWARDS))}")
+    ranks = Ranks.join()
+    begin = time.monotonic()
+    sparse = SMALL_LAYERS if options.tiny else SPARSE_LAYERS
+    runs = {
+        "exchange": lambda: exchange_case(ranks, options),
+        "layer dense": lambda: layer_case(ranks, options, "dense", None),
+        **{
+            f"layer {name}": lambda name=name: layer_case(ranks, options, name, sparse[name])
+            for name in sparse
+        },
+        "growth": lambda: growth_case(ranks, options),
+    }
+    for name, run in runs.items():
+        if options.wants(name):
+            run()
+            ranks.say(f"-- {name} ended after {time.monotonic() - begin:.0f} s")
+    if any(options.wants(name) for name in FORWARDS):
+        # Only here: single layers need no diffusers.
+        from _parallel_forward import forward_case
+
+        forward_case(ranks, options)
+        ranks.say(f"-- forwards ended after {time.monotonic() - begin:.0f} s")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
