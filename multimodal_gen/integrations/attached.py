@@ -14,6 +14,7 @@ from torch import nn
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.share import TokenShare
+from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
 from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
@@ -244,6 +245,7 @@ class AttachedLayer:
             reports[0],
             entries=_merged(entry for report in reports for entry in report.entries),
             detours=_merged(detour for report in reports for detour in report.detours),
+            times=sum_of(report.times for report in reports),
         )
 
     def _other(

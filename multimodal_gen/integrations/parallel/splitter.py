@@ -18,6 +18,7 @@ from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 from multimodal_gen.integrations.parallel.share import TokenShare, share_tokens
 from multimodal_gen.runtime.distributed.collectives import gather_tokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.distributed.timing import Times, recording
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 __all__ = ["TokenSplitter"]
@@ -31,6 +32,9 @@ class TokenSplitter:
         plan: where to cut.
         groups: the groups of this process, of which several ranks share a sequence.
 
+    Attributes:
+        times: what gathering takes.
+
     Raises:
         UsageError: the model has no such modules.
     """
@@ -40,6 +44,7 @@ class TokenSplitter:
         self._plan = plan
         self._group = groups.sequence
         self._running = _Running()
+        self.times = Times()
         self._cuts = tuple(
             (cut, module) for cut in plan.cuts for module in _find(model, cut.module)
         )
@@ -92,7 +97,8 @@ class TokenSplitter:
                 f"split over ranks; its output carries no gradient"
             )
         _expect(output, 1, share.length, f"the output of {self._plan.gather}")
-        whole = gather_tokens(output.transpose(1, -1), share.lengths, self._group)
+        with recording(self.times):
+            whole = gather_tokens(output.transpose(1, -1), share.lengths, self._group)
         return whole.transpose(1, -1)
 
 
