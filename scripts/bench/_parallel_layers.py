@@ -97,7 +97,7 @@ def layer_contenders(ranks: Ranks, qkv: QKV, name: str, **options: object) -> li
     one = f"{name}, 1 GPU"
     found = [layer_contender(one, qkv, ONE, **options)]
     for layout, mesh in ranks.meshes().items():
-        if mesh.ring > 1 and options.get("backend") is not None:
+        if mesh.ring > 1 and options.get("config") is not None:
             continue
         for chunks in CHUNKS if mesh.ring == 1 else (1,):
             suffix = f", {chunks} chunks" if chunks > 1 else ""

@@ -26,7 +26,13 @@ SMALL_LAYERS = {
     "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
     "video_sparse_attn": {"sparsity": 0.5},
 }
-CASES = ("exchange", "layer dense", *(f"layer {name}" for name in SPARSE_LAYERS), "growth")
+# What overlaps depends on how a kernel shares the GPU: these run beside `dense`, the choice.
+DENSE_LAYERS = ("fa", "triton_attn")
+CASES = (
+    "exchange",
+    *(f"layer {name}" for name in ("dense", *DENSE_LAYERS, *SPARSE_LAYERS)),
+    "growth",
+)
 FORWARDS = ("forward dense", "forward methods")
 
 
@@ -62,12 +68,14 @@ def main() -> None:
     ranks = Ranks.join()
     begin = time.monotonic()
     sparse = SMALL_LAYERS if options.tiny else SPARSE_LAYERS
+    methods = {"dense": None, **dict.fromkeys(DENSE_LAYERS if not options.tiny else ()), **sparse}
     runs = {
         "exchange": lambda: exchange_case(ranks, options),
-        "layer dense": lambda: layer_case(ranks, options, "dense", None),
         **{
-            f"layer {name}": lambda name=name: layer_case(ranks, options, name, sparse[name])
-            for name in sparse
+            f"layer {name}": lambda name=name, config=config: layer_case(
+                ranks, options, name, config
+            )
+            for name, config in methods.items()
         },
         "growth": lambda: growth_case(ranks, options),
     }

@@ -195,6 +195,19 @@ def _join(
     mine = next(ranks for ranks in groups if rank in ranks)
     handle = None
     for ranks in groups if len(mine) > 1 else ():
-        made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        options = _options(timeout) if backend is None else None
+        made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
         handle = made if rank in ranks else handle
     return Group(ranks=mine, index=mine.index(rank), handle=handle)
+
+
+def _options(timeout: timedelta) -> Any:
+    """Let exchanges begin while a kernel runs that has more blocks than there is room for.
+
+    Without priority their kernels would wait until its last block has begun.
+    """
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
