@@ -25,13 +25,15 @@ def generate(options: GenerateOptions) -> None:
     for, and an interrupted run leaves no file.
     """
     from multimodal_gen.cli import ranks
+    from multimodal_gen.runtime.distributed.launch import started
+    from multimodal_gen.runtime.generator import plan_ranks
 
     try:
-        if ranks.started():
+        if started():
             ranks.be_one(lambda: _job(options), run, timeout=options.rank_timeout)
             return
         job = _job(options)
-        num_ranks = ranks.needed(job.args)
+        num_ranks = plan_ranks(job.args).world_size
         if num_ranks == 1:
             run(job)
             return

@@ -1,25 +1,36 @@
-"""Starting ranks on this host, and ending all of them when one fails.
+"""Starting ranks on this host, being one of them, and ending all of them when one fails.
 
-torch's own elastic agent does it, as under torchrun: no process is controlled here.
+torch's own elastic agent starts, watches and ends them, as under torchrun: no process is controlled
+here.
 """
 
 import contextlib
 import logging
+import os
 import signal
+import sys
 import tempfile
 import threading
+import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    get_error_handler,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from multimodal_gen.errors import RankError
+from multimodal_gen.errors import MultimodalGenError, RankError
+from multimodal_gen.runtime.distributed.faults import FaultBoard, follows_from_another
 
-__all__ = ["start_ranks"]
+__all__ = ["be_rank", "start_ranks", "started"]
 
 _LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -31,12 +42,10 @@ _SHUTDOWN_S = 10
 def start_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> int:
     """Run `function(*args)` in `num_ranks` processes of this host, and wait for them.
 
-    They are spawned as torchrun's are: `init_world` and `FaultBoard.meet` need no argument there.
     The first that fails ends all.
 
     Args:
-        function: importable by name. One that fails says why, calls `record_exception` of the
-            error handler of torch's elastic launcher, and exits with a status.
+        function: importable by name; it does its work in `be_rank`.
         *args: picklable.
         num_ranks: how many processes.
 
@@ -59,6 +68,70 @@ def start_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> in
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
     return 0
+
+
+def started() -> bool:
+    """Tell whether torchrun, or `start_ranks`, started this process."""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def be_rank(work: Callable[[], None], *, timeout: float) -> None:
+    """Do `work()` as one rank of several; the process of a rank that fails ends here.
+
+    What ended the run is said on the standard error, in one line that names the rank, and by one
+    rank only. Ranks other than 0 keep warnings to themselves, and wait until rank 0 is done.
+
+    Args:
+        work: joins the others, and does what there is to do.
+        timeout: seconds the ranks wait for each other.
+
+    Raises:
+        RankError: the other ranks cannot be reached.
+    """
+    board = FaultBoard.meet(timeout)
+    _be_easy_to_end()
+    try:
+        if board.rank == 0:
+            with board.leading():
+                work()
+        else:
+            logging.disable(logging.WARNING)
+            warnings.simplefilter("ignore")
+            work()
+            board.follow()
+    except Exception as error:
+        _end(board, error)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end(board: FaultBoard, error: Exception) -> NoReturn:
+    """Say what ended the run, unless another rank does, and end this process."""
+    told = board.verdict(error)
+    if told is not None:
+        lines = [f"error: {told}"]
+        if not isinstance(error, MultimodalGenError) and not follows_from_another(error):
+            lines += traceback.format_exception(error)
+        sys.stderr.write("\n".join(line.rstrip() for line in lines) + "\n")
+    get_error_handler().record_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    usage = isinstance(error, MultimodalGenError) and not isinstance(error, RankError)
+    # Not by way of the interpreter's end, which would wait for exchanges that never finish.
+    os._exit(2 if usage else 1)
+
+
+def _be_easy_to_end() -> None:
+    """Let the launcher's signals end this process at once, even while it waits for an exchange."""
+    with contextlib.suppress(ImportError):
+        import tqdm
+
+        # By default bars share a semaphore between processes, which would be left behind.
+        tqdm.tqdm.set_lock(threading.RLock())
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _config(num_ranks: int, logs: str) -> LaunchConfig:

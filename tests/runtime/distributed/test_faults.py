@@ -1,0 +1,142 @@
+"""Who says what when ranks fail, on boards that threads share."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from multimodal_gen.errors import RankError, UsageError
+from multimodal_gen.runtime.distributed import faults
+from multimodal_gen.runtime.distributed.faults import FaultBoard, follows_from_another
+
+NO_ANSWER = RankError("the others must make the same call, got no answer")
+
+
+@pytest.fixture
+def boards(monkeypatch):
+    monkeypatch.setattr(faults, "_GRACE_S", 0.5)
+    monkeypatch.setattr(faults, "_STAY_S", 0.1)
+    store = dist.HashStore()
+    return [FaultBoard(store, rank, 3, timeout=1) for rank in range(3)]
+
+
+def verdicts(boards, errors):
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(FaultBoard.verdict, boards, errors))
+
+
+def test_only_the_rank_at_fault_speaks(boards) -> None:
+    errors = [NO_ANSWER, UsageError("the device\n  ran out of memory"), NO_ANSWER]
+    said = verdicts(boards, errors)
+    assert said[0] is None
+    assert said[2] is None
+    assert said[1].startswith("rank 1 (pid ")
+    assert said[1].endswith("): the device; ran out of memory")
+
+
+def test_of_ranks_with_the_same_error_one_speaks(boards) -> None:
+    said = verdicts(boards, [UsageError("mask must be the same on all ranks")] * 3)
+    (one,) = [text for text in said if text is not None]
+    assert one.endswith("): mask must be the same on all ranks")
+
+
+def test_ranks_that_wait_in_vain_name_the_one_that_does_not(boards) -> None:
+    said = verdicts([boards[0], boards[2]], [NO_ANSWER, NO_ANSWER])
+    (one,) = [text for text in said if text is not None]
+    assert one.startswith("rank 1 (pid ")
+    assert one.endswith("): no answer within 1 s, or the connection was lost")
+
+
+def test_a_network_that_fails_between_living_ranks_is_told_as_it_is(boards) -> None:
+    said = verdicts(boards, [NO_ANSWER] * 3)
+    (one,) = [text for text in said if text is not None]
+    assert one.endswith("): the others must make the same call, got no answer")
+
+
+def test_a_defect_is_named_by_its_type(boards) -> None:
+    assert boards[0].verdict(KeyError("x")).endswith("): KeyError: 'x'")
+
+
+class _Gone:
+    """A store whose process has ended."""
+
+    def add(self, *args):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    check = add
+
+
+def test_without_the_store_every_rank_speaks_for_itself(boards) -> None:
+    boards[0]._store = _Gone()
+    assert boards[0].verdict(NO_ANSWER) == f"rank 0: {NO_ANSWER}"
+
+
+def test_ranks_follow_a_slow_leader_until_it_is_done(boards, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "_BEAT_S", 0.1)
+
+    def lead():
+        with boards[0].leading():
+            time.sleep(2.5)
+        return time.monotonic()
+
+    with ThreadPoolExecutor() as threads:
+        led = threads.submit(lead)
+        followed = threads.submit(lambda: (boards[1].follow(), time.monotonic())[1])
+        assert followed.result() >= led.result() - 0.1
+
+
+def test_a_leader_that_shows_no_life_is_given_up(boards) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0 must finish .* gave no sign of life for 1 s"):
+        boards[1].follow()
+    assert time.monotonic() - start < 10
+
+
+def test_a_leader_that_fails_is_not_done(boards) -> None:
+    with pytest.raises(KeyError, match="x"), boards[0].leading():
+        raise KeyError("x")
+    with pytest.raises(RankError, match="no sign of life"):
+        boards[1].follow()
+
+
+def _raised(work) -> BaseException:
+    try:
+        work()
+    except Exception as error:
+        return error
+    raise AssertionError("it must raise")
+
+
+def _broken_exchange() -> None:
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:40130")
+
+
+def _wrong_math() -> None:
+    torch.ones(2) @ torch.ones(3)
+
+
+def _no_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("work", "follows"),
+    [
+        (_broken_exchange, True),
+        (_wrong_math, False),
+        (_no_memory, False),
+        (lambda: {}["x"], False),
+        # Torch's own check in the middle of an exchange, with a message like any other.
+        (lambda: dist.distributed_c10d._object_to_tensor(None, "nowhere", None), True),
+    ],
+    ids=["broken", "math", "memory", "key", "torch.distributed"],
+)
+def test_errors_of_exchanges_are_told_from_a_ranks_own(work, follows) -> None:
+    assert follows_from_another(_raised(work)) is follows
+
+
+def test_a_rank_that_is_refused_by_another_follows_and_a_refusal_does_not() -> None:
+    assert follows_from_another(RankError("rank 1 cannot run attention: no lse"))
+    assert not follows_from_another(UsageError("no lse"))

@@ -1,0 +1,148 @@
+"""Ranks that are started, and runs that end when one of them fails: soon, and in one line."""
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from multimodal_gen.errors import RankError
+from multimodal_gen.runtime.distributed.joining import init_parallel
+from multimodal_gen.runtime.distributed.launch import be_rank, start_ranks
+from multimodal_gen.runtime.layers.attention import USPAttention
+
+TIMEOUT_S = 10
+# A run that is not ended takes forever; starting its processes may take long on a busy machine.
+BOUND_S = 90
+
+
+def attend(folder: Path, step_2) -> None:
+    """Call a split layer four times; rank 1 does something else the third time."""
+    groups = init_parallel(device_type="cpu", rank_timeout=TIMEOUT_S)
+    (folder / str(groups.rank)).write_text(str(os.getpid()))
+    layer = USPAttention(2, 8)
+    torch.manual_seed(groups.rank)
+    for step in range(4):
+        q, k, v = torch.randn(3, 1, 6, 2, 8).unbind()
+        mask = None
+        if step == 2 and groups.rank == 1:
+            mask = step_2()
+        layer(q, k, v, attn_mask=mask)
+    sys.stdout.write(f"rank {groups.rank} is done\n")
+
+
+def rank(folder: Path, step_2) -> None:
+    be_rank(partial(attend, folder, step_2), timeout=TIMEOUT_S)
+
+
+def nothing() -> None:
+    """Go on like all others."""
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(10 * BOUND_S)
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def mask_tokens() -> torch.Tensor:
+    return torch.ones(1, 6, dtype=torch.bool)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def be_interrupted() -> None:
+    os.kill(os.getppid(), signal.SIGINT)
+    hang()
+
+
+@pytest.fixture
+def run(tmp_path, capfd):
+    """Return what two ranks end with: status or exception, standard output and error."""
+
+    def run(step_2):
+        start = time.monotonic()
+        try:
+            outcome = start_ranks(rank, tmp_path, step_2, num_ranks=2)
+        except (RankError, KeyboardInterrupt) as error:
+            outcome = error
+        assert time.monotonic() - start < BOUND_S
+        for file in tmp_path.iterdir():
+            with pytest.raises(ProcessLookupError, match="No such process"):
+                os.kill(int(file.read_text()), 0)
+        assert len(list(tmp_path.iterdir())) == 2
+        out, err = capfd.readouterr()
+        return outcome, out, err
+
+    return run
+
+
+def test_ranks_that_finish_say_only_what_they_print(run) -> None:
+    status, out, err = run(nothing)
+    assert status == 0
+    assert sorted(out.splitlines()) == ["rank 0 is done", "rank 1 is done"]
+    assert err == ""
+
+
+def test_a_killed_rank_ends_the_run(run) -> None:
+    error, out, err = run(be_killed)
+    assert isinstance(error, RankError)
+    assert str(error).startswith("rank 1 (pid ")
+    assert "was ended by signal 9 (SIGKILL)" in str(error)
+    assert (out, err) == ("", "")
+
+
+def test_a_rank_that_leaves_without_a_word_ends_the_run(run) -> None:
+    error, out, err = run(leave)
+    assert isinstance(error, RankError)
+    assert "ended with exit status 3; the other ranks were stopped" in str(error)
+    assert (out, err) == ("", "")
+
+
+def test_a_rank_that_hangs_is_named_by_those_that_wait(run) -> None:
+    status, out, err = run(hang)
+    assert status == 1
+    (line,) = err.splitlines()
+    assert line.startswith("error: rank 1 (pid ")
+    assert f"no answer within {TIMEOUT_S} s" in line
+    assert out == ""
+
+
+def test_a_rank_that_runs_out_of_memory_speaks_first(run) -> None:
+    status, out, err = run(run_out_of_memory)
+    assert status == 1
+    first, *rest = err.splitlines()
+    assert first.startswith("error: rank 1 (pid ")
+    assert first.endswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.")
+    assert rest[0] == "Traceback (most recent call last):"
+    assert not [line for line in rest if line.startswith("error: ")]
+    assert out == ""
+
+
+def test_ranks_with_different_inputs_end_with_who_has_what(run) -> None:
+    status, out, err = run(mask_tokens)
+    assert status == 2
+    (line,) = err.splitlines()
+    assert "must be the same on all ranks in " in line
+    assert "on rank 0, " in line
+    assert out == ""
+
+
+def test_ctrl_c_ends_all_ranks(run) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    error, out, err = run(be_interrupted)
+    assert isinstance(error, KeyboardInterrupt)
+    assert (out, err) == ("", "")
+    assert signal.getsignal(signal.SIGINT) is before
