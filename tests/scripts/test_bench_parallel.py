@@ -1,0 +1,84 @@
+"""The benchmark over several GPUs: what it counts, and a run of two processes on tiny cases."""
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+
+from multimodal_gen.runtime.distributed.collectives import gather_heads, scatter_heads
+from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.distributed.heads import share_heads
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.testing.processes import World
+from tests.scripts.test_bench_sparse import BENCH
+
+TOKENS, HEADS, SIZE = 12, 4, 8
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("_ranks")
+
+
+def bytes_that_leave():
+    """Return the bytes that one rank's exchanges of a layer hand to others."""
+    group, sent = parallel_groups().ulysses, 0
+    real = torch.distributed.all_to_all_single
+
+    def counted(received, data, coming, leaving, **options):
+        nonlocal sent
+        others = sum(n for rank, n in enumerate(leaving) if rank != group.index)
+        sent += others * data.element_size()
+        return real(received, data, coming, leaving, **options)
+
+    torch.distributed.all_to_all_single = counted
+    spans, lengths = share_heads(HEADS, HEADS, group.size).queries, [TOKENS // 2] * 2
+    x = torch.zeros(1, TOKENS // 2, HEADS, SIZE, dtype=torch.bfloat16)
+    q, _, _ = scatter_heads((x, x, x), [spans] * 3, lengths, group)
+    gather_heads(q, spans, lengths, group)
+    torch.distributed.all_to_all_single = real
+    return sent
+
+
+def test_the_bytes_by_formula_are_those_that_leave(ranks, tmp_path):
+    mesh = Mesh(ulysses=2)
+    with World(2, tmp_path) as world:
+        sent = world.run(mesh, bytes_that_leave)
+    expected = ranks.sent_bytes(mesh, tokens=TOKENS, heads=HEADS, size=SIZE)
+    assert sent == [expected, expected]
+
+
+def test_layouts_send_what_the_readme_says(ranks):
+    one = 100 * 8 * 16 * 2  # bytes of q
+    shape = {"tokens": 100, "heads": 8, "size": 16}
+    assert ranks.sent_bytes(Mesh(), **shape) == 0
+    for n in (2, 4):
+        assert ranks.sent_bytes(Mesh(ulysses=n), **shape) == 4 * one * (n - 1) / n**2
+        assert ranks.sent_bytes(Mesh(ring=n), **shape) == 2 * one * (n - 1) / n
+    both = ranks.sent_bytes(Mesh(ulysses=2, ring=2), **shape)
+    assert both == 4 * one / 4 / 2 + 2 * one / 4
+
+
+def test_a_tiny_run_of_two_processes_writes_its_rows(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += [str(BENCH / "parallel.py"), "--commit", "c0ffee", "--tiny", "--out", str(tmp_path)]
+    command += ["--layer-rounds", "1", "--only", "exchange,layer dense"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(BENCH.parents[1])
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr
+    with (tmp_path / "parallel.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    layer = {row["contender"]: row for row in rows if row["case"] == "layer dense"}
+    chunked = [f"dense, ulysses 2{text}" for text in ("", ", 2 chunks", ", 4 chunks")]
+    assert list(layer) == ["dense, 1 GPU", *chunked, "dense, ring 2"]
+    for name, column in product([*chunked, "dense, ring 2"], ("communication_ms", "attention_ms")):
+        assert float(layer[name][column]) > 0
+    assert {row["gpus"] for row in rows} == {"1", "2"}
+    assert "exchange" in {row["case"] for row in rows}
