@@ -28,6 +28,7 @@ from _harness import (
 )
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.providers import rows_for_choice
 from multimodal_gen.kernels.chunk_select.api import Rule
 from multimodal_gen.kernels.row_groups.api import chunk_groups, sort_rows
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
@@ -40,7 +41,6 @@ from multimodal_gen.testing.video_inputs import make_video_qkv
 HEAD_SIZE = 128
 SAMPLED = 24
 BOUND = 6e-3
-ROWS = 128  # of a query block
 FLOP = "4*H*D*kept pairs"
 DENSE = ("fa3 dense", "sdpa dense")
 
@@ -154,10 +154,11 @@ def union(call: ChunkCall, pairs: float) -> float:
     bits, _ = select(call)
     heads = min(3, call.query.shape[2])
     groups = chunk_groups(call.chunks.num_chunks, call.layout.num_video)
-    rows = sort_rows(call.query[:, :, :heads], bits[:, :heads], groups, block=ROWS)
+    block = rows_for_choice(call.query, call.kernel, ())
+    rows = sort_rows(bits[:, :heads], groups, block=block)
     _, keys = call.chunks.key_blocks(groups, heads, None)
     plan = BlockPlan(
-        indices=rows.indices, counts=rows.counts, q=Blocks.padded(rows.lengths, ROWS), kv=keys
+        indices=rows.indices, counts=rows.counts, q=Blocks.padded(rows.lengths, block), kv=keys
     )
     return float(plan.pairs().sum()) / (pairs * heads / call.query.shape[2])
 
@@ -228,7 +229,8 @@ def main() -> None:
             write_rows(arguments.out / "vmoba.csv", rows)
             for row in rows:
                 print(
-                    f"  {row.contender}: {row.over_ideal} of ideal, union {row.union}", flush=True
+                    f"  {row.case}, {row.contender}: {row.over_ideal} of ideal, union {row.union}",
+                    flush=True,
                 )
             wrong += failed
     if wrong:

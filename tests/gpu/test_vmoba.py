@@ -11,7 +11,13 @@ from multimodal_gen.kernels.chunk_select.reference import (
     pack_bits,
     select_chunks_reference,
 )
-from multimodal_gen.kernels.row_groups.api import ChunkGroups, SortedRows, merge_parts, sort_rows
+from multimodal_gen.kernels.row_groups.api import (
+    ChunkGroups,
+    SortedRows,
+    merge_parts,
+    move_rows,
+    sort_rows,
+)
 from multimodal_gen.kernels.row_groups.reference import merge_parts_reference
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
 from multimodal_gen.runtime.layers.attention.vmoba.attend import ChunkCall, attend_chunks, select
@@ -80,16 +86,18 @@ def test_the_choice_is_the_definition_up_to_rounding(dtype, num_chunks, rule, ma
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("block", [128, 192])
 @pytest.mark.parametrize(("num_chunks", "size"), [(7, 7), (40, 7), (72, 5), (30, 8)])
-def test_rows_are_sorted_and_merged_as_defined(dtype, num_chunks, size, extra):
+def test_rows_are_sorted_and_merged_as_defined(dtype, num_chunks, size, extra, block):
     query = random(2, 1000, 3, 128, dtype=dtype)
     bits = random_bits((2, 3, 1000), num_chunks).cuda()
     groups = ChunkGroups(num_chunks=num_chunks, size=size)
-    rows = sort_rows(query, bits, groups, extra=extra)
+    rows = sort_rows(bits, groups, block=block, extra=extra)
+    moved = move_rows(query, rows)
     on_cpu = SortedRows(**{name: getattr(rows, name).cpu() for name in rows.__slots__})
-    assert_sorted(on_cpu, query.cpu(), bits.cpu(), groups, extra=extra)
-    parts = random(*rows.query.shape, dtype=dtype, seed=2)
-    lse = random(*rows.query.shape[:3], seed=3).float().transpose(1, 2) * 5
+    assert_sorted(on_cpu, moved.cpu(), query.cpu(), bits.cpu(), groups, extra=extra)
+    parts = random(*moved.shape, dtype=dtype, seed=2)
+    lse = random(*moved.shape[:3], seed=3).float().transpose(1, 2) * 5
     out = torch.empty_like(query)
     merge_parts(parts, lse, rows, out)
     wanted = merge_parts_reference(parts, lse, rows.position, rows.used)

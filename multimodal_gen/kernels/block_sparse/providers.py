@@ -13,7 +13,7 @@ from multimodal_gen.errors import UnsupportedBackendError, nearest
 from multimodal_gen.kernels.block_sparse.cute import launch as cute
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.block_sparse.tuning import hopper_tile, portable_tile
+from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS, hopper_tile, portable_tile
 
 __all__ = [
     "AUTO",
@@ -277,10 +277,10 @@ def _run_gluon(
     tile = hopper_tile(
         q_size=plan.q.size,
         kv_size=plan.kv.size,
-        # Rows that choose need to know the block of every step, and where it lies in the list.
-        regular=plan.kv.is_regular and plan.row_bits is None,
+        regular=plan.kv.is_regular,
+        row_bits=plan.row_bits is not None,
         fast=q.dtype == torch.bfloat16,
-        deterministic=deterministic or plan.row_bits is not None,
+        deterministic=deterministic,
     )
     attend(q, k, v, plan, out, lse, scale=scale, tile=tile)
     return out, lse
@@ -344,6 +344,30 @@ def request_for(
         backward=backward,
         aligned=all(map(loadable, (q, k, v))),
     )
+
+
+def rows_for_choice(q: torch.Tensor, kernel: str, given: tuple[torch.Tensor, ...]) -> int:
+    """Return the rows of a query block that suit plans with row bits best; whatever keys there are.
+
+    Args:
+        q: [B, S, H, D], what the queries are copied from.
+        kernel: provider that will be asked for.
+        given: keys and values, unless they will be copied, too.
+    """
+    on_cuda = q.device.type == "cuda"
+    request = EngineRequest(
+        device_type=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if on_cuda else None,
+        rocm=torch.version.hip is not None,
+        dtype=q.dtype,
+        head_size=q.shape[3],
+        q_size=CHOICE_ROWS,
+        regular=False,
+        row_bits=True,
+        aligned=q.shape[3] * q.element_size() % 16 == 0 and all(map(loadable, given)),
+    )
+    wide = kernel in (AUTO, "gluon") and not _gluon_reasons(request)
+    return CHOICE_ROWS if wide and q.dtype == torch.bfloat16 else 128
 
 
 @cache

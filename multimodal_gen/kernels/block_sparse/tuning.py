@@ -4,7 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["HopperTile", "PortableTile", "hopper_tile", "portable_tile"]
+__all__ = ["CHOICE_ROWS", "HopperTile", "PortableTile", "hopper_tile", "portable_tile"]
+
+# Rows of a query block that suit the Gluon provider where rows choose.
+CHOICE_ROWS = 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,8 @@ class HopperTile:
         consumers: consumer warpgroups of 64 query rows.
         keys: keys of a step.
         stages: tiles in each ring of K and V.
+        persistent: whether a program works on tile after tile, loading ahead; where rows choose
+            their lists are short.
         own: whether each consumer has a query block of its own.
         q_registers: whether Q is kept in registers.
         fast: whether the first step's maximum stays the reference; needs bfloat16.
@@ -100,6 +105,7 @@ class HopperTile:
     consumers: int
     keys: int
     stages: int
+    persistent: bool = False
     own: bool = False
     q_registers: bool = True
     fast: bool = True
@@ -116,6 +122,10 @@ _HOPPER = MappingProxyType(
         "wide exact": HopperTile(
             consumers=3, keys=64, stages=4, q_registers=False, registers=160, fast=False, lazy=True
         ),
+        # Where rows choose; lists are short then. Its measurements are in vmoba.csv.
+        "wide bits fast": HopperTile(
+            consumers=3, keys=64, stages=4, persistent=True, q_registers=False, registers=160
+        ),
         "fast": HopperTile(consumers=2, keys=128, stages=3, sync=4),
         "exact": HopperTile(consumers=2, keys=128, stages=2, fast=False, sync=4),
         "short keys fast": HopperTile(consumers=2, keys=64, stages=4),
@@ -129,7 +139,13 @@ _HOPPER = MappingProxyType(
 
 
 def hopper_tile(
-    *, q_size: int, kv_size: int, regular: bool, fast: bool, deterministic: bool
+    *,
+    q_size: int,
+    kv_size: int,
+    regular: bool,
+    fast: bool,
+    deterministic: bool,
+    row_bits: bool = False,
 ) -> HopperTile:
     """Return the tile for a plan's block sizes.
 
@@ -139,10 +155,16 @@ def hopper_tile(
         regular: whether the key blocks are regular.
         fast: whether the fast variant may run.
         deterministic: whether the order of summation must be fixed.
+        row_bits: whether rows choose, and so need to know the block of every step and where it
+            lies in the list.
     """
+    regular = regular and not row_bits
+    deterministic = deterministic or row_bits
     if q_size <= 64:
         pattern = "narrow"
-    elif q_size % 192 == 0 and kv_size % 64 == 0 and (fast or regular):
+    elif q_size % 192 == 0 and row_bits and fast:
+        pattern = "wide bits"
+    elif q_size % 192 == 0 and (kv_size % 64 == 0 if regular else fast):
         pattern = "wide"
     elif not regular or kv_size % 128:
         # Also because partial steps of 128 keys do not fit into the registers.

@@ -86,37 +86,54 @@ def _mass(x, taken, lowest, per_score, COUNTS: tl.constexpr):
 
 
 @triton.jit
+def _between(low, ceiling, entries, least, COUNTS: tl.constexpr):
+    """Return where to look next, given how many entries lie between, and how many of them to drop.
+
+    That is where entries that lie evenly would be cut so; the middle where masses are not counts.
+    """
+    middle = low + (ceiling - low) * 0.5
+    if COUNTS:
+        share = tl.minimum(tl.maximum(least / tl.maximum(entries, 1).to(tl.float32), 0.05), 0.95)
+        guess = low + (ceiling - low) * share
+        middle = tl.where((guess > low) & (guess < ceiling), guess, middle)
+    return middle
+
+
+@triton.jit
 def _crossing(x, need, least, top, lowest, per_score, COUNTS: tl.constexpr):
     """Return low and high of every row: from `low` on the masses reach the need, from `high` not.
 
     Between them lies one entry, or several that are equal. Where all masses together do not reach
-    the need, `low` stays the least entry.
+    the need, `low` stays the least entry. Guesses and middles take turns.
     """
     low = least
     high = tl.full(top.shape, float("inf"), tl.float32)
     between = tl.sum((x > float("-inf")).to(tl.int32), 1)
     above = tl.zeros(between.shape, tl.int32)
-    middle = low + (top - low) * 0.5
+    middle = _between(low, top, between, between - need, COUNTS)
     open = (between > 1) & (top > low)
     while tl.max(open.to(tl.int32), 0) > 0:
-        inside = x >= middle[:, None]
-        count = tl.sum(inside.to(tl.int32), 1)
-        reached = count
-        if not COUNTS:
-            reached = tl.sum(_mass(x, inside, lowest, per_score, COUNTS), 1)
-        enough = reached >= need
-        rises = open & enough
-        falls = open & (enough == 0)
-        high = tl.where(falls, middle, high)
-        above = tl.where(falls, count, above)
-        between = tl.where(rises, count, between)
-        low = tl.where(rises, middle, low)
-        ceiling = tl.minimum(high, top)
-        middle = low + (ceiling - low) * 0.5
-        # The top itself is tried last, once nothing lies between it and the rest.
-        last = (middle <= low) & (high > top) & (ceiling > low)
-        middle = tl.where(last, top, middle)
-        open = open & (between - above > 1) & (middle > low) & (middle < high)
+        for turn in tl.static_range(2):
+            inside = x >= middle[:, None]
+            count = tl.sum(inside.to(tl.int32), 1)
+            reached = count
+            if not COUNTS:
+                reached = tl.sum(_mass(x, inside, lowest, per_score, COUNTS), 1)
+            enough = reached >= need
+            rises = open & enough
+            falls = open & (enough == 0)
+            high = tl.where(falls, middle, high)
+            above = tl.where(falls, count, above)
+            between = tl.where(rises, count, between)
+            low = tl.where(rises, middle, low)
+            ceiling = tl.minimum(high, top)
+            # The last entry that is needed is the least one between, or there are more to drop.
+            dropped = tl.maximum(between - need, 1)
+            middle = _between(low, ceiling, between - above, dropped, COUNTS and turn == 1)
+            # The top itself is tried last, once nothing lies between it and the rest.
+            last = (middle <= low) & (high > top) & (ceiling > low)
+            middle = tl.where(last, top, middle)
+            open = open & (between - above > 1) & (middle > low) & (middle < high)
     return low, high
 
 
@@ -171,14 +188,18 @@ def _select_kernel(
     chosen = x >= high[:, None]
     reached = tl.sum(_mass(x, chosen, lowest, per_score, TOPK), 1)
     equal = (x >= low[:, None]) & (x < high[:, None])
-    # Entries that are equal count the same.
-    each = tl.max(_mass(x, equal, lowest, per_score, TOPK), 1)
-    place = tl.cumsum(equal.to(tl.int32), 1) - 1
-    taken = reached[:, None] + place * each[:, None] < need[:, None]
+    first = reached < need
     if not TOPK:
-        nothing = tl.max(chosen.to(tl.int32), 1) == 0
-        taken = taken | ((place == 0) & nothing[:, None])
-    chosen = chosen | (equal & taken)
+        first = first | (tl.max(chosen.to(tl.int32), 1) == 0)
+    if tl.max(tl.sum(equal.to(tl.int32), 1), 0) > 1:
+        # Entries that are equal count the same, and go to the lowest chunks.
+        each = tl.max(_mass(x, equal, lowest, per_score, TOPK), 1)
+        place = tl.cumsum(equal.to(tl.int32), 1) - 1
+        more = (place > 0) & (reached[:, None] + place * each[:, None] < need[:, None])
+        equal = equal & (more | ((place == 0) & first[:, None]))
+    else:
+        equal = equal & first[:, None]
+    chosen = chosen | equal
     chosen = (chosen | is_own) & real[:, None]
     keys = tl.sum(tl.where(chosen, count[None, :], 0), 1)
     tl.store(pairs_ptr + pid, tl.sum(keys.to(tl.int64), 0))
@@ -260,7 +281,7 @@ def select_chunks(
         SHIFT=shift, N=SPAN, num_warps=4,
     )  # fmt: skip
     padded = triton.next_power_of_2(max(num_chunks, 32))
-    rows = min(max(SCORES // padded, 16), 128)
+    rows = 64 if padded <= 128 else max(SCORES // padded, 16)
     width = triton.next_power_of_2(max(head_size, 16))
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
@@ -275,6 +296,6 @@ def select_chunks(
         D=head_size, DP=width, BD=min(width, max(MEANS // padded, 16)), BM=rows, NP=padded,
         TOPK=rule.topk is not None, MASKED=masked, ROWS_MASKED=keep is not None,
         SHIFT=1.0 / shift, UPCAST=interpreted(),
-        num_warps=4 if padded <= (32 if rule.topk is None else 128) else 8,
+        num_warps=4 if padded <= (32 if rule.topk is None else 64) else 8,
     )  # fmt: skip
     return out, pairs.sum()

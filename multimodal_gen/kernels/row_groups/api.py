@@ -14,11 +14,12 @@ from multimodal_gen.kernels.row_groups.reference import (
     block_lists_reference,
     group_patterns,
     merge_parts_reference,
+    move_rows_reference,
     row_positions_reference,
-    sort_rows_reference,
+    sorted_bits_reference,
 )
 
-__all__ = ["ChunkGroups", "SortedRows", "chunk_groups", "merge_parts", "sort_rows"]
+__all__ = ["ChunkGroups", "SortedRows", "chunk_groups", "merge_parts", "move_rows", "sort_rows"]
 
 _MAX_SIZE = 8
 _MAX_BLOCK = 256
@@ -75,7 +76,6 @@ class SortedRows:
     group's rows that are in use come first. S' is S rounded up to whole blocks of rows.
 
     Attributes:
-        query: [B, S', H * G, D]; what it holds behind the rows in use is arbitrary.
         bits: int32 [B, H * G, S'], the chunks of its group that each row chose, the first at bit 0,
             and `extra` in the first group; arbitrary behind the rows in use.
         indices: int32 [B, H * G, S' / block, bits], the bits that any row of a block has.
@@ -85,7 +85,6 @@ class SortedRows:
         used: int32 [B, H, G], how many rows are in use.
     """
 
-    query: torch.Tensor
     bits: torch.Tensor
     indices: torch.Tensor
     counts: torch.Tensor
@@ -93,19 +92,31 @@ class SortedRows:
     position: torch.Tensor
     used: torch.Tensor
 
+    @property
+    def room(self) -> int:
+        """S'."""
+        return self.bits.shape[2]
+
+    def of_heads(self, heads: slice) -> "SortedRows":
+        """Return the same of some heads."""
+        groups = self.position.shape[2]
+        parts = slice(heads.start * groups, heads.stop * groups)
+        return SortedRows(
+            bits=self.bits[:, parts],
+            indices=self.indices[:, parts],
+            counts=self.counts[:, parts],
+            lengths=self.lengths[:, parts],
+            position=self.position[:, heads],
+            used=self.used[:, heads],
+        )
+
 
 def sort_rows(
-    query: torch.Tensor,
-    bits: torch.Tensor,
-    groups: ChunkGroups,
-    *,
-    block: int = 128,
-    extra: bool = False,
+    bits: torch.Tensor, groups: ChunkGroups, *, block: int = 128, extra: bool = False
 ) -> SortedRows:
     """Sort the rows of every group by what they chose; does not wait for the GPU.
 
     Args:
-        query: [B, S, H, D], any strides.
         bits: int32 [B, H, S, ceil(N / 32)], the chunks that each row chose.
         groups: how the chunks are cut.
         block: rows of a query block, at most 256.
@@ -113,25 +124,28 @@ def sort_rows(
             `groups.size` of the first group.
 
     Raises:
-        UsageError: shapes, dtypes or devices do not fit each other.
+        UsageError: a shape, dtype or size does not fit.
     """
-    _check_rows(query, bits, groups)
+    words = -(-groups.num_chunks // 32)
+    if bits.dtype != torch.int32 or bits.ndim != 4 or bits.shape[3] != words:
+        raise UsageError(
+            f"`bits` must be int32 [B, H, S, {words}], got {bits.dtype} {list(bits.shape)}"
+        )
     if not 1 <= block <= _MAX_BLOCK:
         raise UsageError(f"`block` must lie in [1, {_MAX_BLOCK}], got {block}")
-    if _runs_triton(query):
+    if _runs_triton(bits):
         from multimodal_gen.kernels.row_groups import kernel
 
-        fields = kernel.sort_rows(query, bits, groups.num_chunks, groups.size, extra, block)
+        fields = kernel.sort_rows(bits, groups.num_chunks, groups.size, extra, block)
         return SortedRows(**fields)
     patterns = group_patterns(bits, groups.num_chunks, groups.size, groups.num)
     position, used = row_positions_reference(patterns, groups.size, extra)
     added = 1 << groups.size if extra else 0
-    room = -(-query.shape[1] // block) * block
-    moved, moved_bits = sort_rows_reference(query, patterns, position, room, added)
+    room = -(-bits.shape[2] // block) * block
+    moved_bits = sorted_bits_reference(patterns, position, room, added)
     lists = block_lists_reference(moved_bits, used.flatten(1), block, groups.size + extra)
     indices, counts, lengths = lists
     return SortedRows(
-        query=moved,
         bits=moved_bits,
         indices=indices,
         counts=counts,
@@ -139,6 +153,35 @@ def sort_rows(
         position=position,
         used=used,
     )
+
+
+def move_rows(query: torch.Tensor, rows: SortedRows) -> torch.Tensor:
+    """Return the queries in the order of `rows`; does not wait for the GPU.
+
+    Args:
+        query: [B, S, H, D], any strides.
+        rows: the order.
+
+    Returns:
+        [B, S', H * G, D] with memory [B, H * G, S', D]; what it holds behind the rows in use is
+        arbitrary.
+
+    Raises:
+        UsageError: shapes or devices do not fit each other.
+    """
+    position = rows.position
+    batch, heads, _, tokens = position.shape
+    if query.ndim != 4 or query.shape[:3] != (batch, tokens, heads):
+        raise UsageError(
+            f"`query` must be [{batch}, {tokens}, {heads}, D], got {list(query.shape)}"
+        )
+    if query.device != position.device:
+        raise UsageError(f"`query` must be on {position.device}, got {query.device}")
+    if _runs_triton(query):
+        from multimodal_gen.kernels.row_groups import kernel
+
+        return kernel.move_rows(query, position, rows.used, rows.room)
+    return move_rows_reference(query, position, rows.room)
 
 
 def merge_parts(
@@ -156,7 +199,7 @@ def merge_parts(
         UsageError: shapes do not fit each other.
     """
     batch, heads, _, tokens = rows.position.shape
-    room, parted = rows.query.shape[1:3]
+    parted, room = rows.bits.shape[1:]
     if parts.shape[:3] != (batch, room, parted) or lse.shape != (batch, parted, room):
         raise UsageError(
             f"`parts` must be [{batch}, {room}, {parted}, D] and `lse` [{batch}, {parted}, {room}],"
@@ -172,18 +215,6 @@ def merge_parts(
         kernel.merge_parts(parts, lse, rows.position, rows.used, out)
     else:
         out.copy_(merge_parts_reference(parts, lse, rows.position, rows.used))
-
-
-def _check_rows(query: torch.Tensor, bits: torch.Tensor, groups: ChunkGroups) -> None:
-    if query.ndim != 4:
-        raise UsageError(f"`query` must be [B, S, H, D], got {list(query.shape)}")
-    batch, tokens, heads, _ = query.shape
-    wanted = (batch, heads, tokens, -(-groups.num_chunks // 32))
-    if bits.dtype != torch.int32 or tuple(bits.shape) != wanted or bits.device != query.device:
-        raise UsageError(
-            f"`bits` must be int32 {list(wanted)} on {query.device}, got {bits.dtype} "
-            f"{list(bits.shape)} on {bits.device}"
-        )
 
 
 @cache

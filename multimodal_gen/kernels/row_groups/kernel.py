@@ -1,8 +1,8 @@
 """Sorting rows by their choices, and merging their parts, in Triton.
 
 The sort is a counting sort: the rows of a tile are counted per pattern, the counts are summed up,
-and each row then goes behind those before it. Queries are read once and written to every group
-that they are in use in.
+and each row then goes behind those before it. A program takes rows through all groups of a head,
+so that queries are read once and written to every group that they are in use in.
 """
 
 import math
@@ -14,6 +14,8 @@ import triton.language as tl
 from multimodal_gen.kernels.launcher import Launcher
 
 TILE = 64  # rows of a program
+COUNTS = 8192  # counts that a program holds
+PARTS = 4096  # elements of a part that a program holds
 VECTOR_BYTES = 16
 
 
@@ -39,58 +41,77 @@ def _count_kernel(
     bits_ptr, count_ptr, tokens, words, num_chunks, groups, tiles,
     SIZE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Rows of every pattern: [B * H, G, patterns, tiles]. Grid [B * H * G * tiles]."""
+    """Rows of every pattern: [B * H, G, tiles, patterns]. Grid [B * H * tiles].
+
+    What the last tile lacks counts as rows with the empty pattern, which comes last.
+    """
     pid = tl.program_id(0)
     tile = pid % tiles
-    group = pid // tiles % groups
-    bh = (pid // tiles // groups).to(tl.int64)
+    bh = (pid // tiles).to(tl.int64)
     row = tile * T + tl.arange(0, T)
     real = row < tokens
     BINS: tl.constexpr = 1 << SIZE
-    _, key = _keys(bits_ptr + bh * tokens * words, row, real, group, words, num_chunks, SIZE)
     bins = tl.arange(0, BINS)
-    hits = (key[:, None] == bins[None, :]) & real[:, None]
-    count_ptr += (bh * groups + group) * BINS * tiles
-    tl.store(count_ptr + bins * tiles + tile, tl.sum(hits.to(tl.int32), 0))
+    bits_ptr += bh * tokens * words
+    for group in range(groups):
+        _, key = _keys(bits_ptr, row, real, group, words, num_chunks, SIZE)
+        count = tl.histogram(tl.where(real, key, BINS - 1), BINS)
+        tl.store(count_ptr + ((bh * groups + group) * tiles + tile) * BINS + bins, count)
+
+
+@triton.jit(do_not_specialize=["tokens", "groups", "tiles", "extra"])
+def _offset_kernel(
+    count_ptr, used_ptr, tokens, groups, tiles, extra, BINS: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Turn counts into where the rows of each tile with each pattern begin. Grid [B * H * G]."""
+    part = tl.program_id(0).to(tl.int64)
+    bins = tl.arange(0, BINS)
+    count_ptr += part * tiles * BINS
+    total = tl.zeros([BINS], tl.int32)
+    for first in range(0, tiles, N):
+        tile = first + tl.arange(0, N)
+        at = tile[:, None] * BINS + bins[None, :]
+        total += tl.sum(tl.load(count_ptr + at, mask=(tile < tiles)[:, None], other=0), 0)
+    begin = tl.cumsum(total, 0) - total
+    used = tl.sum(tl.where(bins == BINS - 1, begin, 0), 0)
+    if (part % groups == 0) & (extra > 0):
+        used = tokens
+    tl.store(used_ptr + part, used)
+    for first in range(0, tiles, N):
+        tile = first + tl.arange(0, N)
+        at = tile[:, None] * BINS + bins[None, :]
+        count = tl.load(count_ptr + at, mask=(tile < tiles)[:, None], other=0)
+        end = begin[None, :] + tl.cumsum(count, 0)
+        tl.store(count_ptr + at, end - count, mask=(tile < tiles)[:, None])
+        begin += tl.sum(count, 0)
 
 
 @triton.jit(do_not_specialize=["tokens", "room", "words", "num_chunks", "groups", "tiles", "extra"])
 def _position_kernel(
-    bits_ptr, count_ptr, end_ptr, used_ptr, moved_bits_ptr, position_ptr,
+    bits_ptr, begin_ptr, used_ptr, moved_bits_ptr, position_ptr,
     tokens, room, words, num_chunks, groups, tiles, extra,
     SIZE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Where T rows of one group of one head go. Grid [B * H * G * tiles].
-
-    `end_ptr` holds the running sum of all counts, to which every group of every head adds all rows.
-    """
+    """Where T rows of one head go, in every group. Grid [B * H * tiles]."""
     pid = tl.program_id(0)
     tile = pid % tiles
-    part = (pid // tiles).to(tl.int64)
-    group = pid // tiles % groups
-    row = tile * T + tl.arange(0, T)
-    real = row < tokens
-    bits_ptr += part // groups * tokens * words
-    pattern, key = _keys(bits_ptr, row, real, group, words, num_chunks, SIZE)
-    BINS: tl.constexpr = 1 << SIZE
-    key = tl.where(real, key, BINS)
+    bh = (pid // tiles).to(tl.int64)
     i = tl.arange(0, T)
-    same = (key[:, None] == key[None, :]) & (i[None, :] < i[:, None])
-    at = (part * BINS + key) * tiles + tile
-    before = (part * tokens).to(tl.int32)
-    position = tl.load(end_ptr + at, mask=real, other=0) - before + tl.sum(same.to(tl.int32), 1)
-    position -= tl.load(count_ptr + at, mask=real, other=0)
-    last = (part * BINS + BINS - 1) * tiles  # the empty pattern
-    used = tl.load(end_ptr + last) - tl.load(count_ptr + last) - before
-    added = 0
-    if (group == 0) & (extra > 0):
-        used = tokens
-        added = extra
-    if tile == 0:
-        tl.store(used_ptr + part, used)
-    tl.store(position_ptr + part * tokens + row, position, mask=real)
-    moves = real & (position < used)
-    tl.store(moved_bits_ptr + part * room + position, pattern | added, mask=moves)
+    row = tile * T + i
+    real = row < tokens
+    BINS: tl.constexpr = 1 << SIZE
+    bits_ptr += bh * tokens * words
+    for group in range(groups):
+        part = bh * groups + group
+        pattern, key = _keys(bits_ptr, row, real, group, words, num_chunks, SIZE)
+        begin = tl.load(begin_ptr + (part * tiles + tile) * BINS + key, mask=real, other=0)
+        same = (key[:, None] == key[None, :]) & (i[None, :] < i[:, None])
+        position = begin + tl.sum(same.to(tl.int32), 1)
+        tl.store(position_ptr + part * tokens + row, position, mask=real)
+        moves = real & (position < tl.load(used_ptr + part))
+        if group == 0:
+            pattern = pattern | extra
+        tl.store(moved_bits_ptr + part * room + position, pattern, mask=moves)
 
 
 @triton.jit(do_not_specialize=["q_b", "q_s", "q_h", "tokens", "room", "heads", "groups", "tiles"])
@@ -145,6 +166,18 @@ def _list_kernel(
     tl.store(length_ptr + pid, length)
 
 
+@triton.jit
+def _part_lse(
+    lse_ptr, position_ptr, used_ptr, parts, group, row, real, tokens, lse_h, lse_s
+):  # fmt: skip
+    """Return the lse of rows in a group, in powers of two, -inf if not in use; and their places."""
+    part = parts + group
+    position = tl.load(position_ptr + part * tokens + row, mask=real, other=0)
+    taken = real & (position < tl.load(used_ptr + part))
+    at = group * lse_h + position.to(tl.int64) * lse_s
+    return tl.load(lse_ptr + at, mask=taken, other=float("-inf")) * 1.4426950408889634, position
+
+
 @triton.jit(
     do_not_specialize=[
         "out_b", "out_s", "out_h", "part_b", "part_s", "part_h", "lse_b", "lse_h",
@@ -169,72 +202,65 @@ def _merge_kernel(
     real = row < tokens
     d = tl.arange(0, DP)
     mask = real[:, None] & (d < D)[None, :]
+    parts = (b * heads + h) * groups
+    part_ptr += (b * part_b + h * groups * part_h) * VEC
+    lse_ptr += b * lse_b + h * groups * lse_h
+    # Two passes over the groups, so that the loads of the second depend on none of its sums.
     m = tl.full([T], float("-inf"), tl.float32)
+    for group in range(groups):
+        m = tl.maximum(m, _part_lse(lse_ptr, position_ptr, used_ptr, parts, group, row, real,
+                                    tokens, lse_h, lse_s)[0])  # fmt: skip
+    m = tl.where(m == float("-inf"), 0.0, m)
     total = tl.zeros([T], tl.float32)
     acc = tl.zeros([T, DP], tl.float32)
     for group in range(groups):
-        hg = h * groups + group
-        part = b * heads * groups + hg
-        position = tl.load(position_ptr + part * tokens + row, mask=real, other=0)
-        taken = real & (position < tl.load(used_ptr + part))
-        position = position.to(tl.int64)
-        at = b * lse_b + hg * lse_h + position * lse_s
-        lse = tl.load(lse_ptr + at, mask=taken, other=float("-inf")) * 1.4426950408889634
-        taken = taken & (lse > float("-inf"))
-        from_ = (b * part_b + hg * part_h + position * part_s) * VEC
+        lse, position = _part_lse(lse_ptr, position_ptr, used_ptr, parts, group, row, real,
+                                  tokens, lse_h, lse_s)  # fmt: skip
+        taken = lse > float("-inf")
+        from_ = (group * part_h + position.to(tl.int64) * part_s) * VEC
         x = tl.load(
             part_ptr + from_[:, None] + (d * part_d)[None, :],
             mask=taken[:, None] & (d < D)[None, :], other=0.0,
         )  # fmt: skip
-        larger = tl.maximum(m, lse)
-        safe = tl.where(larger == float("-inf"), 0.0, larger)
-        old = tl.exp2(m - safe)
-        new = tl.exp2(lse - safe)
-        acc = acc * old[:, None] + x.to(tl.float32) * new[:, None]
-        total = total * old + new
-        m = larger
+        weight = tl.exp2(lse - m)
+        acc += x.to(tl.float32) * weight[:, None]
+        total += weight
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     to = (b * out_b + h * out_h + row.to(tl.int64) * out_s) * VEC
     out_ptrs = out_ptr + to[:, None] + (d * out_d)[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_launch_count, _launch_position = Launcher(_count_kernel), Launcher(_position_kernel)
-_launch_move, _launch_list = Launcher(_move_kernel), Launcher(_list_kernel)
-_launch_merge = Launcher(_merge_kernel)
+_launch_count, _launch_offset = Launcher(_count_kernel), Launcher(_offset_kernel)
+_launch_position, _launch_list = Launcher(_position_kernel), Launcher(_list_kernel)
+_launch_move, _launch_merge = Launcher(_move_kernel), Launcher(_merge_kernel)
 
 
 def sort_rows(
-    query: torch.Tensor, bits: torch.Tensor, num_chunks: int, size: int, extra: bool, block: int
+    bits: torch.Tensor, num_chunks: int, size: int, extra: bool, block: int
 ) -> dict[str, torch.Tensor]:
     """Launch the sort; returns the fields of `api.SortedRows`."""
-    batch, tokens, heads, head_size = query.shape
+    batch, heads, tokens, words = bits.shape
     groups, tiles, bins = -(-num_chunks // size), -(-tokens // TILE), 2**size
-    words = bits.shape[3]
     bits = bits.contiguous()
     parts = (batch, heads, groups)
-    counts = bits.new_empty((math.prod(parts), bins, tiles))
-    _launch_count(
-        (math.prod(parts) * tiles,), bits, counts, tokens, words, num_chunks, groups, tiles,
-        SIZE=size, T=TILE, num_warps=4,
-    )  # fmt: skip
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-    used = bits.new_empty(parts)
     blocks, num_bits = -(-tokens // block), size + extra
-    room = blocks * block
-    moved = query.new_empty((batch, heads * groups, room, head_size))
-    moved_bits = bits.new_empty((batch, heads * groups, room))
+    counts = bits.new_empty((math.prod(parts), tiles, bins))
+    used = bits.new_empty(parts)
+    moved_bits = bits.new_empty((batch, heads * groups, blocks * block))
     position = bits.new_empty((*parts, tokens))
-    vector = _vector(query)
-    _launch_position(
-        (math.prod(parts) * tiles,), bits, counts, ends, used, moved_bits, position,
-        tokens, room, words, num_chunks, groups, tiles, 1 << size if extra else 0,
-        SIZE=size, T=TILE, num_warps=4,
+    _launch_count(
+        (batch * heads * tiles,), bits, counts, tokens, words, num_chunks, groups, tiles,
+        SIZE=size, T=TILE, num_warps=2,
     )  # fmt: skip
-    _launch_move(
-        (batch * heads * tiles,), query, used, position, moved,
-        *_strides(query, vector), tokens, room, heads, groups, tiles,
-        D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, T=TILE, num_warps=4,
+    _launch_offset(
+        (math.prod(parts),), counts, used, tokens, groups, tiles, int(extra),
+        BINS=bins, N=max(COUNTS // bins, 1), num_warps=8,
+    )  # fmt: skip
+    _launch_position(
+        (batch * heads * tiles,), bits, counts, used, moved_bits, position,
+        tokens, blocks * block, words, num_chunks, groups, tiles, 1 << size if extra else 0,
+        SIZE=size, T=TILE, num_warps=2,
     )  # fmt: skip
     indices = bits.new_empty((batch, heads * groups, blocks, num_bits))
     list_counts, lengths = (bits.new_empty((batch, heads * groups, blocks)) for _ in range(2))
@@ -243,7 +269,6 @@ def sort_rows(
         NUM=num_bits, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return {
-        "query": moved.transpose(1, 2),
         "bits": moved_bits,
         "indices": indices,
         "counts": list_counts,
@@ -251,6 +276,22 @@ def sort_rows(
         "position": position,
         "used": used,
     }
+
+
+def move_rows(
+    query: torch.Tensor, position: torch.Tensor, used: torch.Tensor, room: int
+) -> torch.Tensor:
+    """Launch the move; see `api.move_rows`."""
+    batch, tokens, heads, head_size = query.shape
+    groups, tiles = position.shape[2], -(-tokens // TILE)
+    moved = query.new_empty((batch, heads * groups, room, head_size))
+    vector = _vector(query)
+    _launch_move(
+        (batch * heads * tiles,), query, used.contiguous(), position.contiguous(), moved,
+        *_strides(query, vector), tokens, room, heads, groups, tiles,
+        D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, T=TILE, num_warps=4,
+    )  # fmt: skip
+    return moved.transpose(1, 2)
 
 
 def merge_parts(
@@ -263,13 +304,14 @@ def merge_parts(
     """Launch the merge; see `api.merge_parts`."""
     batch, tokens, heads, head_size = out.shape
     vector = min(_vector(parts), _vector(out))
-    rows = 64
+    padded = triton.next_power_of_2(head_size)
+    rows = max(PARTS // padded, 16)
     tiles = -(-tokens // rows)
     _launch_merge(
-        (batch * heads * tiles,), parts, lse, position, used, out,
+        (batch * heads * tiles,), parts, lse, position.contiguous(), used.contiguous(), out,
         *_strides(parts, vector), *lse.stride(), *_strides(out, vector),
         tokens, heads, position.shape[2], tiles,
-        D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, T=rows, num_warps=4,
+        D=head_size, DP=padded, VEC=vector, T=rows, num_warps=4,
     )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ __all__ = [
     "block_lists_reference",
     "group_patterns",
     "merge_parts_reference",
+    "move_rows_reference",
     "row_positions_reference",
     "sort_keys",
-    "sort_rows_reference",
+    "sorted_bits_reference",
 ]
 
 
@@ -73,32 +74,48 @@ def row_positions_reference(
     return position, used
 
 
-def sort_rows_reference(
-    query: torch.Tensor, patterns: torch.Tensor, position: torch.Tensor, room: int, extra: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put queries and patterns in the order of every group, with zeros behind them.
+def sorted_bits_reference(
+    patterns: torch.Tensor, position: torch.Tensor, room: int, extra: int
+) -> torch.Tensor:
+    """Put patterns in the order of every group, with zeros behind them.
 
     Args:
-        query: [B, S, H, D].
         patterns: int32 [B, H, G, S].
         position: int32 [B, H, G, S].
         room: S', at least S.
         extra: bits added to every pattern of the first group.
 
     Returns:
-        [B, S', H * G, D] and int32 [B, H * G, S'].
+        int32 [B, H * G, S'].
     """
-    row = torch.zeros_like(position, dtype=torch.int64)
-    places = torch.arange(position.shape[-1], device=position.device).expand(position.shape)
-    row.scatter_(-1, position.long(), places)
+    moved = patterns.gather(-1, _rows_at(position))
+    moved[:, :, 0] |= extra
+    return torch.nn.functional.pad(moved, (0, room - position.shape[-1])).flatten(1, 2)
+
+
+def move_rows_reference(query: torch.Tensor, position: torch.Tensor, room: int) -> torch.Tensor:
+    """Put queries in the order of every group, with zeros behind them.
+
+    Args:
+        query: [B, S, H, D].
+        position: int32 [B, H, G, S].
+        room: S', at least S.
+
+    Returns:
+        [B, S', H * G, D].
+    """
     head_size, padding = query.shape[3], room - query.shape[1]
     rows = query.transpose(1, 2).unsqueeze(2).expand(-1, -1, position.shape[2], -1, -1)
-    moved = rows.gather(3, row.unsqueeze(-1).expand(-1, -1, -1, -1, head_size))
-    moved_bits = patterns.gather(-1, row)
-    moved_bits[:, :, 0] |= extra
+    moved = rows.gather(3, _rows_at(position).unsqueeze(-1).expand(-1, -1, -1, -1, head_size))
     moved = torch.nn.functional.pad(moved, (0, 0, 0, padding))
-    moved_bits = torch.nn.functional.pad(moved_bits, (0, padding))
-    return moved.flatten(1, 2).transpose(1, 2), moved_bits.flatten(1, 2)
+    return moved.flatten(1, 2).transpose(1, 2)
+
+
+def _rows_at(position: torch.Tensor) -> torch.Tensor:
+    """Return the row at every position, int64 [B, H, G, S]."""
+    row = torch.zeros_like(position, dtype=torch.int64)
+    places = torch.arange(position.shape[-1], device=position.device).expand(position.shape)
+    return row.scatter_(-1, position.long(), places)
 
 
 def block_lists_reference(

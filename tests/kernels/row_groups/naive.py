@@ -28,7 +28,13 @@ def chosen_of(bits: torch.Tensor, groups: ChunkGroups) -> torch.Tensor:
 
 
 def assert_sorted(
-    rows: SortedRows, query: torch.Tensor, bits: torch.Tensor, groups: ChunkGroups, *, extra: bool
+    rows: SortedRows,
+    moved: torch.Tensor,
+    query: torch.Tensor,
+    bits: torch.Tensor,
+    groups: ChunkGroups,
+    *,
+    extra: bool,
 ) -> None:
     """Assert that every part holds the rows that chose something, blocks tell what they chose."""
     chosen = chosen_of(bits, groups)
@@ -47,7 +53,7 @@ def assert_sorted(
             patterns = patterns | ((1 << size) if everyone else 0)
             found = rows.bits[b, hg][position]
             assert torch.equal(found[in_use].long(), patterns[in_use])
-            assert torch.equal(rows.query[b, :, hg][position][in_use], query[b, :, h][in_use])
+            assert torch.equal(moved[b, :, hg][position][in_use], query[b, :, h][in_use])
             _assert_blocks(rows, b, hg, used)
 
 

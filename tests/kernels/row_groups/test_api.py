@@ -10,6 +10,7 @@ from multimodal_gen.kernels.row_groups.api import (
     ChunkGroups,
     chunk_groups,
     merge_parts,
+    move_rows,
     sort_rows,
 )
 from multimodal_gen.kernels.row_groups.reference import sort_keys
@@ -28,8 +29,16 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_every_group_holds_the_rows_that_chose_any_of_its_chunks(num_chunks, size, block, extra):
     query, bits = random(2, 300, 2, 8), random_bits((2, 2, 300), num_chunks)
     groups = ChunkGroups(num_chunks=num_chunks, size=size)
-    rows = sort_rows(query, bits, groups, block=block, extra=extra)
-    assert_sorted(rows, query, bits, groups, extra=extra)
+    rows = sort_rows(bits, groups, block=block, extra=extra)
+    assert_sorted(rows, move_rows(query, rows), query, bits, groups, extra=extra)
+
+
+def test_the_rows_of_some_heads_are_those_heads_rows():
+    groups = ChunkGroups(num_chunks=5, size=2)
+    query, bits = random(2, 300, 3, 8), random_bits((2, 3, 300), 5)
+    rows = sort_rows(bits, groups, extra=True).of_heads(slice(1, 3))
+    query, bits = query[:, :, 1:], bits[:, 1:]
+    assert_sorted(rows, move_rows(query, rows), query, bits, groups, extra=True)
 
 
 @settings(max_examples=30, deadline=None)
@@ -44,7 +53,8 @@ def test_rows_of_any_number_are_sorted(tokens, num_chunks, size, extra, seed):
     query = random(1, tokens, 1, 4)
     bits = random_bits((1, 1, tokens), num_chunks, seed=seed % 2**31)
     groups = ChunkGroups(num_chunks=num_chunks, size=size)
-    assert_sorted(sort_rows(query, bits, groups, extra=extra), query, bits, groups, extra=extra)
+    rows = sort_rows(bits, groups, extra=extra)
+    assert_sorted(rows, move_rows(query, rows), query, bits, groups, extra=extra)
 
 
 def test_neighbours_in_the_order_differ_in_one_chunk_and_the_empty_choice_is_last():
@@ -58,7 +68,7 @@ def test_neighbours_in_the_order_differ_in_one_chunk_and_the_empty_choice_is_las
 def test_rows_that_chose_nothing_cost_no_blocks():
     groups = ChunkGroups(num_chunks=4, size=2)
     bits = torch.full((1, 1, 4 * ROWS, 1), 0b0100, dtype=torch.int32)
-    rows = sort_rows(random(1, 4 * ROWS, 1, 4), bits, groups)
+    rows = sort_rows(bits, groups)
     assert rows.counts[0].tolist() == [[0] * 4, [1] * 4]
 
 
@@ -66,8 +76,8 @@ def test_rows_that_chose_nothing_cost_no_blocks():
 def test_parts_merge_to_the_softmax_over_all_of_them(dtype):
     groups = ChunkGroups(num_chunks=7, size=3)
     bits = random_bits((2, 3, 200), 7)
-    rows = sort_rows(random(2, 200, 3, 8), bits, groups)
-    room = rows.query.shape[1]
+    rows = sort_rows(bits, groups)
+    room = rows.room
     parts = random(2, room, 9, 8, seed=1).to(dtype)
     lse = random(2, 9, room, seed=2) * 5
     out = torch.empty(2, 3, 200, 8, dtype=dtype).transpose(1, 2)
@@ -88,7 +98,7 @@ def test_parts_merge_to_the_softmax_over_all_of_them(dtype):
 def test_rows_without_any_key_become_zero():
     groups = ChunkGroups(num_chunks=2, size=1)
     bits = torch.tensor([0b01, 0b11, 0b00]).int().view(1, 1, 3, 1)
-    rows = sort_rows(random(1, 3, 1, 4), bits, groups)
+    rows = sort_rows(bits, groups)
     parts = torch.full((1, ROWS, 2, 4), torch.nan)
     lse = torch.full((1, 2, ROWS), -torch.inf)
     out = torch.ones(1, 3, 1, 4)
@@ -102,9 +112,9 @@ def test_gradients_flow_through_sorting_and_merging():
     query = random(1, 6, 1, 4).double().requires_grad_()
 
     def run(query: torch.Tensor) -> torch.Tensor:
-        rows = sort_rows(query, bits, groups)
-        out = torch.zeros_like(query)
-        merge_parts(rows.query * 2, rows.query.sum(-1).transpose(1, 2), rows, out)
+        rows = sort_rows(bits, groups)
+        moved, out = move_rows(query, rows), torch.zeros_like(query)
+        merge_parts(moved * 2, moved.sum(-1).transpose(1, 2), rows, out)
         return out
 
     assert torch.autograd.gradcheck(run, (query,))
@@ -123,7 +133,7 @@ def test_groups_have_few_patterns_for_the_rows_there_are(chunks, tokens, size, n
 
 Q, BITS = torch.zeros(1, 6, 2, 4), torch.zeros(1, 2, 6, 1, dtype=torch.int32)
 GROUPS = ChunkGroups(num_chunks=3, size=2)
-SORTED = sort_rows(Q, BITS, GROUPS)
+SORTED = sort_rows(BITS, GROUPS)
 PARTS, LSE = torch.zeros(1, ROWS, 4, 4), torch.zeros(1, 4, ROWS)
 
 
@@ -132,11 +142,18 @@ PARTS, LSE = torch.zeros(1, ROWS, 4, 4), torch.zeros(1, 4, ROWS)
     [
         (lambda: ChunkGroups(num_chunks=3, size=9), r"`size` must lie in \[1, 8\]"),
         (lambda: ChunkGroups(num_chunks=0, size=1), r"`num_chunks` be positive, got 1 and 0"),
-        (lambda: sort_rows(Q, BITS, GROUPS, block=300), r"`block` must lie in \[1, 256\], got 300"),
-        (lambda: sort_rows(Q[0], BITS, GROUPS), r"`query` must be \[B, S, H, D\], got \[6, 2, 4\]"),
+        (lambda: sort_rows(BITS, GROUPS, block=300), r"`block` must lie in \[1, 256\], got 300"),
         (
-            lambda: sort_rows(Q, BITS.long(), GROUPS),
-            r"`bits` must be int32 \[1, 2, 6, 1\] on cpu, got torch.int64",
+            lambda: sort_rows(BITS.long(), GROUPS),
+            r"`bits` must be int32 \[B, H, S, 1\], got torch.int64 \[1, 2, 6, 1\]",
+        ),
+        (
+            lambda: move_rows(Q[0], SORTED),
+            r"`query` must be \[1, 6, 2, D\], got \[6, 2, 4\]",
+        ),
+        (
+            lambda: move_rows(Q.to("meta"), SORTED),
+            r"`query` must be on cpu, got meta",
         ),
         (
             lambda: merge_parts(PARTS[:, :5], LSE, SORTED, Q),

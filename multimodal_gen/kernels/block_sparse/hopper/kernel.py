@@ -39,13 +39,35 @@ OVERFLOW = gl.constexpr(2.0**64)
 UNDERFLOW = gl.constexpr(2.0**-64)
 # How far, in powers of two, scores may lie above a lazy reference.
 SLACK = gl.constexpr(8.0)
+# Tiles whose queries a persistent program holds at once.
+Q_TURNS = gl.constexpr(2)
+# Where turns begin: a multiple of twice that, and not 0, because the compiler takes loop variables
+# that begin with one value for the same.
+FIRST_TURN = gl.constexpr(4)
 # Lower than any score, and finite: the maximum of nothing.
 LOWEST = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
+def _place(work, step, C: gl.constexpr):
+    """Return the rings' count of a step of a tile."""
+    if C.persistent:
+        step += work.at
+    return step
+
+
+@gluon.jit
+def _q_slot(work, consumer: gl.constexpr, C: gl.constexpr):
+    """Return where a consumer's queries are put: in turns, where they are loaded ahead."""
+    slot = consumer
+    if C.persistent:
+        slot = work.turn % Q_TURNS * C.consumers + consumer
+    return slot
+
+
+@gluon.jit
 def _load_v(dv, work, start, index, rings, FIRST: gl.constexpr, C: gl.constexpr):
-    """Load V of step `index`, once its slot is empty."""
+    """Load V of the rings' step `index`, once its slot is empty."""
     slot = FIRST + index % C.stages
     mbarrier.wait(rings.v_empty.index(slot), ((index // C.stages) & 1) ^ 1)
     mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size * 2)
@@ -55,8 +77,8 @@ def _load_v(dv, work, start, index, rings, FIRST: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
-def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
-    """One warp: loads Q once, and K and V of every step, V one step late."""
+def _load_tile(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
+    """Load a tile's Q, and K and V of every step, V one step late."""
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     steps = work.num_full + work.num_tail
@@ -66,10 +88,13 @@ def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
             turn = first_turn(work, gl.load(work.sweep, volatile=True), C)
         start = step_start(work, 0, turn, C)
         for c in gl.static_range(SHARERS):
-            mbarrier.expect(rings.q_full.index(W + c), 64 * C.head_size * 2)
+            slot = _q_slot(work, W + c, C)
+            if C.persistent:
+                mbarrier.wait(rings.q_empty.index(slot), ((work.turn // Q_TURNS) & 1) ^ 1)
+            mbarrier.expect(rings.q_full.index(slot), 64 * C.head_size * 2)
             tma.async_copy_global_to_shared(
-                dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(W + c),
-                rings.q.index(W + c),
+                dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(slot),
+                rings.q.index(slot),
             )  # fmt: skip
         # Not `start`: the compiler takes loop variables that begin with one value for the same.
         before = steps * 0
@@ -77,17 +102,35 @@ def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
             following = step_start(work, gl.minimum(step + 1, steps - 1), turn, C)
             if C.sync > 0:
                 gl.store(work.sweep, start, mask=step % C.sync == C.sync - 1)
-            slot = FIRST + step % C.stages
-            mbarrier.wait(rings.k_empty.index(slot), ((step // C.stages) & 1) ^ 1)
+            at = _place(work, step, C)
+            slot = FIRST + at % C.stages
+            mbarrier.wait(rings.k_empty.index(slot), ((at // C.stages) & 1) ^ 1)
             mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size * 2)
             tma.async_copy_global_to_shared(
                 dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot)
             )
             if step > 0:
-                _load_v(dv, work, before, step - 1, rings, FIRST, C)
+                _load_v(dv, work, before, at - 1, rings, FIRST, C)
             before = start
             start = following
-        _load_v(dv, work, before, steps - 1, rings, FIRST, C)
+        _load_v(dv, work, before, _place(work, steps - 1, C), rings, FIRST, C)
+
+
+@gluon.jit
+def _producer(
+    dq, dk, dv, given, outs, rings, W: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """One warp: loads what its tile needs, or those of a persistent program, one after another."""
+    if C.persistent:
+        at = 0
+        turn = FIRST_TURN
+        for tile in range(gl.program_id(0), given.total * C.q_tiles, gl.num_programs(0)):
+            work = find_work(tile, at, turn, W, given, outs, C)
+            _load_tile(dq, dk, dv, work, rings, W, C)
+            at += work.num_full + work.num_tail
+            turn += gl.minimum(work.num_full + work.num_tail, 1)
+    else:
+        _load_tile(dq, dk, dv, given, rings, W, C)
 
 
 @gluon.jit
@@ -148,25 +191,44 @@ def _tail_keys(work, tail, C: gl.constexpr):
 
 
 @gluon.jit
-def _kept(work, step, first_row, layout: gl.constexpr, C: gl.constexpr):
-    """Return which of 64 rows keep the block of a step."""
+def _block(work, step, C: gl.constexpr):
+    """Return the block of a step."""
     whole = step
     if C.ragged:
         whole = step - gl.minimum(work.num_tail, 1)
     is_whole = (whole >= 0) & (whole < work.num_full)
     tail = gl.maximum(step - work.num_full, 0)
-    block = gl.load(work.blocks + gl.where(is_whole, whole, work.tail - tail))
+    return gl.load(work.blocks + gl.where(is_whole, whole, work.tail - tail))
+
+
+@gluon.jit
+def _words(work, first_row, block, layout: gl.constexpr, C: gl.constexpr):
+    """Return the words of 64 rows that hold their choice of a block."""
     rows = first_row + gl.arange(0, 64, layout)
-    word = gl.load(work.bits + rows * work.words + block // 32, mask=rows < work.real, other=0)
-    return ((word >> (block % 32)) & 1) != 0
+    return gl.load(work.bits + rows * work.words + block // 32, mask=rows < work.real, other=0)
+
+
+@gluon.jit
+def _lost(words, block):
+    """Return 0 for rows that keep a block, -1 for others."""
+    return ((words >> (block % 32)) & 1) - 1
+
+
+@gluon.jit
+def _infinity(words, block):
+    """Return 0 for rows that keep a block, infinity for others; the predicates are needed."""
+    return (_lost(words, block) & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _advance(
     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST: gl.constexpr,
-    ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr,
+    ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr, words=None,
 ):  # fmt: skip
-    """Scores of `step` while P V of the step before is in flight; then its softmax."""
+    """Scores of `step` while P V of the step before is in flight; then its softmax.
+
+    `words` are the rows' choices, where one word holds each.
+    """
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -174,14 +236,18 @@ def _advance(
     )
     rows_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     zero = gl.zeros([64, BN], gl.float32, s_layout)
-    slot = FIRST + step % C.stages
-    slot_v = FIRST + (step - 1) % C.stages
+    at = _place(work, step, C)
+    slot = FIRST + at % C.stages
+    slot_v = FIRST + (at - 1) % C.stages
     if C.bits:
-        kept = _kept(work, step, ROW, gl.SliceLayout(1, s_layout), C)
-    mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
+        # Looked at after the product, so that nothing waits for it.
+        block = _block(work, step, C)
+        if not C.one_word:
+            words = _words(work, ROW, block, gl.SliceLayout(1, s_layout), C)
+    mbarrier.wait(rings.k_full.index(slot), (at // C.stages) & 1)
     k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
     s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
+    mbarrier.wait(rings.v_full.index(slot_v), ((at - 1) // C.stages) & 1)
     v_tile = rings.v.index(slot_v).reshape([BN, D])
     o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
@@ -193,11 +259,11 @@ def _advance(
     if not C.fast:
         m_step = gl.max(s, 1) * scale_log2
         if C.bits:
-            m_step = gl.where(kept, m_step, LOWEST)
+            m_step = gl.where(_lost(words, block) == 0, m_step, LOWEST)
         m_new = gl.where(m_step > m + SLACK, m_step, m) if C.lazy else gl.maximum(m, m_step)
     reference = m_new
     if C.bits:
-        reference = gl.where(kept, m_new, float("inf"))
+        reference = m_new + _infinity(words, block)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
     following = weights
     if not C.fast:
@@ -213,7 +279,11 @@ def _advance(
         # Before the wait, unlike below: that is what keeps the exact variant's registers down.
         following = gl.convert_layout(p.to(dtype), weights.type.layout)
     # The weights in flight must pass through the wait, or their registers are reused early.
-    acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
+    if C.fast and C.bits:
+        # And so must the next ones, to be ready before it where that pays.
+        acc, weights, following = hopper.warpgroup_mma_wait(0, deps=[o_token, weights, following])
+    else:
+        acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
     mbarrier.arrive(rings.v_empty.index(slot_v))
     if not C.fast:
         following = gl.convert_layout(p.to(dtype), weights.type.layout)
@@ -242,8 +312,10 @@ def _store(values, lse, work, first_row, C: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
-    """One warpgroup: 64 query rows."""
+def _attend_tile(
+    work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Attend with 64 query rows of a tile."""
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     ROW: gl.constexpr = 0 if C.own else W * 64
     BN: gl.constexpr = C.keys
@@ -264,17 +336,29 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
         nothing = gl.zeros([64, D], dtype, store_layout)
         _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
-        q_tile = rings.q.index(W).reshape([64, D])
-        mbarrier.wait(rings.q_full.index(W), 0)
+        q_slot = _q_slot(work, W, C)
+        q_tile = rings.q.index(q_slot).reshape([64, D])
+        q_phase = 0
+        if C.persistent:
+            q_phase = (work.turn // Q_TURNS) & 1
+        mbarrier.wait(rings.q_full.index(q_slot), q_phase)
         q = q_tile
         if C.q_registers:
             q = q_tile.load(q_layout)
-        mbarrier.wait(rings.k_full.index(FIRST), 0)
-        k_t = rings.k.index(FIRST).reshape([BN, D]).permute((1, 0))
+        words = None
+        if C.bits:
+            block = _block(work, 0, C)
+            words = _words(work, ROW, block, rows_s, C)
+        at = 0
+        if C.persistent:
+            at = work.at
+        slot = FIRST + at % C.stages
+        mbarrier.wait(rings.k_full.index(slot), (at // C.stages) & 1)
+        k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
         zero = gl.zeros([64, BN], gl.float32, s_layout)
         s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
-        mbarrier.arrive(rings.k_empty.index(FIRST))
+        mbarrier.arrive(rings.k_empty.index(slot))
         if C.ragged:
             keys = gl.to_tensor(BN)
             if work.num_tail > 0:
@@ -284,10 +368,9 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
         m = gl.max(s, 1) * scale_log2
         reference = m
         if C.bits:
-            kept = _kept(work, 0, ROW, rows_s, C)
-            reference = gl.where(kept, m, float("inf"))
+            reference = m + _infinity(words, block)
             if not C.fast:
-                m = gl.where(kept, m, LOWEST)
+                m = gl.where(_lost(words, block) == 0, m, LOWEST)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
         sums = _partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), p_layout)
@@ -298,20 +381,23 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
         for step in range(1, last):
             acc, sums, m, weights = _advance(
                 q, rings, acc, sums, m, weights, BN, step, work, scale_log2, FIRST, ROW, False,
-                dtype, C,
+                dtype, C, words,
             )  # fmt: skip
         if C.sub == 0:  # a regular plan has one partial step at most
             for step in range(last, steps):
                 keys = _tail_keys(work, step - work.num_full, C)
                 acc, sums, m, weights = _advance(
                     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, True,
-                    dtype, C,
+                    dtype, C, words,
                 )  # fmt: skip
-        slot = FIRST + (steps - 1) % C.stages
-        mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
+        at = _place(work, steps - 1, C)
+        slot = FIRST + at % C.stages
+        mbarrier.wait(rings.v_full.index(slot), (at // C.stages) & 1)
         v_tile = rings.v.index(slot).reshape([BN, D])
         o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
+        if C.persistent:
+            mbarrier.arrive(rings.v_empty.index(slot))
 
         row_sum = sums
         if C.fast or C.lazy:
@@ -331,46 +417,72 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
             lse = gl.where(row_sum > 0.0, lse, float("-inf"))
         o = acc * gl.expand_dims(gl.convert_layout(inverse, rows_o), 1)
         q_tile.store(o.to(dtype))
-        _store(q_tile.load(store_layout), lse, work, ROW, C)
+        staged = q_tile.load(store_layout)
+        if C.persistent:
+            hopper.fence_async_shared()  # the next queries are written by the copy engine
+            mbarrier.arrive(rings.q_empty.index(q_slot))
+        _store(staged, lse, work, ROW, C)
 
 
 @gluon.jit
-def _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype: gl.constexpr, C: gl.constexpr):
-    """Allocate the rings and start the partitions of one tile."""
+def _consumer(
+    given, outs, rings, flags, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """One warpgroup: 64 query rows of its tile, or of those of a persistent program."""
+    if C.persistent:
+        at = 0
+        turn = FIRST_TURN
+        for tile in range(gl.program_id(0), given.total * C.q_tiles, gl.num_programs(0)):
+            work = find_work(tile, at, turn, 0, given, outs, C)
+            _attend_tile(work, rings, flags + tile, scale_log2, W, dtype, C)
+            at += work.num_full + work.num_tail
+            turn += gl.minimum(work.num_full + work.num_tail, 1)
+    else:
+        flag = flags + gl.program_id(0)
+        _attend_tile(given, rings, flag, scale_log2, W, dtype, C)
+
+
+@gluon.jit
+def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.constexpr):
+    """Allocate the rings and start the partitions of one tile, or of a persistent program."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    CONSUMERS: gl.constexpr = C.consumers
     SLOTS: gl.constexpr = C.consumers * C.stages if C.own else C.stages
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
+    Q_SLOTS: gl.constexpr = C.consumers * Q_TURNS if C.persistent else C.consumers
     one: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
+        gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, 64, D], dq.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dk.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dv.layout),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one),
     )
-    for w in gl.static_range(CONSUMERS):
+    for w in gl.static_range(Q_SLOTS):
         mbarrier.init(rings.q_full.index(w), count=1)
+        mbarrier.init(rings.q_empty.index(w), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(rings.k_full.index(slot), count=1)
         mbarrier.init(rings.v_full.index(slot), count=1)
         mbarrier.init(rings.k_empty.index(slot), count=SHARERS)
         mbarrier.init(rings.v_empty.index(slot), count=SHARERS)
     hopper.fence_async_shared()
-    work = find_work(0, plan, outs, C)
+    work = plan  # of a persistent program, each partition finds its work
+    if not C.persistent:
+        work = find_work(gl.program_id(0), 0, 0, 0, plan, outs, C)
     # warp_specialize takes literal lists of partitions only.
     if C.own:
-        other = find_work(1, plan, outs, C)
+        other = find_work(gl.program_id(0), 0, 0, 1, plan, outs, C)
         gl.warp_specialize(
             [
-                (_consumer, (work, rings, flag, scale_log2, 0, dtype, C)),
-                (_consumer, (other, rings, flag, scale_log2, 1, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, 0, C)),
-                (_producer, (dq, dk, dv, other, rings, 1, C)),
+                (_consumer, (work, outs, rings, flags, scale_log2, 0, dtype, C)),
+                (_consumer, (other, outs, rings, flags, scale_log2, 1, dtype, C)),
+                (_producer, (dq, dk, dv, work, outs, rings, 0, C)),
+                (_producer, (dq, dk, dv, other, outs, rings, 1, C)),
             ],
             [4, 1, 1],
             [C.registers, C.producer_registers, C.producer_registers],
@@ -378,9 +490,9 @@ def _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype: gl.constexpr, C: gl.co
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (_consumer, (work, rings, flag, scale_log2, 0, dtype, C)),
-                (_consumer, (work, rings, flag, scale_log2, 1, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, 0, C)),
+                (_consumer, (work, outs, rings, flags, scale_log2, 0, dtype, C)),
+                (_consumer, (work, outs, rings, flags, scale_log2, 1, dtype, C)),
+                (_producer, (dq, dk, dv, work, outs, rings, 0, C)),
             ],
             [4, 1],
             [C.registers, C.producer_registers],
@@ -388,10 +500,10 @@ def _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype: gl.constexpr, C: gl.co
     else:
         gl.warp_specialize(
             [
-                (_consumer, (work, rings, flag, scale_log2, 0, dtype, C)),
-                (_consumer, (work, rings, flag, scale_log2, 1, dtype, C)),
-                (_consumer, (work, rings, flag, scale_log2, 2, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, 0, C)),
+                (_consumer, (work, outs, rings, flags, scale_log2, 0, dtype, C)),
+                (_consumer, (work, outs, rings, flags, scale_log2, 1, dtype, C)),
+                (_consumer, (work, outs, rings, flags, scale_log2, 2, dtype, C)),
+                (_producer, (dq, dk, dv, work, outs, rings, 0, C)),
             ],
             [4, 4, 1],
             [C.registers, C.registers, C.producer_registers],
@@ -416,7 +528,10 @@ def attention_kernel(
     block_ptr, bits_ptr, bits_b, bits_h, words,
     out_b, out_s, out_h, lse_b, lse_h, scale_log2, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile. A redo does only the tiles whose flag is set."""
+    """Grid: one program per tile, or as many as run at once where they are persistent.
+
+    A redo has one program per tile, and does only the tiles whose flag is set.
+    """
     plan = Plan(
         step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, sweep_ptr,
         rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
@@ -425,13 +540,12 @@ def attention_kernel(
         block_ptr, bits_ptr, bits_b, bits_h, words,
     )  # fmt: skip
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
-    flag = flag_ptr + gl.program_id(0)
     dtype: gl.constexpr = dq.dtype
     if C.redo:
-        if gl.load(flag) > 0:
-            _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype, C)
+        if gl.load(flag_ptr + gl.program_id(0)) > 0:
+            _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)
     else:
-        _run(dq, dk, dv, plan, outs, flag, scale_log2, dtype, C)
+        _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)
 
 
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)

@@ -57,7 +57,8 @@ def attend(
         *launch.arguments, *out.stride()[:3],
         *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
     )  # fmt: skip
-    _launcher().each(launch.grid, *arguments, variants=launch.variants)
+    for grid, variants in launch.launches:
+        _launcher().each(grid, *arguments, variants=variants)
 
 
 @cache
@@ -72,18 +73,17 @@ class _Launch:
     """What launches on one plan have in common, whatever the tensors.
 
     Attributes:
-        grid: number of programs.
         shape: the kernel to compile.
-        variants: its options, and those of the kernel that redoes flagged tiles, if any.
+        launches: numbers of programs, each with the options of the kernels to launch: the kernel
+            itself, and the one that redoes flagged tiles, if any.
         arguments: those that follow from the plan, in the kernel's order.
         counts: a tensor of the plan.
         num_flags: int32 flags to make room for, a multiple of four.
         num_sweeps: positions of key sweeps to make room for.
     """
 
-    grid: tuple[int]
     shape: "Shape"
-    variants: tuple[dict[str, Any], ...]
+    launches: tuple[tuple[tuple[int], tuple[dict[str, Any], ...]], ...]
     arguments: tuple[Any, ...]
     counts: torch.Tensor
     num_flags: int
@@ -131,18 +131,32 @@ def _prepare(
         *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], plan.q.size, plan.q.total, total,
         blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
     )  # fmt: skip
-    redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
     return _Launch(
-        grid=(num_tiles,),
         shape=shape,
-        variants=tuple(
-            {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
-        ),
+        launches=_launches(shape, num_tiles, q.get_device()),
         arguments=arguments,
         counts=counts,
         num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
     )
+
+
+def _launches(
+    shape: "Shape", num_tiles: int, device: int
+) -> tuple[tuple[tuple[int], tuple[dict[str, Any], ...]], ...]:
+    """Return the launches of `_Launch`."""
+    redo = dataclasses.replace(shape, fast=False, redo=True, sync=0, persistent=False)
+    options = [{"C": c, "num_warps": 4} for c in ((shape, redo) if shape.fast else (shape,))]
+    if not shape.persistent:
+        return (((num_tiles,), tuple(options)),)
+    at_once = min(num_tiles, _processors(device))
+    return (((at_once,), (options[0],)), *(((num_tiles,), (o,)) for o in options[1:]))
+
+
+@cache
+def _processors(device: int) -> int:
+    """Return the number of multiprocessors; 1 where there is no GPU, and kernels only compile."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 1
 
 
 def _q_tiles(plan: BlockPlan, tile: HopperTile) -> int:
@@ -165,6 +179,7 @@ def _shape(
         q_tiles=_q_tiles(plan, tile),
         consumers=tile.consumers,
         stages=tile.stages,
+        persistent=tile.persistent,
         own=tile.own,
         q_registers=tile.q_registers,
         fast=tile.fast,
@@ -175,6 +190,7 @@ def _shape(
         q_starts=plan.q.starts is not None,
         q_lengths=plan.q.lengths is not None,
         bits=plan.row_bits is not None,
+        one_word=plan.row_bits is not None and plan.row_bits.shape[3] == 1,
         lse=lse,
         redo=False,
         registers=tile.registers,

@@ -20,6 +20,7 @@ class Rings(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
+    q_empty: Any = None
 
 
 class Plan(NamedTuple):
@@ -81,7 +82,8 @@ class Work(NamedTuple):
     `row` is its first query row in the tensor, `real` and `owned` how many rows from there on are
     attended and written, `tail` the first key of the partial step of a regular plan or the last
     place of the list, `tail_keys` its length or None, `blocks` the block of every step and `bits`
-    the words of the first row.
+    the words of the first row. Of a program that works on tile after tile, `at` is how many steps
+    its rings held before, and `turn` how many tiles with steps there were.
     """
 
     row_list: Any
@@ -102,6 +104,8 @@ class Work(NamedTuple):
     blocks: Any
     bits: Any
     words: Any
+    at: Any
+    turn: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,7 @@ class Shape:
         q_tiles: tiles per query block.
         consumers: consumer warpgroups of 64 rows.
         stages: tiles in a ring.
+        persistent: whether a program works on tile after tile, loading ahead; not with `own`.
         own: whether each consumer has its own query block.
         q_registers: whether Q is kept in registers.
         fast: fixed reference and flags instead of the online softmax.
@@ -126,6 +131,7 @@ class Shape:
         q_starts: whether query blocks have starts of their own.
         q_lengths: whether query blocks have lengths of their own.
         bits: whether rows choose among the blocks of their list; the list then holds steps.
+        one_word: whether the choice of a row is a single word.
         lse: whether lse is wanted.
         redo: whether only flagged tiles are computed.
         registers: registers of a consumer thread.
@@ -139,6 +145,7 @@ class Shape:
     q_tiles: int
     consumers: int
     stages: int
+    persistent: bool
     own: bool
     q_registers: bool
     fast: bool
@@ -149,6 +156,7 @@ class Shape:
     q_starts: bool
     q_lengths: bool
     bits: bool
+    one_word: bool
     lse: bool
     redo: bool
     registers: int
@@ -168,14 +176,14 @@ def locate(position, plan, C: gl.constexpr):
 
 
 @gluon.jit
-def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
-    """Return the work of this program, of consumer `W` where each has a query block of its own."""
+def find_work(tile, at, turn, W: gl.constexpr, plan, outs, C: gl.constexpr):
+    """Return the work of a tile, of consumer `W` where each has a query block of its own."""
     if C.own:
-        position = gl.program_id(0) * C.consumers + W
+        position = tile * C.consumers + W
         inside = position * 0
     else:
-        position = gl.program_id(0) // C.q_tiles
-        inside = gl.program_id(0) % C.q_tiles * (C.consumers * 64)
+        position = tile // C.q_tiles
+        inside = tile % C.q_tiles * (C.consumers * 64)
     valid = position < plan.total
     b, h, i = locate(gl.minimum(position, plan.total - 1), plan, C)
     begin = i * plan.q_size
@@ -194,8 +202,8 @@ def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
     h_64 = h.to(gl.int64)
     i_64 = i.to(gl.int64)
     row_list = plan.steps + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q
-    at = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
-    count = gl.load(plan.count + at)
+    place = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
+    count = gl.load(plan.count + place)
     num_tail = count * 0
     if C.sub > 0:
         num_full = count * C.sub
@@ -210,8 +218,8 @@ def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
         num_full = count
         tail = plan.room - 1
         if C.ragged:
-            num_tail = gl.load(plan.tail_count + at)
-        tail_keys = plan.tail_length + at * plan.tail_room
+            num_tail = gl.load(plan.tail_count + place)
+        tail_keys = plan.tail_length + place * plan.tail_room
     row = begin + inside
     out = outs.out + b_64 * outs.out_b + h_64 * outs.out_h + row.to(gl.int64) * outs.out_s
     lse = outs.lse + b_64 * outs.lse_b + h_64 * outs.lse_h + row
@@ -222,7 +230,7 @@ def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
         plan.sweep + b * plan.sweep_b + kv_h,
         plan.blocks + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q,
         plan.bits + b_64 * plan.bits_b + h_64 * plan.bits_h + row.to(gl.int64) * plan.words,
-        plan.words,
+        plan.words, at, turn,
     )  # fmt: skip
 
 

@@ -10,11 +10,14 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.providers import rows_for_choice
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
 from multimodal_gen.kernels.row_groups.api import (
     ChunkGroups,
+    SortedRows,
     chunk_groups,
     merge_parts,
+    move_rows,
     sort_rows,
 )
 from multimodal_gen.kernels.tile_order.api import gather_tokens
@@ -31,7 +34,6 @@ __all__ = ["ChunkCall", "attend_all", "attend_chunks", "select"]
 # launches are not too short.
 _SHARE_AT_ONCE = 0.05
 _BYTES_AT_ONCE = 192 << 20
-_ROWS = 128  # of a query block
 _DENSE_BLOCK = 384  # rows of a query block where everything is attended to
 
 
@@ -117,27 +119,29 @@ def attend_chunks(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:
     groups = call.groups or chunk_groups(call.chunks.num_chunks, call.layout.num_video)
     bits, pairs = select(call)
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
+    rows = sort_rows(bits, groups, block=_block_rows(call), extra=call.chunks.has_rest)
     passes = _passes(call, groups)
-    most = (passes[0].stop - passes[0].start) * group
-    keys = call.chunks.key_blocks(groups, most, call.keep)
+    at_once = (passes[0].stop - passes[0].start) * group
+    keys = call.chunks.key_blocks(groups, at_once, call.keep)
+    orders = _orders(rows.counts, len(passes))
 
     def attend_rest(span: slice) -> None:
         out[:, span] = attend_rows(query[:, span], key, call.value, call.keep, call.scale)
 
-    def attend(part: slice) -> None:
+    def attend(part: slice, order: torch.Tensor) -> None:
         q_slice = slice(part.start * group, part.stop * group)
-        _attend_heads(call, groups, bits[:, q_slice], keys, part, out[:, :, q_slice])
+        _attend_heads(call, rows.of_heads(q_slice), order, keys, part, out[:, :, q_slice])
 
     calls = [*(partial(attend_rest, span) for span in call.rest)]
-    calls += [partial(attend, part) for part in passes]
+    calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
     run_in_turns(calls, query.device)
     return out, call.density(pairs)
 
 
 def _attend_heads(
     call: ChunkCall,
-    groups: ChunkGroups,
-    bits: torch.Tensor,
+    rows: SortedRows,
+    order: torch.Tensor,
     keys: tuple[torch.Tensor, Blocks],
     part: slice,
     out: torch.Tensor,
@@ -149,40 +153,53 @@ def _attend_heads(
     query = call.query[:, call.video, part.start * group : part.stop * group]
     if not call.chunks.in_order or call.keep is not None:
         key, value = gather_tokens((key, value), index)
-    rows = sort_rows(query, bits, groups, block=_ROWS, extra=call.chunks.has_rest)
     plan = BlockPlan(
         indices=rows.indices,
         counts=rows.counts,
-        q=Blocks.padded(rows.lengths, _ROWS),
-        kv=_of_heads(blocks, rows.counts.shape[1]),
+        q=Blocks.padded(rows.lengths, rows.room // rows.counts.shape[2]),
+        kv=blocks,
         row_bits=rows.bits.unsqueeze(-1),
+        order=order,
     )
     parts, lse = block_sparse_attention(
-        rows.query, key, value, plan, scale=call.scale, return_lse=True, kernel=call.kernel
+        move_rows(query, rows),
+        key,
+        value,
+        plan,
+        scale=call.scale,
+        return_lse=True,
+        kernel=call.kernel,
     )
     merge_parts(parts, lse, rows, out[:, call.video])
 
 
-def _of_heads(blocks: Blocks, heads: int) -> Blocks:
-    """Return the key blocks of the first heads; all heads have the same."""
-    assert blocks.starts is not None, "chunks have starts"
-    assert blocks.lengths is not None, "and lengths"
-    return Blocks.ragged(
-        blocks.starts[:, :heads],
-        blocks.lengths[:, :heads],
-        total=blocks.total,
-        size=blocks.size,
-    )
+def _block_rows(call: ChunkCall) -> int:
+    """Return the rows of a query block that suit the kernel that will run."""
+    copied = not call.chunks.in_order or call.keep is not None
+    keys = () if copied else (call.key, call.value)
+    return rows_for_choice(call.query, call.kernel, keys)
+
+
+def _orders(counts: torch.Tensor, passes: int) -> tuple[torch.Tensor, ...]:
+    """Return the order in which each pass starts its query blocks, those with most keys first.
+
+    Args:
+        counts: int32 [B, H * G, Nq].
+        passes: how many passes share the heads evenly.
+    """
+    by_pass = counts.reshape(len(counts), passes, -1).transpose(0, 1).reshape(passes, -1)
+    return by_pass.argsort(dim=1, descending=True, stable=True).int().unbind()
 
 
 def _passes(call: ChunkCall, groups: ChunkGroups) -> list[slice]:
-    """Return the key heads in shares whose copies stay small."""
+    """Return the key heads in equal shares whose copies stay small."""
     query, kv_heads = call.query, call.key.shape[2]
     size = query.element_size()
     copies = 2 * size * (query.numel() * groups.num + call.key.numel()) // kv_heads
     inputs = 2 * size * (query.numel() + call.key.numel())
-    at_once = max(int(max(inputs * _SHARE_AT_ONCE, _BYTES_AT_ONCE) / copies), 1)
-    return [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
+    most = max(int(max(inputs * _SHARE_AT_ONCE, _BYTES_AT_ONCE) / copies), 1)
+    at_once = next(n for n in range(min(most, kv_heads), 0, -1) if kv_heads % n == 0)
+    return [slice(h, h + at_once) for h in range(0, kv_heads, at_once)]
 
 
 def attend_all(call: ChunkCall) -> torch.Tensor:
