@@ -42,7 +42,7 @@ from _sparse_contenders import (
 )
 from _sparse_peers import OTHERS, SAFE
 
-from multimodal_gen.runtime.layers.attention.backends import tiled, video_sparse_attn
+from multimodal_gen.runtime.layers.attention.backends import tiled, video_sparse_coarse
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 
 PROBE_SECONDS = 180
@@ -55,9 +55,9 @@ PIECES = (
     ("gather", tiled, "gather_tokens"),
     ("engine", tiled, "block_sparse_attention"),
     ("scatter", tiled, "scatter_tokens"),
-    ("pooling", video_sparse_attn, "pool_tiles"),
-    ("selection", video_sparse_attn, "select_tiles"),
-    ("gate", video_sparse_attn, "add_gated"),
+    ("pooling", video_sparse_coarse, "pool_tiles"),
+    ("selection", video_sparse_coarse, "select_tiles"),
+    ("gate", video_sparse_coarse, "add_gated"),
 )
 REST = "rest"
 

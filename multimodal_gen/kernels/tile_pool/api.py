@@ -33,6 +33,7 @@ def pool_tiles(
     size: int,
     index: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the mean of every tile's tokens, summed in fp32; does not wait for the device.
 
@@ -44,9 +45,10 @@ def pool_tiles(
         index: int32 [S'], the token at every position; None where tokens lie tile by tile.
         keep: bool [B, S], tokens that count, in the order of the tensors; None for all. The others
             may hold anything, NaN too.
+        dtype: of the means; that of the tensors when None.
 
     Returns:
-        For every tensor [B, H, N, D], contiguous, in its dtype; zero where no token counts.
+        For every tensor [B, H, N, D], contiguous; zero where no token counts.
 
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other.
@@ -58,8 +60,10 @@ def pool_tiles(
     if _runs_triton(*tensors):
         from multimodal_gen.kernels.tile_pool import kernel
 
-        return tuple(kernel.pool_tiles(x, starts, lengths, index, keep) for x in tensors)
-    return tuple(pool_tiles_reference(x, starts, lengths, index, size, keep) for x in tensors)
+        return tuple(kernel.pool_tiles(x, starts, lengths, index, keep, dtype) for x in tensors)
+    return tuple(
+        pool_tiles_reference(x, starts, lengths, index, size, keep, dtype) for x in tensors
+    )
 
 
 def select_tiles(

@@ -212,11 +212,12 @@ def pool_tiles(
     lengths: torch.Tensor,
     index: torch.Tensor | None,
     keep: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Launch the mean over the tiles of one tensor; see `api.pool_tiles`."""
     batch, _, heads, head_size = tensor.shape
     num_tiles = len(starts)
-    out = tensor.new_empty((batch, heads, num_tiles, head_size))
+    out = tensor.new_empty((batch, heads, num_tiles, head_size), dtype=dtype)
     _launch_pool(
         (batch * heads * num_tiles,),
         tensor, out, starts, lengths, starts if index is None else index,

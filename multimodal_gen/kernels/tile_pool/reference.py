@@ -35,6 +35,7 @@ def pool_tiles_reference(
     index: torch.Tensor | None,
     size: int,
     keep: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the mean over the tokens of every tile, summed in fp32 (fp64 for fp64).
 
@@ -45,9 +46,10 @@ def pool_tiles_reference(
         index: int32 [S'], or None.
         size: upper bound of `lengths`.
         keep: bool [B, S], tokens that count, or None.
+        dtype: of the means; that of `tensor` when None.
 
     Returns:
-        [B, H, N, D] in the dtype of `tensor`; zero where no token counts.
+        [B, H, N, D]; zero where no token counts.
     """
     compute = torch.promote_types(tensor.dtype, torch.float32)
     batch, _, heads, head_size = tensor.shape
@@ -59,7 +61,7 @@ def pool_tiles_reference(
         total = total + torch.where(counted[..., None, None], token, 0.0)
         counts = counts + counted
     mean = total / counts.clamp_min(1)[..., None, None]
-    return mean.transpose(1, 2).to(tensor.dtype).contiguous()
+    return mean.transpose(1, 2).to(dtype or tensor.dtype).contiguous()
 
 
 def select_tiles_reference(

@@ -50,6 +50,28 @@ def gated_route(routes: Iterable[Route]) -> Route | None:
     return next((r for r in routes if isinstance(r.primary.impl, GatedImpl)), None)
 
 
+def check_gate(
+    route: Route,
+    gated: Route | None,
+    query: torch.Tensor,
+    gate: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+) -> Route:
+    """Return `gated`, once the gate is known to fit; see `attend_gated`."""
+    if gated is None:
+        raise UsageError(
+            f"the gate must be None unless the backend is video_sparse_attn, this layer runs "
+            f"{route.primary.selection.backend}, which has no coarse branch to weigh"
+        )
+    if attn_mask is not None or gate.shape != query.shape:
+        mask = "no mask" if attn_mask is None else f"a mask of shape {list(attn_mask.shape)}"
+        raise UsageError(
+            f"the gate must have the shape of query, {list(query.shape)}, and come without a mask, "
+            f"got {list(gate.shape)} with {mask}"
+        )
+    return gated
+
+
 def attend_gated(
     route: Route,
     gated: Route | None,
@@ -79,17 +101,7 @@ def attend_gated(
         UsageError: nothing has a coarse branch, the gate does not fit, or there is a mask.
         UnsupportedBackendError: gradients are recorded and the kernel has no backward.
     """
-    if gated is None:
-        raise UsageError(
-            f"the gate must be None unless the backend is video_sparse_attn, this layer runs "
-            f"{route.primary.selection.backend}, which has no coarse branch to weigh"
-        )
-    if attn_mask is not None or gate.shape != query.shape:
-        mask = "no mask" if attn_mask is None else f"a mask of shape {list(attn_mask.shape)}"
-        raise UsageError(
-            f"the gate must have the shape of query, {list(query.shape)}, and come without a mask, "
-            f"got {list(gate.shape)} with {mask}"
-        )
+    gated = check_gate(route, gated, query, gate, attn_mask)
     bound, coarse = route.primary, gated.primary
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, gate)):
         bound = route.honouring(Feature.BACKWARD)

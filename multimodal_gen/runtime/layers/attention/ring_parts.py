@@ -13,8 +13,13 @@ from multimodal_gen.runtime.distributed.ring import AttendPart, RingCall, ring_a
 from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.binding import Route
+from multimodal_gen.runtime.layers.attention.gating import check_gate, gated_route
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.ring_method import RingInputs, RingMethod
+from multimodal_gen.runtime.layers.attention.ring_method import (
+    GatedRingMethod,
+    RingInputs,
+    RingMethod,
+)
 from multimodal_gen.runtime.layers.attention.split_call import HeadsOfRank, SplitCall
 from multimodal_gen.runtime.layers.attention.tensors import wants_gradient
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
@@ -52,22 +57,34 @@ def attend_in_ring(
     inputs = _ring_inputs(layer, call, heads, mask)
     route = layer.route(inputs.query)
     training = wants_gradient(inputs.query, inputs.key, inputs.value, inputs.gate)
-    impl = route.primary.impl
+    impl, gate = route.primary.impl, inputs.gate
+    gated = None
+    if gate is not None:
+        every = gated_route(layer.planned_routes())
+        gated = check_gate(route, every, heads.tokens[0], gate, mask).primary.impl
     if isinstance(impl, RingMethod) and Feature.RING in route.primary.features:
         if training:
             raise _no_gradients(route)
         route.primary.calls += 1
         return impl.forward_in_ring(inputs, current_forward_context())
+    if training and gated is not None:
+        raise _no_gradients(route)
     attend = _attend_part(layer, route, training=training)
     shared = (inputs.shared_key, inputs.shared_value)
-    return ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
+    out = ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
+    if gated is None:
+        return out
+    assert isinstance(gated, GatedRingMethod), "the schedule was checked"
+    return gated.add_coarse_in_ring(out, inputs, current_forward_context())
 
 
 def _ring_inputs(
     layer: "AttentionLayer", call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
 ) -> RingInputs:
     rows, me = call.rows, call.groups.ulysses.index
-    query = torch.cat((heads.front[0], heads.tokens[0], heads.back[0]), dim=1)
+    query = heads.tokens[0]
+    if rows.prefix or rows.suffix:
+        query = torch.cat((heads.front[0], query, heads.back[0]), dim=1)
     (key, value), front, back = (
         [call.shares.arrange_keys(x, me) for x in stretch[1:]]
         for stretch in (heads.tokens, heads.front, heads.back)
@@ -97,7 +114,7 @@ def _ring_inputs(
         value=value,
         shared_key=shared[0],
         shared_value=shared[1],
-        gate=heads.gate,
+        gate=None if heads.gate is None else heads.gate.to(query.dtype),
     )
 
 

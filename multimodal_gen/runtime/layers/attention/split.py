@@ -195,8 +195,6 @@ class SplitAttentionLayer(AttentionLayer):
         attn_mask: torch.Tensor | None,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
-        if gate is not None:
-            raise UsageError("gate_compress must be None in a ring, got one; use --ring-degree 1")
         keep = None
         mask = None if attn_mask is None else self.whole_mask(call, attn_mask) != 0
         self_attention = self.site.role is not AttentionRole.CROSS and call.same_tokens
@@ -205,7 +203,7 @@ class SplitAttentionLayer(AttentionLayer):
             if wants_gradient(query, key, value):
                 # K and V's gradients sum over all queries: zero times NaN would reach every row.
                 query = zero_masked_rows(query, keep)
-        heads = call.take_heads(query, key, value, None)
+        heads = call.take_heads(query, key, value, gate)
         out = call.give_heads(attend_in_ring(self, call, heads, mask))
         return out if keep is None else zero_masked_rows(out, keep)
 

@@ -75,6 +75,7 @@ def attend_in_ring(
     order = None
     if mine is not None and here is not None:
         key, value = here.ordered(key, value)
+    if mine is not None and mine.num_video:
         parts.queries = slice(call.prefix, call.prefix + mine.num_video)
         order = _query_order(mine, call.prefix, call.suffix)
         (query,) = gather_tokens((query,), order)
@@ -113,6 +114,8 @@ class _Held:
         if self.keep is not None:
             # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
             key, value = (zero_masked_rows(x, self.keep) for x in (key, value))
+        elif not self.chunk.num_video:
+            return key, value
         key, value = gather_tokens((key, value), self.index)
         return key, value
 

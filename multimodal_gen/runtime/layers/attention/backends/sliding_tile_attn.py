@@ -37,7 +37,7 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
     tiled_sequence,
     tiled_video,
 )
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
@@ -166,12 +166,6 @@ class SlidingTileBackend(AttentionBackend):
         upstream_variant("st_attn", _ST_ATTN, head_sizes=(128,)),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, head_sizes=(128,)),
     )
-
-    @classmethod
-    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants that the `kernel` parameter leaves."""
-        kernel = getattr(config, "kernel", "auto")
-        return tuple(v for v in cls.variants if kernel in ("auto", v.name))
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:

@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -30,18 +29,28 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     engine_variants,
     upstream_variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.ring_tiled import attend_in_ring
+from multimodal_gen.runtime.layers.attention.backends.ring_tiles import (
+    chunks_of,
+    ring_layout,
+    whole_chunks,
+)
 from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import (
     SequenceLayout,
-    TiledSequence,
     attend_tiled,
+    heads_at_once,
     sequence_layout,
-    tiled_sequence,
-    tiled_video,
+)
+from multimodal_gen.runtime.layers.attention.backends.video_sparse_coarse import (
+    Coarse,
+    coarse_alone,
+    coarse_in_ring,
 )
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.gating import GatedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.ring_method import GatedRingMethod, RingInputs
 from multimodal_gen.runtime.layers.attention.vsa.upstream import (
     UPSTREAM,
     UpstreamCall,
@@ -111,7 +120,7 @@ class VideoSparseBackend(AttentionBackend):
     summary: ClassVar[str] = "Video Sparse Attention: coarse attention picks the tiles to attend to"
     config_cls: ClassVar[type[VideoSparseConfig]] = VideoSparseConfig
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA, Feature.KEY_MASK)),
+        *engine_variants((Feature.GQA, Feature.KEY_MASK, Feature.RING)),
         upstream_variant("vsa", _VSA),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),
     )
@@ -122,53 +131,7 @@ class VideoSparseBackend(AttentionBackend):
         return VideoSparseImpl
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Coarse:
-    """The coarse stage of one call: the tiles, and the means of their queries and keys.
-
-    Attributes:
-        queries: the queries in tiles.
-        keys: the keys in tiles.
-        pooled_query: means of the tiles' queries, [B, H, N, D].
-        pooled_key: means of the tiles' keys, [B, Hkv, N, D].
-        real: bool [B, N], tiles of which not everything is masked; None for all.
-    """
-
-    queries: TiledSequence
-    keys: TiledSequence
-    pooled_query: torch.Tensor
-    pooled_key: torch.Tensor
-    real: torch.Tensor | None = None
-
-    def plan(self, heads: slice, kept: int) -> BlockPlan:
-        """Return what a range of query heads attends to: `kept` tiles and all text."""
-        group = self.pooled_query.shape[1] // self.pooled_key.shape[1]
-        query = self.pooled_query[:, heads]
-        key = self.pooled_key[:, heads.start // group : heads.stop // group]
-        q_blocks, kv_blocks = self.queries.blocks, self.keys.blocks
-        text = self.keys.num_text_blocks
-        indices = select_tiles(query, key, kept, always=text, real=self.real)
-        counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
-        return BlockPlan(indices=indices, counts=counts, q=q_blocks, kv=kv_blocks, uniform=True)
-
-    def add(
-        self, out: torch.Tensor, value: torch.Tensor, gate: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Return `out` plus `gate` times attention among the tiles."""
-        order, index = self.queries.order, self.queries.index
-        starts, lengths, size = order.starts, order.lengths, order.largest
-        (pooled_value,) = pool_tiles((value,), starts, lengths, size=size, index=index)
-        coarse = F.scaled_dot_product_attention(
-            self.pooled_query,
-            self.pooled_key,
-            pooled_value,
-            scale=scale,
-            enable_gqa=self.pooled_query.shape[1] != self.pooled_key.shape[1],
-        )
-        return add_gated(out, gate, coarse, starts, lengths, size=size, index=index)
-
-
-class VideoSparseImpl(SparseImpl, GatedImpl):
+class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
     """Video Sparse Attention of one layer."""
 
     backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
@@ -214,7 +177,42 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
     ) -> torch.Tensor:
         """Add the coarse stage; see `GatedImpl.add_coarse`."""
         layout = sequence_layout(query, key, context, str(self.backend))
-        return self._coarse(query, key, layout, None).add(out, value, gate, self.softmax_scale)
+        coarse = coarse_alone(query, key, layout, self._tile(layout.grid), None)
+        return coarse.add(out, value, gate, self.softmax_scale)
+
+    def forward_in_ring(
+        self, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """See `RingMethod.forward_in_ring`."""
+        layout = ring_layout(inputs, context, str(self.backend))
+        assert context is not None, "a layout needs a context"
+        call, gate, device = inputs.call, inputs.gate, inputs.query.device
+        run = partial(attend_in_ring, inputs, scale=self.softmax_scale, kernel=self._config.kernel)
+        num_tiles = math.prod(self._tiles(layout.grid))
+        kept = kept_tiles(self._config, num_tiles, layout.num_video)
+        self.record(context, _density(kept / num_tiles, layout))  # of whole tiles
+        if kept == num_tiles and call.keep is None:
+            out = run(whole_chunks(call, device), lambda _: None)
+            return out if gate is None else self.add_coarse_in_ring(out, inputs, context)
+        tile = self._tile(layout.grid)
+        chunks = chunks_of(layout, call, tile, device)
+        coarse, mine = coarse_in_ring(inputs, layout, tile, chunks), chunks[call.group.index]
+        if not coarse.queries.order.uniform:
+            heads = _first_heads(inputs, layout)
+            self._record_pairs(context, coarse.plan(heads, kept), layout)
+        out = run(chunks, coarse.plans_of(mine, kept))
+        return out if gate is None else coarse.add_to(mine, out, gate, self.softmax_scale)
+
+    def add_coarse_in_ring(
+        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """See `GatedRingMethod.add_coarse_in_ring`."""
+        layout = ring_layout(inputs, context, str(self.backend))
+        assert inputs.gate is not None, "callers know"
+        tile, call = self._tile(layout.grid), inputs.call
+        chunks = chunks_of(layout, call, tile, out.device)
+        coarse, mine = coarse_in_ring(inputs, layout, tile, chunks), chunks[call.group.index]
+        return coarse.add_to(mine, out, inputs.gate, self.softmax_scale)
 
     def _attend(
         self,
@@ -233,7 +231,7 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
         if kept == math.prod(tiles) and keep is None and kernel not in UPSTREAM:
             out = _attend_to_all(query, key, value, scale, kernel)
             return out if gate is None else self.add_coarse(out, query, key, value, gate, context)
-        coarse = self._coarse(query, key, layout, keep)
+        coarse = coarse_alone(query, key, layout, self._tile(layout.grid), keep)
         if kernel in UPSTREAM:
             out = self._upstream(query, key, value, coarse, kept, keep)
             return out if gate is None else coarse.add(out, value, gate, scale)
@@ -241,11 +239,7 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
         def plan_of(heads: slice) -> BlockPlan:
             plan = coarse.plan(heads, kept)
             if heads.start == 0 and not coarse.queries.order.uniform:
-                # Which tiles are cut short is up to the data: the first heads stand for all.
-                of_video = plan.pairs().double().mean() / layout.num_video**2
-                text = layout.num_keys - layout.num_video
-                of_tiles = of_video - text / layout.num_video
-                self.record(context, _density(of_tiles, layout))
+                self._record_pairs(context, plan, layout)
             return plan
 
         out = attend_tiled(
@@ -261,12 +255,23 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
         )
         return out if gate is None else coarse.add(out, value, gate, scale)
 
+    def _record_pairs(
+        self, context: ForwardContext, plan: BlockPlan, layout: SequenceLayout
+    ) -> None:
+        """Note what a plan of the first heads keeps, which stand for all.
+
+        Which tiles are cut short is up to the data.
+        """
+        of_video = plan.pairs().double().mean() / layout.num_video**2
+        of_tiles = of_video - (layout.num_keys - layout.num_video) / layout.num_video
+        self.record(context, _density(of_tiles, layout))
+
     def _upstream(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        coarse: _Coarse,
+        coarse: Coarse,
         kept: int,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -300,36 +305,6 @@ class VideoSparseImpl(SparseImpl, GatedImpl):
         """Return the number of tiles along each axis."""
         return tuple(-(-n // edge) for n, edge in zip(grid, self._tile(grid), strict=True))
 
-    def _coarse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        layout: SequenceLayout,
-        keep: torch.Tensor | None,
-    ) -> _Coarse:
-        tile = self._tile(layout.grid)
-        queries = tiled_video(layout, tile, query.device)
-        keys = tiled_sequence(layout, layout.num_keys, tile, query.device)
-        order = queries.order
-        # The video lies at the same positions on both sides.
-        pool = partial(
-            pool_tiles,
-            starts=order.starts,
-            lengths=order.lengths,
-            size=order.largest,
-            index=queries.index,
-        )
-        real = None
-        if keep is None:
-            pooled = pool((query, key))
-        else:
-            pooled = pool((query[:, : key.shape[1]], key), keep=keep)
-            (share,) = pool((keep[..., None, None].to(key.dtype),))
-            real = share[:, 0, :, 0] > 0
-        return _Coarse(
-            queries=queries, keys=keys, pooled_query=pooled[0], pooled_key=pooled[1], real=real
-        )
-
 
 def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> int:
     """Return how many key tiles each query tile keeps, in [1, `num_tiles`].
@@ -360,6 +335,13 @@ def _attend_to_all(
     out = block_sparse_attention(query, key, value, plan, scale=scale, kernel=kernel)
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def _first_heads(inputs: RingInputs, layout: SequenceLayout) -> slice:
+    """Return the query heads whose plan one process would make first, of this rank's heads."""
+    query, kv_heads = inputs.query, inputs.key.shape[2]
+    whole = query.new_empty((len(query), layout.num_queries, *query.shape[2:]), device="meta")
+    return slice(0, heads_at_once(whole, whole, kv_heads)[0].stop * (query.shape[2] // kv_heads))
 
 
 def _density(of_video: _Share, layout: SequenceLayout) -> _Share:

@@ -188,16 +188,16 @@ def test_no_gate_is_weight_zero_and_not_one():
 
 
 def test_without_a_gate_no_value_is_pooled(monkeypatch):
-    from multimodal_gen.runtime.layers.attention.backends import video_sparse_attn
+    from multimodal_gen.runtime.layers.attention.backends import video_sparse_coarse
 
     pooled = []
-    pool = video_sparse_attn.pool_tiles
+    pool = video_sparse_coarse.pool_tiles
 
     def spy(tensors, *args, **options):
         pooled.append(len(tensors))
         return pool(tensors, *args, **options)
 
-    monkeypatch.setattr(video_sparse_attn, "pool_tiles", spy)
+    monkeypatch.setattr(video_sparse_coarse, "pool_tiles", spy)
     qkv = inputs(WHOLE)
     run(layer(topk=2), qkv, WHOLE)
     assert pooled == [2]
