@@ -30,7 +30,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 if TYPE_CHECKING:
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.LSE})
+_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.LSE, Feature.RING})
 # By kernel: what it can do beyond that.
 _MORE = MappingProxyType({"triton": frozenset({Feature.CAUSAL})})
 _KEY_BLOCK = 384
