@@ -6,15 +6,13 @@ behind ends with the next call or with the hooks.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from multimodal_gen.integrations.branches import branch_name
 from multimodal_gen.integrations.hooks import untraced_hook
 from multimodal_gen.integrations.models import ModelAdapter, ModelCall
 from multimodal_gen.integrations.padding import KeyPadding
@@ -28,8 +26,6 @@ from multimodal_gen.runtime.managers.forward_context import (
 
 _OPEN = "multimodal_gen.open_context"
 
-# The name a pipeline gave the running call by `cache_context`; per thread, like the context.
-_BRANCH: ContextVar[str | None] = ContextVar("multimodal_gen_branch", default=None)
 _BATCHED = "cond_uncond"
 
 # What the forward methods of diffusers call their timestep.
@@ -136,7 +132,7 @@ class DenoiserHooks:
         return step, number / scale
 
     def _branch(self) -> str | None:
-        name = (_BRANCH.get() or "").removeprefix("pred_")
+        name = branch_name()
         if name in ("cond", "uncond"):
             return name
         if name != _BATCHED and not self._adapter.batches_guidance:
@@ -146,38 +142,3 @@ class DenoiserHooks:
         if guided is None:
             return "both" if name == _BATCHED else None
         return "both" if guided else "cond"
-
-
-class NamedCalls:
-    """Stands in for a model's `cache_context` and notes the name of the call.
-
-    A copy of the model gets its class's own.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    @contextmanager
-    def __call__(self, name: str, **kwargs: Any) -> Iterator[None]:
-        """Enter the model's own `cache_context` with the name noted."""
-        token = _BRANCH.set(name)
-        try:
-            with type(self._model).cache_context(self._model, name, **kwargs):  # type: ignore[attr-defined]
-                yield
-        finally:
-            _BRANCH.reset(token)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # The copy of the model is under construction and knows its copies by the model's memo.
-        return OwnCalls, (self._model,)
-
-
-class OwnCalls:
-    """What `NamedCalls` copies to: the `cache_context` of the model's class."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, name: str, **kwargs: Any) -> Any:
-        """Enter the model's own `cache_context`."""
-        return type(self._model).cache_context(self._model, name, **kwargs)  # type: ignore[attr-defined]

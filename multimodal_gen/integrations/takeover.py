@@ -10,8 +10,9 @@ from torch import nn
 
 from multimodal_gen.errors import NothingAppliedError, UsageError
 from multimodal_gen.integrations.attached import AttachedLayer, Geometry
+from multimodal_gen.integrations.branches import NamedCalls, OwnCalls
 from multimodal_gen.integrations.components import Component, compute_dtype
-from multimodal_gen.integrations.denoiser import DenoiserHooks, NamedCalls, OwnCalls
+from multimodal_gen.integrations.denoiser import DenoiserHooks
 from multimodal_gen.integrations.gates import attach_gate, find_gates
 from multimodal_gen.integrations.models import ModelAdapter, find_adapter
 from multimodal_gen.integrations.parallel.denoiser import ParallelPlan, is_split
@@ -83,7 +84,7 @@ class DenoiserPlan:
                 f"{len(self._failures)}: {'; '.join(dict(Counter(self._failures)))}"
             )
         heads = [t.layer.num_heads for t in self._takeovers if is_split(t.layer.site.role)]
-        self._parallel = ParallelPlan(component, adapter, heads, groups)
+        self._parallel = ParallelPlan(component, adapter, heads, groups, pipeline)
         self._hooks = DenoiserHooks(
             component.model,
             self._adapter,
@@ -153,6 +154,7 @@ class DenoiserPlan:
         self._tracker.when_ended.append(self._end_request)
         undo.callback(self._tracker.when_ended.remove, self._end_request)
         undo.callback(self._hooks.end_context)
+        self._parallel.install_outside(undo)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
         self._parallel.install(undo)
@@ -165,6 +167,7 @@ class DenoiserPlan:
             undo.callback(vars(model).pop, "cache_context", None)
 
     def _end_request(self, request_id: str) -> None:
+        self._parallel.end_request()
         for takeover in self._takeovers:
             takeover.layer.end_request(request_id)
 

@@ -15,7 +15,7 @@ from multimodal_gen.errors import (
     UnsupportedBackendError,
     UsageError,
 )
-from multimodal_gen.integrations.denoiser import NamedCalls
+from multimodal_gen.integrations.branches import NamedCalls
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseBackend
 from multimodal_gen.runtime.layers.attention.request import AttentionRole

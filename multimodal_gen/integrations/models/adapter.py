@@ -70,6 +70,7 @@ class ModelAdapter:
         padding: which keys are padding, or None when the call has no padding.
         timestep_scale: factor between the scheduler's timesteps and the model's.
         batches_guidance: its pipelines run both guidance branches in one batch.
+        batched: its arguments with a batch axis, if so.
         masks_padding: stock processor classes whose masks tell the padding and nothing else.
         replacements: globals of stock processors to replace, by class name.
         gated: stock processor classes whose replacements hand the gate of a coarse branch on.
@@ -83,6 +84,7 @@ class ModelAdapter:
     padding: Callable[[ModelCall], KeyPadding | None] = _unknown
     timestep_scale: float = 1.0
     batches_guidance: bool = False
+    batched: tuple[str, ...] = ()
     masks_padding: tuple[str, ...] = ()
     replacements: Mapping[str, Mapping[str, Any]] = field(
         default_factory=lambda: MappingProxyType({})

@@ -24,6 +24,7 @@ COGVIDEOX = ModelAdapter(
     grid=_grid,
     text_span=front_text,
     batches_guidance=True,
+    batched=("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs"),
     split=SplitPlan(
         tokens=tokens_of(_grid),
         cuts=(

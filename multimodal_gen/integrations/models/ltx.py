@@ -38,6 +38,13 @@ LTX = ModelAdapter(
     grid=_grid,
     padding=_padding,
     batches_guidance=True,
+    batched=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "timestep",
+        "encoder_attention_mask",
+        "video_coords",
+    ),
     masks_padding=("LTXVideoAttnProcessor",),
     split=SplitPlan(
         tokens=latent_tokens,

@@ -2,13 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.components import Component
+from multimodal_gen.integrations.hooks import untraced_hook
 from multimodal_gen.integrations.models import ADAPTERS, ModelAdapter
+from multimodal_gen.integrations.parallel.batch import BatchSplit
+from multimodal_gen.integrations.parallel.cfg_ranks import CfgRanks
+from multimodal_gen.integrations.parallel.guidance import BranchTurns
 from multimodal_gen.integrations.parallel.splitter import TokenSplitter
+from multimodal_gen.integrations.parallel.turns import take_turns
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.heads import share_heads
+from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 __all__ = ["ParallelPlan", "is_split"]
@@ -27,6 +34,7 @@ class ParallelPlan:
         adapter: its family, or None when unknown.
         heads: query heads of its modules that attend to split tokens.
         groups: the groups of this process, or None on one device.
+        pipeline: the pipeline, or None for a bare model.
 
     Attributes:
         splitter: splits its tokens, or None where they stay together.
@@ -41,34 +49,71 @@ class ParallelPlan:
         adapter: ModelAdapter | None,
         heads: Sequence[int],
         groups: ParallelGroups | None,
+        pipeline: Any = None,
     ) -> None:
-        self._name = component.name
-        self._groups = groups
+        self._component = component
+        self._mesh = Mesh() if groups is None else groups.mesh
         self.splitter: TokenSplitter | None = None
-        if groups is None or groups.sequence.size == 1 or not heads:
+        self._turns: BranchTurns | None = None
+        self._batch: BatchSplit | None = None
+        if groups is None or not heads:
             return
-        plan = None if adapter is None else adapter.split
-        if plan is None:
-            known = ", ".join(sorted(ADAPTERS))
-            raise UsageError(
-                f"{component.name} must be a model whose tokens can be split over ranks, got "
-                f"{type(component.model).__name__}; run it on one GPU, or take one of {known}"
-            )
-        share_heads(min(heads), min(heads), groups.ulysses.size)
-        self.splitter = TokenSplitter(component.model, plan, groups)
+        if self._mesh.sequence > 1:
+            self.splitter = _splitter(component, adapter, heads, groups)
+        if self._mesh.cfg > 1:
+            ranks = CfgRanks(groups)
+            name, model = component.name, component.model
+            if adapter is not None and adapter.batches_guidance:
+                self._batch = BatchSplit(ranks, model, name, pipeline, adapter.batched)
+            else:
+                self._turns = BranchTurns(ranks, name, pipeline)
+
+    def install_outside(self, undo: ExitStack) -> None:
+        """Set what must come before all other hooks of the denoiser."""
+        if self._batch is not None:
+            before = untraced_hook(self._batch.before)
+            handle = self._component.model.register_forward_pre_hook(before, with_kwargs=True)
+            undo.callback(handle.remove)
 
     def install(self, undo: ExitStack) -> None:
         """Set the hooks; `undo` takes the way back."""
+        model = self._component.model
         if self.splitter is not None:
             self.splitter.install(undo)
+        if self._turns is not None:
+            take_turns(model, self._turns, undo)
+        if self._batch is not None:
+            undo.callback(model.register_forward_hook(untraced_hook(self._batch.after)).remove)
+
+    def end_request(self) -> None:
+        """Take note that a generation is over."""
+        if self._turns is not None:
+            self._turns.end_request()
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""
-        if self.splitter is not None and self._groups is not None:
-            mesh = self._groups.mesh
-            parts = [
-                f"{kind} {size}"
-                for kind, size in (("Ulysses", mesh.ulysses), ("ring", mesh.ring))
-                if size > 1
-            ]
-            yield f"{self._name}: {mesh.sequence} ranks share the sequence ({' x '.join(parts)})"
+        name, mesh = self._component.name, self._mesh
+        if self._turns is not None or self._batch is not None:
+            each = f"{mesh.sequence} ranks" if mesh.sequence > 1 else "1 rank"
+            yield f"{name}: 2 guidance branches at the same time, {each} each"
+        if self.splitter is not None:
+            kinds = (("Ulysses", mesh.ulysses), ("ring", mesh.ring))
+            parts = " x ".join(f"{kind} {size}" for kind, size in kinds if size > 1)
+            yield f"{name}: {mesh.sequence} ranks share the sequence ({parts})"
+
+
+def _splitter(
+    component: Component,
+    adapter: ModelAdapter | None,
+    heads: Sequence[int],
+    groups: ParallelGroups,
+) -> TokenSplitter:
+    plan = None if adapter is None else adapter.split
+    if plan is None:
+        known = ", ".join(sorted(ADAPTERS))
+        raise UsageError(
+            f"{component.name} must be a model whose tokens can be split over ranks, got "
+            f"{type(component.model).__name__}; run it on one GPU, or take one of {known}"
+        )
+    share_heads(min(heads), min(heads), groups.ulysses.size)
+    return TokenSplitter(component.model, plan, groups)

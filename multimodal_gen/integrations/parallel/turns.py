@@ -1,0 +1,79 @@
+"""Stands in for a denoiser's forward, to leave out the calls that other ranks compute."""
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from multimodal_gen.integrations.branches import branch_name
+from multimodal_gen.integrations.parallel.guidance import BranchTurns
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+__all__ = ["take_turns"]
+
+
+def take_turns(model: nn.Module, turns: BranchTurns, undo: ExitStack) -> None:
+    """Let `turns` decide which calls of a denoiser are computed; `undo` takes the way back.
+
+    Hooks of the model run around calls that are left out, too.
+    """
+    before = vars(model).get("forward")
+    stand_in = _Forward(model, turns)
+    vars(model)["forward"] = stand_in
+    undo.callback(_put_back, model, stand_in, before)
+
+
+class _Forward:
+    """What a denoiser has in place of its `forward`.
+
+    A copy of the model gets its class's own.
+    """
+
+    def __init__(self, model: nn.Module, turns: BranchTurns) -> None:
+        self._model = model
+        self._forward: Callable[..., Any] = model.forward
+        self._turns: BranchTurns | None = turns
+        functools.update_wrapper(self, self._forward)
+
+    @functools.partial(torch.compiler.disable, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the call, or leave it to other ranks."""
+        context = current_forward_context()
+        if self._turns is None or context is None:
+            return self._forward(*args, **kwargs)
+        latent = kwargs.get("hidden_states", args[0] if args else None)
+        shape = tuple(latent.shape) if isinstance(latent, torch.Tensor) else None
+        form = (shape, kwargs.get("return_dict", True))
+        compute = functools.partial(self._forward, *args, **kwargs)
+        return self._turns.call(compute, form, context, branch_name())
+
+    def stop(self) -> None:
+        """Compute all calls from now on: somebody else holds on to this object."""
+        self._turns = None
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _OwnForward, (self._model,)
+
+
+class _OwnForward:
+    """What the stand-in copies to: the `forward` of the model's class."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a call."""
+        return type(self._model).forward(self._model, *args, **kwargs)
+
+
+def _put_back(model: nn.Module, stand_in: _Forward, before: Any) -> None:
+    stand_in.stop()
+    if vars(model).get("forward") is not stand_in:
+        return
+    if before is None:
+        del vars(model)["forward"]
+    else:
+        vars(model)["forward"] = before
