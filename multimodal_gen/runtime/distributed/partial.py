@@ -12,10 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
+from multimodal_gen.kernels.part_merge.api import merge_two
+from multimodal_gen.kernels.part_merge.reference import merge_weights
+
 __all__ = ["KeyPart", "Merger", "part_gradients", "plain_part"]
 
 # Scores that a formula holds at a time: 64 Mi, a quarter of a GiB in fp32.
 _MAX_SCORES = 1 << 26
+
+_Part = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,6 +45,9 @@ class KeyPart:
 class Merger:
     """Merges parts over different keys, in fp32 or better.
 
+    Parts of all queries are merged in one pass each. The last of them waits until the result is
+    asked for, so that it is written in its dtype at once.
+
     Args:
         query: [B, Sq, H, D].
         value_size: Dv.
@@ -50,40 +58,45 @@ class Merger:
         self._like = query
         self._shape = (batch, rows, heads, value_size)
         self._precise = torch.promote_types(query.dtype, torch.float32)
-        self._parts: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._is_given = False
+        self._merged: _Part | None = None
+        self._last: _Part | None = None
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a part of the queries in `rows`; nobody may write to its tensors any more."""
-        whole = out.shape[1] == self._shape[1]
         lse = lse.to(self._precise)
-        if self._parts is None:
-            if whole:
-                # As it is: the next part reads it and writes a precise one, in one pass.
-                self._parts, self._is_given = (out, lse), True
-                return
-            self._parts = self._nothing()
-        merged, seen = self._parts
-        before = seen[:, :, rows]
-        total = torch.logaddexp(before, lse)
-        old, new = (_weight(x, total).transpose(1, 2).unsqueeze(-1) for x in (before, lse))
-        if self._is_given and whole:
-            merged, seen = merged * old, total
-        else:
-            if self._is_given:
-                merged, seen = merged.to(self._precise, copy=True), seen.clone()
-            merged[:, rows].mul_(old)
-            seen[:, :, rows] = total
+        if out.shape[1] == self._shape[1]:
+            self._merged = self._all(self._precise)
+            self._last = (out, lse)
+            return
+        merged, seen = self._writable()
+        old, new, total = merge_weights(seen[:, :, rows], lse)
+        merged[:, rows].mul_(old)
         # A row without keys holds zeros in every part; its weight is 0, too.
         merged[:, rows].addcmul_(out, new)
-        self._parts, self._is_given = (merged, seen), False
+        seen[:, :, rows] = total
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output in the dtype of the query, and the log-sum-exp."""
-        out, lse = self._parts or self._nothing()
+        out, lse = self._all(self._like.dtype) or self._nothing()
         return out.to(self._like.dtype), lse
 
-    def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _all(self, dtype: torch.dtype) -> _Part | None:
+        """Return what there is so far; in `dtype` where two parts have to be merged for it."""
+        if self._merged is None or self._last is None:
+            return self._last or self._merged
+        return merge_two(*self._merged, *self._last, dtype=dtype)
+
+    def _writable(self) -> _Part:
+        """Make what there is so far one precise part that may be written to, and return it."""
+        part = self._all(self._precise)
+        if part is None:
+            part = self._nothing()
+        elif self._merged is None:
+            part = part[0].to(self._precise, copy=True), part[1].clone()
+        self._merged, self._last = part, None
+        return part
+
+    def _nothing(self) -> _Part:
         """Return what is merged when there are no keys."""
         batch, rows, heads, _ = self._shape
         out = self._like.new_zeros(self._shape, dtype=self._precise)

@@ -142,7 +142,8 @@ class _Ring(torch.autograd.Function):
             for rows, part in _parts(call, owner, k, v):
                 with attending(query.device):
                     merger.add(rows, *attend(query[:, rows], part))
-        out, lse = merger.result()
+        with attending(query.device):
+            out, lse = merger.result()
         ctx.call = call
         ctx.save_for_backward(query, key, value, shared_key, shared_value, out, lse)
         return out
