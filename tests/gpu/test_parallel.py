@@ -148,6 +148,24 @@ def check_sparse(backend, lengths, heads, chunks):
     assert (outs[0].double() - dense.double()).norm() / dense.double().norm() > 0.02
 
 
+def check_sparse_queue(backend, lengths):
+    """Plans are at hand, or made on the GPU: known windows and selections wait for nothing."""
+    whole = make_video_qkv(GRID, 8, SIZE, dtype=torch.bfloat16, device="cuda")
+    local = [own(x, lengths) for x in whole]
+    layer = layer_of(backend, 8, config=SPARSE[backend])
+    with torch.inference_mode(), set_forward_context(0, latent_grid=GRID, num_steps=2):
+        for _ in range(2):
+            layer(*local)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000_000)
+        busy = torch.cuda.Event()
+        for _ in range(3):
+            layer(*local)
+        busy.record()
+        assert not busy.query()
+        torch.cuda.synchronize()
+
+
 def check_compiled(lengths):
     whole = inputs(sum(lengths), 8)
     local = [own(x, lengths) for x in whole]
@@ -224,6 +242,16 @@ def test_sparse_backends_compute_what_one_gpu_does(gpus, backend, chunks):
     uneven = (each - 35, *(each for _ in range(RANKS - 2)), each + 35)
     for lengths, heads in (((each,) * RANKS, 8), (uneven, 9)):
         gpus.run(Mesh(ulysses=RANKS), check_sparse, backend, lengths, heads, chunks)
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+@pytest.mark.parametrize("backend", ["sliding_tile_attn", "video_sparse_attn"])
+def test_plans_that_ride_a_ring_compute_what_one_gpu_does(gpus, backend, mesh):
+    each = math.prod(GRID) // RANKS
+    uneven = (each - 35, *(each for _ in range(RANKS - 2)), each + 35)
+    for lengths, heads in (((each,) * RANKS, 8), (uneven, 9)):
+        gpus.run(mesh, check_sparse, backend, lengths, heads, 1)
+    gpus.run(mesh, check_sparse_queue, backend, uneven)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

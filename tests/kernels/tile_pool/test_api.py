@@ -42,6 +42,14 @@ def test_a_pooled_tile_is_the_rounded_mean_of_its_tokens(dtype: torch.dtype, ind
         assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
 
 
+def test_means_can_be_had_without_rounding() -> None:
+    starts, lengths, _ = ragged_tiles(LENGTHS)
+    x = random(2, 33, 2, 16, dtype=torch.bfloat16)
+    (mean,) = pool_tiles((x,), starts, lengths, size=8, dtype=torch.float32)
+    assert mean.dtype == torch.float32
+    torch.testing.assert_close(mean.double(), naive_mean(x, starts, lengths, None).double())
+
+
 def test_tokens_outside_every_tile_are_not_read() -> None:
     x = random(1, 40, 2, 8)
     x[:, 33:] = torch.nan

@@ -85,10 +85,11 @@ def test_pooling_leaves_masked_tokens_out(dtype: torch.dtype, indexed: bool) -> 
     tile = (order if indexed else torch.arange(tokens)).split(lengths.tolist())[3]
     keep[0, tile.long()] = False
     x = random(2, tokens, 3, 24, dtype=dtype).masked_fill(~keep[..., None, None], torch.nan)
-    found = pool_tiles(x, starts, lengths, index, keep)
-    wanted = pool_tiles_reference(x, starts, lengths, index, 70, keep)
-    assert not found[0, :, 3].any()
-    torch.testing.assert_close(found, wanted)
+    for precise in (None, torch.float32):
+        found = pool_tiles(x, starts, lengths, index, keep, precise)
+        wanted = pool_tiles_reference(x, starts, lengths, index, 70, keep, precise)
+        assert not found[0, :, 3].any()
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

@@ -34,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.ring_parts import attend_in_ring
 from multimodal_gen.runtime.layers.attention.split_call import Rows, SplitCall
 from multimodal_gen.runtime.layers.attention.split_chunks import attend_in_chunks, num_chunks
 from multimodal_gen.runtime.layers.attention.tensors import autocast, autocasts, wants_gradient
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 __all__ = ["SplitAttentionLayer", "tokens_are_split"]
 
@@ -223,6 +224,7 @@ class SplitAttentionLayer(AttentionLayer):
             "dtype": f"{query.dtype}, {key.dtype}, {value.dtype}",
             "attn_mask": "none" if mask is None else f"{mask.dim()}-D {mask.dtype}",
             "gate_compress": "none" if gate is None else f"{[*gate.shape[2:]]} {gate.dtype}",
+            "video": _video(),
             "replicated tokens": (rows.prefix, rows.suffix, rows.in_front),
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
             "gradients": wants_gradient(query, key, value, gate),
@@ -276,6 +278,16 @@ class SplitAttentionLayer(AttentionLayer):
 def _outside_the_graph(layer: SplitAttentionLayer, *inputs: Any) -> torch.Tensor:
     """Attend where gradients are needed: autograd cannot look into the opaque operator."""
     return layer.attend_split(*inputs)
+
+
+def _video() -> str:
+    """Return where the video of the running denoiser call lies, as ranks compare it."""
+    context = current_forward_context()
+    if context is None or context.latent_grid is None:
+        return "unknown"
+    span = context.text_span
+    text = "" if span is None else f", text {'before' if span.start == 0 else 'behind'} it"
+    return f"{context.latent_grid}{text}"
 
 
 def _gate_refusal(gate: torch.Tensor | None, query: torch.Tensor) -> UsageError | None:

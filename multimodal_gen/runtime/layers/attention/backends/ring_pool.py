@@ -5,7 +5,6 @@ tokens in a chunk.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -74,18 +73,16 @@ def _own(
     mine = chunks[call.group.index]
     if mine is None or not mine.num_video:
         return tensors[0].new_empty(0, dtype=dtype)
-    pool = partial(
-        pool_tiles,
-        starts=mine.starts,
-        lengths=mine.lengths,
+    means = pool_tiles(
+        tuple(tensors),
+        mine.starts,
+        mine.lengths,
         size=mine.keys.order.largest,
         index=mine.keys.index,
         keep=call.keep_of(call.group.index),
         dtype=dtype,
     )
-    # Apart: pooled together they would have to have one number of heads.
-    means = [pool((x,))[0].permute(2, 0, 1, 3).flatten(2) for x in tensors]
-    return torch.cat(means, dim=-1).flatten()
+    return torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in means], dim=-1).flatten()
 
 
 def _counts(chunk: Chunk, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
