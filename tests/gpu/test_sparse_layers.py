@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends import sliding_tile_attn, tiled
+from multimodal_gen.runtime.layers.attention.backends import sliding_tile_call, tiled
 from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, build_config
@@ -45,7 +45,7 @@ def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs take as many passes as large ones, with nothing left of other tests."""
     monkeypatch.setattr(tiled, "_BYTES_AT_ONCE", 1)
     monkeypatch.setattr(tiled, "_SHARE_AT_ONCE", 0.0)
-    for cached in (sliding_tile_attn._plan, tiled._tiled_sequence, tiled._tiled_video):
+    for cached in (sliding_tile_call._plan, tiled._tiled_sequence, tiled._tiled_video):
         cached.cache_clear()
 
 
