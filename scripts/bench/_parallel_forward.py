@@ -183,7 +183,7 @@ def check(
                 if runs.report is not None or expected is None:
                     raise
                 # Not ours: the rest is worth having without it.
-                ranks.say(f"{case.name}: {c.name} failed: {error}")
+                ranks.fail(f"{case.name}: {c.name}: {error}")
                 contenders.remove(c)
                 continue
             out, report = runs.output, runs.report
@@ -232,6 +232,7 @@ def _measure(
     *,
     exact: bool,
 ) -> None:
+    contenders = [c for c in contenders if c.name not in options.skip]
     errors = check(ranks, case, runs, contenders, exact=exact)
     times, taken = ranks.time(contenders, rounds=options.rounds)
     stock = version_of("diffusers")

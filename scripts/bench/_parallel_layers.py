@@ -10,10 +10,12 @@ import torch.distributed as dist
 from _harness import DEVICE, relative_error
 from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
 
+from multimodal_gen.errors import MultimodalGenError
 from multimodal_gen.runtime.distributed.collectives import gather_heads, scatter_heads
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.heads import share_heads
 from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.distributed.ring import Transfer
 from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -23,6 +25,7 @@ HEADS, SIZE = 40, 128
 GRID = (21, 45, 80)
 SMALL_HEADS, SMALL_GRID = 4, (4, 6, 8)
 CHUNKS = (1, 2, 4)
+CTAS = (8, 16, 32, 64)
 GROWTH = tuple(2**n for n in range(15, 19))
 # Outputs in bf16 of kernels that sum in another order, and of parts that are rounded once more.
 LARGEST_ERROR = 1e-2
@@ -76,20 +79,28 @@ def layer_contender(
     return Contender(name=name, run=run, mesh=mesh, around=around, sent=sent, **more)
 
 
-def check(ranks: Ranks, contender: Contender, expected: torch.Tensor) -> float:
-    """Return the error of this contender's output on the worst rank; stop where it is wrong."""
-    with ranks.sharing(contender.mesh, contender.chunks), contender.around():
-        error = relative_error(contender.run(), own_tokens(expected))
-    error = ranks.worst(error)
-    if not error < LARGEST_ERROR:
-        raise SystemExit(f"{contender.name} is wrong, relative error {error:.2e}")
-    return error
+def check(ranks: Ranks, contenders: list[Contender]) -> dict[str, float]:
+    """Return the errors of outputs on the worst rank, against the first contender's on one GPU.
 
-
-def whole_output(ranks: Ranks, contender: Contender) -> torch.Tensor:
-    """Return what one GPU computes."""
-    with ranks.sharing(ONE), contender.around():
-        return contender.run()
+    This warms up, too. Contenders that fail or are wrong are left out, and the run fails at its
+    end.
+    """
+    with ranks.sharing(ONE), contenders[0].around():
+        expected = contenders[0].run()
+    errors = {}
+    for c in list(contenders):
+        with ranks.sharing(c.mesh, c.chunks), c.around():
+            try:
+                error = ranks.worst(relative_error(c.run(), own_tokens(expected)))
+            except MultimodalGenError as failure:
+                ranks.fail(f"{c.name}: {failure}")
+                contenders.remove(c)
+                continue
+        errors[c.name] = error
+        if not error < LARGEST_ERROR:
+            ranks.fail(f"{c.name} is wrong, relative error {error:.2e}")
+            contenders.remove(c)
+    return errors
 
 
 def layer_contenders(ranks: Ranks, qkv: QKV, name: str, **options: object) -> list[Contender]:
@@ -97,8 +108,6 @@ def layer_contenders(ranks: Ranks, qkv: QKV, name: str, **options: object) -> li
     one = f"{name}, 1 GPU"
     found = [layer_contender(one, qkv, ONE, **options)]
     for layout, mesh in ranks.meshes().items():
-        if mesh.ring > 1 and options.get("config") is not None:
-            continue
         for chunks in CHUNKS if mesh.ring == 1 else (1,):
             suffix = f", {chunks} chunks" if chunks > 1 else ""
             made = layer_contender(
@@ -117,9 +126,7 @@ def layer_case(
     qkv = make_qkv(tokens, heads)
     backend = None if method == "dense" else method
     contenders = layer_contenders(ranks, qkv, method, backend=backend, config=config, grid=grid)
-    expected = whole_output(ranks, contenders[0])
-    errors = {c.name: check(ranks, c, expected) for c in contenders}
-    del expected
+    errors = check(ranks, contenders)
     _measure(ranks, options, contenders, f"layer {method}", tokens, heads, errors)
 
 
@@ -157,7 +164,27 @@ def exchange_case(ranks: Ranks, options: argparse.Namespace) -> None:
         exchange((q, k, v))
         gather_heads(out, spans, lengths, parallel_groups().ulysses)
 
+    def ring_step() -> None:
+        Transfer(ring, (k, v), [k.shape, v.shape]).wait()
+
+    with ranks.sharing(Mesh(ring=n)):
+        ring = parallel_groups().ring
     contenders = [
+        *(
+            alone(
+                f"all_to_all, q k v in one, {ctas} CTAs",
+                lambda handle=handle: dist.all_to_all_single(landed, packed, group=handle),
+                3 * own,
+            )
+            for ctas, handle in _groups_by_ctas(ranks).items()
+        ),
+        Contender(
+            name="ring step of K and V",
+            run=ring_step,
+            mesh=Mesh(ring=n),
+            sent=2 * q.numel() * q.element_size(),
+            around=torch.inference_mode,
+        ),
         alone(
             "all_to_all, 1 tensor",
             lambda: dist.all_to_all_single(received, q, group=group()),
@@ -177,9 +204,19 @@ def exchange_case(ranks: Ranks, options: argparse.Namespace) -> None:
         alone("scatter and gather", there_and_back, 4 * own),
     ]
     for c in contenders:
-        with ranks.sharing(mesh), c.around():
+        with ranks.sharing(c.mesh), c.around():
             c.run()
     _measure(ranks, options, contenders, "exchange", tokens, heads, {})
+
+
+def _groups_by_ctas(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
+    """Return groups of all ranks whose exchanges run on that many multiprocessors."""
+    found = {}
+    for ctas in CTAS if DEVICE == "cuda" else ():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.min_ctas = options.config.max_ctas = ctas
+        found[ctas] = dist.new_group(list(range(ranks.size)), backend="nccl", pg_options=options)
+    return found
 
 
 def growth_case(ranks: Ranks, options: argparse.Namespace) -> None:
@@ -194,9 +231,7 @@ def growth_case(ranks: Ranks, options: argparse.Namespace) -> None:
             layer_contender(f"dense, {layout}", qkv, mesh, one_gpu=one)
             for layout, mesh in meshes.items()
         ]
-        expected = whole_output(ranks, contenders[0])
-        errors = {c.name: check(ranks, c, expected) for c in contenders}
-        del expected
+        errors = check(ranks, contenders)
         _measure(ranks, options, contenders, f"growth {tokens // 1024}K", tokens, heads, errors)
 
 

@@ -78,6 +78,7 @@ class Ranks:
 
     rank: int
     size: int
+    failures: list[str] = field(default_factory=list)
     _groups: dict[Mesh, ParallelGroups] = field(default_factory=dict)
 
     @classmethod
@@ -90,6 +91,11 @@ class Ranks:
         """Print on the first rank."""
         if self.rank == 0:
             print(text, flush=True)
+
+    def fail(self, text: str) -> None:
+        """Print what went wrong and remember it."""
+        self.say(f"FAILED: {text}")
+        self.failures.append(text)
 
     def meshes(self) -> dict[str, Mesh]:
         """Return the layouts that fill all GPUs, by name."""

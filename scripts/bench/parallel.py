@@ -47,10 +47,12 @@ def parse() -> argparse.Namespace:
         "--methods", default=",".join(SPARSE_LAYERS), help="of `forward methods`, by commas"
     )
     parser.add_argument("--chunks", default="", help="further chunks of heads in forwards")
+    parser.add_argument("--skip", default="", help='contenders to leave out, by ";"')
     parser.add_argument("--tiny", action="store_true", help="small sizes, on any machine")
     options = parser.parse_args()
     options.modes = _listed(options.modes)
     options.methods = _listed(options.methods)
+    options.skip = {name.strip() for name in options.skip.split(";")}
     options.chunks = tuple(int(n) for n in _listed(options.chunks))
     options.wants = lambda case: any(name in case for name in options.only.split(","))
     return options
@@ -90,6 +92,7 @@ def main() -> None:
         forward_case(ranks, options)
         ranks.say(f"-- forwards ended after {time.monotonic() - begin:.0f} s")
     dist.destroy_process_group()
+    sys.exit(1 if ranks.failures else 0)
 
 
 if __name__ == "__main__":

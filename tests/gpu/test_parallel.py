@@ -1,6 +1,5 @@
 """Layers over several GPUs and NCCL against float64, against one GPU, and against themselves."""
 
-import contextlib
 import math
 import warnings
 from dataclasses import replace
@@ -8,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import RankError, UsageError
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
@@ -181,17 +180,30 @@ def check_compiled(lengths):
     assert_within_error_budget(out / 2, local[0], *whole[1:], scale=SCALE)
 
 
-def disagreement(lengths):
-    """Return what a mask on one rank alone ends in."""
-    local = [own(x, lengths) for x in inputs(sum(lengths), 8)]
+def disagreement(lengths, heads):
+    """Return what a mask on one rank alone ends in, then what the next call does.
+
+    Args:
+        lengths: tokens of each rank.
+        heads: ranks that made such calls before do not wait for each other.
+    """
+    local = [own(x, lengths) for x in inputs(sum(lengths), heads)]
     mask = torch.ones(local[0].shape[:2], dtype=torch.bool, device="cuda")
-    layer = layer_of(None, 8)
-    with contextlib.suppress(UsageError), torch.inference_mode():
-        layer(*local, mask if parallel_groups().rank == 1 else None)
-        return "ran"
+    layer, told = layer_of("torch_sdpa", heads), []
+    for given in (mask if parallel_groups().rank == 1 else None, None):
+        try:
+            with torch.inference_mode():
+                layer(*local, given)
+            told.append("ran")
+        except (UsageError, RankError) as error:
+            told.append(type(error).__name__)
+    return told
+
+
+def first_calls(lengths, heads):
+    """Make calls that all ranks agree on."""
     with torch.inference_mode():
-        layer(*local)
-    return "refused, and runs again"
+        layer_of("torch_sdpa", heads)(*(own(x, lengths) for x in inputs(sum(lengths), heads)))
 
 
 def check_queue(lengths):
@@ -260,11 +272,21 @@ def test_a_compiled_block_is_one_graph(gpus, mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_ranks_that_disagree_all_raise_and_go_on(gpus, mesh):
-    for told in gpus.run(mesh, disagreement, LENGTHS[0]):
-        assert told == "refused, and runs again"
+def test_ranks_that_disagree_in_a_first_call_all_raise_and_go_on(gpus, mesh):
+    for told in gpus.run(mesh, disagreement, LENGTHS[0], 9):
+        assert told == ["UsageError", "ran"]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_later_calls_do_not_wait_for_the_gpu(gpus, mesh):
     gpus.run(mesh, check_queue, LENGTHS[0])
+
+
+def test_ranks_that_disagree_later_all_raise_before_their_next_exchange(tmp_path):
+    """The ranks that did not wait hear of it in their next call, while what they sent waits."""
+    with World(2, tmp_path, device_type="cuda", control_timeout=20) as world:
+        mesh = Mesh(ulysses=2)
+        world.run(mesh, first_calls, (256, 256), 8)
+        sent, wrong = world.run(mesh, disagreement, (256, 256), 8)
+    assert sent == ["ran", "UsageError"]
+    assert wrong[0] == "UsageError"

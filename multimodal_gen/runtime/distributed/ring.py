@@ -21,7 +21,7 @@ from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.partial import KeyPart, Merger, part_gradients
 from multimodal_gen.runtime.distributed.timing import attending, exchanging
 
-__all__ = ["AttendPart", "RingCall", "ring_attention"]
+__all__ = ["AttendPart", "RingCall", "Transfer", "ring_attention"]
 
 AttendPart = Callable[[torch.Tensor, KeyPart], tuple[torch.Tensor, torch.Tensor]]
 
@@ -212,7 +212,7 @@ def _travel(
         under_way = None
         if step + 1 < group.size:
             coming = call.lengths[(owner - 1) % group.size]
-            under_way = _Transfer(group, here, [_shape(x, coming) for x in (key, value)])
+            under_way = Transfer(group, here, [_shape(x, coming) for x in (key, value)])
         if step == 0 and shared[0] is not None and shared[1] is not None:
             yield None, (shared[0], shared[1])
         yield owner, here
@@ -226,7 +226,7 @@ class _Home:
     def __init__(self, call: RingCall, key: torch.Tensor, value: torch.Tensor) -> None:
         self._call = call
         self._like = (key, value)
-        self._under_way: _Transfer | None = None
+        self._under_way: Transfer | None = None
         self._arrived: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def send(self, owner: int, grads: list[torch.Tensor]) -> None:
@@ -240,7 +240,7 @@ class _Home:
             self._arrived = total
             return
         length = self._call.lengths[(owner - 1) % group.size]
-        self._under_way = _Transfer(group, total, [_shape(x, length) for x in self._like])
+        self._under_way = Transfer(group, total, [_shape(x, length) for x in self._like])
 
     def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what came last; after a whole round that is this rank's."""
@@ -251,7 +251,7 @@ class _Home:
         return self._arrived
 
 
-class _Transfer:
+class Transfer:
     """Tensors that go to the next rank of a ring while ones from the previous rank come in.
 
     On a GPU they travel on a stream of their own, which starts when what is sent has been computed
