@@ -210,7 +210,7 @@ def _group(leader: int) -> list[str]:
     rows = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            rows.append(stat.read_text().rpartition(")")[2].split()[:3] + [stat.parent.name])
+            rows.append([*stat.read_text().rpartition(")")[2].split()[:3], stat.parent.name])
     return [pid for state, _, group, pid in rows if int(group) == leader and state != "Z"]
 
 

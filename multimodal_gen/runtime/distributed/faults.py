@@ -1,4 +1,4 @@
-"""Who says what when a run of several ranks fails: the rank at fault, once, and nobody else.
+"""What is said when a run of several ranks fails: the error of the rank at fault, once per host.
 
 A rank that fails takes the others with it: their exchanges break off, or wait in vain. All ranks
 therefore tell each other why they end, through the store they met at, which needs no exchange. An
@@ -7,13 +7,14 @@ speak; where none does, those that have not answered at all are named.
 """
 
 import contextlib
+import json
 import os
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from multimodal_gen.errors import MultimodalGenError, RankError
 
-__all__ = ["FaultBoard", "follows_from_another"]
+__all__ = ["FaultBoard", "Verdict", "follows_from_another"]
 
 # How much later than the first rank another one may notice that a third has gone.
 _GRACE_S = 5.0
-# How long the ranks that have nothing to say stay, so that the one at fault ends first.
+# How long the other ranks stay, so that the one at fault ends first.
 _STAY_S = 10.0
 _POLL_S = 0.05
 _BEAT_S = 1.0
@@ -51,6 +52,19 @@ def follows_from_another(error: BaseException) -> bool:
     return f"{where}.".startswith(_EXCHANGING) or any(text in str(error) for text in _BROKEN)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a rank that fails has to say.
+
+    Attributes:
+        text: a sentence that names the rank at fault; None where another rank of this host says it.
+        mine: the sentence is about the error of this rank, or found out by it.
+    """
+
+    text: str | None
+    mine: bool
+
+
 class FaultBoard:
     """Where the ranks of a run tell each other why they end.
 
@@ -60,13 +74,17 @@ class FaultBoard:
         rank: this process.
         num_ranks: how many there are.
         timeout: seconds the ranks wait for each other, for messages.
+        host: what the ranks of this host have in common, and no other.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, timeout: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, num_ranks: int, timeout: float, *, host: str = ""
+    ) -> None:
         self._store = dist.PrefixStore("faults", store)  # type: ignore[attr-defined]
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout = timeout
+        self._host = host
         self._store.set(
             f"name/{rank}", f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})"
         )
@@ -80,7 +98,9 @@ class FaultBoard:
         """
         try:
             store, rank, num_ranks = next(rendezvous("env://"))
-            return cls(store, rank, num_ranks, timeout)
+            # Names of hosts repeat; their launchers have one process each.
+            host = f"{socket.gethostname()} {os.getppid()}"
+            return cls(store, rank, num_ranks, timeout, host=host)
         except (RuntimeError, ValueError) as error:
             raise RankError(f"this rank must be able to reach the others, got: {error}") from error
 
@@ -94,20 +114,22 @@ class FaultBoard:
         """How many there are."""
         return self._num_ranks
 
-    def verdict(self, error: BaseException) -> str | None:
-        """Tell of an error that ends this rank; return what is to be said of it.
-
-        Returns:
-            A sentence that names the rank at fault, or None where another rank says it. In that
-            case this rank has waited for that one to end first.
-        """
+    def verdict(self, error: BaseException) -> Verdict:
+        """Tell of an error that ends this rank; return what this rank has to say."""
         told = f"{self._name(self._rank)}: {_in_one_line(error)}"
         try:
-            if not follows_from_another(error):
-                return told if self._store.add("own", 1) == 1 else None
-            return self._after(told)
+            said = self._after(told) if follows_from_another(error) else self._say(told)
+            if said["rank"] == self._rank:
+                return Verdict(text=said["text"], mine=True)
+            elsewhere = said["host"] != self._host
+            speaks = elsewhere and self._store.add(f"spoken/{self._host}", 1) == 1
+            return Verdict(text=said["text"] if speaks else None, mine=False)
         except RuntimeError:
-            return told  # the process that kept the store has ended
+            return Verdict(text=told, mine=True)  # the process that kept the store has ended
+
+    def let_it_end(self) -> None:
+        """Stay until the launcher has seen the rank at fault end, and ends this one."""
+        time.sleep(_STAY_S)
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
@@ -135,32 +157,35 @@ class FaultBoard:
             RankError: it has shown no life for the timeout.
         """
         beats = -1
-        while True:
-            try:
-                self._store.wait(["done"], timedelta(seconds=self._timeout))
-                return
-            except RuntimeError:
-                before, beats = beats, self._store.add("beats", 0)
-                if beats == before:
-                    raise RankError(
-                        f"rank 0 must finish what the ranks computed, it gave no sign of life for "
-                        f"{self._timeout:g} s"
-                    ) from None
+        while not self._has("done", self._timeout):
+            before, beats = beats, self._store.add("beats", 0)
+            if beats == before:
+                raise RankError(
+                    f"rank 0 must finish what the ranks computed, it gave no sign of life for "
+                    f"{self._timeout:g} s"
+                )
 
-    def _after(self, told: str) -> str | None:
-        """Return what to say of an error that may be another rank's."""
+    def _has(self, key: str, seconds: float) -> bool:
+        """Wait for a key; return whether it came."""
+        # The store's own way to wait writes to the log when it did not.
+        end = time.monotonic() + seconds
+        while not (there := self._store.check([key])) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        return bool(there)
+
+    def _say(self, text: str) -> dict[str, Any]:
+        """Say something unless another rank has spoken; return what is said, and by whom."""
+        mine = json.dumps({"rank": self._rank, "host": self._host, "text": text})
+        said: dict[str, Any] = json.loads(self._store.compare_set("said", "", mine))
+        return said
+
+    def _after(self, told: str) -> dict[str, Any]:
+        """Return what is said of an error that may be another rank's."""
         first = self._store.add("lost", 1) == 1
         self._store.set(f"lost/{self._rank}", "")
-        end = time.monotonic() + _GRACE_S
-        while time.monotonic() < end:
-            if self._store.add("own", 0):
-                break
-            time.sleep(_POLL_S)
-        else:
-            if first:
-                return self._silent() or told
-        time.sleep(_STAY_S)
-        return None
+        # The first to notice speaks where the rank at fault does not; the others hear it then.
+        self._has("said", _GRACE_S if first else 2 * _GRACE_S)
+        return self._say((self._silent() if first else None) or told)
 
     def _silent(self) -> str | None:
         """Name the ranks that have not told of any error."""

@@ -78,8 +78,8 @@ def started() -> bool:
 def be_rank(work: Callable[[], None], *, timeout: float) -> None:
     """Do `work()` as one rank of several; the process of a rank that fails ends here.
 
-    What ended the run is said on the standard error, in one line that names the rank, and by one
-    rank only. Ranks other than 0 keep warnings to themselves, and wait until rank 0 is done.
+    What ended the run is said on the standard error, in one line that names the rank, and once on
+    every host. Ranks other than 0 keep warnings to themselves, and wait until rank 0 is done.
 
     Args:
         work: joins the others, and does what there is to do.
@@ -106,13 +106,17 @@ def be_rank(work: Callable[[], None], *, timeout: float) -> None:
 
 
 def _end(board: FaultBoard, error: Exception) -> NoReturn:
-    """Say what ended the run, unless another rank does, and end this process."""
-    told = board.verdict(error)
-    if told is not None:
-        lines = [f"error: {told}"]
-        if not isinstance(error, MultimodalGenError) and not follows_from_another(error):
+    """Say what ended the run, unless another rank of this host does, and end this process."""
+    verdict = board.verdict(error)
+    if verdict.text is not None:
+        lines = [f"error: {verdict.text}"]
+        defect = not isinstance(error, MultimodalGenError) and not follows_from_another(error)
+        if verdict.mine and defect:
             lines += traceback.format_exception(error)
         sys.stderr.write("\n".join(line.rstrip() for line in lines) + "\n")
+        sys.stderr.flush()
+    if not verdict.mine:
+        board.let_it_end()
     get_error_handler().record_exception(error)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Who says what when ranks fail, on boards that threads share."""
+"""What is said when ranks fail, on boards that threads share."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,46 +17,51 @@ NO_ANSWER = RankError("the others must make the same call, got no answer")
 @pytest.fixture
 def boards(monkeypatch):
     monkeypatch.setattr(faults, "_GRACE_S", 0.5)
-    monkeypatch.setattr(faults, "_STAY_S", 0.1)
     store = dist.HashStore()
-    return [FaultBoard(store, rank, 3, timeout=1) for rank in range(3)]
+    return [FaultBoard(store, rank, 4, timeout=1, host=f"host {rank // 2}") for rank in range(4)]
 
 
 def verdicts(boards, errors):
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(FaultBoard.verdict, boards, errors))
+        return [(v.text, v.mine) for v in threads.map(FaultBoard.verdict, boards, errors)]
 
 
-def test_only_the_rank_at_fault_speaks(boards) -> None:
-    errors = [NO_ANSWER, UsageError("the device\n  ran out of memory"), NO_ANSWER]
-    said = verdicts(boards, errors)
-    assert said[0] is None
-    assert said[2] is None
-    assert said[1].startswith("rank 1 (pid ")
-    assert said[1].endswith("): the device; ran out of memory")
+def test_only_the_rank_at_fault_speaks_on_its_host_and_one_rank_on_others(boards) -> None:
+    oom = UsageError("the device\n  ran out of memory")
+    said = verdicts(boards, [NO_ANSWER, oom, NO_ANSWER, NO_ANSWER])
+    text, mine = said[1]
+    assert mine
+    assert text.startswith("rank 1 (pid ")
+    assert text.endswith("): the device; ran out of memory")
+    assert said[0] == (None, False)
+    assert sorted(said[2:], key=str) == [(text, False), (None, False)]
 
 
-def test_of_ranks_with_the_same_error_one_speaks(boards) -> None:
-    said = verdicts(boards, [UsageError("mask must be the same on all ranks")] * 3)
-    (one,) = [text for text in said if text is not None]
-    assert one.endswith("): mask must be the same on all ranks")
+def test_of_ranks_with_the_same_error_one_speaks_on_each_host(boards) -> None:
+    said = verdicts(boards, [UsageError("mask must be the same on all ranks")] * 4)
+    texts = [text for text, _ in said if text is not None]
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+    assert texts[0].endswith("): mask must be the same on all ranks")
+    assert sum(mine for _, mine in said) == 1
 
 
 def test_ranks_that_wait_in_vain_name_the_one_that_does_not(boards) -> None:
-    said = verdicts([boards[0], boards[2]], [NO_ANSWER, NO_ANSWER])
-    (one,) = [text for text in said if text is not None]
-    assert one.startswith("rank 1 (pid ")
-    assert one.endswith("): no answer within 1 s, or the connection was lost")
+    said = verdicts([boards[0], boards[2], boards[3]], [NO_ANSWER] * 3)
+    texts = {text for text, _ in said if text is not None}
+    (text,) = texts
+    assert text.startswith("rank 1 (pid ")
+    assert text.endswith("): no answer within 1 s, or the connection was lost")
 
 
 def test_a_network_that_fails_between_living_ranks_is_told_as_it_is(boards) -> None:
-    said = verdicts(boards, [NO_ANSWER] * 3)
-    (one,) = [text for text in said if text is not None]
-    assert one.endswith("): the others must make the same call, got no answer")
+    said = verdicts(boards, [NO_ANSWER] * 4)
+    (text,) = {text for text, _ in said if text is not None}
+    assert text.endswith("): the others must make the same call, got no answer")
 
 
 def test_a_defect_is_named_by_its_type(boards) -> None:
-    assert boards[0].verdict(KeyError("x")).endswith("): KeyError: 'x'")
+    assert boards[0].verdict(KeyError("x")).text.endswith("): KeyError: 'x'")
 
 
 class _Gone:
@@ -65,12 +70,12 @@ class _Gone:
     def add(self, *args):
         raise dist.DistNetworkError("Connection reset by peer")
 
-    check = add
+    check = set = add
 
 
 def test_without_the_store_every_rank_speaks_for_itself(boards) -> None:
     boards[0]._store = _Gone()
-    assert boards[0].verdict(NO_ANSWER) == f"rank 0: {NO_ANSWER}"
+    assert boards[0].verdict(NO_ANSWER).text == f"rank 0: {NO_ANSWER}"
 
 
 def test_ranks_follow_a_slow_leader_until_it_is_done(boards, monkeypatch) -> None:
