@@ -1,0 +1,58 @@
+"""Denoisers whose tokens are split over two ranks, against one process."""
+
+import pytest
+import torch
+
+from multimodal_gen.integrations.attached import StockAttention
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.runtime.distributed.groups import use_parallel_groups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from tests.integrations.parallel.models import CASES, RANDOM
+
+
+def make(name):
+    """Return the same model and inputs on every rank."""
+    torch.manual_seed(3)
+    RANDOM.manual_seed(5)
+    model = CASES[name].model().eval()
+    # Models are made with outputs of zero, or next to it.
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=RANDOM)
+    return model, CASES[name].inputs()
+
+
+def run(name):
+    """Return the outputs of one process and of the ranks, and how many rows layers had."""
+    model, inputs = make(name)
+    with use_parallel_groups(None), apply(model), torch.no_grad():
+        want = model(**inputs, return_dict=False)[0]
+    rows = []
+    attend = StockAttention.run_over_ranks
+
+    def record(self, query, *args, **kwargs):
+        if self.site.role is AttentionRole.SELF:
+            rows.append(query.shape[1])
+        return attend(self, query, *args, **kwargs)
+
+    StockAttention.run_over_ranks = record
+    try:
+        with apply(model) as handle, torch.no_grad():
+            got = model(**inputs, return_dict=False)[0]
+            notes = handle.report().notes
+    finally:
+        StockAttention.run_over_ranks = attend
+    return want, got, rows, notes
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
+def test_ranks_that_share_the_tokens_give_the_output_of_one(two_ranks, name, mesh):
+    results = two_ranks.run(mesh, run, name)
+    for want, got, _, notes in results:
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+        assert len(notes) == 1
+        assert notes[0].startswith("transformer: 2 ranks share the sequence")
+    assert torch.equal(results[0][1], results[1][1])
+    (first,), (second,) = (set(rows) for _, _, rows, _ in results)
+    assert first == second + 1
