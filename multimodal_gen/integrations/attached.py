@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
@@ -112,8 +113,16 @@ class StockAttention(LocalAttention, SplitAttentionLayer):
         if share is None or not own_tokens or rows != (share.joint_length, share.joint_length):
             return self.attend_now(query, key, value, attn_mask, gate)
         gate = gate if gate is not None and self.takes_gate else None
-        text = (share.front, share.back, 0)
-        return super().attend_split(query, key, value, attn_mask, text, share.lengths, gate)
+        keys = (key.shape[0], share.front + share.total + share.back)
+        padding = self._padding(attn_mask, keys, key.device)
+        dropped = 0
+        if padding is not None and padding.valid is not None:
+            # All that is masked is the end of the text: without it there is nothing to mask.
+            attn_mask, dropped = None, keys[1] - padding.valid
+            query, key, value = (x[:, : x.shape[1] - dropped] for x in (query, key, value))
+        text = (share.front, share.back - dropped, 0)
+        out = super().attend_split(query, key, value, attn_mask, text, share.lengths, gate)
+        return F.pad(out, (0, 0, 0, 0, 0, dropped)) if dropped else out
 
     def whole_mask(self, call: SplitCall, mask: torch.Tensor) -> torch.Tensor:
         """Return the mask of all keys of the sequence, without asking the ranks where it can."""

@@ -1,0 +1,75 @@
+"""Whole pipelines over ranks: what comes out is what one process gives."""
+
+import pytest
+import torch
+
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from tests.integrations.parallel import pipelines
+
+TOLERANCE = 1e-4
+DENSE_PARTS_OFF = {"svg2_first_layers_fp": 0, "svg2_first_times_fp": 0}
+CONFIGS = {
+    "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 3], "skip_time_steps": 0},
+    "video_sparse_attn": {"topk": 1},
+    "vmoba_attn": {
+        "temporal_layer": 0,
+        "spatial_chunk_size": [2, 3],
+        "st_chunk_size": [1, 2, 3],
+        "moba_select_mode": "topk",
+        "first_full_step": 0,
+        "spatial_topk": 2,
+        "st_topk": 2,
+    },
+    "sparse_video_gen_2_attn": {
+        **DENSE_PARTS_OFF,
+        "svg2_kmeans_iter_init": 2,
+        "svg2_num_q_centroids": 3,
+        "svg2_num_k_centroids": 6,
+        "svg2_top_p_kmeans": 0.2,
+    },
+    "sla_attn": {"topk_ratio": 0.0, "BLKQ": 64},
+}
+
+
+@pytest.mark.parametrize(
+    "family", ["wan22", "hunyuan_video", "hunyuan_video_15", "ltx", "flux", "qwen_image"]
+)
+def test_a_ring_gives_the_latents_of_one_process(two_ranks, tiny_pipeline, stock_latents, family):
+    folder = tiny_pipeline(family)
+    results = two_ranks.run(Mesh(ring=2), pipelines.latents, folder, family, {})
+    for latents, notes, _ in results:
+        assert (latents - stock_latents(family)).abs().max() <= TOLERANCE
+        assert "transformer: 2 ranks share the sequence (ring 2)" in notes
+    assert torch.equal(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("family", ["wan", "cogvideox"])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2, ring=2), Mesh(cfg=2, ulysses=2)], ids=str)
+def test_four_ranks_give_the_latents_of_one_process(
+    four_ranks, tiny_pipeline, stock_latents, family, mesh
+):
+    folder = tiny_pipeline(family)
+    results = four_ranks.run(mesh, pipelines.latents, folder, family, {})
+    for latents, _, _ in results:
+        assert (latents - stock_latents(family)).abs().max() <= TOLERANCE
+        assert torch.equal(latents, results[0][0])
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        *(("wan", backend) for backend in CONFIGS),
+        ("hunyuan_video", "video_sparse_attn"),
+        ("hunyuan_video", "sparse_video_gen_2_attn"),
+        ("flux", "sliding_tile_attn"),
+        ("qwen_image", "vmoba_attn"),
+        ("qwen_image", "video_sparse_attn"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*proj_l")
+def test_a_sparse_method_on_some_heads_attends_as_on_all(two_ranks, tiny_pipeline, family, backend):
+    call = (tiny_pipeline(family), family, backend, CONFIGS[backend], 2)
+    for want, got, densities in two_ranks.run(Mesh(ulysses=2), pipelines.sparse, *call):
+        assert (got - want).abs().max() <= TOLERANCE
+        assert densities
+        assert min(densities) < 1.0
