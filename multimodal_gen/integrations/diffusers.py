@@ -26,6 +26,7 @@ from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.takeover import DenoiserPlan
 from multimodal_gen.integrations.transformers import EncoderPlan
 from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.attention_config import (
     refuse_not_in_this_build,
     scope_from,
@@ -70,6 +71,7 @@ class AttentionHandle:
         return AttentionReport(
             layers=tuple(layer.report() for plan in self._plans for layer in plan.layers),
             notes=(*self._notes, *(note for plan in self._plans for note in plan.notes())),
+            gathering=sum_of(p.times() for p in self._plans if isinstance(p, DenoiserPlan)),
         )
 
     def end_request(self) -> None:

@@ -27,6 +27,7 @@ from multimodal_gen.integrations.recompile import CannotRebindError
 from multimodal_gen.integrations.scopes import without_sparse
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.distributed.timing import TimeTaken
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 
@@ -102,6 +103,10 @@ class DenoiserPlan:
     def layers(self) -> tuple[AttachedLayer, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(takeover.layer for takeover in self._takeovers)
+
+    def times(self) -> TimeTaken | None:
+        """Return what exchanges around the denoiser took, where there are several ranks."""
+        return self._parallel.times()
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.agreement import agree
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.distributed.timing import Times
 
 __all__ = ["CfgRanks", "is_guided", "refuse_unguided"]
 
@@ -18,9 +19,13 @@ class CfgRanks:
 
     Args:
         groups: the groups of this process.
+
+    Attributes:
+        times: what exchanging takes.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
+        self.times = Times()
         self._group = groups.cfg
         # They agree among themselves, as the ranks of a sequence do.
         self._agreeing = replace(groups, control=groups.cfg_control, agreed={}, pending=[])
@@ -43,7 +48,8 @@ class CfgRanks:
         facts = {"shape": tuple(own.shape), "dtype": own.dtype, **facts}
         agree(self._agreeing, call, facts, ())
         received = [torch.empty_like(own) for _ in self._group.ranks]
-        dist.all_gather(received, own, group=self._group.handle)
+        with self.times.exchanging(own.device):
+            dist.all_gather(received, own, group=self._group.handle)
         return tuple(received)
 
 

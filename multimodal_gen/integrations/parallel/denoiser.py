@@ -16,6 +16,7 @@ from multimodal_gen.integrations.parallel.turns import take_turns
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.heads import share_heads
 from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 __all__ = ["ParallelPlan", "is_split"]
@@ -56,12 +57,13 @@ class ParallelPlan:
         self.splitter: TokenSplitter | None = None
         self._turns: BranchTurns | None = None
         self._batch: BatchSplit | None = None
+        self._ranks: CfgRanks | None = None
         if groups is None or not heads:
             return
         if self._mesh.sequence > 1:
             self.splitter = _splitter(component, adapter, heads, groups)
         if self._mesh.cfg > 1:
-            ranks = CfgRanks(groups)
+            ranks = self._ranks = CfgRanks(groups)
             name, model = component.name, component.model
             if adapter is not None and adapter.batches_guidance:
                 self._batch = BatchSplit(ranks, model, name, pipeline, adapter.batched)
@@ -89,6 +91,11 @@ class ParallelPlan:
         """Take note that a generation is over."""
         if self._turns is not None:
             self._turns.end_request()
+
+    def times(self) -> TimeTaken | None:
+        """Return what exchanges around the denoiser took, or None where there were none."""
+        parts = (self.splitter, self._ranks)
+        return sum_of(part.times.taken() for part in parts if part is not None)
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""

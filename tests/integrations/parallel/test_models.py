@@ -39,20 +39,24 @@ def run(name):
     try:
         with apply(model) as handle, torch.no_grad():
             got = model(**inputs, return_dict=False)[0]
-            notes = handle.report().notes
+            report = handle.report()
     finally:
         StockAttention.run_over_ranks = attend
-    return want, got, rows, notes
+    return want, got, rows, report
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
 def test_ranks_that_share_the_tokens_give_the_output_of_one(two_ranks, name, mesh):
     results = two_ranks.run(mesh, run, name)
-    for want, got, _, notes in results:
+    for want, got, _, report in results:
+        notes = report.notes
         assert (got - want).abs().max() <= 1e-4 * want.abs().max()
         assert len(notes) == 1
         assert notes[0].startswith("transformer: 2 ranks share the sequence")
+        assert report.times.communication_ms > report.gathering.communication_ms > 0
+        assert report.times.attention_ms > 0
+        assert "s of it around the denoiser" in report.summary()
     assert torch.equal(results[0][1], results[1][1])
     (first,), (second,) = (set(rows) for _, _, rows, _ in results)
     assert first == second + 1
