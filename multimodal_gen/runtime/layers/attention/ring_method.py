@@ -4,7 +4,7 @@ Shapes: B batch, S tokens of this rank's chunk, H heads of the rank, D head size
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,9 +37,29 @@ class RingInputs:
     shared_value: torch.Tensor | None
     gate: torch.Tensor | None = None
 
+    def to(self, dtype: torch.dtype) -> "RingInputs":
+        """Return the same inputs in another dtype."""
+
+        def cast(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(dtype)
+
+        return replace(
+            self,
+            query=self.query.to(dtype),
+            key=self.key.to(dtype),
+            value=self.value.to(dtype),
+            shared_key=cast(self.shared_key),
+            shared_value=cast(self.shared_value),
+            gate=cast(self.gate),
+        )
+
 
 class RingMethod(AttentionImpl):
     """An implementation whose variants may declare `ring` without `lse`."""
+
+    def against_ring(self) -> str | None:
+        """Return why this configuration cannot be part of a ring, or None."""
+        return None
 
     @abstractmethod
     def forward_in_ring(

@@ -125,18 +125,25 @@ def _check_schedule(layer: "AttentionLayer", call: SplitCall) -> None:
         UnsupportedBackendError: it cannot be part of a ring.
     """
     for route in layer.planned_routes():
-        selection = route.primary.selection
-        named = selection.source.explicit and selection.asked.backend is selection.backend
-        if not named or Feature.RING in route.primary.features:
-            continue
-        reason = "it gives no log-sum-exp to merge by"
-        if selection.backend.is_sparse and not isinstance(route.primary.impl, RingMethod):
-            reason = "what it attends to depends on all tokens of a head, which a ring never joins"
-        raise UnsupportedBackendError(
-            f"attention backend {selection.label} must not be part of a ring: {reason}; use "
-            f"--ring-degree 1 --ulysses-degree {call.groups.sequence.size}, or choose another "
-            f"backend"
-        )
+        reason = _reason_against(route)
+        if reason is not None:
+            raise UnsupportedBackendError(
+                f"attention backend {route.primary.selection.label} must not be part of a ring: "
+                f"{reason}; use --ring-degree 1 --ulysses-degree {call.groups.sequence.size}, or "
+                f"choose another backend"
+            )
+
+
+def _reason_against(route: Route) -> str | None:
+    """Return why what somebody asked for cannot be part of a ring, or None."""
+    selection, impl = route.primary.selection, route.primary.impl
+    if not (selection.source.explicit and selection.asked.backend is selection.backend):
+        return None
+    if Feature.RING in route.primary.features:
+        return impl.against_ring() if isinstance(impl, RingMethod) else None
+    if selection.backend.is_sparse and not isinstance(impl, RingMethod):
+        return "what it attends to depends on all tokens of a head, which a ring never joins"
+    return "it gives no log-sum-exp to merge by"
 
 
 def _no_gradients(route: Route) -> UnsupportedBackendError:

@@ -6,17 +6,19 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
 from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
+from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.processes import own
 
-GRID, RAGGED = (4, 6, 8), (3, 5, 7)
+GRID, RAGGED, LARGE = (4, 6, 8), (3, 5, 7), (5, 7, 13)
 MESHES = [Mesh(ring=4), Mesh(ulysses=2, ring=2)]
 TEXT = {"none": (0, 0), "front": (5, 0), "back": (0, 3)}
 VSA = {"sparsity": 0.7, "tile_size": [4, 4, 4]}
@@ -26,6 +28,14 @@ STA = {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0}
 def sparse_layer(backend, config, heads, kv_heads):
     args = ServerArgs(model_path="none", attention_backend=backend, attention_backend_config=config)
     return USPAttention(heads, 32, kv_heads, prefix="blocks.1.attn", scope=scope_from_args(args))
+
+
+def projection():
+    linear = nn.Linear(32, 32)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in linear.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 32**-0.5
+    return linear.requires_grad_(False)
 
 
 def key_mask(num_keys, num_text):
@@ -50,9 +60,14 @@ def check(backend, config, grid, lengths, heads, text=(0, 0), masked=False):
     (front, back), (heads, kv_heads) = text, heads
     batch, total = 2 if masked else 1, front + sum(lengths) + back
     whole = make_qkv(batch, total, heads, 32, num_kv_heads=kv_heads)
+    if backend == "sla_attn":  # means that differ by more than rounding
+        for x in whole[:2]:
+            x += x[:, ::16].repeat_interleave(16, dim=1)[:, :total]
     mask = key_mask(total, front) if masked else None
     options = {"num_replicated_prefix": front, "num_replicated_suffix": back}
     alone, split = (sparse_layer(backend, config, heads, kv_heads) for _ in range(2))
+    for layer in (alone, split):
+        set_projection(layer, projection())
     want = run(alone, None, (*whole, mask), grid, text, options)
     local = [x if x is None else own(x, lengths, front, back) for x in (*whole, mask)]
     out = run(split, parallel_groups(), local, grid, text, options)
@@ -150,7 +165,6 @@ REFUSED = {
         "st_chunk_size": [2, 3, 4],
     }
     | {"temporal_topk": 1, "spatial_topk": 2, "st_topk": 2, "first_full_step": 1},
-    "sla_attn": {"topk_ratio": 0.3},
     "sage_sla_attn": {"topk_ratio": 0.3},
     "sparse_video_gen_2_attn": {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
 }
@@ -166,13 +180,26 @@ def test_methods_that_route_by_all_tokens_are_refused_before_their_first_step(tw
         assert "use --ring-degree 1 --ulysses-degree 2, or choose another backend" in text
 
 
-@pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ulysses=2)], ids=str)
+SEARCH = {"sta_mode": "STA_searching", "tile_size": [2, 2, 2]}
+ALONE = {
+    Mesh(ring=2): "STA_searching compares whole heads, and strategies serve any number of GPUs",
+    Mesh(ulysses=2): "STA_searching must see all tokens and heads of a layer, got a part",
+}
+
+
+@pytest.mark.parametrize("mesh", ALONE, ids=str)
 def test_windows_are_searched_for_on_one_device_only(two_ranks, mesh, tmp_path):
-    config = {"sta_mode": "STA_searching", "search_path": str(tmp_path), "tile_size": [2, 2, 2]}
-    for kind, text in two_ranks.run(mesh, ring_error, "sliding_tile_attn", config):
-        assert kind == "UsageError"
-        assert "STA_searching must see all tokens and heads of a layer, got a part" in text
+    config = {**SEARCH, "search_path": str(tmp_path)}
+    for _, text in two_ranks.run(mesh, ring_error, "sliding_tile_attn", config):
+        assert ALONE[mesh] in text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_linear_branch_by_query_block_is_refused(two_ranks):
+    config = {**SLA, "linear_branch": "unselected", "dense_steps": "0"}
+    for kind, text in two_ranks.run(Mesh(ring=2), ring_error, "sla_attn", config):
+        assert kind == "UnsupportedBackendError"
+        assert "linear_branch unselected needs a state per query block" in text
 
 
 @pytest.mark.parametrize("grid", LENGTHS)
@@ -188,6 +215,23 @@ def test_tiles_are_selected_over_four_ranks_as_on_one(four_ranks, grid, mesh):
     for lengths, (text, masked) in itertools.product(LENGTHS[grid][4], CASES):
         args = (VSA, grid, lengths, (4, 2), TEXT[text], masked)
         four_ranks.run(mesh, check, "video_sparse_attn", *args)
+
+
+SLA = {"topk_ratio": 0.3, "BLKQ": 128, "BLKK": 64}
+
+
+@pytest.mark.parametrize("lengths", [(228, 227), (300, 155)])
+def test_blocks_and_the_linear_branch_are_of_the_whole_video(two_ranks, lengths):
+    for text, masked in CASES:
+        args = (SLA, LARGE, lengths, (2, 1), TEXT[text], masked)
+        two_ranks.run(Mesh(ring=2), check, "sla_attn", *args)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_blocks_are_cut_by_four_ranks(four_ranks, mesh):
+    for config, (text, masked) in itertools.product((SLA, {**SLA, "topk_ratio": 0.9}), CASES):
+        args = (config, LARGE, (200, 0, 191, 64), (4, 2), TEXT[text], masked)
+        four_ranks.run(mesh, check, "sla_attn", *args)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.7])

@@ -18,7 +18,7 @@ __all__ = ["pool_over_ring"]
 
 def pool_over_ring(
     tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk | None], call: RingCall
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the mean of every tile's tokens, the same numbers on every rank.
 
     Ranks exchange the means of what they hold, in fp32, and weigh them by how many tokens they are
@@ -30,8 +30,8 @@ def pool_over_ring(
         call: how they are split; masked tokens do not count.
 
     Returns:
-        For every tensor [B, H, N, D] in its dtype, and bool [B, N], tiles of which not everything
-        is masked, or None where there is no mask.
+        For every tensor [B, H, N, D], fp32 (fp64 for fp64), zero where no token counts; and how
+        many tokens of every tile count, [B, N] in the same dtype.
     """
     (batch, _, _, size), like = tensors[0].shape, tensors[0]
     precise = torch.promote_types(like.dtype, torch.float32)
@@ -44,8 +44,6 @@ def pool_over_ring(
     total = like.new_zeros((batch, len(order.starts)), dtype=precise)
     for chunk, counts in held:
         total.index_add_(1, chunk.tiles, counts.expand(batch, -1))
-    real = None if call.keep is None else total > 0
-    total.clamp_min_(1)
 
     columns = [x.shape[2] * size for x in tensors]
     sizes = [0 if c is None else batch * len(c.tiles) * sum(columns) for c in chunks]
@@ -53,14 +51,14 @@ def pool_over_ring(
     blocks = [block for block in torch.split(received, sizes) if len(block)]
     means = like.new_zeros((len(order.starts), batch, sum(columns)), dtype=precise)
     for (chunk, counts), block in zip(held, blocks, strict=True):
-        share = counts / total[:, chunk.tiles]
+        share = counts / total[:, chunk.tiles].clamp_min(1)
         parts = block.view(len(chunk.tiles), batch, -1) * share.mT.unsqueeze(-1)
         means.index_add_(0, chunk.tiles, parts)
     pooled = tuple(
-        torch.unflatten(x, -1, (-1, size)).permute(1, 2, 0, 3).to(like.dtype).contiguous()
+        torch.unflatten(x, -1, (-1, size)).permute(1, 2, 0, 3).contiguous()
         for x in torch.split(means, columns, dim=-1)
     )
-    return pooled, real
+    return pooled, total
 
 
 def _own(

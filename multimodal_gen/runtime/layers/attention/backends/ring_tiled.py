@@ -13,7 +13,6 @@ from functools import lru_cache
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
@@ -40,6 +39,7 @@ def attend_in_ring(
     *,
     scale: float,
     kernel: str = "auto",
+    queries: Chunk | None = None,
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, once round the ring, and back.
 
@@ -50,35 +50,29 @@ def attend_in_ring(
             included, or None where they keep none of them. Other queries attend to every key.
         scale: factor of the scores.
         kernel: provider of the block-sparse engine.
+        queries: this rank's tokens in the tiles of queries, where those of keys are others.
 
     Returns:
         [B, prefix + S + suffix, H, D] in the order of the sequence. Queries that see no key are
         zero.
-
-    Raises:
-        UnsupportedBackendError: the kernel takes no blocks of different lengths.
     """
-    if kernel == "fa4":
-        raise UnsupportedBackendError(
-            "kernel fa4 must get whole tiles, and the chunks of a ring cut them; use kernel auto, "
-            "or --ring-degree 1"
-        )
     call = inputs.call
     held = {
         owner: _hold(chunk, call.keep_of(owner))
         for owner, chunk in enumerate(chunks)
         if chunk is not None
     }
-    mine, here = chunks[call.group.index], held.get(call.group.index)
-    parts = _Parts(plan_of=plan_of, scale=scale, kernel=kernel, held=held, queries=slice(0, 0))
+    here, mine = held.get(call.group.index), queries or chunks[call.group.index]
     query, key, value = inputs.query, inputs.key, inputs.value
-    order = None
-    if mine is not None and here is not None:
+    if here is not None:
         key, value = here.ordered(key, value)
+    order, rows = None, slice(0, 0)
     if mine is not None and mine.num_video:
-        parts.queries = slice(call.prefix, call.prefix + mine.num_video)
-        order = _query_order(mine, call.prefix, call.suffix)
+        rows = slice(call.prefix, call.prefix + mine.num_video)
+        order = None if mine.in_order else _query_order(mine, call.prefix, call.suffix)
+    if order is not None:
         (query,) = gather_tokens((query,), order)
+    parts = _Parts(plan_of=plan_of, scale=scale, kernel=kernel, held=held, queries=rows)
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
         text = _hold(text_chunk(inputs.shared_key.shape[1], query.device), call.shared_keep)
@@ -114,7 +108,7 @@ class _Held:
         if self.keep is not None:
             # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
             key, value = (zero_masked_rows(x, self.keep) for x in (key, value))
-        elif not self.chunk.num_video:
+        elif self.chunk.in_order:
             return key, value
         key, value = gather_tokens((key, value), self.index)
         return key, value

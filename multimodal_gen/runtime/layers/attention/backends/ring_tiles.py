@@ -24,7 +24,15 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
 from multimodal_gen.runtime.layers.attention.ring_method import RingInputs
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["Chunk", "chunks_of", "ring_layout", "text_chunk", "tiles_held", "whole_chunks"]
+__all__ = [
+    "Chunk",
+    "chunks_of",
+    "ring_layout",
+    "text_chunk",
+    "tiles_held",
+    "whole_chunks",
+    "whole_tiles_only",
+]
 
 _Grid = tuple[int, int, int]
 
@@ -44,6 +52,7 @@ class Chunk:
         starts: int32 [n], where their tokens start in `keys`.
         lengths: int32 [n], how many there are.
         block_of: int32 [N], the block that holds tokens of a tile, -1 for none.
+        in_order: whether tokens lie in the order of the sequence.
     """
 
     keys: TiledSequence
@@ -53,6 +62,7 @@ class Chunk:
     starts: torch.Tensor
     lengths: torch.Tensor
     block_of: torch.Tensor
+    in_order: bool
 
 
 def ring_layout(inputs: RingInputs, context: ForwardContext | None, backend: str) -> SequenceLayout:
@@ -155,6 +165,7 @@ def _chunk(
         starts=starts,
         lengths=lengths,
         block_of=moved[3],
+        in_order=bool((index == torch.arange(stop - first)).all()),
     )
 
 
@@ -193,3 +204,8 @@ def tiles_held(indices: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch
         behind = counts + every
         lists.scatter_(-1, behind, (every + num_tiles).int().expand_as(behind))
     return lists[..., :room], (counts.squeeze(-1) + text).int()
+
+
+def whole_tiles_only(kernel: str) -> str | None:
+    """Return why a kernel that somebody asked for cannot serve chunks, or None."""
+    return "kernel fa4 takes whole tiles only, and chunks cut them" if kernel == "fa4" else None

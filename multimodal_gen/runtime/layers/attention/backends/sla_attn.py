@@ -14,6 +14,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.linear_attention.api import add_linear
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
@@ -27,11 +28,17 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     engine_variants,
     upstream_variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.ring_tiled import attend_in_ring
+from multimodal_gen.runtime.layers.attention.backends.ring_tiles import (
+    ring_layout,
+    whole_tiles_only,
+)
 from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout, attend_rows
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.ring_method import RingInputs, RingMethod
 from multimodal_gen.runtime.layers.attention.sla.block_map import block_map, density, kept_blocks
 from multimodal_gen.runtime.layers.attention.sla.blocks import (
     RasterBlocks,
@@ -43,6 +50,7 @@ from multimodal_gen.runtime.layers.attention.sla.branch import (
     projection_of,
     warn_of_no_projection,
 )
+from multimodal_gen.runtime.layers.attention.sla.ring import RingBlocks, ring_state
 from multimodal_gen.runtime.layers.attention.sla.upstream import (
     UPSTREAM,
     UpstreamCall,
@@ -96,7 +104,7 @@ class SLABackend(AttentionBackend):
     summary: ClassVar[str] = "Sparse-Linear Attention: exact over the best blocks, linear beside it"
     config_cls: ClassVar[type[SLAConfig]] = SLAConfig
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA, Feature.KEY_MASK)),
+        *engine_variants((Feature.GQA, Feature.KEY_MASK, Feature.RING)),
         upstream_variant(
             "sparse_linear_attention", _SLA, TRITON, capability=Capability(minimum=(8, 0))
         ),
@@ -120,7 +128,7 @@ class SLAOptions(Protocol):
     kernel: str
 
 
-class SLAImpl(SparseImpl, ProjectedImpl):
+class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
     """Sparse-Linear Attention of one layer; a subclass may compute the sparse branch otherwise."""
 
     backend = AttentionBackendEnum.SLA_ATTN
@@ -145,11 +153,7 @@ class SLAImpl(SparseImpl, ProjectedImpl):
         """Return both branches, and dense attention for text; see `SparseImpl.attend`."""
         options = self.options
         blocks = raster_blocks(layout, options.BLKQ, options.BLKK, query.device)
-        kept = kept_blocks(options.topk_ratio, blocks.num_video)
-        self.record(context, density(kept, blocks, layout))
-        if self.slot.linear is None and kept < blocks.num_video:
-            component = None if self.site is None else self.site.component
-            warn_of_no_projection(str(self.backend), component, options.topk_ratio)
+        kept = self._kept(blocks, layout, context)
         if self.by_upstream:
             return self.attend_upstream(query, key, value, blocks, keep)
         dtype = self._exact_dtype(query.dtype)
@@ -166,6 +170,45 @@ class SLAImpl(SparseImpl, ProjectedImpl):
         for span in blocks.rest:
             out[:, span] = attend_rows(query[:, span], key, value, keep, self.softmax_scale)
         return branch.add(out, q, k, v, plan, blocks.video).to(query.dtype)
+
+    def against_ring(self) -> str | None:
+        """See `RingMethod.against_ring`."""
+        if self.options.linear_branch == "unselected":
+            return "linear_branch unselected needs a state per query block of keys it never joins"
+        return whole_tiles_only(self.options.kernel)
+
+    def forward_in_ring(
+        self, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """See `RingMethod.forward_in_ring`."""
+        layout, options = ring_layout(inputs, context, str(self.backend)), self.options
+        assert context is not None, "a layout needs a context"
+        blocks = raster_blocks(layout, options.BLKQ, options.BLKK, inputs.query.device)
+        kept = self._kept(blocks, layout, context)
+        given = inputs.query.dtype
+        inputs = inputs.to(self._exact_dtype(given))
+        held = RingBlocks.of(inputs, layout, options.BLKQ, options.BLKK)
+        out = attend_in_ring(
+            inputs,
+            held.keys,
+            held.plans_of(inputs, kept, blocks.num_video),
+            scale=self.softmax_scale,
+            kernel=options.kernel,
+            queries=held.queries[held.mine],
+        )
+        rows = held.rows(inputs, layout)
+        if self.slot.linear is not None:
+            state = ring_state(inputs, held.keys, options.feature_map)
+            if rows.start < rows.stop:
+                out = add_linear(
+                    out,
+                    inputs.query,
+                    state,
+                    projection_of(self.slot.linear, out.device),
+                    rows=rows,
+                    feature_map=options.feature_map,
+                )
+        return out.to(given)
 
     def attend_blocks(
         self,
@@ -241,6 +284,16 @@ class SLAImpl(SparseImpl, ProjectedImpl):
             topk_ratio=options.topk_ratio,
         )
         return attend_upstream(module, query, key, value, call)
+
+    def _kept(self, blocks: RasterBlocks, layout: SequenceLayout, context: ForwardContext) -> int:
+        """Return how many blocks a query block keeps, once that is noted."""
+        ratio = self.options.topk_ratio
+        kept = kept_blocks(ratio, blocks.num_video)
+        self.record(context, density(kept, blocks, layout))
+        if self.slot.linear is None and kept < blocks.num_video:
+            component = None if self.site is None else self.site.component
+            warn_of_no_projection(str(self.backend), component, ratio)
+        return kept
 
     def _linear_branch(self, key: torch.Tensor, value: torch.Tensor, keys: Blocks) -> LinearBranch:
         linear = self.slot.linear

@@ -26,6 +26,7 @@ from multimodal_gen.runtime.layers.attention.backends.ring_tiles import (
     Chunk,
     chunks_of,
     ring_layout,
+    whole_tiles_only,
 )
 from multimodal_gen.runtime.layers.attention.backends.sliding_tile_call import (
     WindowedCall,
@@ -229,14 +230,18 @@ class SlidingTileImpl(SparseImpl, RingMethod):
             return self._search(call, layout, context)
         return call.over(self._windows(query, layout, context))
 
+    def against_ring(self) -> str | None:
+        """See `RingMethod.against_ring`."""
+        if self._searches:
+            return "STA_searching compares whole heads, and strategies serve any number of GPUs"
+        return whole_tiles_only(self._config.kernel)
+
     def forward_in_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `RingMethod.forward_in_ring`."""
         layout = ring_layout(inputs, context, str(self.backend))
         assert context is not None, "a layout needs a context"
-        if self._searches:
-            raise _searches_alone()
         query, call = inputs.query, inputs.call
         chunks = chunks_of(layout, call, _clamped(self._tile, layout.grid), query.device)
         windows = self._windows(query, layout, context)

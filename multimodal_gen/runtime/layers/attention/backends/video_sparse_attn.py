@@ -34,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.backends.ring_tiles import (
     chunks_of,
     ring_layout,
     whole_chunks,
+    whole_tiles_only,
 )
 from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import (
@@ -179,6 +180,10 @@ class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
         layout = sequence_layout(query, key, context, str(self.backend))
         coarse = coarse_alone(query, key, layout, self._tile(layout.grid), None)
         return coarse.add(out, value, gate, self.softmax_scale)
+
+    def against_ring(self) -> str | None:
+        """See `RingMethod.against_ring`."""
+        return whole_tiles_only(self._config.kernel)
 
     def forward_in_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None

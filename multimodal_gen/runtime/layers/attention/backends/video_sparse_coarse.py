@@ -169,12 +169,13 @@ def coarse_in_ring(
     tensors = [inputs.query[:, own], inputs.key]
     if inputs.gate is not None:
         tensors.append(inputs.value)
-    pooled, real = pool_over_ring(tensors, chunks, call)
+    means, counts = pool_over_ring(tensors, chunks, call)
+    pooled = [mean.to(inputs.query.dtype) for mean in means]
     return Coarse(
         queries=tiled_video(layout, tile, device),
         keys=tiled_sequence(layout, layout.num_keys, tile, device),
         pooled_query=pooled[0],
         pooled_key=pooled[1],
-        real=real,
+        real=None if call.keep is None else counts > 0,
         pooled_value=None if inputs.gate is None else pooled[2],
     )
