@@ -73,3 +73,21 @@ def test_a_sparse_method_on_some_heads_attends_as_on_all(two_ranks, tiny_pipelin
         assert (got - want).abs().max() <= TOLERANCE
         assert densities
         assert min(densities) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("wan", "sliding_tile_attn"),
+        ("wan", "sla_attn"),
+        ("hunyuan_video", "video_sparse_attn"),
+        ("flux", "sliding_tile_attn"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*proj_l")
+def test_a_sparse_method_attends_in_a_ring_as_alone(two_ranks, tiny_pipeline, family, backend):
+    call = (tiny_pipeline(family), family, backend, CONFIGS[backend], 2)
+    for want, got, densities in two_ranks.run(Mesh(ring=2), pipelines.sparse, *call):
+        assert (got - want).abs().max() <= TOLERANCE
+        assert densities
+        assert min(densities) < 1.0
