@@ -187,19 +187,22 @@ def _select_kernel(
     low, high = _crossing(x, need, least, top, lowest, per_score, TOPK)
     chosen = x >= high[:, None]
     reached = tl.sum(_mass(x, chosen, lowest, per_score, TOPK), 1)
-    equal = (x >= low[:, None]) & (x < high[:, None])
-    first = reached < need
+    takes = reached < need
     if not TOPK:
-        first = first | (tl.max(chosen.to(tl.int32), 1) == 0)
-    if tl.max(tl.sum(equal.to(tl.int32), 1), 0) > 1:
-        # Entries that are equal count the same, and go to the lowest chunks.
+        takes = takes | (tl.max(chosen.to(tl.int32), 1) == 0)
+    # Entries that are equal count the same, and go to the lowest chunks: one at a time, because
+    # there is hardly ever more than one.
+    limit = tl.full([BM], -1, tl.int32)
+    place = 0
+    while tl.max(takes.to(tl.int32), 0) > 0:
+        equal = (x >= low[:, None]) & (x < high[:, None])
+        following = tl.min(tl.where(equal & (n[None, :] > limit[:, None]), n[None, :], NP), 1)
+        takes = takes & (following < NP)
+        limit = tl.where(takes, following, limit)
         each = tl.max(_mass(x, equal, lowest, per_score, TOPK), 1)
-        place = tl.cumsum(equal.to(tl.int32), 1) - 1
-        more = (place > 0) & (reached[:, None] + place * each[:, None] < need[:, None])
-        equal = equal & (more | ((place == 0) & first[:, None]))
-    else:
-        equal = equal & first[:, None]
-    chosen = chosen | equal
+        place += 1
+        takes = takes & (reached + place * each < need)
+    chosen = (x >= high[:, None]) | ((x >= low[:, None]) & (n[None, :] <= limit[:, None]))
     chosen = (chosen | is_own) & real[:, None]
     keys = tl.sum(tl.where(chosen, count[None, :], 0), 1)
     tl.store(pairs_ptr + pid, tl.sum(keys.to(tl.int64), 0))
@@ -258,6 +261,15 @@ def chunk_means(
     return sums.sum(3) / counts.clamp_min(1)[:, None, :, None]
 
 
+def _warps(padded: int, *, topk: bool) -> dict[str, int]:
+    """Return the warps of a program, and a bound of its registers that lets more programs run."""
+    if padded > (128 if topk else 32):
+        return {"num_warps": 8}
+    if torch.version.hip is not None:
+        return {"num_warps": 4}
+    return {"num_warps": 4, "maxnreg": 128 if padded <= 64 else 168}
+
+
 def select_chunks(
     query: torch.Tensor,
     means: torch.Tensor,
@@ -296,6 +308,6 @@ def select_chunks(
         D=head_size, DP=width, BD=min(width, max(MEANS // padded, 16)), BM=rows, NP=padded,
         TOPK=rule.topk is not None, MASKED=masked, ROWS_MASKED=keep is not None,
         SHIFT=1.0 / shift, UPCAST=interpreted(),
-        num_warps=4 if padded <= (32 if rule.topk is None else 64) else 8,
+        **_warps(padded, topk=rule.topk is not None),
     )  # fmt: skip
     return out, pairs.sum()

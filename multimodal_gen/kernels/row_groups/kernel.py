@@ -14,8 +14,9 @@ import triton.language as tl
 from multimodal_gen.kernels.launcher import Launcher
 
 TILE = 64  # rows of a program
-COUNTS = 8192  # counts that a program holds
+COUNTS = 4096  # counts that a program holds
 PARTS = 4096  # elements of a part that a program holds
+UNROLL = 6  # parts of a row that are loaded at once, at most
 VECTOR_BYTES = 16
 
 
@@ -59,36 +60,46 @@ def _count_kernel(
         tl.store(count_ptr + ((bh * groups + group) * tiles + tile) * BINS + bins, count)
 
 
-@triton.jit(do_not_specialize=["tokens", "groups", "tiles", "extra"])
+@triton.jit(do_not_specialize=["tiles"])
 def _offset_kernel(
-    count_ptr, used_ptr, tokens, groups, tiles, extra, BINS: tl.constexpr, N: tl.constexpr
+    count_ptr, total_ptr, tiles, BINS: tl.constexpr, B: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """Turn counts into where the rows of each tile with each pattern begin. Grid [B * H * G]."""
-    part = tl.program_id(0).to(tl.int64)
-    bins = tl.arange(0, BINS)
+    """Turn counts into how many rows of the pattern earlier tiles have, and sum them up.
+
+    Grid [B * H * G * BINS / B].
+    """
+    pid = tl.program_id(0)
+    part = (pid // (BINS // B)).to(tl.int64)
+    bins = pid % (BINS // B) * B + tl.arange(0, B)
     count_ptr += part * tiles * BINS
-    total = tl.zeros([BINS], tl.int32)
-    for first in range(0, tiles, N):
-        tile = first + tl.arange(0, N)
-        at = tile[:, None] * BINS + bins[None, :]
-        total += tl.sum(tl.load(count_ptr + at, mask=(tile < tiles)[:, None], other=0), 0)
-    begin = tl.cumsum(total, 0) - total
-    used = tl.sum(tl.where(bins == BINS - 1, begin, 0), 0)
-    if (part % groups == 0) & (extra > 0):
-        used = tokens
-    tl.store(used_ptr + part, used)
+    before = tl.zeros([B], tl.int32)
     for first in range(0, tiles, N):
         tile = first + tl.arange(0, N)
         at = tile[:, None] * BINS + bins[None, :]
         count = tl.load(count_ptr + at, mask=(tile < tiles)[:, None], other=0)
-        end = begin[None, :] + tl.cumsum(count, 0)
+        end = before[None, :] + tl.cumsum(count, 0)
         tl.store(count_ptr + at, end - count, mask=(tile < tiles)[:, None])
-        begin += tl.sum(count, 0)
+        before += tl.sum(count, 0)
+    tl.store(total_ptr + part * BINS + bins, before)
+
+
+@triton.jit(do_not_specialize=["tokens", "groups", "extra"])
+def _begin_kernel(total_ptr, used_ptr, tokens, groups, extra, BINS: tl.constexpr):
+    """Turn totals into where the rows of each pattern begin. Grid [B * H * G]."""
+    part = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.load(total_ptr + part * BINS + bins)
+    begin = tl.cumsum(total, 0) - total
+    tl.store(total_ptr + part * BINS + bins, begin)
+    used = tl.sum(tl.where(bins == BINS - 1, begin, 0), 0)
+    if (part % groups == 0) & (extra > 0):
+        used = tokens
+    tl.store(used_ptr + part, used)
 
 
 @triton.jit(do_not_specialize=["tokens", "room", "words", "num_chunks", "groups", "tiles", "extra"])
 def _position_kernel(
-    bits_ptr, begin_ptr, used_ptr, moved_bits_ptr, position_ptr,
+    bits_ptr, before_ptr, begin_ptr, used_ptr, moved_bits_ptr, position_ptr,
     tokens, room, words, num_chunks, groups, tiles, extra,
     SIZE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +115,8 @@ def _position_kernel(
     for group in range(groups):
         part = bh * groups + group
         pattern, key = _keys(bits_ptr, row, real, group, words, num_chunks, SIZE)
-        begin = tl.load(begin_ptr + (part * tiles + tile) * BINS + key, mask=real, other=0)
+        begin = tl.load(begin_ptr + part * BINS + key, mask=real, other=0)
+        begin += tl.load(before_ptr + (part * tiles + tile) * BINS + key, mask=real, other=0)
         same = (key[:, None] == key[None, :]) & (i[None, :] < i[:, None])
         position = begin + tl.sum(same.to(tl.int32), 1)
         tl.store(position_ptr + part * tokens + row, position, mask=real)
@@ -168,12 +180,14 @@ def _list_kernel(
 
 @triton.jit
 def _part_lse(
-    lse_ptr, position_ptr, used_ptr, parts, group, row, real, tokens, lse_h, lse_s
+    lse_ptr, position_ptr, used_ptr, parts, group, groups, row, real, tokens, lse_h, lse_s
 ):  # fmt: skip
     """Return the lse of rows in a group, in powers of two, -inf if not in use; and their places."""
     part = parts + group
+    real = real & (row * 0 + group < groups)
     position = tl.load(position_ptr + part * tokens + row, mask=real, other=0)
-    taken = real & (position < tl.load(used_ptr + part))
+    used = tl.load(used_ptr + parts + tl.minimum(group, groups - 1))
+    taken = real & (position < used)
     at = group * lse_h + position.to(tl.int64) * lse_s
     return tl.load(lse_ptr + at, mask=taken, other=float("-inf")) * 1.4426950408889634, position
 
@@ -188,7 +202,7 @@ def _merge_kernel(
     part_ptr, lse_ptr, position_ptr, used_ptr, out_ptr,
     part_b, part_s, part_h, part_d, lse_b, lse_h, lse_s, out_b, out_s, out_h, out_d,
     tokens, heads, groups, tiles,
-    D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr, T: tl.constexpr,
+    U: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Merge T rows of one head. Grid [B * H * tiles], heads fastest.
 
@@ -205,26 +219,29 @@ def _merge_kernel(
     parts = (b * heads + h) * groups
     part_ptr += (b * part_b + h * groups * part_h) * VEC
     lse_ptr += b * lse_b + h * groups * lse_h
-    # Two passes over the groups, so that the loads of the second depend on none of its sums.
+    # Unrolled, and in two passes, so that many loads are in flight.
     m = tl.full([T], float("-inf"), tl.float32)
-    for group in range(groups):
-        m = tl.maximum(m, _part_lse(lse_ptr, position_ptr, used_ptr, parts, group, row, real,
-                                    tokens, lse_h, lse_s)[0])  # fmt: skip
+    for first in range(0, groups, U):
+        for u in tl.static_range(U):
+            lse, _ = _part_lse(lse_ptr, position_ptr, used_ptr, parts, first + u, groups, row,
+                               real, tokens, lse_h, lse_s)  # fmt: skip
+            m = tl.maximum(m, lse)
     m = tl.where(m == float("-inf"), 0.0, m)
     total = tl.zeros([T], tl.float32)
     acc = tl.zeros([T, DP], tl.float32)
-    for group in range(groups):
-        lse, position = _part_lse(lse_ptr, position_ptr, used_ptr, parts, group, row, real,
-                                  tokens, lse_h, lse_s)  # fmt: skip
-        taken = lse > float("-inf")
-        from_ = (group * part_h + position.to(tl.int64) * part_s) * VEC
-        x = tl.load(
-            part_ptr + from_[:, None] + (d * part_d)[None, :],
-            mask=taken[:, None] & (d < D)[None, :], other=0.0,
-        )  # fmt: skip
-        weight = tl.exp2(lse - m)
-        acc += x.to(tl.float32) * weight[:, None]
-        total += weight
+    for first in range(0, groups, U):
+        for u in tl.static_range(U):
+            lse, position = _part_lse(lse_ptr, position_ptr, used_ptr, parts, first + u, groups,
+                                      row, real, tokens, lse_h, lse_s)  # fmt: skip
+            taken = lse > float("-inf")
+            from_ = ((first + u) * part_h + position.to(tl.int64) * part_s) * VEC
+            x = tl.load(
+                part_ptr + from_[:, None] + (d * part_d)[None, :],
+                mask=taken[:, None] & (d < D)[None, :], other=0.0,
+            )  # fmt: skip
+            weight = tl.exp2(lse - m)
+            acc += x.to(tl.float32) * weight[:, None]
+            total += weight
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     to = (b * out_b + h * out_h + row.to(tl.int64) * out_s) * VEC
     out_ptrs = out_ptr + to[:, None] + (d * out_d)[None, :]
@@ -232,6 +249,7 @@ def _merge_kernel(
 
 
 _launch_count, _launch_offset = Launcher(_count_kernel), Launcher(_offset_kernel)
+_launch_begin = Launcher(_begin_kernel)
 _launch_position, _launch_list = Launcher(_position_kernel), Launcher(_list_kernel)
 _launch_move, _launch_merge = Launcher(_move_kernel), Launcher(_merge_kernel)
 
@@ -245,7 +263,7 @@ def sort_rows(
     bits = bits.contiguous()
     parts = (batch, heads, groups)
     blocks, num_bits = -(-tokens // block), size + extra
-    counts = bits.new_empty((math.prod(parts), tiles, bins))
+    counts, totals = (bits.new_empty((math.prod(parts), n, bins)) for n in (tiles, 1))
     used = bits.new_empty(parts)
     moved_bits = bits.new_empty((batch, heads * groups, blocks * block))
     position = bits.new_empty((*parts, tokens))
@@ -253,12 +271,16 @@ def sort_rows(
         (batch * heads * tiles,), bits, counts, tokens, words, num_chunks, groups, tiles,
         SIZE=size, T=TILE, num_warps=2,
     )  # fmt: skip
+    together = min(bins, 16)
     _launch_offset(
-        (math.prod(parts),), counts, used, tokens, groups, tiles, int(extra),
-        BINS=bins, N=max(COUNTS // bins, 1), num_warps=8,
+        (math.prod(parts) * (bins // together),), counts, totals, tiles,
+        BINS=bins, B=together, N=COUNTS // together, num_warps=4,
+    )  # fmt: skip
+    _launch_begin(
+        (math.prod(parts),), totals, used, tokens, groups, int(extra), BINS=bins, num_warps=1,
     )  # fmt: skip
     _launch_position(
-        (batch * heads * tiles,), bits, counts, used, moved_bits, position,
+        (batch * heads * tiles,), bits, counts, totals, used, moved_bits, position,
         tokens, blocks * block, words, num_chunks, groups, tiles, 1 << size if extra else 0,
         SIZE=size, T=TILE, num_warps=2,
     )  # fmt: skip
@@ -304,13 +326,14 @@ def merge_parts(
     """Launch the merge; see `api.merge_parts`."""
     batch, tokens, heads, head_size = out.shape
     vector = min(_vector(parts), _vector(out))
-    padded = triton.next_power_of_2(head_size)
+    groups, padded = position.shape[2], triton.next_power_of_2(head_size)
     rows = max(PARTS // padded, 16)
     tiles = -(-tokens // rows)
     _launch_merge(
         (batch * heads * tiles,), parts, lse, position.contiguous(), used.contiguous(), out,
         *_strides(parts, vector), *lse.stride(), *_strides(out, vector),
-        tokens, heads, position.shape[2], tiles,
+        tokens, heads, groups, tiles,
+        U=-(-groups // -(-groups // UNROLL)),
         D=head_size, DP=padded, VEC=vector, T=rows, num_warps=4,
     )  # fmt: skip
 

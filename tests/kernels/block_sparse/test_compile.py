@@ -24,7 +24,7 @@ pytestmark = needs_gluon
 # Compute capability -> shared memory of a program. SM80 is the A100.
 SHARED_MEMORY = {80: 166912, 90: 232448}
 # Bytes that a thread of a persistent program may spill: what it keeps from one tile to the next.
-BETWEEN_TILES = 320
+BETWEEN_TILES = 384
 
 
 def plan_of(form: str, q_size: int, kv_size: int) -> BlockPlan:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.chunk_select.rule import Rule
-from tests.kernels.compiling import Compiler, needs_triton, silent
+from tests.kernels.compiling import Compiler, assert_clean, needs_triton, silent
 
 pytestmark = [needs_triton, silent]
 
@@ -40,4 +40,5 @@ def test_the_choice_does_not_spill(
     keep = torch.ones(1, 640).bool()
     select_chunks(query, means, counts, own, rule, masked=True, keep=keep)
     assert len(compiler.kernels) == 2
-    compiler.assert_clean()
+    # Registers are bounded, so that more programs run at once, which is worth a few spills.
+    assert_clean(compiler.kernels, 32)

@@ -49,6 +49,14 @@ LOWEST = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
+def _next_work(work, tile, given, outs, C: gl.constexpr):
+    """Return what a persistent program works on after a tile; nothing, after the last."""
+    steps = work.num_full + work.num_tail
+    turn = work.turn + gl.minimum(steps, 1)
+    return find_work(tile + gl.num_programs(0), work.at + steps, turn, 0, given, outs, C)
+
+
+@gluon.jit
 def _place(work, step, C: gl.constexpr):
     """Return the rings' count of a step of a tile."""
     if C.persistent:
@@ -122,13 +130,11 @@ def _producer(
 ):  # fmt: skip
     """One warp: loads what its tile needs, or those of a persistent program, one after another."""
     if C.persistent:
-        at = 0
-        turn = FIRST_TURN
+        work = find_work(gl.program_id(0), 0, FIRST_TURN, 0, given, outs, C)
         for tile in range(gl.program_id(0), given.total * C.q_tiles, gl.num_programs(0)):
-            work = find_work(tile, at, turn, W, given, outs, C)
+            following = _next_work(work, tile, given, outs, C)
             _load_tile(dq, dk, dv, work, rings, W, C)
-            at += work.num_full + work.num_tail
-            turn += gl.minimum(work.num_full + work.num_tail, 1)
+            work = following
     else:
         _load_tile(dq, dk, dv, given, rings, W, C)
 
@@ -202,6 +208,15 @@ def _block(work, step, C: gl.constexpr):
 
 
 @gluon.jit
+def _block_ahead(work, step, C: gl.constexpr):
+    """Return the block of the step after `step`, or of the last one, where rows choose."""
+    block = step
+    if C.bits:
+        block = _block(work, gl.minimum(step + 1, work.num_full + work.num_tail - 1), C)
+    return block
+
+
+@gluon.jit
 def _words(work, first_row, block, layout: gl.constexpr, C: gl.constexpr):
     """Return the words of 64 rows that hold their choice of a block."""
     rows = first_row + gl.arange(0, 64, layout)
@@ -223,11 +238,13 @@ def _infinity(words, block):
 @gluon.jit
 def _advance(
     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST: gl.constexpr,
-    ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr, words=None,
+    ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr, block=None,
+    words=None,
 ):  # fmt: skip
     """Scores of `step` while P V of the step before is in flight; then its softmax.
 
-    `words` are the rows' choices, where one word holds each.
+    Where rows choose, `block` is that of the step, and `words` their choices if one word holds
+    each.
     """
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
@@ -239,11 +256,8 @@ def _advance(
     at = _place(work, step, C)
     slot = FIRST + at % C.stages
     slot_v = FIRST + (at - 1) % C.stages
-    if C.bits:
-        # Looked at after the product, so that nothing waits for it.
-        block = _block(work, step, C)
-        if not C.one_word:
-            words = _words(work, ROW, block, gl.SliceLayout(1, s_layout), C)
+    if C.bits and not C.one_word:
+        words = _words(work, ROW, block, gl.SliceLayout(1, s_layout), C)
     mbarrier.wait(rings.k_full.index(slot), (at // C.stages) & 1)
     k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
     s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
@@ -313,9 +327,10 @@ def _store(values, lse, work, first_row, C: gl.constexpr):
 
 @gluon.jit
 def _attend_tile(
-    work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
+    work, given, outs, rings, flags, tile, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """Attend with 64 query rows of a tile."""
+    """Attend with 64 query rows of a tile; returns the work after it of a persistent program."""
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     ROW: gl.constexpr = 0 if C.own else W * 64
     BN: gl.constexpr = C.keys
@@ -332,7 +347,10 @@ def _attend_tile(
     rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     steps = work.num_full + work.num_tail
+    following = work
     if steps == 0:
+        if C.persistent:
+            following = _next_work(work, tile, given, outs, C)
         nothing = gl.zeros([64, D], dtype, store_layout)
         _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
@@ -378,23 +396,31 @@ def _attend_tile(
         last = work.num_full
         if C.ragged:
             last += gl.minimum(work.num_tail, 1)
+        # Blocks are looked up a step ahead, so that no product waits for them.
+        ahead = _block_ahead(work, 0, C)
         for step in range(1, last):
+            block = ahead
+            ahead = _block_ahead(work, step, C)
             acc, sums, m, weights = _advance(
                 q, rings, acc, sums, m, weights, BN, step, work, scale_log2, FIRST, ROW, False,
-                dtype, C, words,
+                dtype, C, block, words,
             )  # fmt: skip
         if C.sub == 0:  # a regular plan has one partial step at most
             for step in range(last, steps):
                 keys = _tail_keys(work, step - work.num_full, C)
+                block = ahead
+                ahead = _block_ahead(work, step, C)
                 acc, sums, m, weights = _advance(
                     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, True,
-                    dtype, C, words,
+                    dtype, C, block, words,
                 )  # fmt: skip
         at = _place(work, steps - 1, C)
         slot = FIRST + at % C.stages
         mbarrier.wait(rings.v_full.index(slot), (at // C.stages) & 1)
         v_tile = rings.v.index(slot).reshape([BN, D])
         o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
+        if C.persistent:
+            following = _next_work(work, tile, given, outs, C)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
         if C.persistent:
             mbarrier.arrive(rings.v_empty.index(slot))
@@ -409,7 +435,7 @@ def _attend_tile(
                 sound = sound & (row_sum > UNDERFLOW)
             wrong = gl.max((real & ~sound).to(gl.int32), 0)
             if wrong > 0:
-                gl.store(flag, wrong)
+                gl.store(flags + tile, wrong)
         inverse = 1.0 / row_sum
         lse = 0.6931471805599453 * (m + gl.log2(row_sum))
         if C.bits:
@@ -422,6 +448,7 @@ def _attend_tile(
             hopper.fence_async_shared()  # the next queries are written by the copy engine
             mbarrier.arrive(rings.q_empty.index(q_slot))
         _store(staged, lse, work, ROW, C)
+    return following
 
 
 @gluon.jit
@@ -430,16 +457,11 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: 64 query rows of its tile, or of those of a persistent program."""
     if C.persistent:
-        at = 0
-        turn = FIRST_TURN
+        work = find_work(gl.program_id(0), 0, FIRST_TURN, 0, given, outs, C)
         for tile in range(gl.program_id(0), given.total * C.q_tiles, gl.num_programs(0)):
-            work = find_work(tile, at, turn, 0, given, outs, C)
-            _attend_tile(work, rings, flags + tile, scale_log2, W, dtype, C)
-            at += work.num_full + work.num_tail
-            turn += gl.minimum(work.num_full + work.num_tail, 1)
+            work = _attend_tile(work, given, outs, rings, flags, tile, scale_log2, W, dtype, C)
     else:
-        flag = flags + gl.program_id(0)
-        _attend_tile(given, rings, flag, scale_log2, W, dtype, C)
+        _attend_tile(given, given, outs, rings, flags, gl.program_id(0), scale_log2, W, dtype, C)
 
 
 @gluon.jit
@@ -510,6 +532,22 @@ def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.c
         )
 
 
+@gluon.jit
+def _flagged(plan, C: gl.constexpr):
+    """Return how many of a program's tiles are flagged."""
+    if C.persistent:
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        programs = gl.num_programs(0)
+        tiles = plan.total * C.q_tiles
+        found = programs * 0
+        for first in range(gl.program_id(0), tiles, programs * 128):
+            tile = first + gl.arange(0, 128, layout) * programs
+            found += gl.sum(gl.load(plan.flags + tile, mask=tile < tiles, other=0), 0)
+    else:
+        found = gl.load(plan.flags + gl.program_id(0))
+    return found
+
+
 @gluon.jit(
     do_not_specialize=[
         "rows", "rep_h", "num_q", "plan_h", "group", "kv_last", "kv_tail", "room", "tail_room",
@@ -530,19 +568,19 @@ def attention_kernel(
 ):  # fmt: skip
     """Grid: one program per tile, or as many as run at once where they are persistent.
 
-    A redo has one program per tile, and does only the tiles whose flag is set.
+    A redo does only the tiles whose flag is set.
     """
     plan = Plan(
         step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, sweep_ptr,
         rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
         steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b, q_start_ptr, q_length_ptr,
         q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
-        block_ptr, bits_ptr, bits_b, bits_h, words,
+        block_ptr, bits_ptr, bits_b, bits_h, words, flag_ptr,
     )  # fmt: skip
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
     dtype: gl.constexpr = dq.dtype
     if C.redo:
-        if gl.load(flag_ptr + gl.program_id(0)) > 0:
+        if _flagged(plan, C) > 0:
             _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)
     else:
         _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)

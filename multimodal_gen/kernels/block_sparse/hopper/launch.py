@@ -57,8 +57,7 @@ def attend(
         *launch.arguments, *out.stride()[:3],
         *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
     )  # fmt: skip
-    for grid, variants in launch.launches:
-        _launcher().each(grid, *arguments, variants=variants)
+    _launcher().each(launch.grid, *arguments, variants=launch.variants)
 
 
 @cache
@@ -73,17 +72,18 @@ class _Launch:
     """What launches on one plan have in common, whatever the tensors.
 
     Attributes:
+        grid: number of programs.
         shape: the kernel to compile.
-        launches: numbers of programs, each with the options of the kernels to launch: the kernel
-            itself, and the one that redoes flagged tiles, if any.
+        variants: its options, and those of the kernel that redoes flagged tiles, if any.
         arguments: those that follow from the plan, in the kernel's order.
         counts: a tensor of the plan.
         num_flags: int32 flags to make room for, a multiple of four.
         num_sweeps: positions of key sweeps to make room for.
     """
 
+    grid: tuple[int]
     shape: "Shape"
-    launches: tuple[tuple[tuple[int], tuple[dict[str, Any], ...]], ...]
+    variants: tuple[dict[str, Any], ...]
     arguments: tuple[Any, ...]
     counts: torch.Tensor
     num_flags: int
@@ -131,26 +131,19 @@ def _prepare(
         *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], plan.q.size, plan.q.total, total,
         blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
     )  # fmt: skip
+    redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
+    at_once = min(num_tiles, _processors(q.get_device())) if tile.persistent else num_tiles
     return _Launch(
+        grid=(at_once,),
         shape=shape,
-        launches=_launches(shape, num_tiles, q.get_device()),
+        variants=tuple(
+            {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
+        ),
         arguments=arguments,
         counts=counts,
         num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
     )
-
-
-def _launches(
-    shape: "Shape", num_tiles: int, device: int
-) -> tuple[tuple[tuple[int], tuple[dict[str, Any], ...]], ...]:
-    """Return the launches of `_Launch`."""
-    redo = dataclasses.replace(shape, fast=False, redo=True, sync=0, persistent=False)
-    options = [{"C": c, "num_warps": 4} for c in ((shape, redo) if shape.fast else (shape,))]
-    if not shape.persistent:
-        return (((num_tiles,), tuple(options)),)
-    at_once = min(num_tiles, _processors(device))
-    return (((at_once,), (options[0],)), *(((num_tiles,), (o,)) for o in options[1:]))
 
 
 @cache

@@ -16,7 +16,7 @@ import triton.language as tl
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading, unit_stride
 from multimodal_gen.kernels.launcher import Launcher
 
-CHUNK = 128
+CHUNK = 128  # entries of a list that a program looks at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +207,7 @@ def _make_steps(plan: BlockPlan, step: int) -> Steps:
         indices if t is None else unit_stride(t).expand(*leading, -1)
         for t in (kv.starts, kv.lengths)
     )
+    chunk = min(max(triton.next_power_of_2(longest), 16), CHUNK)
     _launch_steps(
         (num_full.numel(),),
         indices,
@@ -233,7 +234,8 @@ def _make_steps(plan: BlockPlan, step: int) -> Steps:
         MERGE=merge,
         GIVEN_STARTS=kv.starts is not None,
         GIVEN_LENGTHS=kv.lengths is not None,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
+        num_warps=max(chunk // 32, 1),
     )
     return Steps(
         starts=starts,

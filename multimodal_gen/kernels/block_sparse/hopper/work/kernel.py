@@ -62,6 +62,7 @@ class Plan(NamedTuple):
     bits_b: Any
     bits_h: Any
     words: Any
+    flags: Any
 
 
 class Outs(NamedTuple):
@@ -185,6 +186,8 @@ def find_work(tile, at, turn, W: gl.constexpr, plan, outs, C: gl.constexpr):
         position = tile // C.q_tiles
         inside = tile % C.q_tiles * (C.consumers * 64)
     valid = position < plan.total
+    if C.redo and C.persistent:
+        valid = gl.load(plan.flags + tile, mask=valid, other=0) > 0
     b, h, i = locate(gl.minimum(position, plan.total - 1), plan, C)
     begin = i * plan.q_size
     if C.q_starts:
