@@ -1,4 +1,6 @@
-"""Methods that compute a ring themselves: what they attend to depends on where tokens lie.
+"""What implementations can do in a ring beyond giving the log-sum-exp.
+
+Some compute the ring themselves, because what they attend to depends on where tokens lie.
 
 Shapes: B batch, S tokens of this rank's chunk, H heads of the rank, D head size.
 """
@@ -12,7 +14,7 @@ from multimodal_gen.runtime.distributed.ring import RingCall
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["GatedRingMethod", "RingInputs", "RingMethod"]
+__all__ = ["GatedRingMethod", "KeptKeysImpl", "RingInputs", "RingMethod"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,6 +54,23 @@ class RingInputs:
             shared_value=cast(self.shared_value),
             gate=cast(self.gate),
         )
+
+
+class KeptKeysImpl(AttentionImpl):
+    """An implementation that leaves padding out of a part without waiting for the device."""
+
+    @abstractmethod
+    def forward_lse_kept(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as `forward_lse`, for the keys that `keep`, bool [B, Sk], leaves; not causal.
+
+        What the others hold, even NaN, has no influence.
+        """
 
 
 class RingMethod(AttentionImpl):

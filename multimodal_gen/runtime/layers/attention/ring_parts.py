@@ -17,6 +17,7 @@ from multimodal_gen.runtime.layers.attention.gating import check_gate, gated_rou
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.ring_method import (
     GatedRingMethod,
+    KeptKeysImpl,
     RingInputs,
     RingMethod,
 )
@@ -182,10 +183,12 @@ def _attend_to_kept(
     value: torch.Tensor,
     keep: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave padding out, sample by sample: kernels give no log-sum-exp under a mask.
+    """Leave padding out, sample by sample: most kernels give no log-sum-exp under a mask.
 
-    How much is left has to reach the host.
+    For them, how much is left has to reach the host.
     """
+    if isinstance(impl, KeptKeysImpl):
+        return impl.forward_lse_kept(query, key, value, keep)
     parts = []
     for sample, kept in enumerate(keep):
         positions = kept.nonzero().flatten()

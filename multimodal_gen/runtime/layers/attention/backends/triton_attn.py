@@ -20,11 +20,13 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 )
 from multimodal_gen.runtime.layers.attention.backends.dense_plan import dense_plan, drop_masked
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import engine_variants
+from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
     Feature,
 )
+from multimodal_gen.runtime.layers.attention.ring_method import KeptKeysImpl
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _CAUSAL_BLOCK = 128
 _FASTEST_HEAD_SIZES = (64, 128)
 
 
-class TritonAttentionImpl(AttentionImpl):
+class TritonAttentionImpl(KeptKeysImpl):
     """Attention over a plan of every block; see `AttentionImpl` for the arguments."""
 
     def forward(
@@ -70,7 +72,25 @@ class TritonAttentionImpl(AttentionImpl):
         """See `AttentionImpl.forward_lse`."""
         if key.shape[1] == 0:
             return attend_to_nothing(query, value)
-        plan = _plan(query, key, self.causal)
+        return self._run_lse(query, key, value, _plan(query, key, self.causal))
+
+    def forward_lse_kept(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KeptKeysImpl.forward_lse_kept`."""
+        plan = _plan(query, key, causal=False)
+        # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
+        key, value = (zero_masked_rows(x, keep) for x in (key, value))
+        mask = keep[:, None, None, :]
+        return self._run_lse(query, *drop_masked(key, value, plan, mask, "triton_attn"))
+
+    def _run_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = map(_loadable, (query, key, value))
         out, lse = block_sparse_attention(
             query, key, value, plan, scale=self.softmax_scale, kernel=self.variant, return_lse=True

@@ -47,6 +47,17 @@ def test_masked_keys_have_no_influence_whatever_the_masks_shape() -> None:
         torch.testing.assert_close(impl().forward(q, k, v, attn_mask=mask), expected)
 
 
+def test_a_part_of_a_ring_leaves_padding_out_whatever_it_holds() -> None:
+    q, k, v = draw(40, 500)
+    keep = torch.rand(2, 500, generator=torch.Generator().manual_seed(0)) < 0.4
+    keep[1] = False
+    expected, expected_lse = reference_attention(q, k, v, scale=0.2, mask=keep[:, None, None, :])
+    k, v = (x.masked_fill(~keep[..., None, None], torch.nan) for x in (k, v))
+    out, lse = impl().forward_lse_kept(q, k, v, keep)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse.double(), expected_lse)
+
+
 def test_no_keys_at_all_give_zeros() -> None:
     q, k, v = draw(5, 0)
     out, lse = impl().forward_lse(q, k, v)
