@@ -43,7 +43,12 @@ QWEN_IMAGE = ModelAdapter(
         cuts=(
             Cut(module="img_in", dims=3),
             Cut(module="pos_embed", index=0, dim=0, dims=2),
-            Cut(module="transformer_blocks.*", argument="modulate_index", dims=2),
+            Cut(
+                module="transformer_blocks.*",
+                only_if="zero_cond_t",
+                argument="modulate_index",
+                dims=2,
+            ),
             Cut(module="", argument="controlnet_block_samples", dims=3),
         ),
     ),

@@ -20,6 +20,7 @@ class Cut:
 
     Attributes:
         module: dotted name of the module, "" for the model; one part may be "*" for all of a list.
+        only_if: attribute of the module without which nothing is cut, or None.
         argument: the argument to cut before the module runs, or None to cut what it returns.
         index: which tensor of a tuple, or None for all of them.
         dim: axis of the tokens.
@@ -31,6 +32,7 @@ class Cut:
     """
 
     module: str
+    only_if: str | None = None
     argument: str | None = None
     index: int | None = None
     dim: int = 1

@@ -59,10 +59,11 @@ class TokenShare:
         """Return the tokens of this rank, with `text` positions in front of all tokens kept.
 
         A tensor may end before the last token: then this rank has what there is of its part.
+        It is contiguous, as what blocks return is: a compiled block serves its own output too.
         """
         start = min(text + self.start, x.shape[dim])
         own = x.narrow(dim, start, min(self.length, x.shape[dim] - start))
-        return torch.cat((x.narrow(dim, 0, text), own), dim) if text else own
+        return torch.cat((x.narrow(dim, 0, text), own), dim) if text else own.contiguous()
 
     def store(self, cache: dict[object, object]) -> None:
         """Make it known to the layers of a denoiser call, through `ForwardContext.cache`."""

@@ -1,7 +1,7 @@
 """Splits the tokens of a denoiser over ranks by hooks on its modules, and gathers its output.
 
-`torch.compile` may trace the hooks that cut: a module they hang on may be compiled on its own. What
-they read is set anew for every call.
+`torch.compile` may trace the hooks, as a module they hang on may be compiled on its own. What they
+read is set anew for every call.
 """
 
 import inspect
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.hooks import no_hook, untraced_hook
+from multimodal_gen.integrations.hooks import no_hook
+from multimodal_gen.integrations.parallel.gathering import gather_sequence, time_gathering
 from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 from multimodal_gen.integrations.parallel.share import TokenShare, share_tokens
-from multimodal_gen.runtime.distributed.collectives import gather_tokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
-from multimodal_gen.runtime.distributed.timing import Times, recording
+from multimodal_gen.runtime.distributed.timing import Times
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 __all__ = ["TokenSplitter"]
@@ -46,7 +46,10 @@ class TokenSplitter:
         self._running = _Running()
         self.times = Times()
         self._cuts = tuple(
-            (cut, module) for cut in plan.cuts for module in _find(model, cut.module)
+            (cut, module)
+            for cut in plan.cuts
+            for module in _find(model, cut.module)
+            if cut.only_if is None or getattr(module, cut.only_if, False)
         )
         (self._gathered,) = _find(model, plan.gather)
 
@@ -60,6 +63,7 @@ class TokenSplitter:
             )
         share = share_tokens(tokens, self._group.size, self._group.index, text)
         share.store(cache)
+        time_gathering(self.times, cache)
         self._running.share = share
 
     def end(self) -> None:
@@ -82,24 +86,9 @@ class TokenSplitter:
                 hook = hooks.setdefault((cut, position), new)
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             undo.callback(handle.remove)
-        gather = self._gathered.register_forward_hook(untraced_hook(self._gather))
-        undo.callback(gather.remove)
+        gather = _Gather(self._running, self._plan.gather)
+        undo.callback(self._gathered.register_forward_hook(gather).remove)
         undo.callback(self.end)
-
-    def _gather(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        del module, args
-        share = self._running.share
-        if share is None:
-            return output
-        if output.requires_grad and torch.is_grad_enabled():
-            raise UsageError(
-                f"{type(self._model).__name__} must run under torch.no_grad() where its tokens are "
-                f"split over ranks; its output carries no gradient"
-            )
-        _expect(output, 1, share.length, f"the output of {self._plan.gather}")
-        with recording(self.times):
-            whole = gather_tokens(output.transpose(1, -1), share.lengths, self._group)
-        return whole.transpose(1, -1)
 
 
 class _Running:
@@ -108,12 +97,43 @@ class _Running:
     share: TokenShare | None = None
 
 
-class _CutHook:
+class _Hook:
+    """A hook that `torch.compile` may trace, and that a copy of its module does not run."""
+
+    def __init__(self, running: _Running) -> None:
+        self.running = running
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        # Copies of a model are not attached.
+        return no_hook, ()
+
+
+class _Gather(_Hook):
+    """A forward hook that gathers what a module returns."""
+
+    def __init__(self, running: _Running, name: str) -> None:
+        super().__init__(running)
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        share = self.running.share
+        if share is None:
+            return output
+        if output.requires_grad and torch.is_grad_enabled():
+            raise UsageError(
+                "a denoiser must run under torch.no_grad() where its tokens are split over ranks: "
+                "its output carries no gradient"
+            )
+        _expect(output, 1, share.length, f"the output of {self.name}")
+        return gather_sequence(output, share.lengths)
+
+
+class _CutHook(_Hook):
     """A hook that keeps this rank's tokens of tensors."""
 
     def __init__(self, cut: Cut, running: _Running) -> None:
+        super().__init__(running)
         self.cut = cut
-        self.running = running
 
     def keep(self, share: TokenShare, value: Any) -> Any:
         """Return this rank's part of an argument or output."""
@@ -126,10 +146,6 @@ class _CutHook:
                 _keep(cut, share, x) if i in wanted else x for i, x in enumerate(value)
             )
         return share.of_leading(value) if cut.is_count else value
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        # Copies of a model are not attached.
-        return no_hook, ()
 
 
 class _OutputCut(_CutHook):
