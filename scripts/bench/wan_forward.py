@@ -54,7 +54,8 @@ SPARSE = {
 }  # fmt: skip
 # The share of token pairs that each should attend to, where the data have a say.
 DENSITIES = {
-    "video_sparse_attn": (0.06, 0.11),
+    # Of the few heads of a rank, too.
+    "video_sparse_attn": (0.06, 0.13),
     "sla_attn": (0.09, 0.11),
     "sage_sla_attn": (0.09, 0.11),
     "vmoba_attn": (0.2, 0.35),
