@@ -38,7 +38,7 @@ def projection():
     return linear.requires_grad_(False)
 
 
-def key_mask(num_keys, num_text):
+def key_mask(num_keys):
     """Leave out tokens all over the video and text, and whole tiles of the second sample."""
     keep = torch.arange(2 * num_keys).view(2, -1) % 3 != 1
     keep[1, num_keys // 2 :] = False
@@ -63,7 +63,7 @@ def check(backend, config, grid, lengths, heads, text=(0, 0), masked=False):
     if backend == "sla_attn":  # means that differ by more than rounding
         for x in whole[:2]:
             x += x[:, ::16].repeat_interleave(16, dim=1)[:, :total]
-    mask = key_mask(total, front) if masked else None
+    mask = key_mask(total) if masked else None
     options = {"num_replicated_prefix": front, "num_replicated_suffix": back}
     alone, split = (sparse_layer(backend, config, heads, kv_heads) for _ in range(2))
     for layer in (alone, split):
@@ -90,6 +90,33 @@ def check_strategy(config):
         local = [own(x, lengths) for x in whole]
         out = run(split, parallel_groups(), local, GRID, (0, 0), {}, step)
         torch.testing.assert_close(out, own(want, lengths))
+
+
+def check_quantised(config, lengths, text, masked):
+    """8 bits round keys as they are cut, so a ring is compared with the method without rounding."""
+    front, back = text
+    total = front + sum(lengths) + back
+    whole = make_qkv(2, total, 2, 32)
+    for x in whole[:2]:
+        x += x[:, ::16].repeat_interleave(16, dim=1)[:, :total]
+    mask = key_mask(total) if masked else None
+    options = {"num_replicated_prefix": front, "num_replicated_suffix": back}
+    outs = {}
+    for backend, groups in (
+        ("sla_attn", None),
+        ("sage_sla_attn", None),
+        ("sage_sla_attn", parallel_groups()),
+    ):
+        layer = sparse_layer(backend, config, 2, 2)
+        set_projection(layer, projection())
+        local = (*whole, mask)
+        if groups is not None:
+            local = [x if x is None else own(x, lengths, front, back) for x in local]
+        out = run(layer, groups, local, LARGE, text, options)
+        outs[backend, groups] = out if groups else own(out, lengths, front, back)
+    exact, alone, ring = outs.values()
+    errors = [(out - exact).norm() / exact.norm() for out in (alone, ring)]
+    assert 0 < errors[1] <= 1.5 * errors[0]
 
 
 def ring_error(backend, config):
@@ -165,7 +192,6 @@ REFUSED = {
         "st_chunk_size": [2, 3, 4],
     }
     | {"temporal_topk": 1, "spatial_topk": 2, "st_topk": 2, "first_full_step": 1},
-    "sage_sla_attn": {"topk_ratio": 0.3},
     "sparse_video_gen_2_attn": {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
 }
 
@@ -232,6 +258,11 @@ def test_blocks_are_cut_by_four_ranks(four_ranks, mesh):
     for config, (text, masked) in itertools.product((SLA, {**SLA, "topk_ratio": 0.9}), CASES):
         args = (config, LARGE, (200, 0, 191, 64), (4, 2), TEXT[text], masked)
         four_ranks.run(mesh, check, "sla_attn", *args)
+
+
+@pytest.mark.parametrize(("text", "masked"), CASES)
+def test_eight_bits_err_no_more_in_a_ring(two_ranks, text, masked):
+    two_ranks.run(Mesh(ring=2), check_quantised, SLA, (300, 155), TEXT[text], masked)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.7])

@@ -9,7 +9,7 @@ Shapes: B batch, S tokens of a chunk, H heads, D head size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -24,9 +24,13 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import masked_keys
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.ring_method import RingInputs
 
-__all__ = ["PlanOf", "attend_in_ring"]
+__all__ = ["Engine", "PlanOf", "attend_in_ring"]
 
 PlanOf = Callable[[Chunk], BlockPlan | None]
+# Computes q, k, v and a plan to out and lse.
+Engine = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan], tuple[torch.Tensor, torch.Tensor]
+]
 
 # Rows of a query block where everything is attended to.
 _DENSE_ROWS = (64, 128, 384)
@@ -40,6 +44,7 @@ def attend_in_ring(
     scale: float,
     kernel: str = "auto",
     queries: Chunk | None = None,
+    engine: Engine | None = None,
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, once round the ring, and back.
 
@@ -51,6 +56,7 @@ def attend_in_ring(
         scale: factor of the scores.
         kernel: provider of the block-sparse engine.
         queries: this rank's tokens in the tiles of queries, where those of keys are others.
+        engine: what computes the plans, where that is not the block-sparse engine.
 
     Returns:
         [B, prefix + S + suffix, H, D] in the order of the sequence. Queries that see no key are
@@ -72,7 +78,8 @@ def attend_in_ring(
         order = None if mine.in_order else _query_order(mine, call.prefix, call.suffix)
     if order is not None:
         (query,) = gather_tokens((query,), order)
-    parts = _Parts(plan_of=plan_of, scale=scale, kernel=kernel, held=held, queries=rows)
+    dense = partial(_block_sparse, scale=scale, kernel=kernel)
+    parts = _Parts(plan_of=plan_of, engine=engine or dense, dense=dense, held=held, queries=rows)
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
         text = _hold(text_chunk(inputs.shared_key.shape[1], query.device), call.shared_keep)
@@ -113,6 +120,10 @@ class _Held:
         key, value = gather_tokens((key, value), self.index)
         return key, value
 
+    def kept(self, plan: BlockPlan) -> BlockPlan:
+        """Return a plan over the chunk's keys without those that are masked."""
+        return plan if self.keep is None else replace(plan, kv=self.blocks)
+
 
 def _hold(chunk: Chunk, keep: torch.Tensor | None) -> _Held:
     if keep is None:
@@ -127,16 +138,16 @@ class _Parts:
 
     Attributes:
         plan_of: see `attend_in_ring`.
-        scale: factor of the scores.
-        kernel: provider of the block-sparse engine.
+        engine: what computes the plans.
+        dense: what computes attention to everything.
         held: the keys of every rank that has any.
         queries: rows of this rank's video tokens.
         shared: the keys that all ranks hold.
     """
 
     plan_of: PlanOf
-    scale: float
-    kernel: str
+    engine: Engine
+    dense: Engine
     held: dict[int, _Held]
     queries: slice
     shared: _Held | None = None
@@ -163,30 +174,30 @@ class _Parts:
         plan = self.plan_of(theirs.chunk)
         if plan is None:
             return attend_to_nothing(query, part.value)
-        return self._run(query, part, plan, theirs)
+        return self.engine(query, part.key, part.value, theirs.kept(plan))
 
     def _to_all(
         self, query: torch.Tensor, part: KeyPart, theirs: _Held
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not query.shape[1]:
             return attend_to_nothing(query, part.value)
-        return self._run(query, part, _plan_of_all(query.shape[1], theirs.chunk), theirs)
+        plan = _plan_of_all(query.shape[1], theirs.chunk)
+        return self.dense(query, part.key, part.value, theirs.kept(plan))
 
-    def _run(
-        self, query: torch.Tensor, part: KeyPart, plan: BlockPlan, theirs: _Held
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if theirs.keep is not None:
-            plan = replace(plan, kv=theirs.blocks)
-        out, lse = block_sparse_attention(
-            query,
-            part.key,
-            part.value,
-            plan,
-            scale=self.scale,
-            return_lse=True,
-            kernel=self.kernel,
-        )
-        return out, lse
+
+def _block_sparse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = block_sparse_attention(
+        query, key, value, plan, scale=scale, return_lse=True, kernel=kernel
+    )
+    return out, lse
 
 
 @lru_cache(maxsize=128)

@@ -146,6 +146,8 @@ def _chunk(
         rest = (stop - first - pieces).clamp_max(order.largest)
         bounds = [torch.cat(pair) for pair in ((starts, pieces), (lengths, rest))]
         moved = [x.to(device, torch.int32) for x in (index, *bounds, block_of)]
+        in_order = bool((index == torch.arange(len(index))).all())
+        present = tiles.to(device)
     uniform = bool((lengths == order.largest).all())
     keys = TiledSequence(
         order=tile_order(grid, tile, device),
@@ -161,11 +163,11 @@ def _chunk(
         keys=keys,
         queries=queries,
         num_video=len(video),
-        tiles=tiles.to(device),
+        tiles=present,
         starts=starts,
         lengths=lengths,
         block_of=moved[3],
-        in_order=bool((index == torch.arange(stop - first)).all()),
+        in_order=in_order,
     )
 
 

@@ -39,7 +39,7 @@ from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK})
+_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +141,21 @@ class SageSLAImpl(SLAImpl):
         )
         assert isinstance(out, torch.Tensor)
         return out
+
+    def attend_part(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sparse branch over some of the keys; see `SLAImpl.attend_part`."""
+        out, lse = quantized_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            return_lse=True,
+            kernel=self.variant or self.options.kernel,
+        )
+        return out, lse
 
     def _attend_spas_sage(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan

@@ -193,8 +193,8 @@ class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
             held.keys,
             held.plans_of(inputs, kept, blocks.num_video),
             scale=self.softmax_scale,
-            kernel=options.kernel,
             queries=held.queries[held.mine],
+            engine=self.attend_part,
         )
         rows = held.rows(inputs, layout)
         if self.slot.linear is not None:
@@ -236,6 +236,21 @@ class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
         )
         assert isinstance(out, torch.Tensor)
         return out
+
+    def attend_part(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sparse branch over some of the keys, and its log-sum-exp, for a ring."""
+        out, lse = block_sparse_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            return_lse=True,
+            kernel=self.options.kernel,
+        )
+        return out, lse
 
     @property
     def by_upstream(self) -> bool:

@@ -333,7 +333,7 @@ class SlidingTileImpl(SparseImpl, RingMethod):
 def _searches_alone() -> UsageError:
     return UsageError(
         "STA_searching must see all tokens and heads of a layer, got a part of them; search with "
-        "--num-gpus 1 (or --cfg-parallel) and use the strategy with any number of GPUs"
+        "--num-gpus 1, and use the strategy with any number of GPUs"
     )
 
 

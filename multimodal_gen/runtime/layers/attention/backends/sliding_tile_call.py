@@ -98,7 +98,7 @@ def _plan(queries: TiledSequence, keys: TiledSequence, windows: tuple[Window, ..
 
 
 # A plan is made of lists that few windows share, so that heads may be combined in any way.
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def ring_plan(windows: tuple[Window, ...], mine: Chunk, theirs: Chunk) -> BlockPlan | None:
     """Return what the queries of one chunk keep of the keys of another.
 
@@ -108,7 +108,7 @@ def ring_plan(windows: tuple[Window, ...], mine: Chunk, theirs: Chunk) -> BlockP
         theirs: the keys.
 
     Returns:
-        The plan, or None where no query keeps a key. The last 256 are cached; only making the
+        The plan, or None where no query keeps a key. The last 128 are cached; only making the
         lists of a window that is new to the chunks waits for the device.
     """
     tiles = mine.keys.order.tiles
