@@ -21,6 +21,7 @@ from torch import nn
 from multimodal_gen.errors import NothingAppliedError, UsageError
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.endings import notice_end
+from multimodal_gen.integrations.parallel.denoiser import refuse_unsplit
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.takeover import DenoiserPlan
@@ -123,6 +124,10 @@ def apply(
     Everything is checked before anything is changed. Autoencoders are left alone. A processor set
     on an attached model is used as it is, noted in the report, and stays after `remove`.
 
+    Where `set_parallel_groups` was called before, this process is one of several ranks: they share
+    the tokens of every denoiser, or compute a guidance branch each, and all of them get what one
+    process would. Every rank has to make the same calls, with the same inputs.
+
     Args:
         target: a diffusers pipeline, or one model of diffusers or transformers.
         attention_backend: backend of every layer; None or "auto" for an automatic choice.
@@ -139,7 +144,8 @@ def apply(
         The handle; keep it to read the report and to take everything back.
 
     Raises:
-        UsageError: the target is no pipeline or model, or is attached already.
+        UsageError: the target is no pipeline or model, or is attached already; or ranks are to
+            share the tokens of denoisers none of which can be split.
         ConfigError: a setting cannot be read or does not fit its backend.
         UnsupportedBackendError: a requested backend is not in this build, or cannot serve a layer.
         ComponentAttentionBackendNotAppliedError: a component override, or a rule,
@@ -169,6 +175,7 @@ def apply(
             f"apply() must find attention modules to take over, it looked at "
             f"{looked_at or 'no model at all'} and found none that it can"
         )
+    _refuse_unsplit(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     return AttentionHandle(plans, notes, tracker, pipeline)
 
@@ -186,3 +193,10 @@ def _plan(
         else:
             notes.append(f"{component.name}: {type(component.model).__name__} left alone")
     return tuple(plans), tuple(notes)
+
+
+def _refuse_unsplit(denoisers: list[DenoiserPlan]) -> None:
+    groups = parallel_groups()
+    reasons = [plan.unsplit for plan in denoisers if plan.unsplit is not None]
+    if groups is not None and reasons and not any(plan.is_split for plan in denoisers):
+        raise refuse_unsplit(reasons, groups)

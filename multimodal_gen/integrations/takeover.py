@@ -56,7 +56,7 @@ class DenoiserPlan:
     Raises:
         UsageError: the model is attached already, under diffusers' context parallelism, or
             scheduled by denoising steps that it does not tell; or ranks share its tokens, which
-            it has no plan or too few heads for.
+            it has too few heads for.
         NothingAppliedError: the model has attention modules, and none could be taken over.
         UnsupportedBackendError: a requested backend cannot serve one of them.
     """
@@ -103,6 +103,16 @@ class DenoiserPlan:
     def layers(self) -> tuple[AttachedLayer, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(takeover.layer for takeover in self._takeovers)
+
+    @property
+    def unsplit(self) -> str | None:
+        """Why all tokens stay on every rank although ranks share sequences, or None."""
+        return self._parallel.unsplit
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its tokens are split over ranks."""
+        return self._parallel.splitter is not None
 
     def times(self) -> TimeTaken | None:
         """Return what exchanges around the denoiser took, where there are several ranks."""

@@ -19,12 +19,21 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
-__all__ = ["ParallelPlan", "is_split"]
+__all__ = ["ParallelPlan", "is_split", "refuse_unsplit"]
 
 
 def is_split(role: AttentionRole) -> bool:
     """Whether modules of a role attend to tokens that are split: text is on all ranks."""
     return role is AttentionRole.SELF
+
+
+def refuse_unsplit(reasons: Sequence[str], groups: ParallelGroups) -> UsageError:
+    """Return the error for a target of which no denoiser can be split over ranks."""
+    able = ", ".join(sorted(name for name, adapter in ADAPTERS.items() if adapter.split))
+    return UsageError(
+        f"apply() must find a denoiser whose tokens the {groups.sequence.size} ranks can share, "
+        f"got {'; '.join(reasons)}; run it on one GPU, or take one of {able}"
+    )
 
 
 class ParallelPlan:
@@ -39,9 +48,10 @@ class ParallelPlan:
 
     Attributes:
         splitter: splits its tokens, or None where they stay together.
+        unsplit: why they do although ranks share sequences, or None.
 
     Raises:
-        UsageError: ranks share its tokens, which it has no plan or too few heads for.
+        UsageError: ranks share its tokens, which it has too few heads for.
     """
 
     def __init__(
@@ -55,13 +65,19 @@ class ParallelPlan:
         self._component = component
         self._mesh = Mesh() if groups is None else groups.mesh
         self.splitter: TokenSplitter | None = None
+        self.unsplit: str | None = None
         self._turns: BranchTurns | None = None
         self._batch: BatchSplit | None = None
         self._ranks: CfgRanks | None = None
         if groups is None or not heads:
             return
-        if self._mesh.sequence > 1:
-            self.splitter = _splitter(component, adapter, heads, groups)
+        plan = None if adapter is None else adapter.split
+        if self._mesh.sequence > 1 and plan is None:
+            kind = type(component.model).__name__
+            self.unsplit = f"{component.name}: how to split the tokens of {kind} is not known"
+        elif self._mesh.sequence > 1 and plan is not None:
+            share_heads(min(heads), min(heads), groups.ulysses.size)
+            self.splitter = TokenSplitter(component.model, plan, groups)
         if self._mesh.cfg > 1:
             ranks = self._ranks = CfgRanks(groups)
             name, model = component.name, component.model
@@ -103,24 +119,9 @@ class ParallelPlan:
         if self._turns is not None or self._batch is not None:
             each = f"{mesh.sequence} ranks" if mesh.sequence > 1 else "1 rank"
             yield f"{name}: 2 guidance branches at the same time, {each} each"
+        if self.unsplit is not None:
+            yield f"{self.unsplit}, every rank computes all of them"
         if self.splitter is not None:
             kinds = (("Ulysses", mesh.ulysses), ("ring", mesh.ring))
             parts = " x ".join(f"{kind} {size}" for kind, size in kinds if size > 1)
             yield f"{name}: {mesh.sequence} ranks share the sequence ({parts})"
-
-
-def _splitter(
-    component: Component,
-    adapter: ModelAdapter | None,
-    heads: Sequence[int],
-    groups: ParallelGroups,
-) -> TokenSplitter:
-    plan = None if adapter is None else adapter.split
-    if plan is None:
-        known = ", ".join(sorted(ADAPTERS))
-        raise UsageError(
-            f"{component.name} must be a model whose tokens can be split over ranks, got "
-            f"{type(component.model).__name__}; run it on one GPU, or take one of {known}"
-        )
-    share_heads(min(heads), min(heads), groups.ulysses.size)
-    return TokenSplitter(component.model, plan, groups)
