@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ __all__ = ["FaultBoard", "Verdict", "follows_from_another"]
 _GRACE_S = 5.0
 # How long the other ranks stay, so that the one at fault ends first.
 _STAY_S = 10.0
+# How long a rank may go on after the run is over.
+_STUCK_S = 15.0
 _POLL_S = 0.05
 _BEAT_S = 1.0
 _EXCHANGING = ("torch.distributed.", "multimodal_gen.runtime.distributed.")
@@ -59,10 +61,13 @@ class Verdict:
     Attributes:
         text: a sentence that names the rank at fault; None where another rank of this host says it.
         mine: the sentence is about the error of this rank, or found out by it.
+        stay_s: seconds to stay, so that the launcher sees the rank at fault end first, and the
+            ranks of other hosts hear why.
     """
 
     text: str | None
     mine: bool
+    stay_s: float = 0.0
 
 
 class FaultBoard:
@@ -85,6 +90,8 @@ class FaultBoard:
         self._num_ranks = num_ranks
         self._timeout = timeout
         self._host = host
+        if self._store.add(f"host/{host}", 1) == 1:
+            self._store.add("hosts", 1)
         self._store.set(
             f"name/{rank}", f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})"
         )
@@ -119,59 +126,78 @@ class FaultBoard:
         told = f"{self._name(self._rank)}: {_in_one_line(error)}"
         try:
             said = self._after(told) if follows_from_another(error) else self._say(told)
-            if said["rank"] == self._rank:
-                return Verdict(text=said["text"], mine=True)
-            elsewhere = said["host"] != self._host
-            speaks = elsewhere and self._store.add(f"spoken/{self._host}", 1) == 1
-            return Verdict(text=said["text"] if speaks else None, mine=False)
+            return self._heard(said)
         except RuntimeError:
             return Verdict(text=told, mine=True)  # the process that kept the store has ended
 
-    def let_it_end(self) -> None:
-        """Stay until the launcher has seen the rank at fault end, and ends this one."""
-        time.sleep(_STAY_S)
-
     @contextlib.contextmanager
-    def leading(self) -> Iterator[None]:
-        """Tell the ranks that `follow` that this one is alive, and at the end that it is done."""
+    def watched(self, end: Callable[[str | None], None]) -> Iterator[None]:
+        """Show the others that this process lives, and notice when they have ended the run.
+
+        Args:
+            end: ends this process; called from another thread, with what it has to say or None,
+                where the run is over and the `with` block goes on nevertheless: it is stuck.
+        """
         done = threading.Event()
-
-        def beat() -> None:
-            with contextlib.suppress(RuntimeError):
-                while not done.wait(_BEAT_S):
-                    self._store.add("beats", 1)
-
-        thread = threading.Thread(target=beat, daemon=True)
+        thread = threading.Thread(target=self._watch, args=(done, end), daemon=True)
         thread.start()
         try:
             yield
         finally:
             done.set()
             thread.join()
-        self._store.set("done", "")
 
-    def follow(self) -> None:
-        """Wait until the rank that is `leading` is done.
+    def finish(self) -> None:
+        """Wait until rank 0 is done; every rank calls it when it is.
 
         Raises:
-            RankError: it has shown no life for the timeout.
+            RankError: rank 0 has shown no life for the timeout.
         """
+        if self._rank == 0:
+            self._store.set("done", "")
+            # Should this process keep the store, it is to outlive what the others ask of it.
+            self._wait_for(lambda: self._store.add("followed", 0) >= self._num_ranks - 1, _STAY_S)
+            return
         beats = -1
-        while not self._has("done", self._timeout):
-            before, beats = beats, self._store.add("beats", 0)
+        while not self._wait_for(lambda: self._store.check(["done"]), self._timeout):
+            before, beats = beats, self._store.add("beats/0", 0)
             if beats == before:
                 raise RankError(
                     f"rank 0 must finish what the ranks computed, it gave no sign of life for "
                     f"{self._timeout:g} s"
                 )
+        self._store.add("followed", 1)
 
-    def _has(self, key: str, seconds: float) -> bool:
-        """Wait for a key; return whether it came."""
+    def _watch(self, done: threading.Event, end: Callable[[str | None], None]) -> None:
+        text: str | None = None
+        with contextlib.suppress(RuntimeError):
+            while not self._store.check(["said"]):
+                if done.wait(_BEAT_S):
+                    return
+                self._store.add(f"beats/{self._rank}", 1)
+            text = self._heard(json.loads(self._store.get("said"))).text
+        # Where the store is gone, the run is over too, and nobody is left to say why.
+        if not done.wait(_STUCK_S):
+            end(text)
+
+    def _wait_for(self, came: Callable[[], bool], seconds: float) -> bool:
+        """Wait for something to come; return whether it did."""
         # The store's own way to wait writes to the log when it did not.
         end = time.monotonic() + seconds
-        while not (there := self._store.check([key])) and time.monotonic() < end:
+        while not (there := came()) and time.monotonic() < end:
             time.sleep(_POLL_S)
-        return bool(there)
+        return there
+
+    def _heard(self, said: dict[str, Any]) -> Verdict:
+        """Return what this rank has to say of what is said."""
+        if said["rank"] == self._rank:
+            several = self._store.add("hosts", 0) > 1
+            return Verdict(text=said["text"], mine=True, stay_s=3 * _BEAT_S if several else 0.0)
+        elsewhere = said["host"] != self._host
+        speaks = elsewhere and self._store.add(f"spoken/{self._host}", 1) == 1
+        return Verdict(
+            text=said["text"] if speaks else None, mine=False, stay_s=0.0 if elsewhere else _STAY_S
+        )
 
     def _say(self, text: str) -> dict[str, Any]:
         """Say something unless another rank has spoken; return what is said, and by whom."""
@@ -184,7 +210,8 @@ class FaultBoard:
         first = self._store.add("lost", 1) == 1
         self._store.set(f"lost/{self._rank}", "")
         # The first to notice speaks where the rank at fault does not; the others hear it then.
-        self._has("said", _GRACE_S if first else 2 * _GRACE_S)
+        patience = _GRACE_S if first else 2 * _GRACE_S
+        self._wait_for(lambda: self._store.check(["said"]), patience)
         return self._say((self._silent() if first else None) or told)
 
     def _silent(self) -> str | None:

@@ -11,10 +11,11 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -90,15 +91,13 @@ def be_rank(work: Callable[[], None], *, timeout: float) -> None:
     """
     board = FaultBoard.meet(timeout)
     _be_easy_to_end()
+    if board.rank:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
     try:
-        if board.rank == 0:
-            with board.leading():
-                work()
-        else:
-            logging.disable(logging.WARNING)
-            warnings.simplefilter("ignore")
+        with board.watched(_end_stuck):
             work()
-            board.follow()
+            board.finish()
     except Exception as error:
         _end(board, error)
     if dist.is_initialized():
@@ -109,21 +108,35 @@ def _end(board: FaultBoard, error: Exception) -> NoReturn:
     """Say what ended the run, unless another rank of this host does, and end this process."""
     verdict = board.verdict(error)
     if verdict.text is not None:
-        lines = [f"error: {verdict.text}"]
         defect = not isinstance(error, MultimodalGenError) and not follows_from_another(error)
-        if verdict.mine and defect:
-            lines += traceback.format_exception(error)
-        sys.stderr.write("\n".join(line.rstrip() for line in lines) + "\n")
-        sys.stderr.flush()
-    if not verdict.mine:
-        board.let_it_end()
+        trace = traceback.format_exception(error) if verdict.mine and defect else []
+        _tell(verdict.text, trace)
+    time.sleep(verdict.stay_s)
     get_error_handler().record_exception(error)
+    usage = isinstance(error, MultimodalGenError) and not isinstance(error, RankError)
+    _exit(2 if usage else 1)
+
+
+def _end_stuck(text: str | None) -> None:
+    """End this process, which does not notice that the run is over."""
+    if text is not None:
+        _tell(text)
+    get_error_handler().record_exception(RankError("another rank ended the run"))
+    _exit(1)
+
+
+def _tell(text: str, trace: Sequence[str] = ()) -> None:
+    lines = (line.rstrip() for line in (f"error: {text}", *trace))
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
+
+
+def _exit(status: int) -> NoReturn:
+    """End this process without the interpreter's end, which would wait for broken exchanges."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    usage = isinstance(error, MultimodalGenError) and not isinstance(error, RankError)
-    # Not by way of the interpreter's end, which would wait for exchanges that never finish.
-    os._exit(2 if usage else 1)
+    os._exit(status)
 
 
 def _be_easy_to_end() -> None:

@@ -1,5 +1,6 @@
 """What is said when ranks fail, on boards that threads share."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,32 +79,47 @@ def test_without_the_store_every_rank_speaks_for_itself(boards) -> None:
     assert boards[0].verdict(NO_ANSWER).text == f"rank 0: {NO_ANSWER}"
 
 
-def test_ranks_follow_a_slow_leader_until_it_is_done(boards, monkeypatch) -> None:
+def no_end(text) -> None:
+    raise AssertionError("nothing is stuck")
+
+
+def test_ranks_wait_for_a_slow_first_rank_until_it_is_done(boards, monkeypatch) -> None:
     monkeypatch.setattr(faults, "_BEAT_S", 0.1)
 
     def lead():
-        with boards[0].leading():
-            time.sleep(2.5)
-        return time.monotonic()
+        with boards[0].watched(no_end):
+            time.sleep(2.5)  # longer than the timeout
+            done = time.monotonic()
+            boards[0].finish()
+        return done
 
     with ThreadPoolExecutor() as threads:
         led = threads.submit(lead)
-        followed = threads.submit(lambda: (boards[1].follow(), time.monotonic())[1])
-        assert followed.result() >= led.result() - 0.1
+        followed = [threads.submit(board.finish) for board in boards[1:]]
+        assert [follower.result() for follower in followed] == [None] * 3
+        assert time.monotonic() >= led.result()
 
 
-def test_a_leader_that_shows_no_life_is_given_up(boards) -> None:
+def test_a_first_rank_that_shows_no_life_is_given_up(boards) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0 must finish .* gave no sign of life for 1 s"):
-        boards[1].follow()
+        boards[1].finish()
     assert time.monotonic() - start < 10
 
 
-def test_a_leader_that_fails_is_not_done(boards) -> None:
-    with pytest.raises(KeyError, match="x"), boards[0].leading():
-        raise KeyError("x")
-    with pytest.raises(RankError, match="no sign of life"):
-        boards[1].follow()
+def test_a_rank_that_is_stuck_when_the_run_is_over_is_ended(boards, monkeypatch) -> None:
+    for name in ("_BEAT_S", "_STUCK_S"):
+        monkeypatch.setattr(faults, name, 0.1)
+    ended, words = threading.Event(), []
+
+    def end(text):
+        words.append(text)
+        ended.set()
+
+    with boards[2].watched(end):
+        text = boards[0].verdict(UsageError("no")).text
+        assert ended.wait(10)
+    assert words == [text]
 
 
 def _raised(work) -> BaseException:
