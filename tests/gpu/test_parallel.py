@@ -257,7 +257,7 @@ def test_sparse_backends_compute_what_one_gpu_does(gpus, backend, chunks):
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
-@pytest.mark.parametrize("backend", ["sliding_tile_attn", "video_sparse_attn"])
+@pytest.mark.parametrize("backend", SPARSE)
 def test_plans_that_ride_a_ring_compute_what_one_gpu_does(gpus, backend, mesh):
     each = math.prod(GRID) // RANKS
     uneven = (each - 35, *(each for _ in range(RANKS - 2)), each + 35)

@@ -118,9 +118,9 @@ def whole_chunks(call: RingCall, device: torch.device) -> tuple[Chunk | None, ..
     return tuple(text_chunk(length, device) if length else None for length in call.lengths)
 
 
-def text_chunk(length: int, device: torch.device) -> Chunk:
-    """Return tokens without video, which everything attends to."""
-    return _chunk((1, 1, 1), length, 0, length, (1, 1, _DENSE_BLOCK), device)
+def text_chunk(length: int, device: torch.device, size: int = _DENSE_BLOCK) -> Chunk:
+    """Return tokens without video, which everything attends to, in blocks of `size`."""
+    return _chunk((1, 1, 1), length, 0, length, (1, 1, size), device)
 
 
 @lru_cache(maxsize=256)

@@ -32,6 +32,8 @@ from multimodal_gen.runtime.layers.attention.sla.block_map import centred
 
 __all__ = ["RingBlocks", "ring_state"]
 
+_TEXT_BLOCK = 64  # one that the kernel of the state takes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RingBlocks:
@@ -126,7 +128,7 @@ def ring_state(inputs: RingInputs, chunks: Sequence[Chunk | None], feature_map: 
     sizes = [own.numel()] * call.group.size
     total = gather_tokens(own.flatten(), sizes, call.group).view(-1, *own.shape).sum(0)
     if inputs.shared_key is not None and inputs.shared_value is not None:
-        text = text_chunk(inputs.shared_key.shape[1], key.device)
+        text = text_chunk(inputs.shared_key.shape[1], key.device, _TEXT_BLOCK)
         keep = call.shared_keep
         total = total + _state(inputs.shared_key, inputs.shared_value, text, keep, feature_map)
     return KeyState(moments=total[:, :, :-1], sums=total[:, :, -1])
