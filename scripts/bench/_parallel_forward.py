@@ -11,10 +11,12 @@ from _harness import DEVICE, relative_error, version_of
 from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
 from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
-from wan_forward import CASES, SMOKE, SPARSE, Case, build, check_report
+from wan_forward import CASES, SMOKE, SPARSE, Case, build, expected_density
 
 import multimodal_gen
 from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 Inputs = dict[str, torch.Tensor]
 
@@ -160,6 +162,31 @@ def method_contenders(
     return found
 
 
+def check_report(ranks: Ranks, case: Case, name: str, report: AttentionReport) -> None:
+    """Stop unless every layer ran once, and every self-attention of a sparse method sparse.
+
+    A rank's report speaks of its own heads: the density of a layer is the mean over the ranks.
+    """
+    idle = [layer.name for layer in report.layers if layer.calls != 1]
+    if idle:
+        raise SystemExit(f"{case.name}: {name} did not run in {idle}")
+    backend = name.partition(",")[0]
+    if backend not in SPARSE:
+        return
+    own = [layer for layer in report.layers if layer.role is AttentionRole.SELF]
+    ran = [[e for e in (*x.entries, *x.detours) if e.calls] for x in own]
+    others = [str(e.selection.backend) for entries in ran for e in entries]
+    if set(others) != {backend}:
+        raise SystemExit(f"{case.name}: {name} must run {backend} in every layer, ran {others}")
+    densities = torch.tensor([entries[0].density or 0 for entries in ran], dtype=torch.float64)
+    dist.all_reduce(densities)
+    densities /= ranks.size
+    least, most = expected_density(case, backend)
+    if not ((least < densities) & (densities < most)).all():
+        raise SystemExit(f"{case.name}: {name} has densities {densities.tolist()}")
+    ranks.say(f"{case.name}: {name} at density {float(densities.mean()):.4f}")
+
+
 def check(
     ranks: Ranks, case: Case, runs: Runs, contenders: list[Contender], *, exact: bool
 ) -> dict[str, float]:
@@ -189,7 +216,7 @@ def check(
             out, report = runs.output, runs.report
             assert out is not None, "it ran"
             if callable(report):
-                check_report(case, f"apply {c.name.partition(',')[0]}", report())
+                check_report(ranks, case, c.name, report())
         if not out.isfinite().all():
             raise SystemExit(f"{case.name}: {c.name} is not finite")
         expected = out if expected is None else expected

@@ -46,7 +46,8 @@ SPARSE = {
 
 @pytest.fixture(scope="module")
 def gpus(tmp_path_factory):
-    with World(RANKS, tmp_path_factory.mktemp("gpus"), device_type="cuda") as world:
+    folder = tmp_path_factory.mktemp("gpus")
+    with World(RANKS, folder, device_type="cuda", timeout=45.0) as world:
         yield world
 
 
@@ -70,6 +71,10 @@ def check_dense(backend, lengths, heads, kv_heads, text, chunks):
     layer = layer_of(backend, heads, kv_heads)
     with in_chunks(chunks), torch.inference_mode():
         out = layer(*local, num_replicated_prefix=text)
+        # Streams that do not wait for each other differ from call to call.
+        for _ in range(5):
+            again = layer(*local, num_replicated_prefix=text)
+            assert (again - out).norm() <= torch.finfo(out.dtype).eps * out.norm()
     assert_within_error_budget(out, local[0], *whole[1:], scale=SCALE)
     times = layer.report().times
     assert times.attention_ms > 0

@@ -29,7 +29,6 @@ __all__ = [
 _TIMEOUT = timedelta(minutes=10)
 # Long enough for ranks that compile at different speeds.
 _CONTROL_TIMEOUT = timedelta(minutes=5)
-_HEAD_CHUNKS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +65,7 @@ class ParallelGroups:
         control: the ranks of `sequence`, for messages on the CPU.
         cfg_control: the ranks of `cfg`, for the same.
         head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most, so that
-            they travel while other chunks are computed.
+            they travel while other chunks are computed; None for what was measured to be best.
         agreed: what the ranks of `sequence` have told each other; see `agreement.agree`.
         pending: what they are telling each other.
     """
@@ -79,7 +78,7 @@ class ParallelGroups:
     cfg: Group
     control: Group
     cfg_control: Group
-    head_chunks: int = _HEAD_CHUNKS
+    head_chunks: int | None = None
     agreed: dict[Any, Any] = field(default_factory=dict)
     pending: list[Any] = field(default_factory=list)
 
@@ -129,7 +128,7 @@ def build_groups(
     *,
     timeout: timedelta = _TIMEOUT,
     control_timeout: timedelta = _CONTROL_TIMEOUT,
-    head_chunks: int = _HEAD_CHUNKS,
+    head_chunks: int | None = None,
 ) -> ParallelGroups:
     """Return this process's groups; every rank of the world has to call it, with the same mesh.
 
@@ -137,13 +136,14 @@ def build_groups(
         mesh: covers the world exactly.
         timeout: how long an exchange of data may wait for a rank.
         control_timeout: how long ranks wait for each other to agree on an exchange.
-        head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most.
+        head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most; None for
+            what was measured to be best.
 
     Raises:
         ConfigError: there is no world, or one of another size, or `head_chunks` is none.
     """
-    if isinstance(head_chunks, bool) or not isinstance(head_chunks, int) or head_chunks < 1:
-        raise ConfigError(f"head_chunks must be an integer >= 1, got {head_chunks!r}")
+    if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
+        raise ConfigError(f"head_chunks must be None or an integer >= 1, got {head_chunks!r}")
     if not dist.is_initialized():
         raise ConfigError(
             "build_groups needs a torch.distributed world, got none; call init_world first"
