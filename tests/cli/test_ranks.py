@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from multimodal_gen.cli.main import main
 from multimodal_gen.runtime.distributed import launch
-from multimodal_gen.testing.processes import World
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 FLAGS = {
@@ -59,12 +58,6 @@ def generate_as_rank(arguments: list[str]) -> int:
     launch.started = lambda: True
     ranks.be_one = lambda job, run, timeout: ranks.join_and_run(job(), run)
     return main(arguments)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    with World(2, tmp_path_factory.mktemp("two"), timeout=240) as world:
-        yield world
 
 
 def _flags(family) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.output import OutputTarget, Staging
+from multimodal_gen.runtime.generator.output import OutputTarget, Staging, sweep
 
 
 def _plan(path, kind="image", **options) -> OutputTarget:
@@ -242,3 +242,16 @@ def test_the_name_of_a_folder_is_refused_even_for_overwriting(tmp_path) -> None:
 def test_a_link_to_nowhere_takes_its_name(tmp_path) -> None:
     (tmp_path / "a-model-7.png").symlink_to(tmp_path / "nowhere")
     assert _plan(tmp_path).names().media == (tmp_path / "a-model-7-2.png",)
+
+
+def test_what_a_killed_process_was_writing_is_swept_and_nothing_else(tmp_path) -> None:
+    (tmp_path / "a.png").write_text("old")
+    killed, other = Staging(overwrite=True, mark="run-"), Staging()
+    killed.path(tmp_path / "a.png").write_text("half of it")
+    killed._temporary(tmp_path / "a.png", "replaced").write_text("what stood there")
+    other.path(tmp_path / "b.png").write_text("another program's")
+    sweep(tmp_path, "run-")
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == [
+        *("another program's", "old", "what stood there")
+    ]
+    sweep(tmp_path / "nowhere", "run-")
