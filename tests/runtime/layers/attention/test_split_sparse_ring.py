@@ -119,6 +119,34 @@ def check_quantised(config, lengths, text, masked):
     assert 0 < errors[1] <= 1.5 * errors[0]
 
 
+def check_compiled(backend, config, lengths):
+    """One graph, whose inputs and output have 16 bits."""
+    whole = make_qkv(1, sum(lengths), 2, 32, dtype=torch.bfloat16)
+    local = [own(x, lengths) for x in whole]
+    alone, split = (sparse_layer(backend, config, 2, 2) for _ in range(2))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def block(q, k, v):
+        return 2 * split(q, k, v)
+
+    with torch.inference_mode(), set_forward_context(1, latent_grid=RAGGED, num_steps=2):
+        out = block(*local)
+    want = 2 * own(run(alone, None, whole, RAGGED, (0, 0), {}), lengths)
+    error = (out.float() - want.float()).norm() / want.float().norm()
+    assert error <= torch.finfo(torch.bfloat16).eps
+
+
+def video_error(grid):
+    layer = sparse_layer("sliding_tile_attn", STA, 2, 2)
+    wrong = parallel_groups().rank == 1
+    local = [own(x, (96, 96)) for x in make_qkv(1, 192, 2, 32)]
+    try:
+        run(layer, parallel_groups(), local, grid if wrong else GRID, (0, 0), {})
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
 def ring_error(backend, config):
     layer = sparse_layer(backend, config, 4, 4)
     whole = make_qkv(1, 192, 4, 32)
@@ -270,3 +298,17 @@ def test_the_coarse_stage_is_added_on_dense_steps_too(four_ranks, sparsity):
     config = {"sparsity": sparsity, "dense_steps": "0"}
     for mesh, heads in zip(MESHES, (2, 3), strict=True):
         four_ranks.run(mesh, check_gated, config, LENGTHS[RAGGED][4][1], heads, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"), [("sliding_tile_attn", STA), ("video_sparse_attn", VSA)]
+)
+def test_a_compiled_block_is_one_graph(two_ranks, backend, config):
+    two_ranks.run(Mesh(ring=2), check_compiled, backend, config, (60, 45))
+
+
+def test_ranks_that_see_another_video_are_told(two_ranks):
+    for kind, text in two_ranks.run(Mesh(ring=2), video_error, (4, 8, 6)):
+        assert kind == "UsageError"
+        assert "video must be the same on all ranks in USPAttention blocks.1.attn, got" in text
+        assert "(4, 6, 8) on rank 0, (4, 8, 6) on rank 1" in text
