@@ -198,7 +198,7 @@ def test_windows_reach_over_the_two_ranks_of_a_ring(two_ranks, grid, text):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("grid", LENGTHS)
 def test_windows_reach_over_four_ranks(four_ranks, grid, mesh):
-    for lengths, (text, masked) in itertools.product(LENGTHS[grid][4], CASES):
+    for lengths, (text, masked) in zip(LENGTHS[grid][4] * 2, CASES, strict=True):
         args = (STA, grid, lengths, (4, 2), TEXT[text], masked)
         four_ranks.run(mesh, check, "sliding_tile_attn", *args)
 
@@ -266,7 +266,7 @@ def test_tiles_are_selected_over_two_ranks_as_on_one(two_ranks, grid):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("grid", LENGTHS)
 def test_tiles_are_selected_over_four_ranks_as_on_one(four_ranks, grid, mesh):
-    for lengths, (text, masked) in itertools.product(LENGTHS[grid][4], CASES):
+    for lengths, (text, masked) in zip(LENGTHS[grid][4] * 2, CASES, strict=True):
         args = (VSA, grid, lengths, (4, 2), TEXT[text], masked)
         four_ranks.run(mesh, check, "video_sparse_attn", *args)
 
@@ -283,7 +283,8 @@ def test_blocks_and_the_linear_branch_are_of_the_whole_video(two_ranks, lengths)
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_blocks_are_cut_by_four_ranks(four_ranks, mesh):
-    for config, (text, masked) in itertools.product((SLA, {**SLA, "topk_ratio": 0.9}), CASES):
+    configs = [SLA, {**SLA, "topk_ratio": 0.9}]
+    for config, (text, masked) in zip(configs * 2, CASES, strict=True):
         args = (config, LARGE, (200, 0, 191, 64), (4, 2), TEXT[text], masked)
         four_ranks.run(mesh, check, "sla_attn", *args)
 
