@@ -5,7 +5,6 @@ are there: at the end of the second call. All ranks compute a step whose predict
 unknown in form, or which may turn out to have one branch only: the first.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = ["BranchTurns"]
 
-_Compute = Callable[[], Any]
 _BRANCHES = (None, "cond", "uncond")
 
 
@@ -42,6 +40,21 @@ class _Step:
     calls: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A call that runs.
+
+    Attributes:
+        step: its step.
+        form: what the form of its output depends on.
+        branch: 0 for the first of the step, 1 for the second.
+    """
+
+    step: _Step
+    form: Any
+    branch: int
+
+
 class BranchTurns:
     """Lets this rank compute its own branch only.
 
@@ -56,6 +69,7 @@ class BranchTurns:
         self._component = component
         self._pipeline = pipeline
         self._step: _Step | None = None
+        self._open: _Call | None = None
         # Calls in the last whole step of this generation; None before there was one.
         self._calls: int | None = None
         # By the form of the inputs, an output of which only the form counts.
@@ -63,63 +77,70 @@ class BranchTurns:
 
     def end_request(self) -> None:
         """Take note that a generation is over."""
-        self._step = self._calls = None
+        self._step = self._calls = self._open = None
 
-    def call(self, compute: _Compute, form: Any, context: ForwardContext, name: str | None) -> Any:
-        """Return the prediction of a call of the denoiser, or a promise of it.
+    def begin(self, form: Any, context: ForwardContext, name: str | None) -> Any:
+        """Return an output whose numbers another rank computes, or None for a call to compute.
 
         Args:
-            compute: computes it.
-            form: what its form depends on, hashable.
+            form: what the form of the output depends on, hashable.
             context: the call.
             name: what the pipeline calls the branch, or None where it does not tell.
+
+        Raises:
+            UsageError: the generation has no guidance.
         """
+        self._open = None
         if name not in _BRANCHES:
-            return compute()
+            return None
         step = self._step_of((context.request_id, context.current_timestep))
         step.calls += 1
-        if step.first is None or (name is not None and name == step.name):
-            return self._first(step, compute, form, name)
-        return self._second(step, compute, form)
+        branch = int(step.first is not None and (name is None or name != step.name))
+        if branch == 0:
+            step.name = name
+            step.in_turns = self._is_guided() and form in self._forms
+        skip = step.in_turns and branch != self._ranks.branch
+        self._open = _Call(step=step, form=form, branch=branch)
+        return self._output(form) if skip else None
+
+    def finish(self, output: Any, *, computed: bool) -> Any:
+        """Return the output of a call once it may be, with all its numbers or a promise of them."""
+        call, self._open = self._open, None
+        sample = None if call is None else sample_of(output)
+        if call is None or sample is None:
+            return output
+        if call.branch == 1:
+            self._share(call, sample)
+            if call.form not in self._forms:
+                self._forms[call.form] = (with_sample(output, sample.to("meta")), sample.device)
+            return output
+        if not computed:
+            pipeline = self._pipeline
+            reader = self._component if pipeline is None else type(pipeline).__name__
+            sample = promise(sample, reader)
+        call.step.first = sample
+        return output if computed else with_sample(output, sample)
+
+    def _share(self, call: _Call, second: torch.Tensor) -> None:
+        """Give both ranks the predictions of both branches."""
+        step, mine = call.step, self._ranks.branch
+        first, step.first = step.first, None
+        assert first is not None, "it was called before"
+        facts: dict[str, object] = {"step": step.key[1], "in turns": step.in_turns}
+        name = f"the guidance branches of {self._component}"
+        branches = self._ranks.share(second if mine == 1 else first, name, facts)
+        if isinstance(first, Promise):
+            keep(first, branches[0])
+        elif mine == 1:
+            first.copy_(branches[0])
+        if mine == 0:
+            second.copy_(branches[1])
 
     def _step_of(self, key: tuple[str | None, int]) -> _Step:
         if self._step is None or self._step.key != key:
             self._calls = None if self._step is None else self._step.calls
             self._step = _Step(key=key)
         return self._step
-
-    def _first(self, step: _Step, compute: _Compute, form: Any, name: str | None) -> Any:
-        step.name = name
-        step.in_turns = self._is_guided() and form in self._forms
-        if step.in_turns and self._ranks.branch == 1:
-            output = self._output(form)
-            reader = type(self._pipeline or self).__name__
-            promised = promise(_sample(output), reader)
-            step.first = promised
-            return with_sample(output, promised)
-        output = compute()
-        step.first = sample_of(output)
-        return output
-
-    def _second(self, step: _Step, compute: _Compute, form: Any) -> Any:
-        first, step.first = step.first, None
-        assert first is not None, "callers know"
-        output = self._output(form) if step.in_turns and self._ranks.branch == 0 else compute()
-        second = sample_of(output)
-        if second is None:
-            return output
-        call = f"the guidance branches of {self._component}"
-        mine = second if self._ranks.branch == 1 else first
-        branches = self._ranks.share(mine, call, {"step": step.key[1], "in turns": step.in_turns})
-        if isinstance(first, Promise):
-            keep(first, branches[0])
-        elif self._ranks.branch == 1:
-            first.copy_(branches[0])
-        if self._ranks.branch == 0:
-            second.copy_(branches[1])
-        if form not in self._forms:
-            self._forms[form] = (with_sample(output, second.to("meta")), second.device)
-        return output
 
     def _is_guided(self) -> bool:
         """Whether the step that begins will have two branches.

@@ -35,24 +35,30 @@ class _Forward:
     def __init__(self, model: nn.Module, turns: BranchTurns) -> None:
         self._model = model
         self._forward: Callable[..., Any] = model.forward
-        self._turns: BranchTurns | None = turns
+        # Only the denoiser's own forward is for Dynamo to trace.
+        untraced: Callable[..., Callable[..., Any]] = torch.compiler.disable
+        self._begin, self._finish = untraced(turns.begin), untraced(turns.finish)
+        self._stopped = False
         functools.update_wrapper(self, self._forward)
 
     @functools.partial(torch.compiler.disable, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the call, or leave it to other ranks."""
         context = current_forward_context()
-        if self._turns is None or context is None:
+        if self._stopped or context is None:
             return self._forward(*args, **kwargs)
         latent = kwargs.get("hidden_states", args[0] if args else None)
         shape = tuple(latent.shape) if isinstance(latent, torch.Tensor) else None
         form = (shape, kwargs.get("return_dict", True))
-        compute = functools.partial(self._forward, *args, **kwargs)
-        return self._turns.call(compute, form, context, branch_name())
+        output = self._begin(form, context, branch_name())
+        computed = output is None
+        if computed:
+            output = self._forward(*args, **kwargs)
+        return self._finish(output, computed=computed)
 
     def stop(self) -> None:
         """Compute all calls from now on: somebody else holds on to this object."""
-        self._turns = None
+        self._stopped = True
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _OwnForward, (self._model,)

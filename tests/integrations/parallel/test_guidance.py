@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from tests.integrations.conftest import generate
 from tests.integrations.parallel import pipelines
 from tests.integrations.parallel.pipelines import GUIDED
+from tests.integrations.parallel.test_models import make
 
 CFG = Mesh(cfg=2)
 TOLERANCE = 1e-4
@@ -62,3 +64,41 @@ def test_a_generation_without_guidance_is_refused(two_ranks, tiny_pipeline, fami
     for text in two_ranks.run(CFG, pipelines.message, folder, family, overrides):
         assert "must use classifier-free guidance under --cfg-parallel" in text
         assert "drop --cfg-parallel" in text
+
+
+def turns(how, touch=False):
+    """Call a bare model as a pipeline does that names no branch; return what one process gets."""
+    model, inputs = make("wan")
+    branches = [inputs, {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"] + 1}]
+    steps = [torch.full((2,), t) for t in (900.0, 500.0, 100.0)]
+    with torch.no_grad():
+        want = [[model(**x | {"timestep": t})[0] for x in branches] for t in steps]
+        computed = []
+        model.proj_out.register_forward_hook(lambda *call: computed.append(1))
+        with apply(model):
+            call = torch.compile(model, backend="eager") if how == "compiled" else model
+            got = [[call(**x | {"timestep": t})[0] for x in branches] for t in steps[: 1 + touch]]
+            if not touch:
+                got += [[call(**x | {"timestep": t})[0] for x in branches] for t in steps[1:]]
+            else:
+                call(**inputs | {"timestep": steps[2]})[0].float()
+    errors = [
+        (a - b).abs().max().item()
+        for theirs, ours in zip(want, got, strict=False)
+        for a, b in zip(theirs, ours, strict=True)
+    ]
+    return errors, len(computed)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_branches_without_a_name_are_told_by_their_order(two_ranks, how):
+    for errors, computed in two_ranks.run(CFG, turns, how):
+        assert len(errors) == 6
+        assert max(errors) <= TOLERANCE
+        assert computed == 4
+
+
+def test_a_prediction_that_is_read_too_early_is_an_error_on_the_rank_that_waits_for_it(two_ranks):
+    (first, _), (second, text) = two_ranks.outcomes(CFG, turns, "eager", True)
+    assert (first, second) == (True, False)
+    assert "transformer must not use the prediction of one guidance branch" in text
