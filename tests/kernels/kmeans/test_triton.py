@@ -25,14 +25,19 @@ def whole_numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tenso
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("masked", [False, True])
+# Every dtype, layout and mask; they do not meet in the kernels.
+CASES = [
+    *((dtype, "token-major", masked) for dtype in DTYPES for masked in (False, True)),
+    *((torch.bfloat16, layout, False) for layout in LAYOUTS if layout != "token-major"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "layout", "masked"), CASES, ids=str)
 def test_one_iteration_is_the_definition(dtype: torch.dtype, layout: str, masked: bool) -> None:
-    x = with_layout(whole_numbers(2, 700, 3, 24, dtype=dtype), layout)
-    keep = torch.rand(2, 700, generator=torch.Generator().manual_seed(1)) > 0.2
+    x = with_layout(whole_numbers(2, 300, 2, 24, dtype=dtype), layout)
+    keep = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) > 0.2
     kept = keep if masked else None
-    start = initial_centroids(x, 37)
+    start = initial_centroids(x, 11)
     for iterations in (0, 1):
         wanted = kmeans(x, start, iterations=iterations, keep=kept, kernel="reference")
         found = kmeans(x, start, iterations=iterations, keep=kept, kernel="triton")
@@ -43,7 +48,7 @@ def test_one_iteration_is_the_definition(dtype: torch.dtype, layout: str, masked
         assert torch.equal(found.centroids, wanted.centroids)
 
 
-@pytest.mark.parametrize(("tokens", "clusters"), [(1, 1), (5, 5), (513, 2), (600, 130)])
+@pytest.mark.parametrize(("tokens", "clusters"), [(1, 1), (5, 5), (513, 2), (300, 70)])
 def test_several_iterations_never_move_away(tokens: int, clusters: int) -> None:
     """Of real numbers roundings decide what is nearest; the distance must shrink all the same."""
     x = torch.randn(1, tokens, 2, 16, generator=torch.Generator().manual_seed(2))
