@@ -60,7 +60,7 @@ DENSITIES = {
     "sage_sla_attn": (0.09, 0.11),
     "vmoba_attn": (0.2, 0.35),
     # A tenth of the clusters; they are kept by weight, so that large ones come first.
-    "sparse_video_gen_2_attn": (0.05, 0.5),
+    "sparse_video_gen_2_attn": (0.05, 0.35),
 }
 MODES = ("eager", "compiled")
 
