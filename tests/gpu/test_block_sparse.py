@@ -68,13 +68,11 @@ def skip_if_refused(kernel: str, plan: BlockPlan, inputs: QKV) -> None:
         pytest.skip(str(error))
 
 
-def inputs_for(
-    plan: BlockPlan, *, heads: int = 4, head_size: int = 128, dtype: torch.dtype, seed: int = 0
-) -> QKV:
+def inputs_for(plan: BlockPlan, *, head_size: int = 128, dtype: torch.dtype, seed: int = 0) -> QKV:
     return make_qkv(
         3,
         plan.q.total,
-        heads,
+        4,
         head_size,
         num_keys=plan.kv.total,
         num_kv_heads=2,
@@ -151,7 +149,7 @@ def test_rows_that_choose_need_no_reference_among_their_keys(
     plan = random_plan(shape, seed=4, device="cuda")
     assert plan.row_bits is not None
     plan.row_bits[..., ::2, :] = words << 4
-    q, k, v = inputs_for(plan, heads=heads, dtype=torch.bfloat16)
+    q, k, v = inputs_for(plan, dtype=torch.bfloat16)
     check(kernel, plan, (q * deviation, k, v))
 
 
