@@ -1,7 +1,10 @@
 """Whole pipelines over ranks: what comes out is what one process gives."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from tests.integrations.parallel import pipelines
@@ -91,3 +94,33 @@ def test_a_sparse_method_attends_in_a_ring_as_alone(two_ranks, tiny_pipeline, fa
         assert (got - want).abs().max() <= TOLERANCE
         assert densities
         assert min(densities) < 1.0
+
+
+@pytest.fixture
+def trained(tiny_pipeline, tmp_path):
+    """A pipeline folder with the gates and projections that sparse methods train."""
+    folder = shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(5)
+    for block in range(2):
+        for name, size in (("to_gate_compress", 128), ("attn1.proj_l", 32)):
+            weight = torch.randn(size, size, generator=generator) / size**0.5
+            tensors[f"blocks.{block}.{name}.weight"] = weight
+            tensors[f"blocks.{block}.{name}.bias"] = torch.full((size,), 0.5)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["video_sparse_attn", "sla_attn"])
+def test_gates_and_projections_of_a_checkpoint_count_on_every_rank(
+    two_ranks, tiny_pipeline, trained, backend
+):
+    config = CONFIGS[backend]
+    untrained = two_ranks.run(
+        Mesh(ulysses=2), pipelines.sparse, tiny_pipeline("wan"), "wan", backend, config, 2
+    )
+    results = two_ranks.run(Mesh(ulysses=2), pipelines.sparse, trained, "wan", backend, config, 2)
+    for (want, got, _), (other, _, _) in zip(results, untrained, strict=True):
+        assert (got - want).abs().max() <= TOLERANCE
+        assert (other - want).abs().max() > 1e-2
