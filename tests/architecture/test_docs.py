@@ -59,6 +59,8 @@ def command_problems(words: list[str], application: typer.Typer, repository: Pat
     if "/" in program:
         works = os.access(repository / program, os.X_OK)
         return [] if works else [f"{program} is no executable file"]
+    if program == "torchrun" and "multimodal_gen" in arguments:
+        program, arguments = "sglang", arguments[arguments.index("multimodal_gen") + 1 :]
     if program not in ("sglang", "multimodal-gen"):
         return [] if program in FOREIGN else [f"unknown program {program}"]
     if "--help" in arguments:
@@ -167,6 +169,7 @@ def test_a_planted_message_with_a_dead_command_is_reported() -> None:
         ("sglang attention lst", "lst"),
         ("scripts/absent", "no executable file"),
         ("mystery --flag", "unknown program"),
+        ("torchrun --nnodes 2 -m multimodal_gen generate --model-path m --prompt p --no 1", "--no"),
     ],
 )
 def test_a_planted_wrong_command_is_reported(command: str, problem: str) -> None:
