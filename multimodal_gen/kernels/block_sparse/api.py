@@ -13,6 +13,7 @@ from multimodal_gen.kernels.block_sparse.arguments import check_arguments
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.providers import loadable
 from multimodal_gen.kernels.block_sparse.reference import attention_reference_backward
+from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
 
 __all__ = [
     "block_sparse_attention",
@@ -20,6 +21,7 @@ __all__ = [
     "block_sparse_attention_op",
     "kernel_for",
     "loadable",
+    "rows_for_choice",
 ]
 
 
@@ -92,6 +94,30 @@ def kernel_for(
     """
     backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     return providers.choose(kernel, providers.request_for(q, k, v, plan, backward=backward)).name
+
+
+def rows_for_choice(q: torch.Tensor, kernel: str, given: tuple[torch.Tensor, ...]) -> int:
+    """Return the rows of a query block that suit plans with row bits best; whatever keys there are.
+
+    Args:
+        q: [B, S, H, D], what the queries are copied from.
+        kernel: provider that will be asked for.
+        given: keys and values, unless they will be copied, too.
+    """
+    on_cuda = q.device.type == "cuda"
+    request = providers.EngineRequest(
+        device_type=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if on_cuda else None,
+        rocm=torch.version.hip is not None,
+        dtype=q.dtype,
+        head_size=q.shape[3],
+        q_size=CHOICE_ROWS,
+        regular=False,
+        row_bits=True,
+        aligned=q.shape[3] * q.element_size() % 16 == 0 and all(map(loadable, given)),
+    )
+    wide = kernel in (providers.AUTO, "gluon") and providers.serves("gluon", request)
+    return CHOICE_ROWS if wide and q.dtype == torch.bfloat16 else 128
 
 
 def _flatten(plan: BlockPlan) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from multimodal_gen.errors import UnsupportedBackendError, nearest
 from multimodal_gen.kernels.block_sparse.cute import launch as cute
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS, hopper_tile, portable_tile
+from multimodal_gen.kernels.block_sparse.tuning import hopper_tile, portable_tile
 
 __all__ = [
     "AUTO",
@@ -24,6 +24,7 @@ __all__ = [
     "choose",
     "loadable",
     "request_for",
+    "serves",
 ]
 
 AUTO = "auto"
@@ -346,28 +347,9 @@ def request_for(
     )
 
 
-def rows_for_choice(q: torch.Tensor, kernel: str, given: tuple[torch.Tensor, ...]) -> int:
-    """Return the rows of a query block that suit plans with row bits best; whatever keys there are.
-
-    Args:
-        q: [B, S, H, D], what the queries are copied from.
-        kernel: provider that will be asked for.
-        given: keys and values, unless they will be copied, too.
-    """
-    on_cuda = q.device.type == "cuda"
-    request = EngineRequest(
-        device_type=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if on_cuda else None,
-        rocm=torch.version.hip is not None,
-        dtype=q.dtype,
-        head_size=q.shape[3],
-        q_size=CHOICE_ROWS,
-        regular=False,
-        row_bits=True,
-        aligned=q.shape[3] * q.element_size() % 16 == 0 and all(map(loadable, given)),
-    )
-    wide = kernel in (AUTO, "gluon") and not _gluon_reasons(request)
-    return CHOICE_ROWS if wide and q.dtype == torch.bfloat16 else 128
+def serves(name: str, request: EngineRequest) -> bool:
+    """Whether the provider of that name can serve `request`."""
+    return any(p.name == name and not p.unsupported_reasons(request) for p in PROVIDERS)
 
 
 @cache

@@ -8,9 +8,8 @@ from functools import partial
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.providers import rows_for_choice
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
 from multimodal_gen.kernels.row_groups.api import (
     ChunkGroups,
