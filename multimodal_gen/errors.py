@@ -13,7 +13,8 @@
                                                the name is known, the feature has not landed yet
 
 Messages read "`<name>` must <rule>, got <value>", then the remedy.
-The command line prints a `MultimodalGenError` as one line and exits with status 2.
+The command line prints a `MultimodalGenError` as one line and exits with status 2, or 1 for a
+`RankError`.
 """
 
 from collections.abc import Iterable

@@ -48,19 +48,19 @@ def be_one(job: Callable[[], "Job"], run: _Run, *, timeout: float) -> None:
     """
     from multimodal_gen.runtime.distributed.launch import be_rank
 
-    be_rank(lambda: join_and_run(job(), run), timeout=timeout)
+    be_rank(lambda num_ranks: join_and_run(job(), run, num_ranks), timeout=timeout)
 
 
-def join_and_run(job: "Job", run: _Run) -> None:
+def join_and_run(job: "Job", run: _Run, num_ranks: int) -> None:
     """Join the ranks that were started, and do a job with them."""
     import torch
 
     from multimodal_gen.runtime.distributed.joining import ranks_per_host
     from multimodal_gen.runtime.generator import join_ranks
 
-    args, _ = join_ranks(job.args)
-    # The ranks of a host share its cores.
-    torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
+    args = join_ranks(job.args, num_ranks)
+    if num_ranks > 1:  # the ranks of a host share its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
     run(replace(job, args=args))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from multimodal_gen.cli.main import main
@@ -56,7 +57,7 @@ def generate_as_rank(arguments: list[str]) -> int:
     from multimodal_gen.cli import ranks
 
     launch.started = lambda: True
-    ranks.be_one = lambda job, run, timeout: ranks.join_and_run(job(), run)
+    ranks.be_one = lambda job, run, timeout: ranks.join_and_run(job(), run, dist.get_world_size())
     return main(arguments)
 
 

@@ -76,8 +76,8 @@ def started() -> bool:
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
-def be_rank(work: Callable[[], None], *, timeout: float) -> None:
-    """Do `work()` as one rank of several; the process of a rank that fails ends here.
+def be_rank(work: Callable[[int], None], *, timeout: float) -> None:
+    """Do `work(number of ranks)` as one of several; the process of a rank that fails ends here.
 
     What ended the run is said on the standard error, in one line that names the rank, and once on
     every host. Ranks other than 0 keep warnings to themselves, and wait until rank 0 is done.
@@ -96,7 +96,7 @@ def be_rank(work: Callable[[], None], *, timeout: float) -> None:
         warnings.simplefilter("ignore")
     try:
         with board.watched(_end_stuck):
-            work()
+            work(board.num_ranks)
             board.finish()
     except Exception as error:
         _end(board, error)
@@ -106,6 +106,9 @@ def be_rank(work: Callable[[], None], *, timeout: float) -> None:
 
 def _end(board: FaultBoard, error: Exception) -> NoReturn:
     """Say what ended the run, unless another rank of this host does, and end this process."""
+    if isinstance(error, BrokenPipeError):
+        get_error_handler().record_exception(error)
+        _exit(1)  # nobody reads what is printed any more
     verdict = board.verdict(error)
     if verdict.text is not None:
         defect = not isinstance(error, MultimodalGenError) and not follows_from_another(error)

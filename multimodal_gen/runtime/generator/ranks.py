@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import FrameType
+from typing import Any
 
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.joining import (
     check_same,
     from_first,
@@ -26,7 +27,7 @@ from multimodal_gen.runtime.server_args import ServerArgs
 
 __all__ = ["ending_signals_raise", "join_ranks", "plan_ranks", "rank_device"]
 
-_DEGREES = ("sp_degree", "ulysses_degree", "ring_degree")
+_FLAGS = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree", "cfg_parallel")
 # What each host may have its own of, and what only rank 0 looks at.
 _OWN = frozenset({"model_path", "output_path", "overwrite", "num_gpus"})
 
@@ -38,27 +39,33 @@ def plan_ranks(args: ServerArgs) -> Mesh:
         ConfigError: the degrees do not fit each other, the heads or the GPUs.
         UsageError: what is asked for runs on one GPU only.
     """
-    asked = [getattr(args, name) or 1 for name in ("num_gpus", *_DEGREES)]
-    if max(asked) == 1 and not args.cfg_parallel:
+    flags: dict[str, Any] = {name: getattr(args, name) for name in _FLAGS}
+    if not args.cfg_parallel and all(flag in (None, False, 1) for flag in flags.values()):
         return Mesh()
     device_type = _device_type(args)
     return plan_mesh(
-        num_gpus=args.num_gpus,
-        cfg_parallel=args.cfg_parallel,
         num_heads=_fewest_heads(args),
         gpus_per_host=torch.cuda.device_count() if device_type == "cuda" else None,
-        **{name: getattr(args, name) for name in _DEGREES},
+        **flags,
     )
 
 
-def join_ranks(args: ServerArgs) -> tuple[ServerArgs, ParallelGroups]:
-    """Join the ranks that were started; return the arguments, seed included, and the groups.
+def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
+    """Join the ranks that were started, where there are several; return the arguments with a seed.
+
+    Args:
+        args: the arguments.
+        num_ranks: how many ranks there are.
 
     Raises:
         ConfigError: the degrees do not fit each other, the heads or the ranks.
         UsageError: the ranks were given different arguments, or what is asked for runs on one GPU
             only.
     """
+    degrees: dict[str, Any] = {name: getattr(args, name) for name in _FLAGS}
+    if num_ranks == 1:
+        plan_mesh(world_size=1, **degrees)
+        return args
     device_type = _device_type(args)
     join_world(device_type)
     check_same(
@@ -68,16 +75,14 @@ def join_ranks(args: ServerArgs) -> tuple[ServerArgs, ParallelGroups]:
             if field.name not in _OWN
         }
     )
-    groups = init_parallel(
-        num_gpus=args.num_gpus,
-        cfg_parallel=args.cfg_parallel,
+    init_parallel(
         num_heads=_fewest_heads(args),
         device_type=device_type,
         rank_timeout=args.rank_timeout,
-        **{name: getattr(args, name) for name in _DEGREES},
+        **degrees,
     )
     seed = from_first(secrets.randbelow(2**32)) if args.seed is None else args.seed
-    return replace(args, seed=seed), groups
+    return replace(args, seed=seed)
 
 
 def rank_device(device: str | None) -> torch.device:

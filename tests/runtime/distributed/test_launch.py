@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def attend(folder: Path, step_2) -> None:
 
 
 def rank(folder: Path, step_2) -> None:
-    be_rank(partial(attend, folder, step_2), timeout=TIMEOUT_S)
+    be_rank(lambda num_ranks: attend(folder, step_2), timeout=TIMEOUT_S)
 
 
 def nothing() -> None:

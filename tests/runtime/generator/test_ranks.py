@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import ranks
 from multimodal_gen.runtime.generator.ranks import (
     ending_signals_raise,
+    join_ranks,
     plan_ranks,
     rank_device,
 )
@@ -70,6 +72,13 @@ def test_a_platform_without_an_exchange_is_refused(asked, monkeypatch) -> None:
     monkeypatch.setattr(ranks, "current_platform", lambda: SimpleNamespace(device_type="mps"))
     with pytest.raises(UsageError, match=r"must be cuda or cpu where several ranks run, got mps"):
         plan_ranks(asked(num_gpus=2))
+
+
+def test_a_single_rank_of_torchrun_runs_as_one_process_does() -> None:
+    args = ServerArgs(model_path="nowhere", prompt="a", backend="diffusers")
+    assert join_ranks(args, 1) is args
+    with pytest.raises(ConfigError, match="--num-gpus must be the 1 ranks that were started, got"):
+        join_ranks(replace(args, num_gpus=2), 1)
 
 
 def test_every_rank_has_the_gpu_that_is_its_current_one(monkeypatch) -> None:
