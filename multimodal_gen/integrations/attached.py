@@ -111,6 +111,12 @@ class StockAttention(LocalAttention, SplitAttentionLayer):
         rows = (query.shape[1], key.shape[1])
         own_tokens = self.site.role is AttentionRole.SELF
         if share is None or not own_tokens or rows != (share.joint_length, share.joint_length):
+            if share is not None and own_tokens and share.exact:
+                raise UsageError(
+                    f"{self.site.name} must attend to the {share.length} tokens of this rank, got "
+                    f"{rows[0]} queries and {rows[1]} keys; the plan of its model does not tell "
+                    f"what the others are, run it on one GPU"
+                )
             return self.attend_now(query, key, value, attn_mask, gate)
         gate = gate if gate is not None and self.takes_gate else None
         keys = (key.shape[0], share.front + share.total + share.back)

@@ -11,6 +11,8 @@ from multimodal_gen.integrations.models import ADAPTERS, ModelAdapter
 from multimodal_gen.integrations.parallel.batch import BatchSplit
 from multimodal_gen.integrations.parallel.cfg_ranks import CfgRanks
 from multimodal_gen.integrations.parallel.guidance import BranchTurns
+from multimodal_gen.integrations.parallel.own_plan import own_plan
+from multimodal_gen.integrations.parallel.plan import SplitPlan
 from multimodal_gen.integrations.parallel.splitter import TokenSplitter
 from multimodal_gen.integrations.parallel.turns import take_turns
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
@@ -71,13 +73,13 @@ class ParallelPlan:
         self._ranks: CfgRanks | None = None
         if groups is None or not heads:
             return
-        plan = None if adapter is None else adapter.split
-        if self._mesh.sequence > 1 and plan is None:
-            kind = type(component.model).__name__
-            self.unsplit = f"{component.name}: how to split the tokens of {kind} is not known"
-        elif self._mesh.sequence > 1 and plan is not None:
-            share_heads(min(heads), min(heads), groups.ulysses.size)
-            self.splitter = TokenSplitter(component.model, plan, groups)
+        if self._mesh.sequence > 1:
+            plan = (adapter and adapter.split) or own_plan(component.model)
+            if isinstance(plan, SplitPlan):
+                share_heads(min(heads), min(heads), groups.ulysses.size)
+                self.splitter = TokenSplitter(component.model, plan, groups)
+            else:
+                self.unsplit = f"{component.name}: {type(component.model).__name__} {plan}"
         if self._mesh.cfg > 1:
             ranks = self._ranks = CfgRanks(groups)
             name, model = component.name, component.model
@@ -120,7 +122,7 @@ class ParallelPlan:
             each = f"{mesh.sequence} ranks" if mesh.sequence > 1 else "1 rank"
             yield f"{name}: 2 guidance branches at the same time, {each} each"
         if self.unsplit is not None:
-            yield f"{self.unsplit}, every rank computes all of them"
+            yield f"{self.unsplit}, so every rank computes all of its tokens"
         if self.splitter is not None:
             kinds = (("Ulysses", mesh.ulysses), ("ring", mesh.ring))
             parts = " x ".join(f"{kind} {size}" for kind, size in kinds if size > 1)

@@ -48,11 +48,12 @@ class SplitPlan:
     """How one model family is split.
 
     Attributes:
-        tokens: number of tokens of a call (a `ModelCall`), or None when the call does not tell.
+        tokens: number of tokens of a call (a `ModelCall`), or None when the call does not tell; no
+            function where the first tensor to be cut is to tell.
         cuts: what is cut.
         gather: module whose output [B, S, C] has all tokens again.
     """
 
-    tokens: Callable[[Any], int | None]
+    tokens: Callable[[Any], int | None] | None
     cuts: tuple[Cut, ...]
     gather: str = "proj_out"

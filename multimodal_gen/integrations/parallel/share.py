@@ -24,12 +24,14 @@ class TokenShare:
         index: this rank among them.
         front: text tokens in front of them in joint attention, on all ranks.
         back: such tokens behind them.
+        exact: self-attention over anything else than these is an error.
     """
 
     lengths: tuple[int, ...]
     index: int
     front: int = 0
     back: int = 0
+    exact: bool = False
 
     @property
     def total(self) -> int:
@@ -77,7 +79,9 @@ class TokenShare:
         return share if isinstance(share, TokenShare) else None
 
 
-def share_tokens(total: int, num_ranks: int, index: int, text: TextSpan | None) -> TokenShare:
+def share_tokens(
+    total: int, num_ranks: int, index: int, text: TextSpan | None, *, exact: bool = False
+) -> TokenShare:
     """Split tokens over ranks as evenly as they can be, in order.
 
     Args:
@@ -85,6 +89,7 @@ def share_tokens(total: int, num_ranks: int, index: int, text: TextSpan | None) 
         num_ranks: ranks to split them over.
         index: this rank.
         text: where text is in joint attention, or None when there is none.
+        exact: see `TokenShare`.
 
     Raises:
         UsageError: a rank would have no token.
@@ -102,4 +107,5 @@ def share_tokens(total: int, num_ranks: int, index: int, text: TextSpan | None) 
         index=index,
         front=length if in_front else 0,
         back=0 if in_front else length,
+        exact=exact,
     )

@@ -4,6 +4,7 @@
 read is set anew for every call.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -55,20 +56,30 @@ class TokenSplitter:
 
     def begin(self, call: Any, text: TextSpan | None, cache: dict[object, object]) -> None:
         """Settle the split of a call (a `ModelCall`) and make it known to its layers."""
+        time_gathering(self.times, cache)
+        self._running.settle = functools.partial(self._settle, text, cache)
+        if self._plan.tokens is None:
+            return
         tokens = self._plan.tokens(call)
         if tokens is None:
             raise UsageError(
                 f"a call of {type(self._model).__name__} must tell its latent size where ranks "
                 f"share its tokens, got none; run it on one GPU"
             )
-        share = share_tokens(tokens, self._group.size, self._group.index, text)
-        share.store(cache)
-        time_gathering(self.times, cache)
-        self._running.share = share
+        self._settle(text, cache, tokens)
 
     def end(self) -> None:
         """Say that the call is over."""
-        self._running.share = None
+        self._running.share = self._running.settle = None
+
+    def _settle(
+        self, text: TextSpan | None, cache: dict[object, object], tokens: int
+    ) -> TokenShare:
+        group, exact = self._group, self._plan.tokens is None
+        share = share_tokens(tokens, group.size, group.index, text, exact=exact)
+        share.store(cache)
+        self._running.share = share
+        return share
 
     def install(self, undo: ExitStack) -> None:
         """Set the hooks; `undo` takes the way back."""
@@ -92,9 +103,26 @@ class TokenSplitter:
 
 
 class _Running:
-    """The split of the running call; None between calls."""
+    """The split of the running call.
+
+    Attributes:
+        share: who has which tokens; None between calls, and until it is settled.
+        settle: settles it for so many tokens; None between calls.
+    """
 
     share: TokenShare | None = None
+    settle: Callable[[int], TokenShare] | None = None
+
+    def share_of(self, cut: Cut, value: Any) -> TokenShare | None:
+        """Return the split, which an argument or output settles if nothing did before."""
+        if self.share is not None or self.settle is None:
+            return self.share
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        fitting = (
+            x for x in tensors if isinstance(x, torch.Tensor) and cut.dims in (None, x.dim())
+        )
+        sizes = [x.shape[cut.dim] for x in fitting]
+        return self.settle(sizes[0]) if sizes else None
 
 
 class _Hook:
@@ -135,9 +163,12 @@ class _CutHook(_Hook):
         super().__init__(running)
         self.cut = cut
 
-    def keep(self, share: TokenShare, value: Any) -> Any:
+    def keep(self, value: Any) -> Any:
         """Return this rank's part of an argument or output."""
         cut = self.cut
+        share = self.running.share_of(cut, value)
+        if share is None:
+            return value
         if isinstance(value, torch.Tensor):
             return _keep(cut, share, value)
         if isinstance(value, (tuple, list)):
@@ -152,8 +183,7 @@ class _OutputCut(_CutHook):
     """A forward hook that cuts what a module returns."""
 
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
-        share = self.running.share
-        return output if share is None else self.keep(share, output)
+        return self.keep(output)
 
 
 class _ArgumentCut(_CutHook):
@@ -167,13 +197,11 @@ class _ArgumentCut(_CutHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        share, name, position = self.running.share, self.name, self.position
-        if share is None:
-            return args, kwargs
+        name, position = self.name, self.position
         if name in kwargs:
-            return args, {**kwargs, name: self.keep(share, kwargs[name])}
+            return args, {**kwargs, name: self.keep(kwargs[name])}
         if position < len(args):
-            own = self.keep(share, args[position])
+            own = self.keep(args[position])
             return (*args[:position], own, *args[position + 1 :]), kwargs
         return args, kwargs
 

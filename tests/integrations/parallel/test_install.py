@@ -1,6 +1,7 @@
 """What `apply` sets on a denoiser of one of several ranks, and takes away again."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.models import ADAPTERS
 from multimodal_gen.integrations.models.wan import WAN
+from multimodal_gen.integrations.parallel.own_plan import own_plan
 from multimodal_gen.integrations.parallel.splitter import TokenSplitter
 from multimodal_gen.runtime.distributed.groups import (
     Group,
@@ -134,7 +136,7 @@ def test_a_model_without_a_plan_is_refused_with_those_that_have_one():
     with (
         use_parallel_groups(groups_of(Mesh(ulysses=2))),
         pytest.raises(
-            UsageError, match=r"PixArtTransformer2DModel is not known; run it on one GPU.*Wan"
+            UsageError, match=r"PixArtTransformer2DModel has no plan for it; run it on one GPU.*Wan"
         ),
     ):
         apply(model)
@@ -184,6 +186,20 @@ def _different():
     with apply(model), torch.no_grad(), pytest.raises(UsageError) as error:
         model(**inputs)
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Flux2Transformer2DModel", r"splits text too \(encoder_hidden_states, txt_ids\)"),
+        ("HeliosTransformer3DModel", "gathers in 120 places"),
+        ("PixArtTransformer2DModel", "has no plan for it"),
+    ],
+)
+def test_a_plan_of_a_model_that_cannot_be_followed_is_left_alone(name, reason):
+    import diffusers
+
+    assert re.search(reason, own_plan(object.__new__(getattr(diffusers, name))))
 
 
 def test_our_plans_cut_what_the_models_own_do():

@@ -52,8 +52,7 @@ def test_ranks_that_share_the_tokens_give_the_output_of_one(two_ranks, name, mes
     for want, got, _, report in results:
         notes = report.notes
         assert (got - want).abs().max() <= 1e-4 * want.abs().max()
-        assert len(notes) == 1
-        assert notes[0].startswith("transformer: 2 ranks share the sequence")
+        assert notes[-1].startswith("transformer: 2 ranks share the sequence")
         assert report.times.communication_ms > report.gathering.communication_ms > 0
         assert report.times.attention_ms > 0
         assert "s of it around the denoiser" in report.summary()
