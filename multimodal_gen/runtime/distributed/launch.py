@@ -60,7 +60,7 @@ def start_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> in
     """
     with tempfile.TemporaryDirectory() as logs, _quiet(), _signals_restored():
         try:
-            elastic_launch(_config(num_ranks, logs), function)(*args)
+            elastic_launch(_config(num_ranks, logs), _started)(os.getpid(), function, *args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             return _status(rank, failure)
@@ -69,6 +69,13 @@ def start_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> in
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
     return 0
+
+
+def _started(parent: int, function: Callable[..., None], *args: Any) -> None:
+    # Torch lets a process end with its parent from here on; what happened before is not noticed.
+    if os.getppid() != parent:
+        _exit(1)
+    function(*args)
 
 
 def started() -> bool:
