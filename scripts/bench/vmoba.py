@@ -28,7 +28,6 @@ from _harness import (
 )
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.providers import rows_for_choice
 from multimodal_gen.kernels.chunk_select.api import Rule
 from multimodal_gen.kernels.row_groups.api import chunk_groups, sort_rows
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
