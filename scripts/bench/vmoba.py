@@ -27,6 +27,7 @@ from _harness import (
     write_rows,
 )
 
+from multimodal_gen.kernels.block_sparse.api import rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule
 from multimodal_gen.kernels.row_groups.api import chunk_groups, sort_rows
