@@ -70,6 +70,7 @@ class BranchTurns:
         self._pipeline = pipeline
         self._step: _Step | None = None
         self._open: _Call | None = None
+        self._predicts = True
         # Calls in the last whole step of this generation; None before there was one.
         self._calls: int | None = None
         # By the form of the inputs, an output of which only the form counts.
@@ -91,7 +92,7 @@ class BranchTurns:
             UsageError: the generation has no guidance.
         """
         self._open = None
-        if name not in _BRANCHES:
+        if name not in _BRANCHES or not self._predicts:
             return None
         step = self._step_of((context.request_id, context.current_timestep))
         step.calls += 1
@@ -107,7 +108,11 @@ class BranchTurns:
         """Return the output of a call once it may be, with all its numbers or a promise of them."""
         call, self._open = self._open, None
         sample = None if call is None else sample_of(output)
-        if call is None or sample is None:
+        if call is None:
+            return output
+        if sample is None:
+            # Not the noise but, from a ControlNet, hints for those who predict it.
+            self._predicts = False
             return output
         if call.branch == 1:
             self._share(call, sample)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.parallel.guidance import BranchTurns
 from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.integrations.conftest import generate
 from tests.integrations.parallel import pipelines
 from tests.integrations.parallel.pipelines import GUIDED
@@ -102,3 +104,29 @@ def test_a_prediction_that_is_read_too_early_is_an_error_on_the_rank_that_waits_
     (first, _), (second, text) = two_ranks.outcomes(CFG, turns, "eager", True)
     assert (first, second) == (True, False)
     assert "transformer must not use the prediction of one guidance branch" in text
+
+
+class Alone:
+    """Ranks of which the other one never answers."""
+
+    branch = 1
+
+    def share(self, *exchange):
+        raise AssertionError("nothing is to be exchanged")
+
+
+@pytest.mark.parametrize("name", [None, "cond"])
+def test_a_model_that_gives_hints_once_per_step_is_computed_by_all(name):
+    turns = BranchTurns(Alone(), "controlnet", None)
+    hints = ([torch.zeros(2)], [torch.ones(2)])
+    for step in range(3):
+        with set_forward_context(step) as context:
+            assert turns.begin("form", context, name) is None
+            assert turns.finish(hints, computed=True) is hints
+
+
+def test_calls_with_other_names_are_computed_by_all():
+    turns = BranchTurns(Alone(), "transformer", None)
+    with set_forward_context(0) as context:
+        assert turns.begin("form", context, "cond_skip") is None
+        assert torch.equal(turns.finish((torch.ones(2),), computed=True)[0], torch.ones(2))
