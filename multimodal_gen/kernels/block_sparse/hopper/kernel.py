@@ -41,45 +41,19 @@ UNDERFLOW = gl.constexpr(2.0**-64)
 SLACK = gl.constexpr(8.0)
 # Tiles whose queries a persistent program holds at once.
 Q_TURNS = gl.constexpr(2)
-# Where turns and tiles are counted from: multiples of twice that, and not 0, because the compiler
-# takes loop variables that begin with one value for the same.
+# Where turns begin: a multiple of twice that, and not 0, because the compiler takes loop variables
+# that begin with one value for the same.
 FIRST_TURN = gl.constexpr(4)
-FIRST_COUNT = gl.constexpr(8)
 # Lower than any score, and finite: the maximum of nothing.
 LOWEST = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
-def _first_work(given, outs, C: gl.constexpr):
-    """Return what a persistent program begins with."""
-    return find_work(gl.program_id(0), FIRST_COUNT, FIRST_TURN, 0, 0, given, outs, C)
-
-
-@gluon.jit
-def _next_work(work, rings, given, outs, WARPS: gl.constexpr, C: gl.constexpr):
-    """Return what a persistent program works on after a tile; nothing, after the last.
-
-    Programs take the tiles as they come to them, because some multiprocessors are slower. One warp,
-    the producer, takes the next one, and tells the consumers.
-    """
-    if C.redo:
-        tile = work.tile + gl.num_programs(0)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        slot = work.count % Q_TURNS
-        phase = (work.count // Q_TURNS) & 1
-        if WARPS == 1:
-            tile = gl.num_programs(0) + gl.atomic_add(given.sweep, 1, sem="relaxed")
-            mbarrier.wait(rings.tile_empty.index(slot), phase ^ 1)
-            rings.tile.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile)
-            mbarrier.arrive(rings.tile_full.index(slot))
-        else:
-            mbarrier.wait(rings.tile_full.index(slot), phase)
-            tile = gl.max(rings.tile.index(slot).load(layout), 0)
-            mbarrier.arrive(rings.tile_empty.index(slot))
+def _next_work(work, tile, given, outs, C: gl.constexpr):
+    """Return what a persistent program works on after a tile; nothing, after the last."""
     steps = work.num_full + work.num_tail
     turn = work.turn + gl.minimum(steps, 1)
-    return find_work(tile, work.count + 1, turn, work.at + steps, 0, given, outs, C)
+    return find_work(tile + gl.num_programs(0), work.at + steps, turn, 0, given, outs, C)
 
 
 @gluon.jit
@@ -156,9 +130,9 @@ def _producer(
 ):  # fmt: skip
     """One warp: loads what its tile needs, or those of a persistent program, one after another."""
     if C.persistent:
-        work = _first_work(given, outs, C)
-        while work.tile < given.total * C.q_tiles:
-            following = _next_work(work, rings, given, outs, 1, C)
+        work = find_work(gl.program_id(0), 0, FIRST_TURN, 0, given, outs, C)
+        for tile in range(gl.program_id(0), given.total * C.q_tiles, gl.num_programs(0)):
+            following = _next_work(work, tile, given, outs, C)
             _load_tile(dq, dk, dv, work, rings, W, C)
             work = following
     else:
@@ -353,7 +327,7 @@ def _store(values, lse, work, first_row, C: gl.constexpr):
 
 @gluon.jit
 def _attend_tile(
-    work, given, outs, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
+    work, given, outs, rings, flags, tile, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 query rows of a tile; returns the work after it of a persistent program."""
@@ -376,7 +350,7 @@ def _attend_tile(
     following = work
     if steps == 0:
         if C.persistent:
-            following = _next_work(work, rings, given, outs, 4, C)
+            following = _next_work(work, tile, given, outs, C)
         nothing = gl.zeros([64, D], dtype, store_layout)
         _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
@@ -446,7 +420,7 @@ def _attend_tile(
         v_tile = rings.v.index(slot).reshape([BN, D])
         o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
         if C.persistent:
-            following = _next_work(work, rings, given, outs, 4, C)
+            following = _next_work(work, tile, given, outs, C)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
         if C.persistent:
             mbarrier.arrive(rings.v_empty.index(slot))
@@ -461,7 +435,7 @@ def _attend_tile(
                 sound = sound & (row_sum > UNDERFLOW)
             wrong = gl.max((real & ~sound).to(gl.int32), 0)
             if wrong > 0:
-                gl.store(flag, wrong)
+                gl.store(flags + tile, wrong)
         inverse = 1.0 / row_sum
         lse = 0.6931471805599453 * (m + gl.log2(row_sum))
         if C.bits:
@@ -483,13 +457,11 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: 64 query rows of its tile, or of those of a persistent program."""
     if C.persistent:
-        work = _first_work(given, outs, C)
-        while work.tile < given.total * C.q_tiles:
-            flag = flags + work.tile
-            work = _attend_tile(work, given, outs, rings, flag, scale_log2, W, dtype, C)
+        work = find_work(gl.program_id(0), 0, FIRST_TURN, 0, given, outs, C)
+        for tile in range(gl.program_id(0), given.total * C.q_tiles, gl.num_programs(0)):
+            work = _attend_tile(work, given, outs, rings, flags, tile, scale_log2, W, dtype, C)
     else:
-        flag = flags + gl.program_id(0)
-        _attend_tile(given, given, outs, rings, flag, scale_log2, W, dtype, C)
+        _attend_tile(given, given, outs, rings, flags, gl.program_id(0), scale_log2, W, dtype, C)
 
 
 @gluon.jit
@@ -501,7 +473,6 @@ def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.c
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
     Q_SLOTS: gl.constexpr = C.consumers * Q_TURNS if C.persistent else C.consumers
     one: gl.constexpr = mbarrier.MBarrierLayout()
-    single: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rings = Rings(
         gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, 64, D], dq.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dk.layout),
@@ -512,13 +483,7 @@ def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.c
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int32, [Q_TURNS, 1], single),
-        gl.allocate_shared_memory(gl.int64, [Q_TURNS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [Q_TURNS, 1], one),
     )
-    for turn in gl.static_range(Q_TURNS):
-        mbarrier.init(rings.tile_full.index(turn), count=1)
-        mbarrier.init(rings.tile_empty.index(turn), count=SHARERS)
     for w in gl.static_range(Q_SLOTS):
         mbarrier.init(rings.q_full.index(w), count=1)
         mbarrier.init(rings.q_empty.index(w), count=1)
@@ -530,10 +495,10 @@ def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.c
     hopper.fence_async_shared()
     work = plan  # of a persistent program, each partition finds its work
     if not C.persistent:
-        work = find_work(gl.program_id(0), 0, 0, 0, 0, plan, outs, C)
+        work = find_work(gl.program_id(0), 0, 0, 0, plan, outs, C)
     # warp_specialize takes literal lists of partitions only.
     if C.own:
-        other = find_work(gl.program_id(0), 0, 0, 0, 1, plan, outs, C)
+        other = find_work(gl.program_id(0), 0, 0, 1, plan, outs, C)
         gl.warp_specialize(
             [
                 (_consumer, (work, outs, rings, flags, scale_log2, 0, dtype, C)),

@@ -78,7 +78,7 @@ class _Launch:
         arguments: those that follow from the plan, in the kernel's order.
         counts: a tensor of the plan.
         num_flags: int32 flags to make room for, a multiple of four.
-        num_sweeps: positions of key sweeps to make room for, or of the next tile.
+        num_sweeps: positions of key sweeps to make room for.
     """
 
     grid: tuple[int]
@@ -142,7 +142,7 @@ def _prepare(
         arguments=arguments,
         counts=counts,
         num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
-        num_sweeps=batch * k.shape[2] if tile.sync else int(tile.persistent),
+        num_sweeps=batch * k.shape[2] if tile.sync else 0,
     )
 
 

@@ -21,9 +21,6 @@ class Rings(NamedTuple):
     v_full: Any
     v_empty: Any
     q_empty: Any = None
-    tile: Any = None
-    tile_full: Any = None
-    tile_empty: Any = None
 
 
 class Plan(NamedTuple):
@@ -86,9 +83,8 @@ class Work(NamedTuple):
     `row` is its first query row in the tensor, `real` and `owned` how many rows from there on are
     attended and written, `tail` the first key of the partial step of a regular plan or the last
     place of the list, `tail_keys` its length or None, `blocks` the block of every step and `bits`
-    the words of the first row. Of a program that works on tile after tile, `tile` is its number,
-    `count` how many came before, `turn` how many of those had steps, and `at` how many steps the
-    rings held; the first two begin with an offset.
+    the words of the first row. Of a program that works on tile after tile, `at` is how many steps
+    its rings held before, and `turn` how many tiles with steps there were.
     """
 
     row_list: Any
@@ -109,10 +105,8 @@ class Work(NamedTuple):
     blocks: Any
     bits: Any
     words: Any
-    tile: Any
-    count: Any
-    turn: Any
     at: Any
+    turn: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +177,7 @@ def locate(position, plan, C: gl.constexpr):
 
 
 @gluon.jit
-def find_work(tile, count, turn, at, W: gl.constexpr, plan, outs, C: gl.constexpr):
+def find_work(tile, at, turn, W: gl.constexpr, plan, outs, C: gl.constexpr):
     """Return the work of a tile, of consumer `W` where each has a query block of its own."""
     if C.own:
         position = tile * C.consumers + W
@@ -212,19 +206,19 @@ def find_work(tile, count, turn, at, W: gl.constexpr, plan, outs, C: gl.constexp
     i_64 = i.to(gl.int64)
     row_list = plan.steps + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q
     place = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
-    listed = gl.load(plan.count + place)
-    num_tail = listed * 0
+    count = gl.load(plan.count + place)
+    num_tail = count * 0
     if C.sub > 0:
-        num_full = listed * C.sub
+        num_full = count * C.sub
         tail = (plan.kv_last * C.sub + plan.kv_tail // C.keys) * C.keys
         if C.ragged:
-            last = gl.load(row_list + listed - 1, mask=listed > 0, other=-1)
-            whole = (listed - 1) * C.sub + plan.kv_tail // C.keys
+            last = gl.load(row_list + count - 1, mask=count > 0, other=-1)
+            whole = (count - 1) * C.sub + plan.kv_tail // C.keys
             num_full = gl.where(last == plan.kv_last, whole, num_full)
             num_tail = gl.where((last == plan.kv_last) & (plan.kv_tail % C.keys > 0), 1, 0)
         tail_keys = plan.kv_tail % C.keys
     else:
-        num_full = listed
+        num_full = count
         tail = plan.room - 1
         if C.ragged:
             num_tail = gl.load(plan.tail_count + place)
@@ -239,7 +233,7 @@ def find_work(tile, count, turn, at, W: gl.constexpr, plan, outs, C: gl.constexp
         plan.sweep + b * plan.sweep_b + kv_h,
         plan.blocks + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q,
         plan.bits + b_64 * plan.bits_b + h_64 * plan.bits_h + row.to(gl.int64) * plan.words,
-        plan.words, tile, count, turn, at,
+        plan.words, at, turn,
     )  # fmt: skip
 
 
