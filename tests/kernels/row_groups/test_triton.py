@@ -27,9 +27,17 @@ def sort(bits: torch.Tensor, groups: ChunkGroups, *, extra: bool, block: int = 1
     return SortedRows(**sort_rows(bits, groups.num_chunks, groups.size, extra, block))
 
 
-@pytest.mark.parametrize("extra", [False, True])
-@pytest.mark.parametrize("block", [128, 192])
-@pytest.mark.parametrize(("num_chunks", "size"), [(1, 1), (5, 5), (13, 4), (40, 7), (72, 6)])
+@pytest.mark.parametrize(
+    ("num_chunks", "size", "block", "extra"),
+    [
+        (1, 1, 128, True),
+        (5, 5, 192, False),
+        (13, 4, 128, False),
+        (13, 4, 192, True),
+        (40, 7, 128, True),
+        (40, 7, 192, False),
+    ],
+)
 def test_every_group_holds_the_rows_that_chose_any_of_its_chunks(num_chunks, size, block, extra):
     from multimodal_gen.kernels.row_groups.kernel import move_rows
 
