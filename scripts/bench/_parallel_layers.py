@@ -12,7 +12,7 @@ from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
 
 from multimodal_gen.errors import MultimodalGenError
 from multimodal_gen.runtime.distributed.collectives import gather_heads, scatter_heads
-from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.distributed.groups import Group, parallel_groups
 from multimodal_gen.runtime.distributed.heads import share_heads
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.ring import Transfer
@@ -133,80 +133,93 @@ def layer_case(
 def exchange_case(ranks: Ranks, options: argparse.Namespace) -> None:
     """The exchanges of one layer alone: bare, and as the layer packs and unpacks them."""
     heads, grid = (SMALL_HEADS, SMALL_GRID) if options.tiny else (HEADS, GRID)
-    tokens, n = math.prod(grid) // ranks.size * ranks.size, ranks.size
-    mesh = Mesh(ulysses=n)
-    with ranks.sharing(mesh):
+    tokens = math.prod(grid) // ranks.size * ranks.size
+    with ranks.sharing(Mesh(ulysses=ranks.size)):
         q, k, v = (own_tokens(x).contiguous() for x in make_qkv(tokens, heads))
-    received = torch.empty_like(q)
-    packed = torch.cat([q, k, v], dim=-1)
-    landed = torch.empty_like(packed)
-    own = q.numel() * q.element_size() * (n - 1) / n
-    spans, lengths = share_heads(heads, heads, n).queries, [tokens // n] * n
-
-    def group() -> dist.ProcessGroup:
-        groups = parallel_groups()
-        assert groups is not None, "contenders share a mesh"
-        return groups.ulysses.handle
-
-    def exchange(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        ulysses = parallel_groups().ulysses
-        return scatter_heads(tensors, [spans] * len(tensors), lengths, ulysses)
-
-    with ranks.sharing(mesh), torch.inference_mode():
-        out = exchange((q,))[0].contiguous()
-        back = gather_heads(out, spans, lengths, parallel_groups().ulysses)
-        assert torch.equal(back, q), "there and back"
-
-    def alone(name: str, run: Callable[[], object], sent: float) -> Contender:
-        return Contender(name=name, run=run, mesh=mesh, sent=sent, around=torch.inference_mode)
-
-    def there_and_back() -> None:
-        exchange((q, k, v))
-        gather_heads(out, spans, lengths, parallel_groups().ulysses)
-
-    def ring_step() -> None:
-        Transfer(ring, (k, v), [k.shape, v.shape]).wait()
-
-    with ranks.sharing(Mesh(ring=n)):
-        ring = parallel_groups().ring
-    contenders = [
-        *(
-            alone(
-                f"all_to_all, q k v in one, {ctas} CTAs",
-                lambda handle=handle: dist.all_to_all_single(landed, packed, group=handle),
-                3 * own,
-            )
-            for ctas, handle in _groups_by_ctas(ranks).items()
-        ),
-        Contender(
-            name="ring step of K and V",
-            run=ring_step,
-            mesh=Mesh(ring=n),
-            sent=2 * q.numel() * q.element_size(),
-            around=torch.inference_mode,
-        ),
-        alone(
-            "all_to_all, 1 tensor",
-            lambda: dist.all_to_all_single(received, q, group=group()),
-            own,
-        ),
-        alone(
-            "all_to_all, q k v in one",
-            lambda: dist.all_to_all_single(landed, packed, group=group()),
-            3 * own,
-        ),
-        alone("scatter q k v", lambda: exchange((q, k, v)), 3 * own),
-        alone(
-            "gather output",
-            lambda: gather_heads(out, spans, lengths, parallel_groups().ulysses),
-            own,
-        ),
-        alone("scatter and gather", there_and_back, 4 * own),
-    ]
+    contenders = [*_bare_exchanges(ranks, (q, k, v)), *_layer_exchanges(ranks, (q, k, v))]
     for c in contenders:
         with ranks.sharing(c.mesh), c.around():
             c.run()
     _measure(ranks, options, contenders, "exchange", tokens, heads, {})
+
+
+def _exchange(
+    name: str, mesh: Mesh, qkv: QKV, tensors: float, run: Callable[[Group], object]
+) -> Contender:
+    """Return a contender that gets the group of a mesh of one dimension; `tensors` leave."""
+    sent = tensors * qkv[0].numel() * qkv[0].element_size()
+
+    def in_group() -> object:
+        groups = parallel_groups()
+        assert groups is not None, "contenders share a mesh"
+        return run(groups.ring if mesh.ring > 1 else groups.ulysses)
+
+    return Contender(name=name, run=in_group, mesh=mesh, sent=sent, around=torch.inference_mode)
+
+
+def _bare_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
+    """Return exchanges of memory as it lies, on any number of multiprocessors."""
+    mesh, share = Mesh(ulysses=ranks.size), (ranks.size - 1) / ranks.size
+    packed = torch.cat(qkv, dim=-1)
+    landed, received = torch.empty_like(packed), torch.empty_like(qkv[0])
+
+    def all_to_all(group: Group) -> None:
+        dist.all_to_all_single(landed, packed, group=group.handle)
+
+    found = [
+        _exchange(
+            f"all_to_all, q k v in one, {ctas} CTAs",
+            mesh,
+            qkv,
+            3 * share,
+            lambda _, handle=handle: dist.all_to_all_single(landed, packed, group=handle),
+        )
+        for ctas, handle in _groups_by_ctas(ranks).items()
+    ]
+    return [
+        *found,
+        _exchange("all_to_all, q k v in one", mesh, qkv, 3 * share, all_to_all),
+        _exchange(
+            "all_to_all, 1 tensor",
+            mesh,
+            qkv,
+            share,
+            lambda group: dist.all_to_all_single(received, qkv[0], group=group.handle),
+        ),
+    ]
+
+
+def _layer_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
+    """Return the exchanges that layers make."""
+    n, (q, k, v) = ranks.size, qkv
+    mesh, share = Mesh(ulysses=n), (n - 1) / n
+    spans, lengths = share_heads(q.shape[2], q.shape[2], n).queries, [q.shape[1]] * n
+
+    def scatter(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return scatter_heads(tensors, [spans] * len(tensors), lengths, group)
+
+    with ranks.sharing(mesh), torch.inference_mode():
+        group = parallel_groups().ulysses
+        out = scatter(group, q)[0].contiguous()
+        assert torch.equal(gather_heads(out, spans, lengths, group), q), "there and back"
+
+    def gather(group: Group) -> torch.Tensor:
+        return gather_heads(out, spans, lengths, group)
+
+    return [
+        _exchange("scatter q k v", mesh, qkv, 3 * share, lambda g: scatter(g, q, k, v)),
+        _exchange("gather output", mesh, qkv, share, gather),
+        _exchange(
+            "scatter and gather", mesh, qkv, 4 * share, lambda g: (scatter(g, q, k, v), gather(g))
+        ),
+        _exchange(
+            "ring step of K and V",
+            Mesh(ring=n),
+            qkv,
+            2,
+            lambda g: Transfer(g, (k, v), [k.shape, v.shape]).wait(),
+        ),
+    ]
 
 
 def _groups_by_ctas(ranks: Ranks) -> dict[int, dist.ProcessGroup]:

@@ -288,8 +288,12 @@ def test_later_calls_do_not_wait_for_the_gpu(gpus, mesh):
 
 
 def test_ranks_that_disagree_later_all_raise_before_their_next_exchange(tmp_path):
-    """The ranks that did not wait hear of it in their next call, while what they sent waits."""
-    with World(2, tmp_path, device_type="cuda", control_timeout=20) as world:
+    """The ranks that did not wait hear of it in their next call, while what they sent waits.
+
+    That may never be received, so these processes do nothing else and are killed.
+    """
+    bounds = {"timeout": 40.0, "exchange_timeout": 30.0, "control_timeout": 20.0}
+    with World(2, tmp_path, device_type="cuda", **bounds) as world:
         mesh = Mesh(ulysses=2)
         world.run(mesh, first_calls, (256, 256), 8)
         sent, wrong = world.run(mesh, disagreement, (256, 256), 8)

@@ -9,6 +9,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups, use_paral
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.processes import own
 from tests.runtime.layers.attention.test_split_layers import TEXTS, stretches
@@ -68,6 +69,15 @@ def check_whole_calls(lengths):
         assert count_messages(lambda: grouped(local[0], key, value)) == 2
 
 
+def check_measured_chunks(backend, messages):
+    """Groups that are told nothing exchange heads in as many chunks as was measured to win."""
+    assert parallel_groups().head_chunks is None
+    layer = sparse_layer(backend, SPARSE.get(backend), 4)
+    local = [own(x, (100, 92)) for x in make_qkv(1, 192, 4, 32)]
+    with torch.no_grad(), set_forward_context(0, latent_grid=(4, 6, 8), num_steps=2):
+        assert count_messages(lambda: layer(*local)) == messages
+
+
 def check_sparse_chunks(backend, lengths, heads):
     with in_chunks(2):
         check_sparse(backend, SPARSE[backend], lengths, heads)
@@ -106,6 +116,11 @@ def test_there_are_no_more_chunks_than_heads_on_a_rank(two_ranks):
 
 def test_calls_that_cannot_be_cut_into_chunks_come_in_one(two_ranks):
     two_ranks.run(Mesh(ulysses=2), check_whole_calls, (4, 3))
+
+
+@pytest.mark.parametrize(("backend", "messages"), [("sliding_tile_attn", 4), ("torch_sdpa", 2)])
+def test_chunks_are_those_that_were_measured_to_win(two_ranks, backend, messages):
+    two_ranks.run(Mesh(ulysses=2), check_measured_chunks, backend, messages)
 
 
 @pytest.mark.parametrize("backend", ["sliding_tile_attn", "sla_attn", "sparse_video_gen_2_attn"])
