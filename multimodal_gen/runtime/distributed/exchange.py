@@ -94,6 +94,7 @@ class HeadsUnderWay:
     def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> None:
         self._plan = plan
         like, batch, me = tensors[0], tensors[0].shape[0], plan.group.index
+        self._batch = batch
         ranks = range(plan.group.size)
         with exchanging(like.device):
             sent, blocks = _buffer(
@@ -112,7 +113,7 @@ class HeadsUnderWay:
         plan, me = self._plan, self._plan.group.index
         with exchanging(self._message.received.device):
             received, arrived = self._message.wait()
-            whole = received.view(sum(plan.rows), -1, plan.width(me))
+            whole = received.view(sum(plan.rows), self._batch, plan.width(me))
             if plan.prefix or plan.suffix:
                 whole = _sum_shared(plan, arrived)
         return tuple(x.transpose(0, 1) for x in plan.views(whole, me))

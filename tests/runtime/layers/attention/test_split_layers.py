@@ -225,6 +225,21 @@ def test_four_ranks_compute_what_one_does(four_ranks, mesh, heads, kv_heads, tex
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("mesh", MESHES_OF_FOUR, ids=str)
+def test_a_group_of_ranks_may_have_no_tokens(four_ranks, mesh, text):
+    for lengths, masked in itertools.product([(0, 0, 3, 1), (3, 1, 0, 0)], (False, True)):
+        four_ranks.run(mesh, check_usp, lengths, 6, 2, TEXTS[text], masked)
+
+
+@pytest.mark.parametrize("mesh", MESHES_OF_TWO, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "key_lengths"), [((0, 0), (3, 1)), ((3, 1), (0, 0)), ((0, 0), (0, 0))]
+)
+def test_there_may_be_no_queries_or_no_keys(two_ranks, mesh, lengths, key_lengths):
+    two_ranks.run(mesh, check_cross, lengths, key_lengths)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("mesh", MESHES_OF_FOUR, ids=str)
 def test_causality_holds_over_all_ranks(four_ranks, mesh, text):
     for lengths, masked in itertools.product(LENGTHS[4], (False, True)):
         four_ranks.run(mesh, check_usp, lengths, 6, 2, TEXTS[text], masked, True)
