@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.diffusers import AttentionHandle, apply
-    from multimodal_gen.runtime.distributed.joining import init_parallel
+    from multimodal_gen.runtime.distributed.joining import init_parallel, leave_parallel
 
-__all__ = ["AttentionHandle", "__version__", "apply", "init_parallel"]
+__all__ = ["AttentionHandle", "__version__", "apply", "init_parallel", "leave_parallel"]
 
 __version__ = "0.1.0"
 
@@ -20,8 +20,8 @@ def __getattr__(name: str) -> Any:
         from multimodal_gen.integrations import diffusers
 
         return getattr(diffusers, name)
-    if name == "init_parallel":
+    if name in ("init_parallel", "leave_parallel"):
         from multimodal_gen.runtime.distributed import joining
 
-        return joining.init_parallel
+        return getattr(joining, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -66,6 +66,7 @@ class ParallelGroups:
         cfg_control: the ranks of `cfg`, for the same.
         head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most, so that
             they travel while other chunks are computed; None for what was measured to be best.
+        owns_world: the world was joined for these groups, and is left with them.
         agreed: what the ranks of `sequence` have told each other; see `agreement.agree`.
         pending: what they are telling each other.
     """
@@ -79,6 +80,7 @@ class ParallelGroups:
     control: Group
     cfg_control: Group
     head_chunks: int | None = None
+    owns_world: bool = False
     agreed: dict[Any, Any] = field(default_factory=dict)
     pending: list[Any] = field(default_factory=list)
 
@@ -102,24 +104,30 @@ def init_world(
 ) -> int:
     """Join the torch.distributed world of this run, unless that has been done; return its size.
 
+    With "cuda" the GPU of this local rank becomes the current one. Where a launcher tells no local
+    rank, that is the GPU with the number of the rank; in a world that there is, on a host that has
+    none of that number, the current one stays.
+
     Under torchrun no argument is needed beyond the device type.
 
     Args:
-        device_type: where data lives; "cuda" takes NCCL for it and makes the GPU of this local
-            rank the current one. Everything else takes gloo.
+        device_type: where data lives; "cuda" takes NCCL for it, everything else gloo.
         init_method: where the ranks meet, for those not started by torchrun.
         rank: this process, with `init_method`.
         world_size: how many there are, with `init_method`.
         timeout: how long an exchange may wait for a rank before it fails.
     """
-    if not dist.is_initialized():
+    joined = dist.is_initialized()
+    if not joined:
         # Both: a world may have to move tensors of the CPU too, as offloading and reports do.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(
             backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
         )
-        if device_type == "cuda":
-            torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=dist.get_rank()))
+    if device_type == "cuda":
+        local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank())
+        if not joined or local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(local_rank)
     return dist.get_world_size()
 
 

@@ -1,6 +1,8 @@
 """Joining the ranks that a launcher started: one call for scripts that run under torchrun."""
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,13 +24,17 @@ __all__ = [
     "check_same",
     "from_first",
     "init_parallel",
+    "join_parallel",
     "join_world",
     "leads",
+    "leave_parallel",
     "ranks_per_host",
 ]
 
 # Ranks start together, but import and connect at their own speeds.
 _START_TIMEOUT_S = 600.0
+# What exchanges can be told to wait, in whole milliseconds, on every backend.
+_SHORTEST_S, _LONGEST_S = 1, 1_000_000
 
 
 def init_parallel(
@@ -46,7 +52,7 @@ def init_parallel(
 
     Call it once, on every rank, with the same arguments, before `multimodal_gen.apply`; every rank
     then calls the pipeline with the same arguments and the same seed, and gets the same result.
-    On CUDA, the GPU of the local rank becomes the current one.
+    On CUDA, the GPU of the local rank becomes the current one. `leave_parallel` ends it.
 
     Args:
         num_gpus: how many ranks there have to be; None takes those that were started.
@@ -58,15 +64,16 @@ def init_parallel(
         num_heads: the fewest heads of any layer to be split, which bounds the Ulysses degree; None
             when unknown.
         device_type: "cuda" or "cpu"; by default this machine's accelerator.
-        rank_timeout: seconds ranks wait for each other before they fail. The default leaves time
-            to load and compile at different speeds.
+        rank_timeout: seconds ranks wait for each other before they fail, from 1 to 1000000. The
+            default leaves time to load and compile at different speeds.
 
     Returns:
         The groups of this rank, which are in use from now on; `groups.rank` is its number.
 
     Raises:
-        ConfigError: this process was not started by torchrun and joined no torch.distributed world
-            itself; or the degrees do not fit each other, the heads, the ranks or the hosts.
+        ConfigError: a value is none of those above; this process was not started by torchrun and
+            joined no torch.distributed world itself; or the degrees do not fit each other, the
+            heads, the ranks or the hosts.
         UsageError: ranks disagree, or there are more of them than GPUs.
     """
     degrees = {
@@ -74,17 +81,55 @@ def init_parallel(
         "sp_degree": sp_degree,
         "ulysses_degree": ulysses_degree,
         "ring_degree": ring_degree,
-        "cfg_parallel": cfg_parallel,
         "num_heads": num_heads,
     }
-    device_type = device_type or current_platform().device_type
-    world_size = join_world(device_type)
+    _check_values(degrees, cfg_parallel, rank_timeout)
+    device_type = current_platform().device_type if device_type is None else device_type
+    creates = not dist.is_initialized()
+    join_world(device_type)
+    try:
+        groups = join_parallel(
+            {**degrees, "cfg_parallel": cfg_parallel},
+            device_type=device_type,
+            rank_timeout=rank_timeout,
+        )
+    except ConfigError as error:
+        raise ConfigError(_as_arguments(str(error))) from None
+    groups = replace(groups, owns_world=creates)
+    set_parallel_groups(groups)
+    return groups
+
+
+def leave_parallel() -> None:
+    """End what `init_parallel` began: layers and pipelines run on one device again.
+
+    Call it on every rank, after the blocks of `multimodal_gen.apply`. A torch.distributed world
+    that `init_parallel` joined is left too; one that there was before stays as it is. Without
+    groups, or after `torch.distributed.destroy_process_group`, nothing else happens.
+    """
+    groups = parallel_groups()
+    set_parallel_groups(None)
+    if groups is not None and groups.owns_world and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join_parallel(
+    degrees: Mapping[str, Any], *, device_type: str, rank_timeout: float
+) -> ParallelGroups:
+    """Put the groups of a world that was joined in use, and return them.
+
+    Args:
+        degrees: arguments of `init_parallel`, checked one by one.
+        device_type: "cuda" or "cpu".
+        rank_timeout: seconds ranks wait for each other.
+
+    Raises:
+        ConfigError: the degrees do not fit each other, the heads, the ranks or the hosts; told in
+            the words of the command line.
+        UsageError: ranks disagree.
+    """
     check_same(degrees)
-    mesh = plan_mesh(
-        world_size=world_size,
-        gpus_per_host=ranks_per_host(),
-        **degrees,  # type: ignore[arg-type]
-    )
+    mesh = plan_mesh(world_size=dist.get_world_size(), gpus_per_host=ranks_per_host(), **degrees)
     # On an accelerator a stuck exchange is to be found by the ranks' agreement, which says more.
     exchange = rank_timeout * (2 if device_type == "cuda" else 1)
     groups = build_groups(
@@ -167,6 +212,34 @@ def leads() -> bool:
     """Tell whether this process writes files, prints and shows progress: alone, or as rank 0."""
     groups = parallel_groups()
     return groups is None or groups.rank == 0
+
+
+def _check_values(degrees: Mapping[str, object], cfg_parallel: object, timeout: object) -> None:
+    """Refuse values of a wrong kind on this rank, before it waits for others.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, value in degrees.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(
+                f"{name} must be None or an integer >= 1, got {value!r}; leave it out to have it "
+                f"chosen"
+            )
+    if not isinstance(cfg_parallel, bool):
+        raise ConfigError(f"cfg_parallel must be True or False, got {cfg_parallel!r}")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not (number and _SHORTEST_S <= timeout <= _LONGEST_S):  # type: ignore[operator]
+        raise ConfigError(
+            f"rank_timeout must be a number of seconds from {_SHORTEST_S} to {_LONGEST_S}, got "
+            f"{timeout!r}; leave it out for 300"
+        )
+
+
+def _as_arguments(message: str) -> str:
+    """Return a message about flags in the words of a caller from Python."""
+    message = re.sub(r"--([a-z-]+) (\d+)", r"--\1=\2", message)
+    return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), message)
 
 
 def _gathered(mine: Any) -> list[Any]:

@@ -147,7 +147,7 @@ def plan_mesh(
         "--ring-degree": ring_degree,
     }
     for flag, value in given.items():
-        if value is not None and (isinstance(value, bool) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{flag} must be an integer >= 1, got {value!r}")
     cfg = 2 if cfg_parallel else 1
     limits = _Limits(num_heads=num_heads, gpus_per_host=gpus_per_host)

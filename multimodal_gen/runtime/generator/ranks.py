@@ -16,7 +16,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.joining import (
     check_same,
     from_first,
-    init_parallel,
+    join_parallel,
     join_world,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
@@ -75,11 +75,10 @@ def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
             if field.name not in _OWN
         }
     )
-    init_parallel(
-        num_heads=_fewest_heads(args),
+    join_parallel(
+        {**degrees, "num_heads": _fewest_heads(args)},
         device_type=device_type,
         rank_timeout=args.rank_timeout,
-        **degrees,
     )
     seed = from_first(secrets.randbelow(2**32)) if args.seed is None else args.seed
     return replace(args, seed=seed)
@@ -121,6 +120,12 @@ def ending_signals_raise() -> Iterator[None]:
 
 def _device_type(args: ServerArgs) -> str:
     """Return the kind of device that ranks run on; refuse what several cannot do."""
+    if args.backend == "diffusers" and args.attention_backend is not None:
+        raise UsageError(
+            f"--attention-backend must be one of this package on several GPUs, got "
+            f"{args.attention_backend}, one of diffusers, whose attention is not split here; "
+            f"leave --attention-backend out, or run on one GPU"
+        )
     if args.backend == "diffusers":
         raise UsageError(
             "--backend must be sglang on several GPUs, got diffusers, whose attention is not split "

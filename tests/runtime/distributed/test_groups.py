@@ -70,6 +70,22 @@ def test_a_world_is_joined_once(two_ranks):
     assert two_ranks.run(None, initialise_again) == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("count", "current"), [(4, [3]), (2, [])], ids=["its GPU", "no such GPU on this host"]
+)
+def test_in_a_world_that_there_is_a_rank_takes_its_gpu(count, current, monkeypatch):
+    taken = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert init_world("cuda") == 4
+    assert taken == current
+    assert init_world("cpu") == 4
+    assert taken == current
+
+
 def test_a_mesh_of_another_size_is_refused(two_ranks):
     outcomes = two_ranks.outcomes(None, build_another, Mesh(ulysses=4))
     assert [ok for ok, _ in outcomes] == [False, False]

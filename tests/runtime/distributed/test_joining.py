@@ -1,5 +1,7 @@
 """Joining ranks that were started: meshes from degrees, and what ranks must agree on."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 
@@ -12,6 +14,7 @@ from multimodal_gen.runtime.distributed.joining import (
     init_parallel,
     join_world,
     leads,
+    leave_parallel,
     ranks_per_host,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh
@@ -22,7 +25,9 @@ def join(degrees):
     groups = init_parallel(device_type="cpu", **degrees)
     assert parallel_groups() is groups
     assert leads() is (dist.get_rank() == 0)
-    set_parallel_groups(None)
+    leave_parallel()
+    assert parallel_groups() is None
+    assert dist.is_initialized(), "the world was there before"
     return groups.mesh
 
 
@@ -56,8 +61,12 @@ def test_degrees_become_groups_that_are_in_use(degrees, mesh, four_ranks) -> Non
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"ulysses_degree": 3}, "--ulysses-degree must divide 4, the GPUs there are, got 3"),
-        ({"num_gpus": 2}, "--num-gpus must be the 4 ranks that were started, got 2"),
+        (
+            {"ulysses_degree": 3},
+            "ulysses_degree must divide 4, the GPUs there are, got 3; "
+            "use ulysses_degree=4 ring_degree=1",
+        ),
+        ({"num_gpus": 2}, "num_gpus must be the 4 ranks that were started, got 2; use num_gpus=4"),
     ],
     ids=str,
 )
@@ -98,6 +107,53 @@ def test_hosts_are_told_apart_by_their_first_ranks(locals_, per_host, monkeypatc
 def test_ranks_that_nobody_started_cannot_be_joined() -> None:
     with pytest.raises(ConfigError, match="none were; start this program with torchrun, or call"):
         init_parallel(device_type="cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rank_timeout": 0}, r"rank_timeout must be a number of seconds .*, got 0; leave it out"),
+        ({"rank_timeout": -5}, r"rank_timeout must be .* from 1 to 1000000, got -5;"),
+        ({"rank_timeout": "x"}, r"rank_timeout must be .*, got 'x';"),
+        ({"rank_timeout": True}, r"rank_timeout must be .*, got True;"),
+        ({"rank_timeout": float("nan")}, r"rank_timeout must be .*, got nan;"),
+        ({"rank_timeout": float("inf")}, r"rank_timeout must be .*, got inf;"),
+        ({"ulysses_degree": "2"}, r"ulysses_degree must be None or an integer >= 1, got '2'; lea"),
+        ({"ulysses_degree": 2.0}, r"ulysses_degree must be None or an integer >= 1, got 2.0;"),
+        ({"num_gpus": True}, r"num_gpus must be None or an integer >= 1, got True;"),
+        ({"num_heads": 0}, r"num_heads must be None or an integer >= 1, got 0;"),
+        ({"cfg_parallel": "yes"}, r"cfg_parallel must be True or False, got 'yes'"),
+        ({"device_type": ""}, r"device_type must be cuda or cpu where several ranks run, got ''"),
+    ],
+    ids=str,
+)
+def test_a_value_of_a_wrong_kind_is_refused_before_the_world_is_joined(
+    given, message, monkeypatch
+) -> None:
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(joining, "init_world", lambda *_, **__: pytest.fail("joined"))
+    with pytest.raises(ConfigError, match=message):
+        init_parallel(**{"device_type": "cpu", **given})
+
+
+def test_a_world_that_was_joined_for_the_groups_is_left_with_them(monkeypatch) -> None:
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    assert init_parallel(device_type="cpu").owns_world
+    assert dist.is_initialized()
+    leave_parallel()
+    assert parallel_groups() is None
+    assert not dist.is_initialized()
+
+
+def test_groups_whose_world_has_ended_can_be_left() -> None:
+    set_parallel_groups(SimpleNamespace(owns_world=True))
+    leave_parallel()
+    assert parallel_groups() is None
+    leave_parallel()
+    assert parallel_groups() is None
 
 
 def test_devices_without_an_exchange_are_refused() -> None:
