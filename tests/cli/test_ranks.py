@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -185,7 +186,8 @@ def test_a_rank_killed_mid_run_ends_it_and_leaves_nothing(running, tmp_path):
     out, err = process.communicate(timeout=BOUND_S)
     assert process.returncode == 1
     (line,) = err.splitlines()
-    assert line.startswith(f"error: rank 1 (pid {pids[1]}) was ended by signal 9 (SIGKILL)")
+    name = f"rank 1 (pid {pids[1]} on {socket.gethostname()})"
+    assert line.startswith(f"error: {name} was ended by signal 9 (SIGKILL)")
     assert out == ""
     _assert_nothing_is_left(process, pids, tmp_path)
 
@@ -236,6 +238,11 @@ def _assert_nothing_is_left(process: subprocess.Popen, pids: list[int], folder: 
         (
             ("--num-gpus", "2", "--backend", "diffusers"),
             "--backend must be sglang on several GPUs, got diffusers",
+        ),
+        (
+            ("--num-gpus", "2", "--attention-backend", "native"),
+            "--attention-backend must be one of this package on several GPUs, got native, one of "
+            "diffusers",
         ),
         (
             ("--num-gpus", "2", "--device", "cpu:0"),

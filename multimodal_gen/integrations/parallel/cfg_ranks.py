@@ -1,5 +1,6 @@
 """The ranks that compute one guidance branch each, and what they know of a pipeline's guidance."""
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -65,8 +66,12 @@ def is_guided(pipeline: Any) -> bool | None:
 def refuse_unguided(pipeline: Any, component: str) -> UsageError:
     """Return the error for a generation that has one branch only."""
     name = component if pipeline is None else type(pipeline).__name__
+    advice = "pass a guidance scale above 1 and, where the pipeline needs it, a negative prompt"
+    if "true_cfg_scale" in inspect.signature(type(pipeline).__call__).parameters:
+        # Their guidance scale is an input of the denoiser, which has one branch whatever it is.
+        advice = "pass a true_cfg_scale above 1 and a negative prompt"
     return UsageError(
         f"{name} must use classifier-free guidance under --cfg-parallel, which gives each of its "
-        f"two branches to GPUs of their own, got a generation without; pass a guidance scale above "
-        f"1 and, where the pipeline needs it, a negative prompt, or drop --cfg-parallel"
+        f"two branches to GPUs of their own, got a generation without; {advice}, or drop "
+        f"--cfg-parallel"
     )

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -200,7 +201,8 @@ def _status(rank: int, failure: ProcessFailure) -> int:
         how = f"was ended by signal {-code} ({failure.signal_name()})"
     if code == -signal.SIGKILL:
         how += ", which is also how a host whose memory is full ends processes"
-    raise RankError(f"rank {rank} (pid {failure.pid}) {how}; the other ranks were stopped")
+    name = f"rank {rank} (pid {failure.pid} on {socket.gethostname()})"
+    raise RankError(f"{name} {how}; the other ranks were stopped")
 
 
 @contextlib.contextmanager

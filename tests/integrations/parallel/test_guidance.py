@@ -65,6 +65,8 @@ def test_a_generation_without_guidance_is_refused(two_ranks, tiny_pipeline, fami
     folder = tiny_pipeline(family)
     for text in two_ranks.run(CFG, pipelines.message, folder, family, overrides):
         assert "must use classifier-free guidance under --cfg-parallel" in text
+        scale = "true_cfg_scale" if family == "flux" else "guidance scale"
+        assert f"pass a {scale} above 1 and" in text
         assert "drop --cfg-parallel" in text
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_a_killed_rank_ends_the_run(run) -> None:
     error, out, err = run(be_killed)
     assert isinstance(error, RankError)
     assert str(error).startswith("rank 1 (pid ")
-    assert "was ended by signal 9 (SIGKILL)" in str(error)
+    assert f" on {socket.gethostname()}) was ended by signal 9 (SIGKILL)" in str(error)
     assert (out, err) == ("", "")
 
 
