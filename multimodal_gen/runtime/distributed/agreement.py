@@ -25,6 +25,8 @@ __all__ = ["agree"]
 _Hearing = Callable[[timedelta | None], list[torch.Tensor]]
 
 _MESSAGE_BYTES = 4096
+# What a refusal may take of them in UTF-8; JSON spells a control character with six bytes.
+_REFUSAL_BYTES = 600
 # A rank that has something to say against its own call lets nobody wait for long.
 _REFUSAL_TIMEOUT = timedelta(seconds=5)
 
@@ -101,11 +103,17 @@ def _message(
         "call": call,
         "facts": {name: str(fact) for name, fact in facts.items()},
         "lengths": lengths,
-        "refusal": str(refusal)[:1000] if refusal else None,
+        "refusal": _cut(str(refusal)) if refusal else None,
     }
-    text = json.dumps(message).encode()
+    text = json.dumps(message, ensure_ascii=False).encode(errors="replace")
     assert len(text) <= _MESSAGE_BYTES, "facts are short"
     return torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of `text` that fits into a message, without half a character."""
+    # What UTF-8 cannot spell, half of a surrogate pair, is replaced.
+    return text.encode(errors="replace")[:_REFUSAL_BYTES].decode(errors="ignore")
 
 
 def _tell(group: Group, sent: torch.Tensor, call: str) -> _Hearing:

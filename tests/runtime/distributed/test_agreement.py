@@ -124,6 +124,19 @@ def test_a_rank_that_refuses_its_call_tells_the_others(two_ranks):
     assert second[:2] == ("UsageError", "q must be 4-D, got 3-D")
 
 
+@pytest.mark.parametrize("letter", ["x", "\u00e9", "\u4e16", "\U0001f600", "\x00", "\ud800", '"'])
+def test_a_long_refusal_is_told_up_to_what_fits(two_ranks, letter):
+    refusal = UsageError("must be short, got " + letter * 2000)
+    calls = [{"call": "attention", "facts": {}}, {"call": "attention", "facts": {}}]
+    calls[1]["refusal"] = refusal
+    first, second = two_ranks.run(Mesh(ulysses=2), error_of, calls)
+    assert second[:2] == ("UsageError", str(refusal))
+    told = "rank 1 cannot run attention: must be short, got "
+    assert first[0] == "RankError"
+    assert first[1].startswith(told)
+    assert set(first[1].removeprefix(told)) == {letter.encode(errors="replace").decode()}
+
+
 def test_a_rank_that_gets_no_answer_gives_up(tmp_path):
     with World(2, tmp_path, control_timeout=2.0) as world:
         kind, text, seconds = world.run(Mesh(ulysses=2), silent_partner)[0]
