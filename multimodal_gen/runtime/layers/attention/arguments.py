@@ -5,7 +5,7 @@ from numbers import Integral, Real
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, NotInThisBuildError, UsageError
 from multimodal_gen.runtime.layers.attention.binding import LayerGeometry
 from multimodal_gen.runtime.layers.attention.varlen import VarlenMaskMeta
 
@@ -60,6 +60,29 @@ def check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch
     for name, count, limit in zip(names, replicated, limits, strict=True):
         if not 0 <= count <= limit:
             raise UsageError(f"{name} must be in [0, {limit}], got {count}")
+
+
+def check_no_replicated(*replicated: torch.Tensor | None) -> None:
+    """Refuse tokens that all ranks hold, where a layer has no place for them."""
+    if any(x is not None for x in replicated):
+        raise UsageError(
+            "replicated_q, replicated_k and replicated_v must be None in UlyssesAttention_VSA; "
+            "use UlyssesAttention for joint sequences"
+        )
+
+
+def check_split(has_prefix: bool, pre_exchanged: bool) -> None:
+    """Refuse what has no meaning, or is not there yet, where tokens are split over ranks."""
+    if has_prefix:
+        raise UsageError(
+            "q_prefix, k_prefix and v_prefix must be None where tokens are split over ranks; put "
+            "tokens that all ranks hold in front and count them in num_replicated_prefix"
+        )
+    if pre_exchanged:
+        raise NotInThisBuildError(
+            "qkv_pre_all_to_all must be False where tokens are split over ranks: taking heads that "
+            "were exchanged before is not in this build yet"
+        )
 
 
 def check_mask_meta(

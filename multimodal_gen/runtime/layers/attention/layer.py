@@ -8,12 +8,14 @@ from collections.abc import Collection
 
 import torch
 
-from multimodal_gen.errors import NotInThisBuildError, UsageError
+from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.layers.attention.arguments import (
     all_or_none,
     check_mask_meta,
+    check_no_replicated,
     check_replicated,
     check_seq_lens,
+    check_split,
 )
 from multimodal_gen.runtime.layers.attention.base import AttentionLayer
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -180,9 +182,12 @@ class UlyssesAttention(SplitAttentionLayer):
         Returns:
             The output [B, S, H, D], and that of the replicated tokens [B, R, H, D] or None.
         """
-        replicated = all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
         split = tokens_are_split()
-        check_seq_lens(seq_lens, q, exclusive=replicated is not None, split=split)
+        try:
+            replicated = all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
+            check_seq_lens(seq_lens, q, exclusive=replicated is not None, split=split)
+        except MultimodalGenError as error:
+            raise self.told(error, split) from None
         if replicated is None:
             return self.run_over_ranks(q, k, v, seq_lens=seq_lens), None
         joined = (torch.cat(pair, dim=1) for pair in zip((q, k, v), replicated, strict=True))
@@ -222,12 +227,12 @@ class UlyssesAttention_VSA(UlyssesAttention):  # noqa: N801  the name users impo
         Raises:
             UsageError: replicated tokens are given, or a gate that the backend cannot apply.
         """
-        if any(x is not None for x in (replicated_q, replicated_k, replicated_v)):
-            raise UsageError(
-                "replicated_q, replicated_k and replicated_v must be None in UlyssesAttention_VSA; "
-                "use UlyssesAttention for joint sequences"
-            )
-        check_seq_lens(seq_lens, q, exclusive=False, split=tokens_are_split())
+        split = tokens_are_split()
+        try:
+            check_no_replicated(replicated_q, replicated_k, replicated_v)
+            check_seq_lens(seq_lens, q, exclusive=False, split=split)
+        except MultimodalGenError as error:
+            raise self.told(error, split) from None
         return self.run_over_ranks(q, k, v, seq_lens=seq_lens, gate=gate_compress)
 
 
@@ -336,15 +341,18 @@ class USPAttention(SplitAttentionLayer):
         skip = self.skip_sequence_parallel or skip_sequence_parallel_override
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
-        check_replicated(replicated, q, k)
         exclusive = attn_mask is not None or any(replicated)
-        check_seq_lens(seq_lens, q, exclusive=exclusive, split=split)
-        prefix = all_or_none(q_prefix, k_prefix, v_prefix, "", "_prefix")
-        if split:
-            _check_split(prefix is not None, qkv_pre_all_to_all)
-        if prefix is not None:
-            q, k, v = (torch.cat(pair, dim=1) for pair in zip(prefix, (q, k, v), strict=True))
-        check_mask_meta(attn_mask_meta, attn_mask, k)
+        try:
+            check_replicated(replicated, q, k)
+            check_seq_lens(seq_lens, q, exclusive=exclusive, split=split)
+            prefix = all_or_none(q_prefix, k_prefix, v_prefix, "", "_prefix")
+            if split:
+                check_split(prefix is not None, qkv_pre_all_to_all)
+            if prefix is not None:
+                q, k, v = (torch.cat(pair, dim=1) for pair in zip(prefix, (q, k, v), strict=True))
+            check_mask_meta(attn_mask_meta, attn_mask, k)
+        except MultimodalGenError as error:
+            raise self.told(error, split) from None
         if attn_mask_meta is not None and not split and not torch.compiler.is_compiling():
             return self.attend(q, k, v, attn_mask, attn_mask_meta)
         return self.run_over_ranks(
@@ -374,17 +382,3 @@ class USPAttention(SplitAttentionLayer):
         k = torch.cat((k_prefix, k_suffix), dim=1)
         v = torch.cat((v_prefix, v_suffix), dim=1)
         return self.forward(q, k, v, num_replicated_kv_prefix=k_prefix.shape[1])
-
-
-def _check_split(has_prefix: bool, pre_exchanged: bool) -> None:
-    """Refuse what has no meaning, or is not there yet, where tokens are split over ranks."""
-    if has_prefix:
-        raise UsageError(
-            "q_prefix, k_prefix and v_prefix must be None where tokens are split over ranks; put "
-            "tokens that all ranks hold in front and count them in num_replicated_prefix"
-        )
-    if pre_exchanged:
-        raise NotInThisBuildError(
-            "qkv_pre_all_to_all must be False where tokens are split over ranks: taking heads that "
-            "were exchanged before is not in this build yet"
-        )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.distributed.agreement import agree
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
 from multimodal_gen.runtime.distributed.heads import share_heads
@@ -99,6 +99,23 @@ class SplitAttentionLayer(AttentionLayer):
             query, key, value, attn_mask, self._layer_id, replicated, seq_lens, gate
         )
 
+    def told(self, refusal: MultimodalGenError, split: bool) -> MultimodalGenError:
+        """Return why this rank cannot make a call, once the others have heard it.
+
+        Those that make the call would take the next one of this rank for the same.
+
+        Args:
+            refusal: the error of an argument.
+            split: whether the call would have exchanged tokens.
+        """
+        groups = parallel_groups()
+        if split and groups is not None and not torch.compiler.is_compiling():
+            agree(groups, self._name_of_calls(), {}, (), refusal)
+        return refusal
+
+    def _name_of_calls(self) -> str:
+        return f"{type(self).__name__} {self.site.name}".strip()
+
     def attend_split(
         self,
         query: torch.Tensor,
@@ -118,7 +135,7 @@ class SplitAttentionLayer(AttentionLayer):
         """
         groups = parallel_groups()
         assert groups is not None, "callers know"
-        name = f"{type(self).__name__} {self.site.name}".strip()
+        name = self._name_of_calls()
         refusal = self._refusal(groups, query, key, value, attn_mask)
         if refusal is not None:
             agree(groups, name, {}, (), refusal)

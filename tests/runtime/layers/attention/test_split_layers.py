@@ -10,6 +10,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups, use_paral
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import (
     UlyssesAttention,
+    UlyssesAttention_VSA,
     USPAttention,
 )
 from multimodal_gen.testing.inputs import make_qkv
@@ -23,6 +24,15 @@ TEXTS = {
     "prefix": {"num_replicated_prefix": 3},
     "suffix": {"num_replicated_suffix": 2},
     "kv-prefix": {"num_replicated_kv_prefix": 4},
+}
+# What USPAttention refuses before it looks at shapes.
+ARGUMENTS = {
+    "none": {},
+    "count": {"num_replicated_prefix": 9},
+    "lengths": {"seq_lens": [4, 4], "num_replicated_prefix": 1},
+    "part": {"q_prefix": torch.zeros(BATCH, 1, 4, SIZE)},
+    "exchanged": {"qkv_pre_all_to_all": True},
+    "meta": {"attn_mask_meta": object()},
 }
 
 
@@ -176,8 +186,26 @@ def error_of(case):
         options = {"attn_mask": torch.ones(shape, dtype=torch.bool)}
     elif case == "seq_lens":
         options = {"seq_lens": [4, 5]}
+    elif wrong:
+        options = ARGUMENTS[case]
     try:
         layer(q, k, v, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def error_and_next(case):
+    """Return the errors of a call that is wrong on rank 1 only, and of the right one after it."""
+    return error_of(case), error_of("none")
+
+
+def error_in_ulysses(vsa):
+    wrong = parallel_groups().rank == 1
+    q, k, v = make_qkv(BATCH, 4, 4, SIZE)
+    layer = (UlyssesAttention_VSA if vsa else UlyssesAttention)(4, SIZE)
+    try:
+        layer(q, k, v, q if wrong else None)
     except Exception as error:
         return type(error).__name__, str(error)
     return None
@@ -314,6 +342,41 @@ def test_a_call_that_one_rank_refuses_fails_everywhere(two_ranks, mesh, case, me
     assert own_error[1].startswith(message)
     assert told[0] == "RankError"
     assert told[1].startswith(f"rank 1 cannot run USPAttention: {message}")
+
+
+@pytest.mark.parametrize("mesh", MESHES_OF_TWO, ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("count", "UsageError", "num_replicated_prefix must be in [0, 4], got 9"),
+        ("lengths", "UsageError", "seq_lens must not be combined with masks or replicated tokens"),
+        ("part", "UsageError", "q_prefix, k_prefix and v_prefix must be given together, missing"),
+        ("exchanged", "NotInThisBuildError", "qkv_pre_all_to_all must be False where tokens are"),
+        ("meta", "UsageError", "attn_mask_meta must be what build_varlen_mask_meta returns"),
+    ],
+)
+def test_arguments_that_one_rank_refuses_fail_everywhere(two_ranks, mesh, case, kind, message):
+    (told, first_next), (own_error, second_next) = two_ranks.run(mesh, error_and_next, case)
+    assert own_error[0] == kind
+    assert own_error[1].startswith(message)
+    assert told[0] == "RankError"
+    assert told[1].startswith(f"rank 1 cannot run USPAttention: {message}")
+    assert (first_next, second_next) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("vsa", "message"),
+    [
+        (False, "replicated_q, replicated_k and replicated_v must be given together, missing"),
+        (True, "replicated_q, replicated_k and replicated_v must be None in UlyssesAttention_VSA"),
+    ],
+)
+def test_text_that_one_rank_of_ulysses_refuses_fails_everywhere(two_ranks, vsa, message):
+    told, own_error = two_ranks.run(Mesh(ulysses=2), error_in_ulysses, vsa)
+    assert own_error[0] == "UsageError"
+    assert own_error[1].startswith(message)
+    assert told[0] == "RankError"
+    assert told[1].startswith(f"rank 1 cannot run UlyssesAttention{'_VSA' * vsa}: {message}")
 
 
 @pytest.mark.parametrize(
