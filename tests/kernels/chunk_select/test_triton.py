@@ -52,7 +52,7 @@ def test_means_are_the_definition(dtype, indexed, masked):
 
 @pytest.mark.parametrize(
     ("num_chunks", "dtype"),
-    [(2, DTYPES[0]), (7, DTYPES[1]), (40, DTYPES[0]), (72, DTYPES[0])],
+    [(2, DTYPES[0]), (7, DTYPES[1]), (72, DTYPES[0])],
 )
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_choice_is_the_definition(dtype, num_chunks, rule):

@@ -4,6 +4,8 @@ Triton reads TRITON_INTERPRET when it is imported, so these tests need a process
 test_interpreter.py starts it.
 """
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -67,8 +69,7 @@ def test_the_branch_over_all_tokens_is_added(
 
 
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-@pytest.mark.parametrize("layout", BLOCKS)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("layout", "dtype"), list(zip(BLOCKS, cycle(HALVES), strict=False)))
 def test_the_branch_over_unselected_blocks_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:
