@@ -225,6 +225,8 @@ class Staging:
 def sweep(folder: Path, mark: str) -> None:
     """Remove the half-written files of a process that was killed.
 
+    What it was replacing stays under its temporary name: it may be the only copy.
+
     Args:
         folder: where it wrote.
         mark: that of its `Staging`.
