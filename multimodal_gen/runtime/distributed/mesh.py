@@ -150,7 +150,12 @@ def plan_mesh(
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{flag} must be an integer >= 1, got {value!r}")
     cfg = 2 if cfg_parallel else 1
-    limits = _Limits(num_heads=num_heads, gpus_per_host=gpus_per_host)
+    limits = _Limits(
+        cfg=cfg,
+        num_heads=num_heads,
+        gpus_per_host=gpus_per_host,
+        may_resize=num_gpus is not None and world_size is None and sp_degree is None,
+    )
     total = _total(num_gpus, world_size, cfg, sp_degree, ulysses_degree, ring_degree)
     if world_size is None and gpus_per_host is not None and total > gpus_per_host:
         raise ConfigError(
@@ -186,8 +191,10 @@ def plan_mesh(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
+    cfg: int
     num_heads: int | None
     gpus_per_host: int | None
+    may_resize: bool
 
     def problem(self, ulysses: int) -> str | None:
         """Return which rule a Ulysses degree breaks, or None."""
@@ -217,7 +224,19 @@ class _Limits:
             return sum(max(have / want, want / have) for have, want in pairs if want)
 
         ulysses, ring = min(self.splits(sequence), key=distance)
-        return f"use --ulysses-degree {ulysses} --ring-degree {ring}"
+        return (
+            f"use --ulysses-degree {ulysses} --ring-degree {ring}{self.resized(sequence, wanted)}"
+        )
+
+    def resized(self, sequence: int, wanted: tuple[int | None, int | None]) -> str:
+        """Return the advice to take as many GPUs as the degrees wanted need, where that works."""
+        ulysses, ring = wanted[0] or 1, wanted[1] or 1
+        ulysses = min(ulysses, self.num_heads or ulysses)
+        total = self.cfg * ulysses * ring
+        fits = self.gpus_per_host is None or total <= self.gpus_per_host
+        if not self.may_resize or not fits or ulysses * ring == sequence or self.problem(ulysses):
+            return ""
+        return f", or --num-gpus {total} --ulysses-degree {ulysses} --ring-degree {ring}"
 
     def choose(self, sequence: int, wanted: tuple[int | None, int | None]) -> dict[str, int]:
         """Return the split wanted, its open part filled in.

@@ -77,17 +77,31 @@ def test_open_degrees_follow_from_the_others(flags, expected):
         (
             {"num_gpus": 4, "ulysses_degree": 3},
             r"--ulysses-degree must divide 4, the GPUs there are, got 3; use --ulysses-degree 4 "
-            r"--ring-degree 1$",
+            r"--ring-degree 1, or --num-gpus 3 --ulysses-degree 3 --ring-degree 1$",
         ),
         (
             {"num_gpus": 8, "ring_degree": 3, "cfg_parallel": True},
             r"--ring-degree must divide 4 \(8 GPUs / 2 CFG branches\), got 3; use --ulysses-degree "
-            r"1 --ring-degree 4$",
+            r"1 --ring-degree 4, or --num-gpus 6 --ulysses-degree 1 --ring-degree 3$",
         ),
         (
             {"num_gpus": 8, "ulysses_degree": 2, "ring_degree": 2},
             r"x --ring-degree must be 8, the GPUs there are, got 2 x 2 = 4; use --ulysses-degree "
-            r"4 --ring-degree 2$",
+            r"4 --ring-degree 2, or --num-gpus 4 --ulysses-degree 2 --ring-degree 2$",
+        ),
+        (
+            {"num_gpus": 1, "ulysses_degree": 2},
+            r"got 2; use --ulysses-degree 1 --ring-degree 1, or --num-gpus 2 --ulysses-degree 2 "
+            r"--ring-degree 1$",
+        ),
+        (
+            {"num_gpus": 1, "ulysses_degree": 2, "gpus_per_host": 1},
+            r"got 2; use --ulysses-degree 1 --ring-degree 1$",
+        ),
+        (
+            {"num_gpus": 5, "ulysses_degree": 5, "num_heads": 4},
+            r"got 5; use --ulysses-degree 1 --ring-degree 5, or --num-gpus 4 --ulysses-degree 4 "
+            r"--ring-degree 1$",
         ),
         (
             {"num_gpus": 4, "sp_degree": 2},
@@ -108,7 +122,8 @@ def test_open_degrees_follow_from_the_others(flags, expected):
         (
             {"num_gpus": 8, "ulysses_degree": 8, "num_heads": 6},
             r"--ulysses-degree must be at most 6, the heads of a layer, .* got 8; use "
-            r"--ulysses-degree 4 --ring-degree 2$",
+            r"--ulysses-degree 4 --ring-degree 2, or --num-gpus 6 --ulysses-degree 6 "
+            r"--ring-degree 1$",
         ),
         (
             {"num_gpus": 8, "ring_degree": 1, "num_heads": 6},
@@ -139,9 +154,15 @@ def test_degrees_that_do_not_fit_are_one_error_with_the_arithmetic_and_a_remedy(
         plan_mesh(**flags)
 
 
+def arguments(flags):
+    """Return what a text of flags with numbers says, as arguments."""
+    words = flags.split()
+    names = [flag.removeprefix("--").replace("-", "_") for flag in words[::2]]
+    return dict(zip(names, map(int, words[1::2]), strict=True))
+
+
 def test_every_remedy_is_accepted():
-    names = ("ulysses_degree", "ring_degree")
-    refused = 0
+    refused = resized = 0
     for total, heads, ulysses, ring in itertools.product(
         range(1, 9), (1, 3, 8), (None, 1, 2, 3, 5), (None, 1, 2, 3)
     ):
@@ -150,11 +171,15 @@ def test_every_remedy_is_accepted():
             mesh = plan_mesh(ulysses_degree=ulysses, ring_degree=ring, **flags)
         except ConfigError as error:
             refused += 1
-            words = str(error).split("; use ")[1].split()
-            mesh = plan_mesh(**flags, **dict(zip(names, map(int, words[1::2]), strict=True)))
+            first, *others = str(error).split("; use ")[1].split(", or ")
+            mesh = plan_mesh(**flags, **arguments(first))
+            for other in others:
+                resized += 1
+                given = arguments(other)
+                assert plan_mesh(num_heads=heads, **given).world_size == given["num_gpus"] != total
         assert mesh.world_size == total
         assert mesh.ulysses <= heads
-    assert refused > 100
+    assert refused > resized > 100
 
 
 @pytest.mark.parametrize(
