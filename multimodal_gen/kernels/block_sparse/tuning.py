@@ -90,8 +90,6 @@ class HopperTile:
         consumers: consumer warpgroups of 64 query rows.
         keys: keys of a step.
         stages: tiles in each ring of K and V.
-        persistent: whether a program works on tile after tile, loading ahead; where rows choose
-            their lists are short.
         own: whether each consumer has a query block of its own.
         q_registers: whether Q is kept in registers.
         fast: whether the first step's maximum stays the reference; needs bfloat16.
@@ -105,7 +103,6 @@ class HopperTile:
     consumers: int
     keys: int
     stages: int
-    persistent: bool = False
     own: bool = False
     q_registers: bool = True
     fast: bool = True
@@ -124,7 +121,7 @@ _HOPPER = MappingProxyType(
         ),
         # Where rows choose; lists are short then. Its measurements are in vmoba.csv.
         "wide bits fast": HopperTile(
-            consumers=3, keys=64, stages=4, persistent=True, q_registers=False, registers=160
+            consumers=3, keys=64, stages=4, q_registers=False, registers=160
         ),
         "fast": HopperTile(consumers=2, keys=128, stages=3, sync=4),
         "exact": HopperTile(consumers=2, keys=128, stages=2, fast=False, sync=4),

@@ -39,45 +39,15 @@ OVERFLOW = gl.constexpr(2.0**64)
 UNDERFLOW = gl.constexpr(2.0**-64)
 # How far, in powers of two, scores may lie above a lazy reference.
 SLACK = gl.constexpr(8.0)
-# Tiles whose queries a persistent program holds at once.
-Q_TURNS = gl.constexpr(2)
-# Where turns begin: a multiple of twice that, and not 0, because the compiler takes loop variables
-# that begin with one value for the same.
-FIRST_TURN = gl.constexpr(4)
 # Lower than any score, and finite: the maximum of nothing.
 LOWEST = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
-def _next_work(work, tile, given, outs, C: gl.constexpr):
-    """Return what a persistent program works on after a tile; nothing, after the last."""
-    steps = work.num_full + work.num_tail
-    turn = work.turn + gl.minimum(steps, 1)
-    return find_work(tile + gl.num_programs(0), work.at + steps, turn, 0, given, outs, C)
-
-
-@gluon.jit
-def _place(work, step, C: gl.constexpr):
-    """Return the rings' count of a step of a tile."""
-    if C.persistent:
-        step += work.at
-    return step
-
-
-@gluon.jit
-def _q_slot(work, consumer: gl.constexpr, C: gl.constexpr):
-    """Return where a consumer's queries are put: in turns, where they are loaded ahead."""
-    slot = consumer
-    if C.persistent:
-        slot = work.turn % Q_TURNS * C.consumers + consumer
-    return slot
-
-
-@gluon.jit
-def _load_v(dv, work, start, index, rings, FIRST: gl.constexpr, C: gl.constexpr):
-    """Load V of the rings' step `index`, once its slot is empty."""
-    slot = FIRST + index % C.stages
-    mbarrier.wait(rings.v_empty.index(slot), ((index // C.stages) & 1) ^ 1)
+def _load_v(dv, work, start, step, rings, FIRST: gl.constexpr, C: gl.constexpr):
+    """Load V of a step, once its slot is empty."""
+    slot = FIRST + step % C.stages
+    mbarrier.wait(rings.v_empty.index(slot), ((step // C.stages) & 1) ^ 1)
     mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size * 2)
     tma.async_copy_global_to_shared(
         dv, [work.b, work.kv_h, start, 0], rings.v_full.index(slot), rings.v.index(slot)
@@ -85,8 +55,8 @@ def _load_v(dv, work, start, index, rings, FIRST: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
-def _load_tile(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
-    """Load a tile's Q, and K and V of every step, V one step late."""
+def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
+    """One warp: loads a tile's Q, and K and V of every step, V one step late."""
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     steps = work.num_full + work.num_tail
@@ -96,13 +66,10 @@ def _load_tile(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
             turn = first_turn(work, gl.load(work.sweep, volatile=True), C)
         start = step_start(work, 0, turn, C)
         for c in gl.static_range(SHARERS):
-            slot = _q_slot(work, W + c, C)
-            if C.persistent:
-                mbarrier.wait(rings.q_empty.index(slot), ((work.turn // Q_TURNS) & 1) ^ 1)
-            mbarrier.expect(rings.q_full.index(slot), 64 * C.head_size * 2)
+            mbarrier.expect(rings.q_full.index(W + c), 64 * C.head_size * 2)
             tma.async_copy_global_to_shared(
-                dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(slot),
-                rings.q.index(slot),
+                dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(W + c),
+                rings.q.index(W + c),
             )  # fmt: skip
         # Not `start`: the compiler takes loop variables that begin with one value for the same.
         before = steps * 0
@@ -110,33 +77,17 @@ def _load_tile(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
             following = step_start(work, gl.minimum(step + 1, steps - 1), turn, C)
             if C.sync > 0:
                 gl.store(work.sweep, start, mask=step % C.sync == C.sync - 1)
-            at = _place(work, step, C)
-            slot = FIRST + at % C.stages
-            mbarrier.wait(rings.k_empty.index(slot), ((at // C.stages) & 1) ^ 1)
+            slot = FIRST + step % C.stages
+            mbarrier.wait(rings.k_empty.index(slot), ((step // C.stages) & 1) ^ 1)
             mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size * 2)
             tma.async_copy_global_to_shared(
                 dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot)
             )
             if step > 0:
-                _load_v(dv, work, before, at - 1, rings, FIRST, C)
+                _load_v(dv, work, before, step - 1, rings, FIRST, C)
             before = start
             start = following
-        _load_v(dv, work, before, _place(work, steps - 1, C), rings, FIRST, C)
-
-
-@gluon.jit
-def _producer(
-    dq, dk, dv, given, outs, rings, W: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
-    """One warp: loads what its tile needs, or those of a persistent program, one after another."""
-    if C.persistent:
-        work = find_work(gl.program_id(0), 0, FIRST_TURN, 0, given, outs, C)
-        for tile in range(gl.program_id(0), given.total * C.q_tiles, gl.num_programs(0)):
-            following = _next_work(work, tile, given, outs, C)
-            _load_tile(dq, dk, dv, work, rings, W, C)
-            work = following
-    else:
-        _load_tile(dq, dk, dv, given, rings, W, C)
+        _load_v(dv, work, before, steps - 1, rings, FIRST, C)
 
 
 @gluon.jit
@@ -253,15 +204,14 @@ def _advance(
     )
     rows_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     zero = gl.zeros([64, BN], gl.float32, s_layout)
-    at = _place(work, step, C)
-    slot = FIRST + at % C.stages
-    slot_v = FIRST + (at - 1) % C.stages
+    slot = FIRST + step % C.stages
+    slot_v = FIRST + (step - 1) % C.stages
     if C.bits and not C.one_word:
         words = _words(work, ROW, block, gl.SliceLayout(1, s_layout), C)
-    mbarrier.wait(rings.k_full.index(slot), (at // C.stages) & 1)
+    mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
     k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
     s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    mbarrier.wait(rings.v_full.index(slot_v), ((at - 1) // C.stages) & 1)
+    mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
     v_tile = rings.v.index(slot_v).reshape([BN, D])
     o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
@@ -326,11 +276,10 @@ def _store(values, lse, work, first_row, C: gl.constexpr):
 
 
 @gluon.jit
-def _attend_tile(
-    work, given, outs, rings, flags, tile, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """Attend with 64 query rows of a tile; returns the work after it of a persistent program."""
+def _consumer(
+    work, rings, flags, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
+):
+    """One warpgroup: attends with 64 query rows of a tile."""
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     ROW: gl.constexpr = 0 if C.own else W * 64
     BN: gl.constexpr = C.keys
@@ -347,19 +296,12 @@ def _attend_tile(
     rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     steps = work.num_full + work.num_tail
-    following = work
     if steps == 0:
-        if C.persistent:
-            following = _next_work(work, tile, given, outs, C)
         nothing = gl.zeros([64, D], dtype, store_layout)
         _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
-        q_slot = _q_slot(work, W, C)
-        q_tile = rings.q.index(q_slot).reshape([64, D])
-        q_phase = 0
-        if C.persistent:
-            q_phase = (work.turn // Q_TURNS) & 1
-        mbarrier.wait(rings.q_full.index(q_slot), q_phase)
+        q_tile = rings.q.index(W).reshape([64, D])
+        mbarrier.wait(rings.q_full.index(W), 0)
         q = q_tile
         if C.q_registers:
             q = q_tile.load(q_layout)
@@ -367,16 +309,12 @@ def _attend_tile(
         if C.bits:
             block = _block(work, 0, C)
             words = _words(work, ROW, block, rows_s, C)
-        at = 0
-        if C.persistent:
-            at = work.at
-        slot = FIRST + at % C.stages
-        mbarrier.wait(rings.k_full.index(slot), (at // C.stages) & 1)
-        k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
+        mbarrier.wait(rings.k_full.index(FIRST), 0)
+        k_t = rings.k.index(FIRST).reshape([BN, D]).permute((1, 0))
         zero = gl.zeros([64, BN], gl.float32, s_layout)
         s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
-        mbarrier.arrive(rings.k_empty.index(slot))
+        mbarrier.arrive(rings.k_empty.index(FIRST))
         if C.ragged:
             keys = gl.to_tensor(BN)
             if work.num_tail > 0:
@@ -414,16 +352,11 @@ def _attend_tile(
                     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, True,
                     dtype, C, block, words,
                 )  # fmt: skip
-        at = _place(work, steps - 1, C)
-        slot = FIRST + at % C.stages
-        mbarrier.wait(rings.v_full.index(slot), (at // C.stages) & 1)
+        slot = FIRST + (steps - 1) % C.stages
+        mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
         v_tile = rings.v.index(slot).reshape([BN, D])
         o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
-        if C.persistent:
-            following = _next_work(work, tile, given, outs, C)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
-        if C.persistent:
-            mbarrier.arrive(rings.v_empty.index(slot))
 
         row_sum = sums
         if C.fast or C.lazy:
@@ -435,7 +368,7 @@ def _attend_tile(
                 sound = sound & (row_sum > UNDERFLOW)
             wrong = gl.max((real & ~sound).to(gl.int32), 0)
             if wrong > 0:
-                gl.store(flags + tile, wrong)
+                gl.store(flags + gl.program_id(0), wrong)
         inverse = 1.0 / row_sum
         lse = 0.6931471805599453 * (m + gl.log2(row_sum))
         if C.bits:
@@ -444,67 +377,46 @@ def _attend_tile(
         o = acc * gl.expand_dims(gl.convert_layout(inverse, rows_o), 1)
         q_tile.store(o.to(dtype))
         staged = q_tile.load(store_layout)
-        if C.persistent:
-            hopper.fence_async_shared()  # the next queries are written by the copy engine
-            mbarrier.arrive(rings.q_empty.index(q_slot))
         _store(staged, lse, work, ROW, C)
-    return following
-
-
-@gluon.jit
-def _consumer(
-    given, outs, rings, flags, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
-    """One warpgroup: 64 query rows of its tile, or of those of a persistent program."""
-    if C.persistent:
-        work = find_work(gl.program_id(0), 0, FIRST_TURN, 0, given, outs, C)
-        for tile in range(gl.program_id(0), given.total * C.q_tiles, gl.num_programs(0)):
-            work = _attend_tile(work, given, outs, rings, flags, tile, scale_log2, W, dtype, C)
-    else:
-        _attend_tile(given, given, outs, rings, flags, gl.program_id(0), scale_log2, W, dtype, C)
 
 
 @gluon.jit
 def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.constexpr):
-    """Allocate the rings and start the partitions of one tile, or of a persistent program."""
+    """Allocate the rings and start the partitions of one tile."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
+    CONSUMERS: gl.constexpr = C.consumers
     SLOTS: gl.constexpr = C.consumers * C.stages if C.own else C.stages
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
-    Q_SLOTS: gl.constexpr = C.consumers * Q_TURNS if C.persistent else C.consumers
     one: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(
-        gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, 64, D], dq.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dk.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dv.layout),
-        gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one),
     )
-    for w in gl.static_range(Q_SLOTS):
+    for w in gl.static_range(CONSUMERS):
         mbarrier.init(rings.q_full.index(w), count=1)
-        mbarrier.init(rings.q_empty.index(w), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(rings.k_full.index(slot), count=1)
         mbarrier.init(rings.v_full.index(slot), count=1)
         mbarrier.init(rings.k_empty.index(slot), count=SHARERS)
         mbarrier.init(rings.v_empty.index(slot), count=SHARERS)
     hopper.fence_async_shared()
-    work = plan  # of a persistent program, each partition finds its work
-    if not C.persistent:
-        work = find_work(gl.program_id(0), 0, 0, 0, plan, outs, C)
+    work = find_work(0, plan, outs, C)
     # warp_specialize takes literal lists of partitions only.
     if C.own:
-        other = find_work(gl.program_id(0), 0, 0, 1, plan, outs, C)
+        other = find_work(1, plan, outs, C)
         gl.warp_specialize(
             [
-                (_consumer, (work, outs, rings, flags, scale_log2, 0, dtype, C)),
-                (_consumer, (other, outs, rings, flags, scale_log2, 1, dtype, C)),
-                (_producer, (dq, dk, dv, work, outs, rings, 0, C)),
-                (_producer, (dq, dk, dv, other, outs, rings, 1, C)),
+                (_consumer, (work, rings, flags, scale_log2, 0, dtype, C)),
+                (_consumer, (other, rings, flags, scale_log2, 1, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, 0, C)),
+                (_producer, (dq, dk, dv, other, rings, 1, C)),
             ],
             [4, 1, 1],
             [C.registers, C.producer_registers, C.producer_registers],
@@ -512,9 +424,9 @@ def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.c
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (_consumer, (work, outs, rings, flags, scale_log2, 0, dtype, C)),
-                (_consumer, (work, outs, rings, flags, scale_log2, 1, dtype, C)),
-                (_producer, (dq, dk, dv, work, outs, rings, 0, C)),
+                (_consumer, (work, rings, flags, scale_log2, 0, dtype, C)),
+                (_consumer, (work, rings, flags, scale_log2, 1, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, 0, C)),
             ],
             [4, 1],
             [C.registers, C.producer_registers],
@@ -522,30 +434,14 @@ def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.c
     else:
         gl.warp_specialize(
             [
-                (_consumer, (work, outs, rings, flags, scale_log2, 0, dtype, C)),
-                (_consumer, (work, outs, rings, flags, scale_log2, 1, dtype, C)),
-                (_consumer, (work, outs, rings, flags, scale_log2, 2, dtype, C)),
-                (_producer, (dq, dk, dv, work, outs, rings, 0, C)),
+                (_consumer, (work, rings, flags, scale_log2, 0, dtype, C)),
+                (_consumer, (work, rings, flags, scale_log2, 1, dtype, C)),
+                (_consumer, (work, rings, flags, scale_log2, 2, dtype, C)),
+                (_producer, (dq, dk, dv, work, rings, 0, C)),
             ],
             [4, 4, 1],
             [C.registers, C.registers, C.producer_registers],
         )
-
-
-@gluon.jit
-def _flagged(plan, C: gl.constexpr):
-    """Return how many of a program's tiles are flagged."""
-    if C.persistent:
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        programs = gl.num_programs(0)
-        tiles = plan.total * C.q_tiles
-        found = programs * 0
-        for first in range(gl.program_id(0), tiles, programs * 128):
-            tile = first + gl.arange(0, 128, layout) * programs
-            found += gl.sum(gl.load(plan.flags + tile, mask=tile < tiles, other=0), 0)
-    else:
-        found = gl.load(plan.flags + gl.program_id(0))
-    return found
 
 
 @gluon.jit(
@@ -566,21 +462,18 @@ def attention_kernel(
     block_ptr, bits_ptr, bits_b, bits_h, words,
     out_b, out_s, out_h, lse_b, lse_h, scale_log2, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile, or as many as run at once where they are persistent.
-
-    A redo does only the tiles whose flag is set.
-    """
+    """Grid: one program per tile; a redo does only those whose flag is set."""
     plan = Plan(
         step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, sweep_ptr,
         rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
         steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b, q_start_ptr, q_length_ptr,
         q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
-        block_ptr, bits_ptr, bits_b, bits_h, words, flag_ptr,
+        block_ptr, bits_ptr, bits_b, bits_h, words,
     )  # fmt: skip
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
     dtype: gl.constexpr = dq.dtype
     if C.redo:
-        if _flagged(plan, C) > 0:
+        if gl.load(flag_ptr + gl.program_id(0)) > 0:
             _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)
     else:
         _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)

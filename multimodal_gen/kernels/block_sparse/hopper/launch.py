@@ -132,9 +132,8 @@ def _prepare(
         blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
     )  # fmt: skip
     redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
-    at_once = min(num_tiles, _processors(q.get_device())) if tile.persistent else num_tiles
     return _Launch(
-        grid=(at_once,),
+        grid=(num_tiles,),
         shape=shape,
         variants=tuple(
             {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
@@ -144,12 +143,6 @@ def _prepare(
         num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
     )
-
-
-@cache
-def _processors(device: int) -> int:
-    """Return the number of multiprocessors; 1 where there is no GPU, and kernels only compile."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 1
 
 
 def _q_tiles(plan: BlockPlan, tile: HopperTile) -> int:
@@ -172,7 +165,6 @@ def _shape(
         q_tiles=_q_tiles(plan, tile),
         consumers=tile.consumers,
         stages=tile.stages,
-        persistent=tile.persistent,
         own=tile.own,
         q_registers=tile.q_registers,
         fast=tile.fast,

@@ -97,7 +97,6 @@ def _shape(tile: HopperTile, channels: int, *, redo: bool) -> "Shape":
         q_tiles=1,
         consumers=tile.consumers,
         stages=tile.stages,
-        persistent=False,
         own=False,
         q_registers=tile.q_registers,
         fast=tile.fast and not redo,

@@ -20,7 +20,6 @@ class Rings(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    q_empty: Any = None
 
 
 class Plan(NamedTuple):
@@ -62,7 +61,6 @@ class Plan(NamedTuple):
     bits_b: Any
     bits_h: Any
     words: Any
-    flags: Any
 
 
 class Outs(NamedTuple):
@@ -83,8 +81,7 @@ class Work(NamedTuple):
     `row` is its first query row in the tensor, `real` and `owned` how many rows from there on are
     attended and written, `tail` the first key of the partial step of a regular plan or the last
     place of the list, `tail_keys` its length or None, `blocks` the block of every step and `bits`
-    the words of the first row. Of a program that works on tile after tile, `at` is how many steps
-    its rings held before, and `turn` how many tiles with steps there were.
+    the words of the first row.
     """
 
     row_list: Any
@@ -105,8 +102,6 @@ class Work(NamedTuple):
     blocks: Any
     bits: Any
     words: Any
-    at: Any
-    turn: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +116,6 @@ class Shape:
         q_tiles: tiles per query block.
         consumers: consumer warpgroups of 64 rows.
         stages: tiles in a ring.
-        persistent: whether a program works on tile after tile, loading ahead; not with `own`.
         own: whether each consumer has its own query block.
         q_registers: whether Q is kept in registers.
         fast: fixed reference and flags instead of the online softmax.
@@ -146,7 +140,6 @@ class Shape:
     q_tiles: int
     consumers: int
     stages: int
-    persistent: bool
     own: bool
     q_registers: bool
     fast: bool
@@ -177,17 +170,15 @@ def locate(position, plan, C: gl.constexpr):
 
 
 @gluon.jit
-def find_work(tile, at, turn, W: gl.constexpr, plan, outs, C: gl.constexpr):
-    """Return the work of a tile, of consumer `W` where each has a query block of its own."""
+def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
+    """Return the work of this program, of consumer `W` where each has a query block of its own."""
     if C.own:
-        position = tile * C.consumers + W
+        position = gl.program_id(0) * C.consumers + W
         inside = position * 0
     else:
-        position = tile // C.q_tiles
-        inside = tile % C.q_tiles * (C.consumers * 64)
+        position = gl.program_id(0) // C.q_tiles
+        inside = gl.program_id(0) % C.q_tiles * (C.consumers * 64)
     valid = position < plan.total
-    if C.redo and C.persistent:
-        valid = gl.load(plan.flags + tile, mask=valid, other=0) > 0
     b, h, i = locate(gl.minimum(position, plan.total - 1), plan, C)
     begin = i * plan.q_size
     if C.q_starts:
@@ -233,7 +224,7 @@ def find_work(tile, at, turn, W: gl.constexpr, plan, outs, C: gl.constexpr):
         plan.sweep + b * plan.sweep_b + kv_h,
         plan.blocks + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q,
         plan.bits + b_64 * plan.bits_b + h_64 * plan.bits_h + row.to(gl.int64) * plan.words,
-        plan.words, at, turn,
+        plan.words,
     )  # fmt: skip
 
 
