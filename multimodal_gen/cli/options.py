@@ -203,6 +203,7 @@ class GenerateOptions(AttentionOptions):
             "--rank-timeout",
             metavar="SECONDS",
             min=1,
+            max=1_000_000,
             help="How long GPUs wait for each other before the run fails.",
         ),
     ] = 300

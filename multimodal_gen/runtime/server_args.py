@@ -39,8 +39,8 @@ _CHOICES = MappingProxyType(
 _PARALLEL = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree")
 _SIZES = ("height", "width", "num_frames", "num_inference_steps", "num_outputs", "fps")
 _MINIMUM = MappingProxyType({**dict.fromkeys((*_PARALLEL, *_SIZES, "rank_timeout"), 1), "seed": 0})
-# Generators of torch take seeds of 63 bits on every device.
-_MAXIMUM = MappingProxyType({"seed": 2**63 - 1, "fps": 240})
+# Generators of torch take seeds of 63 bits on every device; exchanges count waits in milliseconds.
+_MAXIMUM = MappingProxyType({"seed": 2**63 - 1, "fps": 240, "rank_timeout": 1_000_000})
 _NUMBERS = ("guidance_scale", "true_cfg_scale")
 _SWITCHES = (
     "strict_attention",

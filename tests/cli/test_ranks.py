@@ -252,6 +252,8 @@ def _assert_nothing_is_left(process: subprocess.Popen, pids: list[int], folder: 
         (("--num-gpus", "2", "--device", "meta"), "--device must be cuda or cpu where several"),
         (("--num-gpus", "2", "--device", "toaster"), "--device must be a torch device of this"),
         (("--num-gpus", "2", "--fps", "0"), "--fps must be"),
+        (("--num-gpus", "2", "--rank-timeout", "1000001"), "--rank-timeout must be "),
+        (("--num-gpus", "2", "--rank-timeout", "inf"), "--rank-timeout must be "),
         (("--num-gpus", "2", "--output-path", "out.png"), "--output-path must end in .mp4"),
     ],
     ids=str,

@@ -141,6 +141,8 @@ def test_a_wrong_component_override_is_quoted(value, message):
         ({"num_outputs": None}, "--num-outputs must be an integer >= 1, got None"),
         ({"num_gpus": 0}, "--num-gpus must be an integer >= 1, got 0"),
         ({"rank_timeout": 0}, "--rank-timeout must be an integer >= 1, got 0"),
+        ({"rank_timeout": 10**6 + 1}, "--rank-timeout must be at most 1000000, got 1000001"),
+        ({"rank_timeout": float("nan")}, "--rank-timeout must be an integer >= 1, got nan"),
         ({"rank_timeout": None}, "--rank-timeout must be an integer >= 1, got None"),
         ({"cfg_parallel": 2}, "--cfg-parallel must be true or false, got 2"),
         ({"seed": -1}, "--seed must be an integer >= 0, got -1"),
