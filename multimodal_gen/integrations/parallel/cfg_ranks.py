@@ -11,6 +11,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.agreement import agree
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.timing import Times
+from multimodal_gen.runtime.managers.guidance import unguided
 
 __all__ = ["CfgRanks", "is_guided", "refuse_unguided"]
 
@@ -70,8 +71,4 @@ def refuse_unguided(pipeline: Any, component: str) -> UsageError:
     if "true_cfg_scale" in inspect.signature(type(pipeline).__call__).parameters:
         # Their guidance scale is an input of the denoiser, which has one branch whatever it is.
         advice = "pass a true_cfg_scale above 1 and a negative prompt"
-    return UsageError(
-        f"{name} must use classifier-free guidance under --cfg-parallel, which gives each of its "
-        f"two branches to GPUs of their own, got a generation without; {advice}, or drop "
-        f"--cfg-parallel"
-    )
+    return unguided(name, "a generation without", advice)

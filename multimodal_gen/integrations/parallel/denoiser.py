@@ -20,6 +20,7 @@ from multimodal_gen.runtime.distributed.heads import share_heads
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.guidance import has_branches, one_branch
 
 __all__ = ["ParallelPlan", "is_split", "refuse_unsplit"]
 
@@ -53,7 +54,8 @@ class ParallelPlan:
         unsplit: why they do although ranks share sequences, or None.
 
     Raises:
-        UsageError: ranks share its tokens, which it has too few heads for.
+        UsageError: ranks share its tokens, which it has too few heads for; or guidance branches,
+            of which its pipeline has one.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class ParallelPlan:
         if self._mesh.cfg > 1:
             ranks = self._ranks = CfgRanks(groups)
             name, model = component.name, component.model
+            if pipeline is not None and not has_branches(type(pipeline), [type(model)]):
+                raise one_branch(type(pipeline).__name__)
             if adapter is not None and adapter.batches_guidance:
                 self._batch = BatchSplit(ranks, model, name, pipeline, adapter.batched)
             else:

@@ -20,6 +20,7 @@ from multimodal_gen.runtime.distributed.joining import (
     join_world,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
+from multimodal_gen.runtime.generator.guidance import check_guided
 from multimodal_gen.runtime.generator.identity import denoiser_configs
 from multimodal_gen.runtime.generator.loading import PipelineIndex, pick_device
 from multimodal_gen.runtime.platforms import current_platform
@@ -37,12 +38,13 @@ def plan_ranks(args: ServerArgs) -> Mesh:
 
     Raises:
         ConfigError: the degrees do not fit each other, the heads or the GPUs.
-        UsageError: what is asked for runs on one GPU only.
+        UsageError: what is asked for runs on one GPU only, or has no guidance branches to share.
     """
     flags: dict[str, Any] = {name: getattr(args, name) for name in _FLAGS}
     if not args.cfg_parallel and all(flag in (None, False, 1) for flag in flags.values()):
         return Mesh()
     device_type = _device_type(args)
+    check_guided(PipelineIndex.read(args.model_path), args)
     return plan_mesh(
         num_heads=_fewest_heads(args),
         gpus_per_host=torch.cuda.device_count() if device_type == "cuda" else None,
@@ -60,7 +62,7 @@ def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
     Raises:
         ConfigError: the degrees do not fit each other, the heads or the ranks.
         UsageError: the ranks were given different arguments, or what is asked for runs on one GPU
-            only.
+            only, or has no guidance branches to share.
     """
     degrees: dict[str, Any] = {name: getattr(args, name) for name in _FLAGS}
     if num_ranks == 1:
@@ -75,6 +77,7 @@ def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
             if field.name not in _OWN
         }
     )
+    check_guided(PipelineIndex.read(args.model_path), args)
     join_parallel(
         {**degrees, "num_heads": _fewest_heads(args)},
         device_type=device_type,

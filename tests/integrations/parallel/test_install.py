@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.components import Component, Kind
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.models import ADAPTERS
 from multimodal_gen.integrations.models.wan import WAN
+from multimodal_gen.integrations.parallel.denoiser import ParallelPlan
 from multimodal_gen.integrations.parallel.own_plan import own_plan
 from multimodal_gen.integrations.parallel.splitter import TokenSplitter
 from multimodal_gen.runtime.distributed.groups import (
@@ -119,6 +121,16 @@ def test_a_layer_has_to_have_a_head_for_every_rank():
     ):
         apply(model)
     assert trace(model) == before
+
+
+def test_a_pipeline_that_has_one_branch_only_is_refused_before_its_denoiser_changes():
+    from diffusers import FluxFillPipeline
+
+    model, _ = make("flux")
+    component = Component(name="transformer", model=model, kind=Kind.DENOISER)
+    pipeline = object.__new__(FluxFillPipeline)
+    with pytest.raises(UsageError, match="FluxFillPipeline must not run under --cfg-parallel"):
+        ParallelPlan(component, None, [3], groups_of(Mesh(cfg=2)), pipeline)
 
 
 def test_a_model_without_a_plan_is_refused_with_those_that_have_one():

@@ -1,0 +1,68 @@
+"""What the class of a diffusers pipeline tells of its guidance, before anything is computed."""
+
+import inspect
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+from multimodal_gen.errors import UsageError
+
+__all__ = ["guides_at", "has_branches", "one_branch", "unguided"]
+
+
+def has_branches(pipeline_class: type, denoiser_classes: Iterable[type]) -> bool:
+    """Return whether a pipeline can guide by two branches at all.
+
+    Those that cannot pass the guidance scale to a denoiser that was distilled.
+
+    Args:
+        pipeline_class: a pipeline of diffusers.
+        denoiser_classes: its denoisers.
+    """
+    takes = inspect.signature(pipeline_class.__call__).parameters
+    if any(name.startswith("negative_") for name in takes):
+        return True
+    if hasattr(pipeline_class, "do_classifier_free_guidance"):
+        return True
+    return not any(
+        "guidance" in inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+        for cls in denoiser_classes
+    )
+
+
+def guides_at(pipeline_class: type, scale: float) -> bool | None:
+    """Return whether a pipeline has two branches at a guidance scale; None where it depends.
+
+    Args:
+        pipeline_class: a pipeline of diffusers.
+        scale: its `guidance_scale`.
+    """
+    tells = inspect.getattr_static(pipeline_class, "do_classifier_free_guidance", None)
+    if not isinstance(tells, property) or tells.fget is None:
+        return scale > 1.0
+    try:
+        return bool(tells.fget(SimpleNamespace(_guidance_scale=scale)))
+    except AttributeError:  # on more than the scale
+        return None
+
+
+def unguided(name: str, got: str, advice: str) -> UsageError:
+    """Return the error for a generation that has one branch only.
+
+    Args:
+        name: its pipeline.
+        got: what was given instead of guidance.
+        advice: what to do, other than to drop the flag.
+    """
+    return UsageError(
+        f"{name} must use classifier-free guidance under --cfg-parallel, which gives each of its "
+        f"two branches to GPUs of their own, got {got}; {advice}, or drop --cfg-parallel"
+    )
+
+
+def one_branch(name: str) -> UsageError:
+    """Return the error for a pipeline whose generations all have one branch."""
+    return UsageError(
+        f"{name} must not run under --cfg-parallel, which gives each of two guidance branches to "
+        f"GPUs of their own: its guidance scale is an input of its denoiser, which has one branch; "
+        f"drop --cfg-parallel"
+    )
