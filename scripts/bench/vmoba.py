@@ -3,6 +3,8 @@
 TFLOP/s count the pairs that are kept. `over_ideal` is the time over density x the time of
 FlashAttention 3, `union` the pairs that the kernel computes over those that are kept. Inputs vary
 over the video as a model's do, or are independent and normal, which the choice does not depend on.
+The authors' kernel wants flash-attn 2; where that is not installed FlashAttention 3 computes its
+dense parts, and its name says so.
 
     python3 scripts/bench/vmoba.py --commit HASH [--only 720p] [--rounds 9]
     python3 scripts/bench/vmoba.py --commit HASH --smoke    # a tiny case, on any machine
@@ -14,6 +16,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import _flash_attn_2
 import torch
 import torch.nn.functional as F
 from _harness import (
@@ -34,7 +37,7 @@ from multimodal_gen.kernels.row_groups.api import chunk_groups, sort_rows
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
 from multimodal_gen.runtime.layers.attention.vmoba.attend import ChunkCall, attend_chunks, select
 from multimodal_gen.runtime.layers.attention.vmoba.partition import partition
-from multimodal_gen.runtime.layers.attention.vmoba.upstream import attend_upstream
+from multimodal_gen.runtime.layers.attention.vmoba.upstream import UPSTREAM, attend_upstream
 from multimodal_gen.testing.inputs import QKV
 from multimodal_gen.testing.video_inputs import make_video_qkv
 
@@ -43,6 +46,7 @@ SAMPLED = 24
 BOUND = 6e-3
 FLOP = "4*H*D*kept pairs"
 DENSE = ("fa3 dense", "sdpa dense")
+THEIRS, THEIRS_ON_FA3 = "fastvideo-kernel", "fastvideo-kernel on fa3"
 
 Run = Callable[[], torch.Tensor]
 
@@ -130,11 +134,25 @@ def make_contenders(call: ChunkCall) -> dict[str, Run]:
         print("left out: fa3 dense, needs fa3-fwd and a GPU")
         heads_first = [x.transpose(1, 2) for x in (query, key, value)]
         found["sdpa dense"] = lambda: F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
-    if importlib.util.find_spec("fastvideo_kernel") and importlib.util.find_spec("flash_attn"):
-        found["fastvideo-kernel"] = lambda: attend_upstream(call, keeps_own=False)
+    upstream = find_upstream(fa3="fa3 dense" in found)
+    if upstream is None:
+        print("left out: fastvideo-kernel, needs it and flash-attn 2, or fa3-fwd instead")
     else:
-        print("left out: fastvideo-kernel, needs it and flash-attn 2")
+        found[upstream] = lambda: attend_upstream(call, keeps_own=False)
     return found
+
+
+def find_upstream(*, fa3: bool) -> str | None:
+    """Import the authors' package; returns how to name it, or None where it cannot run."""
+    if importlib.util.find_spec(UPSTREAM) is None:
+        return None
+    if _flash_attn_2.is_installed():
+        return THEIRS
+    if not fa3:
+        return None
+    with _flash_attn_2.standing_in():
+        importlib.import_module(UPSTREAM)
+    return THEIRS_ON_FA3
 
 
 def expected(call: ChunkCall, rows: torch.Tensor, *, dense: bool) -> torch.Tensor:
@@ -195,7 +213,9 @@ def measure(case: Case, *, commit: str, rounds: int) -> tuple[list[VMoBARow], li
         errors=errors,
         versions={
             "fa3 dense": version_of("fa3-fwd"),
-            "fastvideo-kernel": version_of("fastvideo-kernel"),
+            THEIRS: f"{version_of('fastvideo-kernel')}, {version_of('flash-attn')}",
+            THEIRS_ON_FA3: f"{version_of('fastvideo-kernel')}, "
+            f"dense parts by {version_of('fa3-fwd')}",
         },
     ):
         dense = row.contender in DENSE
