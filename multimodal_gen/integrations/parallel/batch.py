@@ -9,6 +9,8 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.parallel.cfg_ranks import CfgRanks, is_guided, refuse_unguided
 from multimodal_gen.integrations.parallel.outputs import sample_of, with_sample
+from multimodal_gen.runtime.distributed.agreement import Turn
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 __all__ = ["BatchSplit"]
 
@@ -74,5 +76,7 @@ class BatchSplit:
                 f"{type(module).__name__} must return one tensor under --cfg-parallel, got "
                 f"{type(output).__name__}; run without --cfg-parallel"
             )
-        halves = self._ranks.share(sample, f"the guidance batch of {self._component}", {})
+        context = current_forward_context()
+        turn = Turn() if context is None else Turn(step=context.current_timestep)
+        halves = self._ranks.share(sample, f"the guidance batch of {self._component}", {}, turn)
         return with_sample(output, torch.cat(halves))

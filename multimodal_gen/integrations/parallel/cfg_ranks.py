@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.distributed.agreement import agree
+from multimodal_gen.runtime.distributed.agreement import Turn, agree
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.timing import Times
 from multimodal_gen.runtime.managers.guidance import unguided
@@ -38,7 +38,7 @@ class CfgRanks:
         return self._group.index
 
     def share(
-        self, own: torch.Tensor, call: str, facts: dict[str, object]
+        self, own: torch.Tensor, call: str, facts: dict[str, object], turn: Turn
     ) -> tuple[torch.Tensor, ...]:
         """Return what both ranks have, in order, once they are at the same call.
 
@@ -48,7 +48,7 @@ class CfgRanks:
         """
         own = own.contiguous()
         facts = {"shape": tuple(own.shape), "dtype": own.dtype, **facts}
-        agree(self._agreeing, call, facts, ())
+        agree(self._agreeing, call, facts, (), turn=turn)
         received = [torch.empty_like(own) for _ in self._group.ranks]
         with self.times.exchanging(own.device):
             dist.all_gather(received, own, group=self._group.handle)

@@ -111,8 +111,9 @@ class ParallelPlan:
 
     def end_request(self) -> None:
         """Take note that a generation is over."""
-        if self._turns is not None:
-            self._turns.end_request()
+        for part in (self.splitter, self._turns):
+            if part is not None:
+                part.end_request()
 
     def times(self) -> TimeTaken | None:
         """Return what exchanges around the denoiser took, or None where there were none."""

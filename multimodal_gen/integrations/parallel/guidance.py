@@ -14,6 +14,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.parallel.cfg_ranks import CfgRanks, is_guided, refuse_unguided
 from multimodal_gen.integrations.parallel.outputs import sample_of, with_sample
 from multimodal_gen.integrations.parallel.promise import Promise, keep, promise
+from multimodal_gen.runtime.distributed.agreement import Turn
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = ["BranchTurns"]
@@ -131,9 +132,10 @@ class BranchTurns:
         step, mine = call.step, self._ranks.branch
         first, step.first = step.first, None
         assert first is not None, "it was called before"
-        facts: dict[str, object] = {"step": step.key[1], "in turns": step.in_turns}
+        turn = Turn(step=step.key[1], call=step.calls)
         name = f"the guidance branches of {self._component}"
-        branches = self._ranks.share(second if mine == 1 else first, name, facts)
+        own = second if mine == 1 else first
+        branches = self._ranks.share(own, name, {"in turns": step.in_turns}, turn)
         if isinstance(first, Promise):
             keep(first, branches[0])
         elif mine == 1:

@@ -20,6 +20,7 @@ from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 from multimodal_gen.integrations.parallel.share import TokenShare, share_tokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.timing import Times
+from multimodal_gen.runtime.layers.attention.turns import number_call
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 __all__ = ["TokenSplitter"]
@@ -45,6 +46,7 @@ class TokenSplitter:
         self._plan = plan
         self._group = groups.sequence
         self._running = _Running()
+        self._calls = 0
         self.times = Times()
         self._cuts = tuple(
             (cut, module)
@@ -57,6 +59,8 @@ class TokenSplitter:
     def begin(self, call: Any, text: TextSpan | None, cache: dict[object, object]) -> None:
         """Settle the split of a call (a `ModelCall`) and make it known to its layers."""
         time_gathering(self.times, cache)
+        number_call(cache, self._calls)
+        self._calls += 1
         self._running.settle = functools.partial(self._settle, text, cache)
         if self._plan.tokens is None:
             return
@@ -71,6 +75,10 @@ class TokenSplitter:
     def end(self) -> None:
         """Say that the call is over."""
         self._running.share = self._running.settle = None
+
+    def end_request(self) -> None:
+        """Take note that a generation is over."""
+        self._calls = 0
 
     def _settle(
         self, text: TextSpan | None, cache: dict[object, object], tokens: int

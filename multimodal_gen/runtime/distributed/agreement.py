@@ -6,13 +6,16 @@ read each other's numbers as something else. Instead all of them raise, within a
 Every call sends one message, on the CPU, in a group of its own. The first call of a kind waits for
 the messages of the others, as do all calls whose data is on the CPU. Later ones on an accelerator
 do not: what they hear is looked at in the next call, while the exchange is still queued or stuck.
+
+Calls that are alike in everything are told apart by how far a rank is in its denoising (`Turn`), so
+that a rank which left one out is found.
 """
 
 import contextlib
 import json
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,15 +23,33 @@ import torch.distributed as dist
 from multimodal_gen.errors import MultimodalGenError, RankError, UsageError
 from multimodal_gen.runtime.distributed.groups import Group, ParallelGroups
 
-__all__ = ["agree"]
+__all__ = ["Turn", "agree"]
 
 _Hearing = Callable[[timedelta | None], list[torch.Tensor]]
 
 _MESSAGE_BYTES = 4096
+# Behind them a message has its `Turn`, which changes where the rest of it does not.
+_UNKNOWN = -1
+_TURN_NAMES = ("denoising step", "denoiser call", "number of exchanges in this denoiser call")
 # What a refusal may take of them in UTF-8; JSON spells a control character with six bytes.
 _REFUSAL_BYTES = 600
+_SKIPPED = "; a rank left a call out, and all have to make the same ones"
 # A rank that has something to say against its own call lets nobody wait for long.
 _REFUSAL_TIMEOUT = timedelta(seconds=5)
+
+
+class Turn(NamedTuple):
+    """How far a rank is, in numbers that start anew with every request; -1 for an unknown one.
+
+    Attributes:
+        step: the denoising step.
+        call: the denoiser's calls of this request, or of this step, before this one.
+        exchange: exchanges of layers in this call of the denoiser before this one.
+    """
+
+    step: int = _UNKNOWN
+    call: int = _UNKNOWN
+    exchange: int = _UNKNOWN
 
 
 def agree(
@@ -38,6 +59,7 @@ def agree(
     lengths: tuple[int, ...],
     refusal: MultimodalGenError | None = None,
     *,
+    turn: Turn | None = None,
     wait: bool = True,
 ) -> tuple[tuple[int, ...], ...]:
     """Return `lengths` of every rank of the sequence, once all of them make the same call.
@@ -49,48 +71,60 @@ def agree(
         lengths: what may differ.
         refusal: why this rank cannot make the call, or None. The others are told, then it is
             raised.
+        turn: how far this rank is, which has to be the same on every rank, too; None where nothing
+            tells.
         wait: hear the others before a call of a known kind, too.
 
     Raises:
-        UsageError: a fact differs between ranks; raised on all of them.
+        UsageError: a fact or the turn differs between ranks; raised on all of them.
         RankError: a rank makes another call, refuses, or does not answer in time; or lengths
             changed that a call took for granted.
     """
     _look_at_pending(groups)
+    turn = turn or Turn()
     kind = (call, *facts.items(), lengths)
     known = groups.agreed.get(kind)
-    sent = known[0] if known and refusal is None else _message(call, facts, lengths, refusal)
-    hearing = _tell(groups.control, sent, call)
+    said = known[0] if known and refusal is None else _message(call, facts, lengths, refusal)
+    hearing = _tell(groups.control, torch.cat((said, _bytes(turn))), call)
     if refusal is not None:
         with contextlib.suppress(RankError):
             hearing(_REFUSAL_TIMEOUT)
         raise refusal
     if known and not wait:
-        groups.pending.append((hearing, *known[1:]))
+        groups.pending.append((hearing, turn, *known[1:]))
         return known[2]
     heard = hearing(None)
-    if known and _same(heard, known[1]):
+    if known and _same(heard, known[1], turn):
         return known[2]
     agreed = _verdict(groups.control, heard)
-    groups.agreed[kind] = (sent, heard, agreed)
+    groups.agreed[kind] = (said, heard, agreed)
     return agreed
 
 
 def _look_at_pending(groups: ParallelGroups) -> None:
     """Raise when a call that did not wait should not have been made."""
     while groups.pending:
-        hearing, known, lengths = groups.pending.pop()
+        hearing, turn, known, lengths = groups.pending.pop()
         heard = hearing(None)
-        if not _same(heard, known):
+        if not _same(heard, known, turn):
             raise RankError(
                 f"lengths must be those ranks had in earlier calls of the same kind, {lengths}, "
                 f"got {_verdict(groups.control, heard)}; pass seq_lens where they change"
             )
 
 
-def _same(heard: list[torch.Tensor], known: list[torch.Tensor]) -> bool:
-    """Whether all ranks said what they said before; much faster than reading it."""
-    return all(torch.equal(x, y) for x, y in zip(heard, known, strict=True))
+def _same(heard: list[torch.Tensor], known: list[torch.Tensor], turn: Turn) -> bool:
+    """Whether all ranks said what they said before, at this turn; much faster than reading it."""
+    here = _bytes(turn)
+    return all(
+        torch.equal(x[_MESSAGE_BYTES:], here)
+        and torch.equal(x[:_MESSAGE_BYTES], y[:_MESSAGE_BYTES])
+        for x, y in zip(heard, known, strict=True)
+    )
+
+
+def _bytes(turn: Turn) -> torch.Tensor:
+    return torch.tensor(turn, dtype=torch.int64, device="cpu").view(torch.uint8)
 
 
 def _message(
@@ -144,7 +178,9 @@ def _tell(group: Group, sent: torch.Tensor, call: str) -> _Hearing:
 
 def _verdict(group: Group, received: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of every rank, or raise where ranks disagree."""
-    messages: list[dict[str, Any]] = [json.loads(bytes(x.tolist())) for x in received]
+    messages: list[dict[str, Any]] = [
+        json.loads(bytes(x[:_MESSAGE_BYTES].tolist())) for x in received
+    ]
     for rank, message in zip(group.ranks, messages, strict=True):
         if message["refusal"]:
             raise RankError(f"rank {rank} cannot run {message['call']}: {message['refusal']}")
@@ -152,6 +188,9 @@ def _verdict(group: Group, received: list[torch.Tensor]) -> tuple[tuple[int, ...
     call = messages[0]["call"]
     for name in {name: None for message in messages for name in message["facts"]}:
         _compare(name, [message["facts"].get(name) for message in messages], group, call)
+    turns = [x[_MESSAGE_BYTES:].view(torch.int64).tolist() for x in received]
+    for name, numbers in zip(_TURN_NAMES, zip(*turns, strict=True), strict=True):
+        _compare(name, ["unknown" if n == _UNKNOWN else n for n in numbers], group, call, _SKIPPED)
     return tuple(tuple(message["lengths"]) for message in messages)
 
 
@@ -159,7 +198,7 @@ def _first_line(error: RuntimeError) -> str:
     return str(error).partition("\n")[0].partition(". ")[0]
 
 
-def _compare(name: str, values: list[Any], group: Group, call: str = "") -> None:
+def _compare(name: str, values: list[Any], group: Group, call: str = "", advice: str = "") -> None:
     """Raise when ranks disagree, with who says what."""
     if all(value == values[0] for value in values):
         return
@@ -168,4 +207,4 @@ def _compare(name: str, values: list[Any], group: Group, call: str = "") -> None
         said.setdefault(value, []).append(rank)
     text = ", ".join(f"{value} on rank {', '.join(map(str, r))}" for value, r in said.items())
     where = f" in {call}" if call else ""
-    raise UsageError(f"{name} must be the same on all ranks{where}, got {text}")
+    raise UsageError(f"{name} must be the same on all ranks{where}, got {text}{advice}")

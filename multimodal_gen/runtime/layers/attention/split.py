@@ -34,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.ring_parts import attend_in_ring
 from multimodal_gen.runtime.layers.attention.split_call import Rows, SplitCall
 from multimodal_gen.runtime.layers.attention.split_chunks import attend_in_chunks, num_chunks
 from multimodal_gen.runtime.layers.attention.tensors import autocast, autocasts, wants_gradient
+from multimodal_gen.runtime.layers.attention.turns import next_turn
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 __all__ = ["SplitAttentionLayer", "tokens_are_split"]
@@ -110,7 +111,7 @@ class SplitAttentionLayer(AttentionLayer):
         """
         groups = parallel_groups()
         if split and groups is not None and not torch.compiler.is_compiling():
-            agree(groups, self._name_of_calls(), {}, (), refusal)
+            agree(groups, self._name_of_calls(), {}, (), refusal, turn=next_turn())
         return refusal
 
     def _name_of_calls(self) -> str:
@@ -138,7 +139,7 @@ class SplitAttentionLayer(AttentionLayer):
         name = self._name_of_calls()
         refusal = self._refusal(groups, query, key, value, attn_mask)
         if refusal is not None:
-            agree(groups, name, {}, (), refusal)
+            agree(groups, name, {}, (), refusal, turn=next_turn())
         rows = Rows.of(query, key, replicated)
         lengths, key_lengths = self._agree(
             groups, name, (query, key, value, attn_mask, gate), rows, seq_lens
@@ -245,6 +246,7 @@ class SplitAttentionLayer(AttentionLayer):
             "replicated tokens": (rows.prefix, rows.suffix, rows.in_front),
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
             "gradients": wants_gradient(query, key, value, gate),
+            "guidance branch": _branch(),
         }
         counts = agree(
             groups,
@@ -252,6 +254,7 @@ class SplitAttentionLayer(AttentionLayer):
             facts,
             (rows.query, rows.key),
             _gate_refusal(gate, query),
+            turn=next_turn(),
             wait=query.device.type == "cpu",
         )
         lengths, key_lengths = (tuple(count[i] for count in counts) for i in range(2))
@@ -305,6 +308,11 @@ def _video() -> str:
     span = context.text_span
     text = "" if span is None else f", text {'before' if span.start == 0 else 'behind'} it"
     return f"{context.latent_grid}{text}"
+
+
+def _branch() -> str | None:
+    context = current_forward_context()
+    return None if context is None else context.cfg_branch
 
 
 def _gate_refusal(gate: torch.Tensor | None, query: torch.Tensor) -> UsageError | None:
