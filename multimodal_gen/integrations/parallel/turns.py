@@ -10,6 +10,7 @@ from torch import nn
 
 from multimodal_gen.integrations.branches import branch_name
 from multimodal_gen.integrations.parallel.guidance import BranchTurns
+from multimodal_gen.runtime.layers.attention.tensors import autocasts
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 __all__ = ["take_turns"]
@@ -48,8 +49,7 @@ class _Forward:
         if self._stopped or context is None:
             return self._forward(*args, **kwargs)
         latent = kwargs.get("hidden_states", args[0] if args else None)
-        shape = tuple(latent.shape) if isinstance(latent, torch.Tensor) else None
-        form = (shape, kwargs.get("return_dict", True))
+        form = (_form(latent), kwargs.get("return_dict", True))
         output = self._begin(form, context, branch_name())
         computed = output is None
         if computed:
@@ -62,6 +62,15 @@ class _Forward:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _OwnForward, (self._model,)
+
+
+def _form(latent: object) -> tuple[object, ...] | None:
+    """Return what the form of a prediction depends on, as far as it is the latent's."""
+    if not isinstance(latent, torch.Tensor):
+        return None
+    kind = latent.device.type
+    cast = torch.get_autocast_dtype(kind) if autocasts(kind) else None
+    return tuple(latent.shape), latent.dtype, latent.device, cast
 
 
 class _OwnForward:

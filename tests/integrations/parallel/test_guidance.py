@@ -108,6 +108,32 @@ def test_a_prediction_that_is_read_too_early_is_an_error_on_the_rank_that_waits_
     assert "transformer must not use the prediction of one guidance branch" in text
 
 
+def predictions_in_two_dtypes(casts):
+    """Guide a generation, then one in 16 bits; return the dtypes of what each call gets."""
+    model, inputs = make("wan")
+    branches = [inputs, {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"] + 1}]
+    steps = [torch.full((2,), t) for t in (900.0, 500.0)]
+    found = []
+    with torch.no_grad(), apply(model) as handle:
+        for half in (False, True):
+            if half and not casts:
+                model.to(torch.bfloat16)
+                floats = ("hidden_states", "encoder_hidden_states")
+                branches = [x | {name: x[name].bfloat16() for name in floats} for x in branches]
+            with torch.autocast("cpu", torch.bfloat16, enabled=half and casts):
+                got = [model(**x | {"timestep": t})[0] for t in steps for x in branches]
+            found.append([x.dtype for x in got])
+            handle.end_request()
+    return found
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_predictions_of_others_have_the_dtype_that_they_are_computed_in(two_ranks, casts):
+    for single, half in two_ranks.run(CFG, predictions_in_two_dtypes, casts):
+        assert single == [torch.float32] * 4
+        assert half == [torch.bfloat16] * 4
+
+
 class Alone:
     """Ranks of which the other one never answers."""
 
