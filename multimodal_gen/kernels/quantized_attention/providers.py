@@ -29,15 +29,12 @@ __all__ = [
     "Result",
     "choose",
     "has_e4m3",
-    "takes_e4m3",
 ]
 
 AUTO = "auto"
 MAX_HEAD_SIZE = 128
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _E4M3 = (8, 9)
-# Where e4m3 products are twice as fast as 16-bit ones and not held up by the rest.
-_PREFER_E4M3 = ((8, 9), (12, 0), (12, 1))
 # What the reference takes for a tile of keys.
 _REFERENCE_TILE = 64
 
@@ -52,7 +49,7 @@ class QuantisedRequest:
         rocm: whether the device is an AMD GPU.
         dtype: dtype of q, k and v.
         head_size: D.
-        values: "e4m3", "16-bit" or "auto".
+        values: "16-bit" or "e4m3".
         causal: whether the plan is causal.
         aligned_causal: whether the blocks of a causal plan are multiples of 64.
     """
@@ -62,7 +59,7 @@ class QuantisedRequest:
     rocm: bool = False
     dtype: torch.dtype
     head_size: int
-    values: str = AUTO
+    values: str = "16-bit"
     causal: bool = False
     aligned_causal: bool = True
 
@@ -114,11 +111,6 @@ def _interpreted() -> bool:
     from multimodal_gen.kernels.quantized_attention.quantise import kernel
 
     return kernel.interpreted()
-
-
-def takes_e4m3(values: str, capability: tuple[int, int] | None) -> bool:
-    """Whether values become e4m3 numbers."""
-    return values == "e4m3" or (values == AUTO and capability in _PREFER_E4M3)
 
 
 def has_e4m3(device_type: str, capability: tuple[int, int] | None) -> bool:
