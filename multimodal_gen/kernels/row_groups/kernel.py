@@ -15,7 +15,7 @@ from multimodal_gen.kernels.launcher import Launcher
 
 TILE = 64  # rows of a program
 COUNTS = 4096  # counts that a program holds
-PARTS = 4096  # elements of a part that a program holds
+PARTS = 2048  # elements of a part that a program holds
 UNROLL = 6  # parts of a row that are loaded at once, at most
 VECTOR_BYTES = 16
 

@@ -32,7 +32,7 @@ __all__ = ["ChunkCall", "attend_all", "attend_chunks", "select"]
 # What the copies of a few heads may take: this share of the tensors of the call, or so much that
 # launches are not too short.
 _SHARE_AT_ONCE = 0.05
-_BYTES_AT_ONCE = 192 << 20
+_BYTES_AT_ONCE = 640 << 20
 _DENSE_BLOCK = 384  # rows of a query block where everything is attended to
 
 
