@@ -320,7 +320,7 @@ def _assign(
     width = max(triton.next_power_of_2(size), 16)
     wide = x.dtype == torch.float32 or width > 128
     # float32 has no tensor cores here: small tiles keep it in the registers.
-    rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (128, 64)
+    rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (64, 64)
     num_blocks = triton.cdiv(tokens, rows)
     _assign_kernel[(batch * heads * num_blocks,)](
         x, rounded.points, rounded.halves, rounded.factors,
