@@ -46,6 +46,8 @@ SAMPLED = 24
 BOUND = 6e-3
 FLOP = "4*H*D*kept pairs"
 DENSE = ("fa3 dense", "sdpa dense")
+# It copies every query once per chunk that it selects, which takes tens of GB with more heads.
+MOST_HEADS_OF_THEIRS = 12
 THEIRS, THEIRS_ON_FA3 = "fastvideo-kernel", "fastvideo-kernel on fa3"
 
 Run = Callable[[], torch.Tensor]
@@ -137,6 +139,8 @@ def make_contenders(call: ChunkCall) -> dict[str, Run]:
     upstream = find_upstream(fa3="fa3 dense" in found)
     if upstream is None:
         print("left out: fastvideo-kernel, needs it and flash-attn 2, or fa3-fwd instead")
+    elif query.shape[2] > MOST_HEADS_OF_THEIRS:
+        print(f"left out: fastvideo-kernel, copies the queries of {query.shape[2]} heads per chunk")
     else:
         found[upstream] = lambda: attend_upstream(call, keeps_own=False)
     return found
