@@ -5,7 +5,9 @@ twice, and before the others; then come kernel tests that take a process and a m
 none of them is left for the end.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,13 @@ import pytest
 from multimodal_gen.testing.processes import World
 
 TinyPipeline = Callable[[str], Path]
-MakeWorld = Callable[[int], World]
 
 RANKS = ("two_ranks", "four_ranks")
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
 
 
+@cache
 def needs_ranks(file: Path) -> bool:
     """Tell whether tests in a file use the ranks that all share."""
     text = file.read_text(encoding="utf-8")
@@ -73,25 +75,55 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> TinyPipeline:
     return make
 
 
+@dataclass
+class Worlds:
+    """Processes that tests share, started when one needs them."""
+
+    folder: Path
+    preload: list[str]
+    started: dict[int, World] = field(default_factory=dict)
+
+    def of(self, num_ranks: int) -> World:
+        if num_ranks not in self.started:
+            folder = Path(tempfile.mkdtemp(dir=self.folder))
+            self.started[num_ranks] = World(num_ranks, folder, preload=self.preload)
+        return self.started[num_ranks]
+
+    def close(self) -> None:
+        while self.started:
+            self.started.popitem()[1].close()
+
+
+WORLDS = pytest.StashKey[Worlds]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Close what the next test does not need: threads of groups that wait cost time."""
+    yield
+    if WORLDS in item.session.stash and (nextitem is None or not needs_ranks(nextitem.path)):
+        item.session.stash[WORLDS].close()
+
+
 @pytest.fixture(scope="session")
-def make_world(
+def worlds(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> MakeWorld:
-    """Return a function that starts processes, which know pipelines where tests need them."""
+) -> Iterator[Worlds]:
+    """Processes by their number; they know pipelines where a test of this run needs any."""
     pipelines = any("tiny_pipeline" in fixtures(item) for item in request.session.items)
-    preload = [A_PIPELINE] if pipelines else []
-    return lambda num: World(num, tmp_path_factory.mktemp(f"ranks-{num}"), preload=preload)
+    shared = Worlds(tmp_path_factory.mktemp("ranks"), [A_PIPELINE] if pipelines else [])
+    request.session.stash[WORLDS] = shared
+    yield shared
+    shared.close()
 
 
-@pytest.fixture(scope="session")
-def two_ranks(make_world: MakeWorld) -> Iterator[World]:
+@pytest.fixture
+def two_ranks(worlds: Worlds) -> World:
     """Two processes, for tests that leave them usable."""
-    with make_world(2) as world:
-        yield world
+    return worlds.of(2)
 
 
-@pytest.fixture(scope="session")
-def four_ranks(make_world: MakeWorld) -> Iterator[World]:
+@pytest.fixture
+def four_ranks(worlds: Worlds) -> World:
     """Four processes, for tests that leave them usable."""
-    with make_world(4) as world:
-        yield world
+    return worlds.of(4)

@@ -108,12 +108,19 @@ def assert_clean(kernels: Sequence[Kernel], most: int = 0) -> None:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
-    """Compile what launches ask for, instead of launching it."""
+    """Compile what launches ask for, instead of launching it.
+
+    Triton stops at PTX, which ptxas then compiles once; what it leaves out is kept from its cache.
+    """
     import triton
     from triton.runtime.jit import JITFunction
 
     if triton.knobs.runtime.interpret:
         pytest.skip("the interpreter compiles nothing")
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
     found = Compiler(tmp_path)
     original = JITFunction.run
 

@@ -4,6 +4,8 @@ A stand-in driver answers for the GPU, so what is compiled is what a launch woul
 test_compiler.py runs these tests in a process of their own.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,9 +14,12 @@ from tests.kernels.compiling import Compiler, assert_clean, needs_triton, silent
 
 pytestmark = [needs_triton, silent]
 
+RULES = (Rule(topk=2), Rule(threshold=0.25))
+# Every number of chunks, each head size with either rule.
+QUICK = list(zip((7, 24, 40, 72), (64, 64, 128, 128), (*RULES, *RULES), strict=True))
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("indexed", [False, True])
+
+@pytest.mark.parametrize(("head_size", "indexed"), [(64, True), (128, False), (256, True)])
 def test_means_do_not_spill(compiler: Compiler, head_size: int, indexed: bool) -> None:
     from multimodal_gen.kernels.chunk_select.kernel import chunk_means
 
@@ -26,9 +31,14 @@ def test_means_do_not_spill(compiler: Compiler, head_size: int, indexed: bool) -
     compiler.assert_clean()
 
 
-@pytest.mark.parametrize("num_chunks", [7, 24, 40, 72])
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("rule", [Rule(topk=2), Rule(threshold=0.25)], ids=str)
+@pytest.mark.parametrize(
+    ("num_chunks", "head_size", "rule"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in itertools.product((7, 24, 40, 72), (64, 128), RULES)
+    ],
+    ids=str,
+)
 def test_the_choice_does_not_spill(
     compiler: Compiler, num_chunks: int, head_size: int, rule: Rule
 ) -> None:

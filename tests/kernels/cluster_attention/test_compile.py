@@ -15,8 +15,19 @@ from tests.kernels.compiling import Compiler, needs_gluon, silent
 pytestmark = [needs_gluon, silent]
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("head_size", "dtype"),
+    [
+        (64, torch.float16),
+        (80, torch.bfloat16),
+        (128, torch.bfloat16),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((64, torch.bfloat16), (80, torch.float16), (128, torch.float16))
+        ),
+    ],
+    ids=str,
+)
 def test_nothing_spills(compiler: Compiler, head_size: int, dtype: torch.dtype) -> None:
     from multimodal_gen.kernels.cluster_attention.hopper.launch import attend
 

@@ -4,6 +4,8 @@ A stand-in driver answers for the GPU, so what is compiled is what a launch woul
 test_compiler.py runs these tests in a process of their own.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ pytestmark = [needs_triton, silent]
 FEW = 384
 
 HALVES = [torch.bfloat16, torch.float16]
+HEAD_SIZES = (64, 80, 128, 256)
 
 
 def state(head_size: int) -> KeyState:
@@ -29,9 +32,21 @@ def projection(head_size: int) -> Projection:
     return Projection(weight=torch.zeros(head_size, head_size), bias=torch.zeros(head_size))
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-@pytest.mark.parametrize("given", [False, True])
+# Every head size with either kind of blocks, every feature map with two sizes or more.
+QUICK = [
+    (head_size, FEATURE_MAPS[(i + given) % len(FEATURE_MAPS)], given)
+    for i, head_size in enumerate(HEAD_SIZES)
+    for given in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("head_size", "feature_map", "given"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in itertools.product(HEAD_SIZES, FEATURE_MAPS, (False, True))
+    ],
+)
 def test_both_passes_do_not_spill(
     compiler: Compiler, head_size: int, feature_map: str, given: bool
 ) -> None:
@@ -49,8 +64,7 @@ def test_both_passes_do_not_spill(
     assert_clean(compiler.kernels[1:])
 
 
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("size", "dtype"), list(zip((64, 128), HALVES, strict=True)))
 def test_other_blocks_and_means_alone_do_not_spill(
     compiler: Compiler, size: int, dtype: torch.dtype
 ) -> None:
@@ -64,8 +78,7 @@ def test_other_blocks_and_means_alone_do_not_spill(
     assert_clean(compiler.kernels[1:])
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("q_size", [64, 128])
+@pytest.mark.parametrize(("head_size", "q_size"), [(64, 128), (128, 64), (128, 128)])
 def test_the_pass_over_unselected_blocks_does_not_spill(
     compiler: Compiler, head_size: int, q_size: int
 ) -> None:

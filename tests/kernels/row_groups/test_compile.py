@@ -12,8 +12,7 @@ from tests.kernels.compiling import Compiler, needs_triton, silent
 pytestmark = [needs_triton, silent]
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("size", [4, 6, 8])
+@pytest.mark.parametrize(("head_size", "size"), [(64, 4), (128, 6), (128, 8)])
 def test_the_sort_and_the_merge_do_not_spill(compiler: Compiler, head_size: int, size: int) -> None:
     from multimodal_gen.kernels.row_groups.kernel import merge_parts, move_rows, sort_rows
 

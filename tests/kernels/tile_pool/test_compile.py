@@ -4,6 +4,8 @@ A stand-in driver answers for the GPU, so what is compiled is what a launch woul
 test_compiler.py runs these tests in a process of their own.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,8 +14,9 @@ from tests.kernels.compiling import Compiler, needs_triton, silent
 pytestmark = [needs_triton, silent]
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("head_size", "dtype"), [(64, torch.float32), (128, torch.bfloat16), (256, torch.float32)]
+)
 def test_pooling_and_the_gated_sum_do_not_spill(
     compiler: Compiler, head_size: int, dtype: torch.dtype
 ) -> None:
@@ -28,18 +31,26 @@ def test_pooling_and_the_gated_sum_do_not_spill(
 
 
 # 144 is 128 and the channels in which tiles that hold no key score minus infinity.
-@pytest.mark.parametrize("num_kv", [300, 1440, 1800, 4096, 32768])
+KEYS = (300, 1440, 1800, 4096, 32768)
+INPUTS = (
+    (64, torch.bfloat16),
+    (128, torch.bfloat16),
+    (144, torch.bfloat16),
+    (144, torch.float32),
+    (128, torch.float16),
+    (256, torch.bfloat16),
+    (128, torch.float32),
+    (256, torch.float32),
+)
+# Every input, and every number of tiles.
+QUICK = list(zip(itertools.cycle(KEYS), INPUTS, strict=False))
+
+
 @pytest.mark.parametrize(
-    ("head_size", "dtype"),
+    ("num_kv", "head_size", "dtype"),
     [
-        (64, torch.bfloat16),
-        (128, torch.bfloat16),
-        (144, torch.bfloat16),
-        (144, torch.float32),
-        (128, torch.float16),
-        (256, torch.bfloat16),
-        (128, torch.float32),
-        (256, torch.float32),
+        pytest.param(keys, *given, marks=[] if (keys, given) in QUICK else [pytest.mark.slow])
+        for keys, given in itertools.product(KEYS, INPUTS)
     ],
 )
 def test_selection_does_not_spill(
