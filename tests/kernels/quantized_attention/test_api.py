@@ -32,7 +32,7 @@ def dense(queries: int = 64, keys: int = 64, *, causal: bool = False) -> BlockPl
         ({"q": torch.zeros(1, 64, 3, 64)}, "`q` must have a multiple of k's 2 heads, got 3"),
         ({"q": torch.zeros(1, 60, 2, 64)}, "`q` must have the 64 tokens the plan was made for"),
         ({"scale": -1.0}, "`scale` must be positive and finite, got -1.0"),
-        ({"values": "int4"}, "`values` must be auto, e4m3 or 16-bit, got 'int4'"),
+        ({"values": "int4"}, "`values` must be 16-bit or e4m3, got 'int4'"),
         ({"mean": torch.zeros(1, 2, 32)}, r"`mean` must be float32 \[1, 2, 64\]"),
         ({"kernel": "tritom"}, r"`kernel` must be one of auto, gluon, .* did you mean 'triton'\?"),
         ({"kernel": "gluon"}, "8-bit attention cannot serve this call"),
