@@ -1,7 +1,8 @@
-"""One message between the ranks of a Ulysses group: what is packed, sent, and read in place.
+"""One message between the ranks of a group: what is packed, sent, and read in place.
 
-All tensors of a call travel in one message, packed once: what arrives is [sum S, B, columns], of
-which q, k and v are views.
+Within a Ulysses group all tensors of a call travel in one message, packed once: what
+arrives is [sum S, B, columns], of which q, k and v are views. In a ring of which every rank needs
+known rows of the others, those travel straight to who needs them.
 
 Shapes: B batch, S tokens of a rank, H heads of the layer, h heads of a rank, D channels per head;
 lengths of ranks and heads of ranks may differ.
@@ -18,7 +19,7 @@ from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.heads import Span
 from multimodal_gen.runtime.distributed.timing import exchanging
 
-__all__ = ["ExchangePlan", "HeadsUnderWay", "TokensUnderWay"]
+__all__ = ["ExchangePlan", "HeadsUnderWay", "RowsUnderWay", "TokensUnderWay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -171,6 +172,44 @@ class TokensUnderWay:
                 for view, piece in zip(rows, pieces, strict=True):
                     _copy(view, piece)
         return sent, blocks
+
+
+class RowsUnderWay:
+    """An exchange of rows of [B, S, H, D], which every rank gives to the others that need them.
+
+    Args:
+        group: who takes part.
+        tensors: what rows are taken of, in one message each.
+        rows: int64, the rows that leave, those for the first rank first.
+        leaving: how many of them are for each rank.
+        coming: how many rows each rank sends here.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        tensors: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        leaving: Sequence[int],
+        coming: Sequence[int],
+    ) -> None:
+        self._shapes = [x.shape for x in tensors]
+        self._messages = []
+        with exchanging(rows.device):
+            for x in tensors:
+                batch, width = x.shape[0], x.shape[2] * x.shape[3]
+                sent = x.transpose(0, 1).index_select(0, rows).view(-1)
+                blocks = _blocks_of(sent, batch, [(count, width) for count in leaving])
+                received = _buffer(x, batch, [(count, width) for count in coming])
+                self._messages.append(_Message(sent, blocks, *received, group))
+
+    def arrived(self) -> tuple[torch.Tensor, ...]:
+        """Return per tensor [B, sum coming, H, D], those of the first rank first, contiguous."""
+        with exchanging(self._messages[0].received.device):
+            return tuple(
+                message.wait()[0].view(-1, shape[0], *shape[2:]).transpose(0, 1).contiguous()
+                for message, shape in zip(self._messages, self._shapes, strict=True)
+            )
 
 
 class _Message:

@@ -16,10 +16,13 @@ import torch
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
-from multimodal_gen.runtime.distributed.partial import KeyPart
+from multimodal_gen.runtime.distributed.exchange import RowsUnderWay
+from multimodal_gen.runtime.distributed.groups import Group
+from multimodal_gen.runtime.distributed.partial import KeyPart, Merger
 from multimodal_gen.runtime.distributed.ring import ring_attention
+from multimodal_gen.runtime.distributed.timing import attending
 from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
-from multimodal_gen.runtime.layers.attention.backends.ring_tiles import Chunk, text_chunk
+from multimodal_gen.runtime.layers.attention.backends.ring_tiles import Chunk, Reach, text_chunk
 from multimodal_gen.runtime.layers.attention.backends.tiled import masked_keys
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.ring_method import RingInputs
@@ -45,6 +48,7 @@ def attend_in_ring(
     kernel: str = "auto",
     queries: Chunk | None = None,
     engine: Engine | None = None,
+    reach: Reach | None = None,
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, once round the ring, and back.
 
@@ -57,6 +61,8 @@ def attend_in_ring(
         kernel: provider of the block-sparse engine.
         queries: this rank's tokens in the tiles of queries, where those of keys are others.
         engine: what computes the plans, where that is not the block-sparse engine.
+        reach: which keys ranks send each other instead of passing all of them round, where the
+            sequence has no text and no mask; None for the ring.
 
     Returns:
         [B, prefix + S + suffix, H, D] in the order of the sequence. Queries that see no key are
@@ -85,13 +91,37 @@ def attend_in_ring(
         text = _hold(text_chunk(inputs.shared_key.shape[1], query.device), call.shared_keep)
         parts.shared = text
         shared = text.ordered(inputs.shared_key, inputs.shared_value)
-    plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
-    out = ring_attention(query, key, value, *shared, parts.attend, plain)
+    if reach is not None:
+        out = _attend_to_reached(query, key, value, call.group, parts, reach)
+    else:
+        plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
+        out = ring_attention(query, key, value, *shared, parts.attend, plain)
     if order is None:
         return out
     result = torch.empty_like(out)
     scatter_tokens(out, order, result)
     return result
+
+
+def _attend_to_reached(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: Group,
+    parts: "_Parts",
+    reach: Reach,
+) -> torch.Tensor:
+    """Attend to this rank's keys while those of others are under way, then to all of them."""
+    under_way = RowsUnderWay(group, (key, value), reach.rows, reach.leaving, reach.coming)
+    merger, rows = Merger(query, value.shape[3]), slice(0, query.shape[1])
+    with attending(query.device):
+        own = KeyPart(key=key, value=value, owner=group.index)
+        merger.add(rows, *parts.attend(query, own))
+    key, value = under_way.arrived()
+    with attending(query.device):
+        if reach.plan is not None:
+            merger.add(rows, *parts.engine(query, key, value, reach.plan))
+        return merger.result()[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.ring import RingCall
 from multimodal_gen.runtime.layers.attention.backends.tiled import (
@@ -26,6 +26,7 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
     "Chunk",
+    "Reach",
     "chunks_of",
     "ring_layout",
     "text_chunk",
@@ -63,6 +64,23 @@ class Chunk:
     lengths: torch.Tensor
     block_of: torch.Tensor
     in_order: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reach:
+    """Which keys of other ranks the queries of each rank keep, where the grid alone tells.
+
+    Attributes:
+        rows: int64, rows of this rank's tiles that others need, those for the first rank first.
+        leaving: how many of them are for each rank.
+        coming: how many rows of each rank this one needs.
+        plan: what this rank's queries keep of them; None for nothing.
+    """
+
+    rows: torch.Tensor
+    leaving: tuple[int, ...]
+    coming: tuple[int, ...]
+    plan: BlockPlan | None
 
 
 def ring_layout(inputs: RingInputs, context: ForwardContext | None, backend: str) -> SequenceLayout:

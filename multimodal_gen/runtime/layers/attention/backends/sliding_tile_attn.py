@@ -32,6 +32,7 @@ from multimodal_gen.runtime.layers.attention.backends.sliding_tile_call import (
     WindowedCall,
     ring_plan,
 )
+from multimodal_gen.runtime.layers.attention.backends.sliding_tile_reach import reach_of
 from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import (
     SequenceLayout,
@@ -251,8 +252,11 @@ class SlidingTileImpl(SparseImpl, RingMethod):
             assert mine is not None, "only queries of the video have a plan"
             return ring_plan(windows, mine, theirs)
 
+        reach = None
+        if call.keep is None and inputs.shared_key is None:
+            reach = reach_of(windows, chunks, call.group.index)
         scale, kernel = self.softmax_scale, self._config.kernel
-        return attend_in_ring(inputs, chunks, plan_of, scale=scale, kernel=kernel)
+        return attend_in_ring(inputs, chunks, plan_of, scale=scale, kernel=kernel, reach=reach)
 
     def _windows(
         self, query: torch.Tensor, layout: SequenceLayout, context: ForwardContext

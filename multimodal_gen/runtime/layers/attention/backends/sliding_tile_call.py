@@ -3,13 +3,14 @@
 Shapes: B batch, S tokens, H heads, D head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.runtime.layers.attention.backends.ring_tiles import Chunk, tiles_held
 from multimodal_gen.runtime.layers.attention.backends.tiled import TiledSequence, attend_tiled
 from multimodal_gen.runtime.layers.attention.sta.upstream import (
@@ -24,7 +25,7 @@ from multimodal_gen.runtime.layers.attention.sta.windows import (
     tile_lists,
 )
 
-__all__ = ["WindowedCall", "ring_plan"]
+__all__ = ["Held", "WindowedCall", "bounded", "held_by", "plan_of_heads", "ring_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,28 +114,46 @@ def ring_plan(windows: tuple[Window, ...], mine: Chunk, theirs: Chunk) -> BlockP
     """
     tiles = mine.keys.order.tiles
     effective = [effective_window(window, tiles) for window in windows]
-    distinct = {window: _held(window, mine, theirs) for window in effective}
-    room = max(held.indices.shape[3] for held in distinct.values())
-    most = max(held.most for held in distinct.values())
+    distinct = {window: held_by(window, mine, theirs) for window in effective}
+    return plan_of_heads([distinct[window] for window in effective], mine, theirs.keys.blocks)
+
+
+def plan_of_heads(heads: Sequence["Held"], mine: Chunk, keys: Blocks) -> BlockPlan | None:
+    """Return the plan of lists for every head, or None where no query keeps a key.
+
+    Args:
+        heads: the lists of each head, of which some may be the same.
+        mine: the queries; there is a video token among them.
+        keys: the blocks that the lists count.
+    """
+    heads = heads if len({id(held) for held in heads}) > 1 else heads[:1]
+    room = max(held.indices.shape[3] for held in heads)
+    most = max(held.most for held in heads)
     if not most:
         return None
     assert mine.queries is not None, "callers know"
-    heads = [distinct[w] for w in (effective if len(distinct) > 1 else effective[:1])]
     with torch.inference_mode(False):
         padded = [F.pad(held.indices, (0, room - held.indices.shape[3])) for held in heads]
         plan = BlockPlan(
             indices=torch.cat(padded, dim=1),
             counts=torch.cat([held.counts for held in heads], dim=1),
             q=mine.queries,
-            kv=theirs.keys.blocks,
+            kv=keys,
             uniform=all(held.least == most for held in heads),
         )
         return plan.longest_first()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
-    """The lists of a window: indices, counts, and the bounds of the counts."""
+class Held:
+    """The lists of a window.
+
+    Attributes:
+        indices: int32 [1, 1, Nq, K], the blocks that each query block keeps.
+        counts: int32 [1, 1, Nq], how many.
+        least: the least of the counts.
+        most: the largest of them.
+    """
 
     indices: torch.Tensor
     counts: torch.Tensor
@@ -143,10 +162,15 @@ class _Held:
 
 
 @lru_cache(maxsize=1024)
-def _held(window: Window, mine: Chunk, theirs: Chunk) -> _Held:
+def held_by(window: Window, mine: Chunk, theirs: Chunk) -> Held:
+    """Return which blocks of one chunk's keys the queries of another keep, over a whole window."""
     with torch.inference_mode(False):
         device = mine.tiles.device
         rows = kept_indices(window, mine.keys.order.tiles, device)[mine.tiles]
-        indices, counts = tiles_held(rows[None, None], theirs)
-        least, most = (int(bound) for bound in counts.aminmax())
-        return _Held(indices=indices[..., : max(most, 1)], counts=counts, least=least, most=most)
+        return bounded(*tiles_held(rows[None, None], theirs))
+
+
+def bounded(indices: torch.Tensor, counts: torch.Tensor) -> Held:
+    """Return lists without the room that none of them needs; waits for the device."""
+    least, most = (int(bound) for bound in counts.aminmax())
+    return Held(indices=indices[..., : max(most, 1)], counts=counts, least=least, most=most)
