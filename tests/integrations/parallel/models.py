@@ -27,10 +27,11 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=RANDOM)
 
 
-def wan(**changes: Any) -> Any:
-    from diffusers import WanTransformer3DModel
+def wan(kind: str = "WanTransformer3DModel", **changes: Any) -> Any:
+    """Return a model of Wan, or of a family built like it."""
+    import diffusers
 
-    return WanTransformer3DModel(
+    return getattr(diffusers, kind)(
         num_attention_heads=HEADS,
         attention_head_dim=SIZE,
         in_channels=4,
@@ -66,40 +67,12 @@ def wan_image() -> dict[str, Any]:
 
 
 def vace() -> Any:
-    from diffusers import WanVACETransformer3DModel
-
-    return WanVACETransformer3DModel(
-        num_attention_heads=HEADS,
-        attention_head_dim=SIZE,
-        in_channels=4,
-        out_channels=4,
-        text_dim=12,
-        freq_dim=16,
-        ffn_dim=24,
-        num_layers=2,
-        vace_layers=[0, 1],
-        vace_in_channels=8,
-    )
+    return wan("WanVACETransformer3DModel", vace_layers=[0, 1], vace_in_channels=8)
 
 
 def vace_inputs() -> dict[str, Any]:
     # The control is a frame shorter than the video.
     return {**wan_inputs(), "control_hidden_states": normal(2, 8, 2, 6, 10)}
-
-
-def chronoedit() -> Any:
-    from diffusers import ChronoEditTransformer3DModel
-
-    return ChronoEditTransformer3DModel(
-        num_attention_heads=HEADS,
-        attention_head_dim=SIZE,
-        in_channels=4,
-        out_channels=4,
-        text_dim=12,
-        freq_dim=16,
-        ffn_dim=24,
-        num_layers=2,
-    )
 
 
 def hunyuan(**changes: Any) -> Any:
@@ -304,7 +277,7 @@ CASES = {
     "wan with an image": Case(lambda: wan(**IMAGE), wan_image),
     "wan vace": Case(vace, vace_inputs),
     # No family of ours: it is split by its own plan.
-    "chronoedit": Case(chronoedit, wan_inputs),
+    "chronoedit": Case(lambda: wan("ChronoEditTransformer3DModel"), wan_inputs),
     "hunyuan": Case(hunyuan, hunyuan_inputs(7, 7)),
     "hunyuan with padding": Case(hunyuan, hunyuan_inputs(4, 4)),
     "hunyuan with different padding": Case(hunyuan, hunyuan_inputs(7, 2)),
