@@ -4,10 +4,12 @@ test_triton.py and test_compile.py are run by test_interpreter.py and test_compi
 and collected only where they are named.
 """
 
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,33 @@ def python_path(release: str, environment: Path, installed: str | None) -> list[
             f"nor installed ({installed or 'none'} is)"
         )
     return []
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interpreter_that_looks_once() -> Iterator[None]:
+    """Look through the modules of Triton's language once, and not at every call of a function.
+
+    The interpreter replaces what is built in by its own, which takes a quarter of these tests.
+    """
+    triton = sys.modules.get("triton")
+    if triton is None or not triton.knobs.runtime.interpret:
+        yield
+        return
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @cache
+    def built_in(package: object) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch(package: object, *rest: object) -> None:
+        for name in built_in(package):
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, *rest)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_builtin", patch)
+        yield
 
 
 @pytest.fixture

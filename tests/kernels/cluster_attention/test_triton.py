@@ -33,7 +33,7 @@ def groups(counts: torch.Tensor, gap: int) -> Groups:
     gap=st.sampled_from([0, 5]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_lists_hold_every_kept_key_once(
     num: int, most: int, share: float, gap: int, seed: int
 ) -> None:
@@ -42,9 +42,9 @@ def test_the_lists_hold_every_kept_key_once(
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, most, (2, 2, num), generator=generator)
     keys = groups(counts, gap)
-    keep = torch.rand(2, 4, 3, num, generator=generator) < share
+    keep = torch.rand(2, 4, 2, num, generator=generator) < share
     boxes = make_boxes(keys, keep)
-    for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(3)).tolist():
+    for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(2)).tolist():
         kept = keep[b, h, i].nonzero().flatten().tolist()
         wanted = [
             key

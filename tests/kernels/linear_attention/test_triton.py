@@ -25,6 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 HALVES = [torch.float16, torch.bfloat16]
+# Every layout with two feature maps, one in each dtype.
+CALLS = [
+    (FEATURE_MAPS[(i + j) % len(FEATURE_MAPS)], layout, dtype)
+    for i, layout in enumerate(BLOCKS)
+    for j, dtype in enumerate(HALVES)
+]
 
 
 def state_of(case: Case, splits: int | None = None) -> tuple[torch.Tensor, KeyState]:
@@ -33,8 +39,7 @@ def state_of(case: Case, splits: int | None = None) -> tuple[torch.Tensor, KeySt
     return key_state(case.key, case.value, case.kv, case.feature_map, splits=splits)
 
 
-@pytest.mark.parametrize("layout", BLOCKS)
-@pytest.mark.parametrize("splits", [1, 3, 100])
+@pytest.mark.parametrize(("layout", "splits"), list(zip(BLOCKS, cycle((1, 3, 100)), strict=False)))
 def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, splits: int) -> None:
     from multimodal_gen.kernels.linear_attention.launch import key_means
 
@@ -49,9 +54,7 @@ def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, sp
             assert (mean[b, :, i].double() - wanted).abs().max() <= band
 
 
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-@pytest.mark.parametrize("layout", BLOCKS)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("feature_map", "layout", "dtype"), CALLS)
 def test_the_branch_over_all_tokens_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:
@@ -68,8 +71,7 @@ def test_the_branch_over_all_tokens_is_added(
     assert_added(out[:, rows], case.out[:, rows], branch[:, rows], size[:, rows])
 
 
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-@pytest.mark.parametrize(("layout", "dtype"), list(zip(BLOCKS, cycle(HALVES), strict=False)))
+@pytest.mark.parametrize(("feature_map", "layout", "dtype"), CALLS)
 def test_the_branch_over_unselected_blocks_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:
@@ -105,7 +107,7 @@ def test_states_of_few_heads_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPa
 def test_other_head_sizes_are_padded_or_parted(head_size: int) -> None:
     from multimodal_gen.kernels.linear_attention.launch import add_linear
 
-    case = Case(layout="regular", dtype=torch.bfloat16, head_size=head_size, bias=False)
+    case = Case(layout="small", dtype=torch.bfloat16, head_size=head_size, bias=False)
     _, state = state_of(case)
     out = case.out.clone()
     add_linear(out, case.query, state, case.projection, slice(0, out.shape[1]), "softmax")

@@ -76,21 +76,21 @@ def check(plan: BlockPlan, qkv: QKV, *, values: str, scale: float = 0.1) -> None
 @given(
     SHAPES, st.integers(0, 2**16), st.sampled_from([1, 2, 4]), st.sampled_from(["e4m3", "16-bit"])
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_plan_is_right(shape: PlanShape, seed: int, kv_heads: int, values: str) -> None:
     plan = random_plan(shape, seed=seed)
     check(plan, inputs(plan, kv_heads=kv_heads, seed=seed), values=values)
 
 
-@pytest.mark.parametrize("head_size", [40, 96, 128])
-@pytest.mark.parametrize("values", ["e4m3", "16-bit"])
+@pytest.mark.parametrize(
+    ("head_size", "values"), [(40, "e4m3"), (96, "16-bit"), (128, "e4m3"), (128, "16-bit")]
+)
 def test_every_head_size_is_right(head_size: int, values: str) -> None:
-    plan = random_plan(PlanShape(q_size=128, kv_size=128, keep=0.8), seed=2)
+    plan = random_plan(PlanShape(num_q=1, num_kv=2, q_size=128, kv_size=128, keep=0.8), seed=2)
     check(plan, inputs(plan, head_size=head_size), values=values)
 
 
-@pytest.mark.parametrize("values", ["e4m3", "16-bit"])
-@pytest.mark.parametrize(("queries", "keys"), [(100, 150), (150, 100)])
+@pytest.mark.parametrize(("queries", "keys", "values"), [(100, 150, "e4m3"), (150, 100, "16-bit")])
 def test_causal_plans_are_right(queries: int, keys: int, values: str) -> None:
     plan = BlockPlan.dense(
         Blocks.regular(queries, 64), Blocks.regular(keys, 64), "cpu", causal=True
@@ -139,8 +139,10 @@ def test_strided_inputs_are_read_in_place() -> None:
     check(plan, QKV(q, k, v), values="e4m3")
 
 
-@pytest.mark.parametrize("permuted", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "permuted"),
+    [("regular", True), ("regular", False), ("padded", False), ("ragged", True)],
+)
 def test_the_quantising_kernel_makes_what_the_definition_does(form: str, permuted: bool) -> None:
     from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
 

@@ -35,7 +35,6 @@ def sort(bits: torch.Tensor, groups: ChunkGroups, *, extra: bool, block: int = 1
         (13, 4, 128, False),
         (13, 4, 192, True),
         (40, 7, 128, True),
-        (40, 7, 192, False),
     ],
 )
 def test_every_group_holds_the_rows_that_chose_any_of_its_chunks(num_chunks, size, block, extra):
@@ -68,12 +67,12 @@ def test_merged_parts_are_the_definition(dtype):
     from multimodal_gen.kernels.row_groups.kernel import merge_parts
 
     groups = ChunkGroups(num_chunks=9, size=4)
-    rows = sort(random_bits((2, 2, 300), 9), groups, extra=False)
+    rows = sort(random_bits((2, 2, 140), 9), groups, extra=False)
     room = rows.room
     parts, lse = random(2, room, 6, 24, dtype=dtype), random(2, 6, room, seed=1) * 5
     lse[:, :, ::7] = -torch.inf
     parts[:, ::7] = torch.nan
-    out = torch.empty(2, 300, 3, 24, dtype=dtype)[:, :, 1:]
+    out = torch.empty(2, 140, 3, 24, dtype=dtype)[:, :, 1:]
     merge_parts(parts, lse, rows.position, rows.used, out)
     wanted = merge_parts_reference(parts, lse, rows.position, rows.used)
     rounding = 2 * torch.finfo(dtype).eps

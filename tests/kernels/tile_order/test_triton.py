@@ -53,7 +53,7 @@ def check(tensors: tuple[torch.Tensor, ...], index: torch.Tensor, out: torch.Ten
     per_batch=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_tensors_and_any_order_agree_with_the_reference(
     batch: int,
     num: int,
@@ -71,8 +71,17 @@ def test_any_tensors_and_any_order_agree_with_the_reference(
     check(tuple(tensors), index, out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [32, 40, 64, 128])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (32, torch.float32),
+        (40, torch.bfloat16),
+        (40, torch.float32),
+        (64, torch.float16),
+        (128, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_a_ragged_grid_moves_exactly_at_every_head_size(size: int, dtype: torch.dtype) -> None:
     order = tile_order((5, 7, 9), (4, 4, 4))
     query, key, value = (
@@ -127,7 +136,7 @@ def test_nothing_is_launched_for_an_empty_index() -> None:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_an_order_per_head_agrees_with_the_reference(
     batch: int,
     heads: int,

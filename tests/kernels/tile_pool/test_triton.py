@@ -47,9 +47,15 @@ def selected(
     return out[..., : count + always]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "layout", ["tokens first", "heads first", "channels last but one", "packed"]
+    ("layout", "dtype"),
+    [
+        ("tokens first", torch.float32),
+        ("tokens first", torch.bfloat16),
+        ("heads first", torch.float16),
+        ("channels last but one", torch.bfloat16),
+        ("packed", torch.float16),
+    ],
 )
 def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
     from multimodal_gen.kernels.tile_pool.kernel import pool_tiles
@@ -73,8 +79,15 @@ def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
             assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "indexed"),
+    [
+        (torch.float32, False),
+        (torch.float16, True),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+    ],
+)
 def test_pooling_leaves_masked_tokens_out(dtype: torch.dtype, indexed: bool) -> None:
     from multimodal_gen.kernels.tile_pool.kernel import pool_tiles
 
@@ -139,8 +152,9 @@ def test_rows_are_done_in_turns_where_the_buffer_is_small(scratch_bytes: int) ->
     assert torch.equal(found, naive_best(query, key, 9, 2))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_size", [24, 128])
+@pytest.mark.parametrize(
+    ("dtype", "head_size"), [(torch.float32, 24), (torch.float16, 128), (torch.bfloat16, 24)]
+)
 def test_real_numbers_select_the_best_up_to_rounding(dtype: torch.dtype, head_size: int) -> None:
     query = random(1, 2, 7, head_size, dtype=dtype)
     key = random(1, 1, 150, head_size, seed=1, dtype=dtype)
