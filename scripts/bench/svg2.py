@@ -107,8 +107,8 @@ def attention_runs(data: Clustered) -> tuple[dict[str, Run], float, Callable[[ob
         "engine, triton": lambda: block_sparse_attention(q, k, v, plan, kernel="triton"),
     }
     if importlib.util.find_spec("flashinfer") is not None:
-        plan, run = flashinfer_calls(q, k, v, queries, keys, keep)
-        runs |= {FLASHINFER: run, FLASHINFER_PLANNED: lambda: (plan(), run())[1]}
+        plan_again, run = flashinfer_calls(q, k, v, queries, keys, keep)
+        runs |= {FLASHINFER: run, FLASHINFER_PLANNED: lambda: (plan_again(), run())[1]}
 
     def error(out: object) -> float:
         assert isinstance(out, torch.Tensor)
