@@ -115,15 +115,15 @@ def test_rings_and_branches_give_the_latents_of_one(
     assert record(tmp_path)["mesh"] == mesh
 
 
-def test_four_ranks_are_started_and_only_the_first_speaks(sglang, tiny_pipeline, alone, tmp_path):
+def test_ranks_are_started_and_only_the_first_speaks(sglang, tiny_pipeline, alone, tmp_path):
     flags = _flags(FAMILIES["wan"])
-    degrees = ("--num-gpus", "4", "--ring-degree", "2", "--rank-timeout", "120")
+    degrees = ("--num-gpus", "2", "--ring-degree", "2", "--rank-timeout", "120")
     done = sglang(*command(tiny_pipeline("wan"), tmp_path, *flags, *degrees))
     assert (done.code, done.err) == (0, "")
     torch.testing.assert_close(latents(tmp_path), alone("wan", flags), atol=1e-4, rtol=0)
     lines = done.out.splitlines()
     assert lines.count("seed: 0") == 1
-    assert lines.count("ranks: 4 (1 CFG x 2 ring x 2 Ulysses)") == 1
+    assert lines.count("ranks: 2 (1 CFG x 2 ring x 1 Ulysses)") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("wan-seed0.json", "wan-seed0.mp4", "wan-seed0.safetensors")
     ]
@@ -192,6 +192,24 @@ def test_a_rank_killed_mid_run_ends_it_and_leaves_nothing(running, tmp_path):
     _assert_nothing_is_left(process, pids, tmp_path)
 
 
+def test_ctrl_c_while_ranks_run_leaves_no_half_written_file(
+    sglang, tiny_pipeline, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+
+    def be_interrupted(function, job, run, *, num_ranks):
+        (out / f".{job.mark}wan.partial.mp4").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    out.mkdir()
+    monkeypatch.setattr(launch, "start_ranks", be_interrupted)
+    line = command(tiny_pipeline("wan"), out, "--num-gpus", "2", "--prompt", "a", *WAN)
+    done = sglang(*line)
+    assert (done.code, done.out, done.err) == (130, "", "interrupted; no file was written\n")
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_and_leaves_nothing(running, tmp_path):
     process, pids = running
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

@@ -233,18 +233,30 @@ LENGTHS = {2: [(4, 4), (5, 2)], 4: [(2, 2, 2, 2), (3, 0, 4, 1)]}
 HEADS = [(4, 4), (5, 5), (6, 2), (7, 1)]
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all-valid", "padded"])
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("mesh", MESHES_OF_TWO, ids=str)
+def in_turns(meshes, offset=0):
+    """Return every mesh with every text, and with all heads, which take turns."""
+    return [
+        (mesh, *HEADS[(i + j + offset) % len(HEADS)], text)
+        for i, mesh in enumerate(meshes)
+        for j, text in enumerate(TEXTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "heads", "kv_heads", "text", "masked"),
+    [
+        (*case, masked)
+        for masked in (False, True)
+        for case in in_turns(MESHES_OF_TWO, offset=2 * masked)
+    ],
+    ids=str,
+)
 def test_two_ranks_compute_what_one_does(two_ranks, mesh, heads, kv_heads, text, masked):
     for lengths in LENGTHS[2]:
         two_ranks.run(mesh, check_usp, lengths, heads, kv_heads, TEXTS[text], masked)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("mesh", MESHES_OF_FOUR, ids=str)
+@pytest.mark.parametrize(("mesh", "heads", "kv_heads", "text"), in_turns(MESHES_OF_FOUR), ids=str)
 def test_four_ranks_compute_what_one_does(four_ranks, mesh, heads, kv_heads, text):
     for lengths, masked in zip(LENGTHS[4], (True, False), strict=True):
         four_ranks.run(mesh, check_usp, lengths, heads, kv_heads, TEXTS[text], masked)

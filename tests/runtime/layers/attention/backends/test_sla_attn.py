@@ -163,19 +163,30 @@ def check(qkv, out, naive, linear=None, *, feature_map="softmax", unselected=Fal
     assert torch.equal(out[:, naive.text], plain[:, naive.text])
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.3])
-@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
-@pytest.mark.parametrize("sizes", [(128, 64), (64, 64), (64, 128)], ids=str)
-@pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
+# Every grid and every ratio with all sizes of blocks, and with all numbers of heads.
+SPARSE = [
+    (grid, sizes, (HEADS, 2, 1)[(i + j) % 3], ratio)
+    for i, sizes in enumerate([(128, 64), (64, 64), (64, 128)])
+    for j, (grid, ratio) in enumerate(product((WHOLE, RAGGED), (0.0, 0.3)))
+]
+
+
+@pytest.mark.parametrize(("grid", "sizes", "kv_heads", "ratio"), SPARSE, ids=str)
 def test_the_sparse_branch_attends_to_the_best_blocks(grid, sizes, kv_heads, ratio):
     qkv = inputs(grid, kv_heads=kv_heads, batch=1)
     attention = layer(kv_heads=kv_heads, topk_ratio=ratio, BLKQ=sizes[0], BLKK=sizes[1])
     check(qkv, run(attention, qkv, grid), Naive(qkv, grid, *sizes, ratio))
 
 
-@pytest.mark.parametrize("branch", ["all", "unselected"])
-@pytest.mark.parametrize("feature_map", ["softmax", "elu", "relu"])
-@pytest.mark.parametrize("where", TEXTS)
+# Every place of the text with every feature map and with both branches.
+LINEAR = [
+    (where, feature_map, ("all", "unselected")[(i + j) % 2])
+    for i, where in enumerate(TEXTS)
+    for j, feature_map in enumerate(("softmax", "elu", "relu"))
+]
+
+
+@pytest.mark.parametrize(("where", "feature_map", "branch"), LINEAR)
 def test_the_linear_branch_is_projected_and_added_to_the_video(where, feature_map, branch):
     text = TEXTS[where]
     qkv = inputs(RAGGED, text=text, kv_heads=2)

@@ -154,10 +154,10 @@ def lloyd(x, tokens, centroids, iterations):
     """Return the centroids after the last update, and the tokens of each before it."""
     clusters = []
     for i in range(max(iterations, 1)):
-        rounded = [c.to(x.dtype).double() for c in centroids]
+        rounded = torch.stack([c.to(x.dtype).double() for c in centroids])
         clusters = [[] for _ in centroids]
         for t in tokens:
-            distances = [float((x[t].double() - c).square().sum()) for c in rounded]
+            distances = (x[t].double() - rounded).square().sum(1).tolist()
             clusters[distances.index(min(distances))].append(t)
         if i < iterations:
             centroids = [
@@ -481,8 +481,7 @@ def test_a_share_of_layers_needs_their_number():
         layer(svg2_first_layers_fp=0.5)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("early", "masked"), [(False, False), (True, False), (True, True)])
 def test_dense_steps_may_warm_the_centroids_up(early, masked):
     parameters = {"dense_steps": "0-1", "svg2_zero_step_kmeans_init": early}
     steps = [inputs(seed=seed) for seed in range(3)]
@@ -563,9 +562,9 @@ def test_published_settings_run(name):
         is_dense = str(layer(**raw, site=site).backend) == "torch_sdpa"
         assert is_dense == (i < layers)
     attention, qkv = layer(**raw, site=site), inputs(batch=1)
-    for step in range(steps - 2, steps + 2):
+    for step in (steps - 1, steps):
         out = run(attention, qkv, step=step, num_steps=50, request_id="a", cfg_branch="cond")
     assert out.isfinite().all()
     dense, sparse = attention.report().entries
-    assert (dense.calls, sparse.calls) == (2, 2)
+    assert (dense.calls, sparse.calls) == (1, 1)
     assert all(0 < density <= 1 for _, density in sparse.densities)
