@@ -50,9 +50,7 @@ def run(model, timestep=900.0):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_regional_compilation_shares_one_graph_and_never_recompiles(backend, calls):
     model = model_of(NUM_BLOCKS)
     expected = [run(model, timestep) for timestep in (900.0, 500.0, 100.0)]
