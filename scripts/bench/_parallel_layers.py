@@ -76,6 +76,8 @@ def layer_contender(
     sent = sent_bytes(
         mesh, tokens=qkv[0].shape[1], heads=heads, size=size, itemsize=qkv[0].element_size()
     )
+    if backend == "sliding_tile_attn" and mesh.ring > 1:
+        sent = math.nan  # what the windows of other ranks reach, which is less than a ring's
     return Contender(name=name, run=run, mesh=mesh, around=around, sent=sent, **more)
 
 

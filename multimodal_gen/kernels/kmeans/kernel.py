@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 CHUNK = 1024
-COMPARED = 128
+COMPARED = 64  # as many as a program has threads
 SCANNED = 64
 BIN_BLOCK = 32
 MOST_COLUMNS = 64
@@ -130,6 +130,7 @@ def _place_kernel(
     COMPARED tokens at a time are ranked among each other; the last of each label moves on what is
     before the next ones.
     """
+    HIGH: tl.constexpr = 1 << 16
     pid = tl.program_id(0)
     n = (pid // num_chunks).to(tl.int64)
     if tl.load(active_ptr + n) != 0:
@@ -140,15 +141,17 @@ def _place_kernel(
             token = pid % num_chunks * CHUNK + first
             real = token + i < num_tokens
             label = tl.load(label_ptr + token + i, mask=real, other=BINS - 1)
-            # Summed along the first dimension, which lies within a thread.
+            # Summed along the first dimension, which lies within a thread: those before it, and
+            # in the upper half of the sum those after it.
             same = tl.expand_dims(label, 1) == tl.expand_dims(label, 0)
-            rank = tl.sum((same & (i[:, None] < i[None, :])).to(tl.int32), 0)
-            after = tl.sum((same & (i[:, None] > i[None, :])).to(tl.int32), 0)
+            side = tl.where(i[:, None] < i[None, :], 1, tl.where(i[:, None] > i[None, :], HIGH, 0))
+            found = tl.sum(tl.where(same, side, 0), 0)
+            rank = found % HIGH
             before = tl.load(before_ptr + label)
             place = tl.load(start_ptr + n * BINS + label) + before + rank
             tl.store(order_ptr + n * num_tokens + place, token + i, mask=real)
             tl.debug_barrier()
-            tl.store(before_ptr + label, before + rank + 1, mask=after == 0)
+            tl.store(before_ptr + label, before + rank + 1, mask=found < HIGH)
             tl.debug_barrier()
 
 
@@ -230,7 +233,7 @@ class _Sorter:
         self.starts = self.totals.cumsum(1, dtype=torch.int32) - self.totals
         _place_kernel[grid](
             labels, active, self.counts, self.starts, self.order, self.tokens, self.chunks,
-            CHUNK=CHUNK, BINS=self.bins, COMPARED=COMPARED,
+            CHUNK=CHUNK, BINS=self.bins, COMPARED=COMPARED, num_warps=COMPARED // 32,
         )  # fmt: skip
 
 
