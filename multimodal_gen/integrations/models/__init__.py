@@ -5,6 +5,7 @@ from types import MappingProxyType
 from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall
 from multimodal_gen.integrations.models.cogvideox import COGVIDEOX
 from multimodal_gen.integrations.models.flux import FLUX
+from multimodal_gen.integrations.models.flux2 import FLUX2
 from multimodal_gen.integrations.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
 from multimodal_gen.integrations.models.ltx import LTX
 from multimodal_gen.integrations.models.qwen_image import QWEN_IMAGE
@@ -22,6 +23,7 @@ ADAPTERS: MappingProxyType[str, ModelAdapter] = MappingProxyType(
             HUNYUAN_VIDEO_15,
             LTX,
             FLUX,
+            FLUX2,
             QWEN_IMAGE,
             COGVIDEOX,
         )

@@ -12,30 +12,31 @@ from multimodal_gen.integrations.models.adapter import (
 from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 
 
-def _grid(call: ModelCall) -> Grid | None:
+def grid_of_ids(call: ModelCall) -> Grid | None:
+    """Return the grid of the position ids of a call, which are looked at once while they live."""
     ids = call.tensor("img_ids")
     if ids is None:
         return None
     if ids not in call.memo:
-        call.memo[ids] = _grid_of_ids(ids)
+        call.memo[ids] = _read(ids)
     grid: Grid | None = call.memo[ids]
     return grid
 
 
-def _grid_of_ids(ids: torch.Tensor) -> Grid | None:
-    """Read the grid off position ids [S, 3]; reference images of Kontext lie on no one grid."""
+def _read(ids: torch.Tensor) -> Grid | None:
+    """Read the grid off ids [S, 3 or 4]; the tokens of reference images lie on no one grid."""
     positions = ids[0] if ids.dim() == 3 else ids
     if not len(positions):
         return None
-    is_reference, rows, columns = (int(top) for top in positions.amax(0).tolist())
-    if is_reference or (rows + 1) * (columns + 1) != positions.shape[0]:
+    is_reference, rows, columns, *further = (int(top) for top in positions.amax(0).tolist())
+    if is_reference or any(further) or (rows + 1) * (columns + 1) != positions.shape[0]:
         return None
     return (1, rows + 1, columns + 1)
 
 
 FLUX = ModelAdapter(
     classes=("FluxTransformer2DModel",),
-    grid=_grid,
+    grid=grid_of_ids,
     text_span=front_text,
     timestep_scale=1e-3,
     split=SplitPlan(

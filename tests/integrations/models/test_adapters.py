@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models import ADAPTERS, ModelCall, find_adapter
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
@@ -106,6 +107,29 @@ def test_flux_has_its_grid_in_the_position_ids(dtype):
     assert adapter("FluxTransformer2DModel").grid(call(img_ids=ids[None])) == (1, 64, 96)
 
 
+def flux2_ids(height, width, *, reference=0, layer=0):
+    sizes = (torch.tensor([reference]), torch.arange(height), torch.arange(width))
+    return torch.cartesian_prod(*sizes, torch.tensor([layer]))
+
+
+def test_flux2_has_its_grid_in_position_ids_of_four_numbers():
+    ids = flux2_ids(64, 96)
+    flux2 = adapter("Flux2Transformer2DModel")
+    assert flux2.grid(call(img_ids=ids)) == (1, 64, 96)
+    assert flux2.grid(call(img_ids=ids.expand(2, -1, -1), kv_cache_mode=None)) == (1, 64, 96)
+
+
+@pytest.mark.parametrize("mode", ["extract", "cached"])
+def test_flux2_is_split_only_where_it_keeps_no_keys_of_reference_images(mode):
+    flux2 = adapter("Flux2Transformer2DModel")
+    arguments = {"hidden_states": latents(1, 24, 8), "img_ids": flux2_ids(4, 6)}
+    assert flux2.split.tokens(call(**arguments)) == 24
+    keeps = call(**arguments, kv_cache_mode=mode)
+    with pytest.raises(UsageError, match=rf"kv_cache_mode must be None .* got '{mode}'.* one GPU"):
+        flux2.split.tokens(keeps)
+    assert flux2.grid(keeps) is None
+
+
 def test_flux_ids_are_read_once_while_they_live(monkeypatch):
     ids, looks = flux_ids(4, 6), []
     model_call = call(img_ids=ids)
@@ -123,6 +147,12 @@ def test_flux_ids_are_read_once_while_they_live(monkeypatch):
         ("FluxTransformer2DModel", call(img_ids=flux_ids(4, 6)[:-1])),
         ("FluxTransformer2DModel", call(img_ids=torch.zeros(0, 3))),
         ("FluxTransformer2DModel", call()),
+        (
+            "Flux2Transformer2DModel",
+            call(img_ids=torch.cat((flux2_ids(4, 6), flux2_ids(4, 6, reference=10)))),
+        ),
+        ("Flux2Transformer2DModel", call(img_ids=flux2_ids(4, 6, layer=1))),
+        ("Flux2Transformer2DModel", call()),
         ("QwenImageTransformer2DModel", call(img_shapes=[[(1, 4, 6), (1, 8, 8)]])),
         ("QwenImageTransformer2DModel", call(img_shapes=None)),
         ("LTXVideoTransformer3DModel", call({"patch_size": 1, "patch_size_t": 1})),
@@ -150,6 +180,7 @@ def test_the_text_is_where_each_family_puts_it():
     spans = {
         "WanTransformer3DModel": None,
         "FluxTransformer2DModel": TextSpan(start=0, length=512),
+        "Flux2Transformer2DModel": TextSpan(start=0, length=512),
         "QwenImageTransformer2DModel": TextSpan(start=0, length=512),
         "CogVideoXTransformer3DModel": TextSpan(start=0, length=512),
         "LTXVideoTransformer3DModel": None,

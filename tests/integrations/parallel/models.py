@@ -211,6 +211,39 @@ def flux_inputs(*, references: int = 0) -> Callable[[], dict[str, Any]]:
     return make
 
 
+def flux2() -> Any:
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=SIZE,
+        num_attention_heads=HEADS,
+        joint_attention_dim=12,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+
+
+def flux2_inputs(*, references: int = 0) -> Callable[[], dict[str, Any]]:
+    def make() -> dict[str, Any]:
+        image = torch.cartesian_prod(*(torch.arange(n) for n in (1, 5, 9, 1)))
+        reference = image[:references] + torch.tensor([10, 0, 0, 0])
+        ids = torch.cat((image, reference)).expand(2, -1, -1)
+        text = torch.cartesian_prod(*(torch.arange(n) for n in (1, 1, 1, 7)))
+        return {
+            "hidden_states": normal(2, ids.shape[1], 4),
+            "timestep": torch.full((2,), 0.7),
+            "guidance": torch.full((2,), 4.0),
+            "encoder_hidden_states": normal(2, 7, 12),
+            "img_ids": ids,
+            "txt_ids": text.expand(2, -1, -1),
+        }
+
+    return make
+
+
 def qwen(**changes: Any) -> Any:
     from diffusers import QwenImageTransformer2DModel
 
@@ -290,6 +323,8 @@ CASES = {
     "ltx with a timestep per token": Case(ltx, ltx_inputs(per_token=True)),
     "flux": Case(flux, flux_inputs()),
     "flux with reference tokens": Case(flux, flux_inputs(references=12)),
+    "flux2": Case(flux2, flux2_inputs()),
+    "flux2 with reference tokens": Case(flux2, flux2_inputs(references=12)),
     "qwen": Case(qwen, qwen_inputs()),
     "qwen with padding": Case(qwen, qwen_inputs(6, 3)),
     "qwen with two images": Case(lambda: qwen(zero_cond_t=True), qwen_inputs(images=2)),

@@ -203,7 +203,7 @@ def _different():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Flux2Transformer2DModel", r"splits text too \(encoder_hidden_states, txt_ids\)"),
+        ("LTX2VideoTransformer3DModel", r"splits text too \(encoder_attention_mask, encoder_hid"),
         ("HeliosTransformer3DModel", "gathers in 120 places"),
         ("PixArtTransformer2DModel", "has no plan for it"),
     ],

@@ -15,6 +15,8 @@ from multimodal_gen.runtime.managers.guidance import guides_at, has_branches
         ("ZImagePipeline", 0.5, True),
         ("CogVideoXPipeline", 1.0, False),
         ("CogVideoXPipeline", 6.0, True),
+        ("Flux2KleinPipeline", 1.0, False),
+        ("Flux2KleinPipeline", 4.0, None),  # unless it is distilled
         ("LTX2Pipeline", 1.0, None),  # the scale of its sound counts too
         ("LTX2Pipeline", 3.0, True),
     ],
@@ -27,6 +29,7 @@ def test_the_scale_tells_as_the_pipeline_reads_it(pipeline, scale, guided):
     ("pipeline", "denoiser", "possible"),
     [
         ("Flux2Pipeline", "Flux2Transformer2DModel", False),
+        ("Flux2KleinPipeline", "Flux2Transformer2DModel", True),
         ("FluxFillPipeline", "FluxTransformer2DModel", False),
         ("FluxPipeline", "FluxTransformer2DModel", True),
         ("HunyuanVideo15Pipeline", "HunyuanVideo15Transformer3DModel", True),
