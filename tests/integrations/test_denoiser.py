@@ -21,6 +21,7 @@ JOINT = {
     "hunyuan_video_15": (["cond", "uncond"], TextSpan(start=72, length=1985)),
     "ltx": (["both"], None),
     "flux": (["cond"], TextSpan(start=0, length=512)),
+    "flux2_klein": (["cond", "uncond"], TextSpan(start=0, length=512)),
     "qwen_image": (["cond", "uncond"], ...),
     "cogvideox": (["both"], TextSpan(start=0, length=226)),
 }
@@ -31,6 +32,7 @@ ROLES = {
     "hunyuan_video_15": {"self": 2, "encoder": 2},
     "ltx": {"self": 2, "cross": 2},
     "flux": {"self": 4},
+    "flux2_klein": {"self": 4},
     "qwen_image": {"self": 2},
     "cogvideox": {"self": 2},
 }

@@ -36,7 +36,7 @@ def attention_modules(model):
         name: module
         for name, module in model.named_modules()
         if type(module).__name__.endswith(("Attention", "SdpaAttention"))
-        and any(hasattr(module, part) for part in ("to_q", "q_proj", "q", "qkv"))
+        and any(hasattr(module, part) for part in ("to_q", "to_qkv_mlp_proj", "q_proj", "q", "qkv"))
     }
 
 

@@ -31,6 +31,10 @@ ATTENTION = {
     },
     "ltx": {("LTXAttention", "LTXVideoAttnProcessor"): 4},
     "flux": {("FluxAttention", "FluxAttnProcessor"): 4},
+    "flux2_klein": {
+        ("Flux2Attention", "Flux2AttnProcessor"): 2,
+        ("Flux2ParallelSelfAttention", "Flux2ParallelSelfAttnProcessor"): 2,
+    },
     "qwen_image": {("Attention", "QwenDoubleStreamAttnProcessor2_0"): 2},
     "cogvideox": {("Attention", "CogVideoXAttnProcessor2_0"): 2},
 }

@@ -12,6 +12,7 @@ from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
 from multimodal_gen.testing.tiny_models.cogvideox import COGVIDEOX
 from multimodal_gen.testing.tiny_models.family import TinyFamily
 from multimodal_gen.testing.tiny_models.flux import FLUX
+from multimodal_gen.testing.tiny_models.flux2_klein import FLUX2_KLEIN
 from multimodal_gen.testing.tiny_models.hunyuan_video import HUNYUAN_VIDEO
 from multimodal_gen.testing.tiny_models.hunyuan_video_15 import HUNYUAN_VIDEO_15
 from multimodal_gen.testing.tiny_models.ltx import LTX
@@ -30,6 +31,7 @@ FAMILIES: Final[Mapping[str, TinyFamily]] = MappingProxyType(
             HUNYUAN_VIDEO_15,
             LTX,
             FLUX,
+            FLUX2_KLEIN,
             QWEN_IMAGE,
             COGVIDEOX,
         )

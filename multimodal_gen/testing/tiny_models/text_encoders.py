@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from multimodal_gen.testing.tiny_models.weights import initialise
 
-__all__ = ["TEXT_WIDTH", "clip_text", "llama", "qwen25_vl", "qwen25_vl_text", "t5", "umt5"]
+__all__ = ["TEXT_WIDTH", "clip_text", "llama", "qwen3", "qwen25_vl", "qwen25_vl_text", "t5", "umt5"]
 
 TEXT_WIDTH: Final = 64
 """Channels of every encoder's output."""
@@ -139,3 +139,29 @@ def qwen25_vl(tokenizer: Any) -> Any:
         vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     )
     return initialise(Qwen2_5_VLForConditionalGeneration(config))
+
+
+def qwen3(tokenizer: Any, *, num_layers: int) -> Any:
+    """Return a `Qwen3ForCausalLM`, narrower than the others, as its pipelines need it deep.
+
+    Args:
+        tokenizer: A Qwen2 tokenizer.
+        num_layers: Decoder layers.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_WIDTH // 2,
+        intermediate_size=_FFN_WIDTH // 2,
+        num_hidden_layers=num_layers,
+        num_attention_heads=_HEADS // 2,
+        num_key_value_heads=_KV_HEADS // 2,
+        head_dim=_HEAD_SIZE,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=False,
+    )
+    return initialise(Qwen3ForCausalLM(config))

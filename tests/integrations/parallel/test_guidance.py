@@ -23,6 +23,8 @@ TOLERANCE = 1e-4
         ("wan", 3, 4),
         ("wan22", 4, 6),
         ("qwen_image", 3, 4),
+        # Of the prediction it takes a part, while another rank computes it.
+        ("flux2_klein", 2, 3),
         ("hunyuan_video_15", 3, 4),
         # One call for both branches: half of the batch each.
         ("ltx", 3, 3),

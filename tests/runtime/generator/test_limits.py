@@ -21,6 +21,7 @@ TOKEN = {
     "hunyuan_video_15": 16,
     "ltx": 32,
     "flux": 16,
+    "flux2_klein": 16,
     "qwen_image": 16,
     "cogvideox": 16,
 }
