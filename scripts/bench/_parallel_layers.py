@@ -124,6 +124,7 @@ def layer_case(
 ) -> None:
     """One layer of Wan2.1-14B at 720p, in every layout."""
     heads, grid = (SMALL_HEADS, SMALL_GRID) if options.tiny else (HEADS, GRID)
+    grid = (options.frames or grid[0], *grid[1:])
     tokens = math.prod(grid)
     qkv = make_qkv(tokens, heads)
     backend = None if method == "dense" else method

@@ -41,6 +41,7 @@ def parse() -> argparse.Namespace:
     parser = make_parser(__doc__ or "")
     parser.set_defaults(rounds=3)
     parser.add_argument("--layer-rounds", type=int, default=5, help="rounds of single layers (5)")
+    parser.add_argument("--frames", type=int, default=0, help="latent frames of single layers (21)")
     parser.add_argument("--layers", type=int, default=0, help="layers of the model (all)")
     parser.add_argument("--modes", default="eager", help="eager, compiled, or both by commas")
     parser.add_argument(
