@@ -4,7 +4,8 @@ A processor of diffusers projects, normalises and rotates q, k and v, then calls
 function. A derived class keeps all of that: its methods are the stock ones on the same code, over
 a copy of their module's globals in which only that function is another one. Two spellings exist:
 
-- `dispatch_attention_fn(..., backend=self._attention_backend)` is a global to replace;
+- `dispatch_attention_fn(..., backend=self._attention_backend)` is a global to replace, in the
+  method and in functions of its module that it hands the backend to;
 - `F.scaled_dot_product_attention(...)` does not say whose call it is, so the method is compiled
   from its source once more, with `self._attention_backend` as an additional first argument.
 """
@@ -158,13 +159,46 @@ def _defining_class(stock: type, name: str) -> str:
 
 
 def _rebind(method: FunctionType, replacements: Mapping[str, Any], owner: str) -> FunctionType:
+    _require_plain(method)
     code = method.__code__
-    if hasattr(method, "__wrapped__") or code.co_freevars:
-        raise CannotRebindError(f"{method.__qualname__} is decorated or a closure")
-    replaced = {**dict.fromkeys(_dispatch_names(method), dispatch), **replacements}
+    replaced = {**_dispatch_replaced(method), **_helpers(method), **replacements}
     if _mentions(code, SDPA):
         code = with_sdpa_hook(method, owner)
         replaced[SDPA_HOOK] = sdpa
+    return _with_globals(method, code, replaced)
+
+
+def _helpers(method: FunctionType) -> dict[str, FunctionType]:
+    """Return the functions to which a method leaves calls of the dispatch function, rebound."""
+    named = {name: method.__globals__.get(name) for name in _names(method.__code__)}
+    helpers = {
+        name: function
+        for name, function in named.items()
+        if isinstance(function, FunctionType)
+        and function.__module__ == method.__module__
+        and _dispatch_names(function)
+    }
+    for function in helpers.values():
+        _require_plain(function)
+    return {
+        name: _with_globals(function, function.__code__, _dispatch_replaced(function))
+        for name, function in helpers.items()
+    }
+
+
+def _dispatch_replaced(function: FunctionType) -> dict[str, Any]:
+    return dict.fromkeys(_dispatch_names(function), dispatch)
+
+
+def _require_plain(function: FunctionType) -> None:
+    if hasattr(function, "__wrapped__") or function.__code__.co_freevars:
+        raise CannotRebindError(f"{function.__qualname__} is decorated or a closure")
+
+
+def _with_globals(
+    method: FunctionType, code: CodeType, replaced: Mapping[str, Any]
+) -> FunctionType:
+    """Return a function like `method` on `code`, over its globals with some of them replaced."""
     # Dynamo looks globals up in the module called `__name__`, which would be the stock one, with
     # the stock attention call. `__package__` stays: it is what relative imports go by.
     scope = {key: value for key, value in method.__globals__.items() if key != "__name__"}

@@ -23,6 +23,7 @@ from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope,
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
 from tests.integrations.conftest import generate
+from tests.integrations.parallel.test_models import make
 
 
 def denoisers(pipe):
@@ -382,6 +383,31 @@ def test_an_ip_adapter_of_flux_keeps_its_image_tokens(fresh):
     assert difference <= 1e-5
     assert Counter(layer.calls for layer in report.layers) == {2: 2, 1: 2}
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == weights
+
+
+def test_flux2_attends_to_the_keys_it_keeps_of_reference_images():
+    from diffusers.models.transformers.transformer_flux2 import (
+        Flux2KVAttnProcessor,
+        Flux2KVParallelSelfAttnProcessor,
+    )
+
+    model, inputs = make("flux2 with reference tokens")
+    model.transformer_blocks[0].attn.processor = Flux2KVAttnProcessor()
+    model.single_transformer_blocks[0].attn.processor = Flux2KVParallelSelfAttnProcessor()
+    own = {name: inputs[name][:, 12:] for name in ("hidden_states", "img_ids")}
+
+    def run():
+        with torch.no_grad():
+            first = model(**inputs, kv_cache_mode="extract", num_ref_tokens=12)
+            kept = model(**{**inputs, **own}, kv_cache_mode="cached", kv_cache=first.kv_cache)
+        return torch.cat((first.sample, kept.sample))
+
+    expected = run()
+    with apply(model, attention_backend="torch_sdpa") as handle:
+        found = run()
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # The first step attends twice: the images to be made to all tokens, the others to their own.
+    assert [layer.calls for layer in handle.report().layers] == [3, 3]
 
 
 @pytest.mark.parametrize("target", [None, "folder", nn.Linear(2, 2)])
