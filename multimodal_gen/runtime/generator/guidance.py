@@ -58,13 +58,17 @@ def _by_true_scale(index: PipelineIndex, args: ServerArgs, *, distilled: bool) -
 def _by_scale(index: PipelineIndex, args: ServerArgs) -> UsageError | None:
     """Return why a pipeline that guides by its guidance scale does not."""
     scale = args.guidance_scale
+    if guides_at(index.pipeline_class, math.inf, index.settings) is False:
+        return one_branch(index.name)
     if "guider" in index.components:
         # Without the option its guider's own scale counts.
         guided = scale is None or not math.isclose(scale, 1.0)
     else:
         if scale is None and "guidance_scale" in index.parameters:
             scale = index.parameters["guidance_scale"].default
-        guided = scale is None or guides_at(index.pipeline_class, scale) is not False
+        guided = (
+            scale is None or guides_at(index.pipeline_class, scale, index.settings) is not False
+        )
     if guided:
         return None
     return unguided(index.name, f"a guidance scale of {scale:g}", "give --guidance-scale above 1")

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,13 @@ class PipelineIndex:
         model_path: folder or hub id.
         pipeline_class: the diffusers class.
         components: (library, class name) by component; those the pipeline leaves out are not in it.
+        settings: the rest, what the pipeline was saved with.
     """
 
     model_path: str
     pipeline_class: type
     components: Mapping[str, tuple[str, str]]
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def read(cls, model_path: str) -> "PipelineIndex":
@@ -86,7 +88,17 @@ class PipelineIndex:
             for key, value in config.items()
             if isinstance(value, (list, tuple)) and len(value) == 2 and value[0] is not None
         }
-        return cls(model_path=location, pipeline_class=pipeline_class, components=components)
+        settings = {
+            key: value
+            for key, value in config.items()
+            if not isinstance(value, (list, tuple)) and not key.startswith("_")
+        }
+        return cls(
+            model_path=location,
+            pipeline_class=pipeline_class,
+            components=components,
+            settings=settings,
+        )
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """What the class of a diffusers pipeline tells of its guidance, before anything is computed."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 
 from multimodal_gen.errors import UsageError
@@ -29,18 +29,22 @@ def has_branches(pipeline_class: type, denoiser_classes: Iterable[type]) -> bool
     )
 
 
-def guides_at(pipeline_class: type, scale: float) -> bool | None:
+def guides_at(
+    pipeline_class: type, scale: float, settings: Mapping[str, object] | None = None
+) -> bool | None:
     """Return whether a pipeline has two branches at a guidance scale; None where it depends.
 
     Args:
         pipeline_class: a pipeline of diffusers.
         scale: its `guidance_scale`.
+        settings: what it was saved with; some say there that they were distilled.
     """
     tells = inspect.getattr_static(pipeline_class, "do_classifier_free_guidance", None)
     if not isinstance(tells, property) or tells.fget is None:
         return scale > 1.0
     try:
-        return bool(tells.fget(SimpleNamespace(_guidance_scale=scale)))
+        config = SimpleNamespace(**(settings or {}))
+        return bool(tells.fget(SimpleNamespace(_guidance_scale=scale, config=config)))
     except AttributeError:  # on more than the scale
         return None
 
@@ -63,6 +67,5 @@ def one_branch(name: str) -> UsageError:
     """Return the error for a pipeline whose generations all have one branch."""
     return UsageError(
         f"{name} must not run under --cfg-parallel, which gives each of two guidance branches to "
-        f"GPUs of their own: its guidance scale is an input of its denoiser, which has one branch; "
-        f"drop --cfg-parallel"
+        f"GPUs of their own: its denoiser was distilled to have one branch; drop --cfg-parallel"
     )

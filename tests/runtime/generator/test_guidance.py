@@ -40,6 +40,14 @@ def test_a_generation_with_one_branch_is_refused(tiny_pipeline, family, given, g
         check(tiny_pipeline(family), **given)
 
 
+def test_a_pipeline_saved_as_distilled_is_refused_at_any_scale(tiny_pipeline, tmp_path):
+    folder = shutil.copytree(tiny_pipeline("flux2_klein"), tmp_path / "distilled")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
+    with pytest.raises(UsageError, match="its denoiser was distilled to have one branch; drop"):
+        check(folder, guidance_scale=4.0)
+
+
 @pytest.mark.parametrize(
     ("family", "given"),
     [

@@ -25,6 +25,12 @@ def test_the_scale_tells_as_the_pipeline_reads_it(pipeline, scale, guided):
     assert guides_at(getattr(diffusers, pipeline), scale) is guided
 
 
+@pytest.mark.parametrize("distilled", [True, False])
+def test_a_pipeline_that_was_saved_as_distilled_does_not_guide(distilled):
+    settings = {"is_distilled": distilled}
+    assert guides_at(diffusers.Flux2KleinPipeline, 4.0, settings) is not distilled
+
+
 @pytest.mark.parametrize(
     ("pipeline", "denoiser", "possible"),
     [
