@@ -67,7 +67,10 @@ def svg2(**config: object) -> tuple[str, ...]:
     return "--attention-backend", NAME, "--attention-backend-config", written
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name == "wan" else [pytest.mark.slow]) for name in SIZES],
+)
 def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> None:
     dense, _ = latents(family, "dense", "--attention-backend", "torch_sdpa")
     all_of_it, layers = latents(family, "all", *svg2(svg2_top_p_kmeans=1))

@@ -68,7 +68,10 @@ def densities(layers: list[dict]) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name == "wan" else [pytest.mark.slow]) for name in SIZES],
+)
 def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> None:
     dense, _ = latents(family, "dense", "--attention-backend", "torch_sdpa")
     every = dict.fromkeys(("temporal_topk", "spatial_topk", "st_topk"), 99)

@@ -38,7 +38,7 @@ def test_one_iteration_is_the_definition(dtype: torch.dtype, layout: str, masked
     keep = torch.rand(2, 140, generator=torch.Generator().manual_seed(1)) > 0.2
     kept = keep if masked else None
     start = initial_centroids(x, 6)
-    for iterations in (0, 1):
+    for iterations in (0, 1) if masked else (1,):
         wanted = kmeans(x, start, iterations=iterations, keep=kept, kernel="reference")
         found = kmeans(x, start, iterations=iterations, keep=kept, kernel="triton")
         assert torch.equal(found.order, wanted.order)

@@ -101,14 +101,19 @@ def step_strategy(tmp_path, *steps, layers=1) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("grid", [GRID, RAGGED], ids=["divides", "ragged"])
+# Every window and every place of the text on either grid.
+WINDOWS = [(1, 1, 1), (1, 3, 3), (2, 2, 2), (1, 2, 4), (9, 1, 3), (1, 3, 1), (2, 3, 4)]
+PLACES = [None, TextSpan(start=0, length=5), TextSpan(start=-1, length=11)]
+
+
 @pytest.mark.parametrize(
-    "window",
-    [(1, 1, 1), (1, 3, 3), (2, 2, 2), (1, 2, 4), (9, 1, 3), (1, 3, 1), (2, 3, 4)],
+    ("grid", "window", "text"),
+    [
+        ((GRID, RAGGED)[(i + j) % 2], window, text)
+        for i, window in enumerate(WINDOWS)
+        for j, text in enumerate(PLACES)
+    ],
     ids=str,
-)
-@pytest.mark.parametrize(
-    "text", [None, TextSpan(start=0, length=5), TextSpan(start=-1, length=11)], ids=str
 )
 def test_attention_is_that_of_the_mask_of_tokens(grid, window, text) -> None:
     if text is not None and text.start:
