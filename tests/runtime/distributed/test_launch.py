@@ -1,5 +1,11 @@
-"""Ranks that are started, and runs that end when one of them fails: soon, and in one line."""
+"""Ranks that are started, and runs that end when one of them fails: soon, and in one line.
 
+Ranks are forks here, of a process that has imported what they need; those that import it
+themselves are in the tests of the command line.
+"""
+
+import dataclasses
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,6 +17,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import RankError
+from multimodal_gen.runtime.distributed import launch
 from multimodal_gen.runtime.distributed.joining import init_parallel
 from multimodal_gen.runtime.distributed.launch import be_rank, start_ranks
 from multimodal_gen.runtime.layers.attention import USPAttention
@@ -68,23 +75,47 @@ def be_interrupted() -> None:
     hang()
 
 
+def start(folder: Path, step_2, results) -> None:
+    """Start two ranks; send what they end with, and whether Ctrl-C does what it did before."""
+    for number, name in ((1, "out"), (2, "err")):
+        with (folder / name).open("wb") as file:
+            os.dup2(file.fileno(), number)
+    pids = folder / "pids"
+    pids.mkdir()
+    config, before = launch._config, signal.getsignal(signal.SIGINT)
+    launch._config = lambda *args: dataclasses.replace(config(*args), start_method="fork")
+    try:
+        outcome = start_ranks(rank, pids, step_2, num_ranks=2)
+    except (RankError, KeyboardInterrupt) as error:
+        outcome = error
+    results.send((outcome, signal.getsignal(signal.SIGINT) is before))
+
+
 @pytest.fixture
-def run(tmp_path, capfd):
+def run(tmp_path):
     """Return what two ranks end with: status or exception, standard output and error."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["multimodal_gen.testing.processes", __name__])
 
     def run(step_2):
-        start = time.monotonic()
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=start, args=(tmp_path, step_2, theirs))
+        process.start()
+        theirs.close()
         try:
-            outcome = start_ranks(rank, tmp_path, step_2, num_ranks=2)
-        except (RankError, KeyboardInterrupt) as error:
-            outcome = error
-        assert time.monotonic() - start < BOUND_S
-        for file in tmp_path.iterdir():
+            assert mine.poll(BOUND_S)
+            outcome, restored = mine.recv()
+            process.join(BOUND_S)
+        finally:
+            process.kill()
+        assert process.exitcode == 0
+        assert restored
+        pids = list((tmp_path / "pids").iterdir())
+        for file in pids:
             with pytest.raises(ProcessLookupError, match="No such process"):
                 os.kill(int(file.read_text()), 0)
-        assert len(list(tmp_path.iterdir())) == 2
-        out, err = capfd.readouterr()
-        return outcome, out, err
+        assert len(pids) == 2
+        return outcome, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
 
     return run
 
@@ -141,8 +172,6 @@ def test_ranks_with_different_inputs_end_with_who_has_what(run) -> None:
 
 
 def test_ctrl_c_ends_all_ranks(run) -> None:
-    before = signal.getsignal(signal.SIGINT)
     error, out, err = run(be_interrupted)
     assert isinstance(error, KeyboardInterrupt)
     assert (out, err) == ("", "")
-    assert signal.getsignal(signal.SIGINT) is before
