@@ -3,14 +3,16 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.quantized_attention.api import quantized_attention
+from multimodal_gen.kernels.quantized_attention.api import Values, quantized_attention
+from multimodal_gen.kernels.quantized_attention.providers import has_e4m3
 from multimodal_gen.runtime.layers.attention.backends._common import (
     attend_to_nothing,
     refuse_grad,
@@ -18,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.backends._common import (
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     ALL_ROLES,
     HALF_DTYPES,
+    AttentionBackend,
     AttentionImpl,
     Capability,
     HeadSizes,
@@ -29,12 +32,26 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     TRITON,
     TRITON_WITH_GLUON,
 )
-from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    AttentionRole,
+    Feature,
+)
+from multimodal_gen.runtime.platforms import PlatformEnum
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["ENGINE_KERNELS", "QuantizedAttentionImpl", "quantized_variants"]
+__all__ = [
+    "ENGINE_KERNELS",
+    "QuantizedAttentionImpl",
+    "QuantizedBackend",
+    "quantized_variants",
+    "refuse_foreign_values",
+    "values_of",
+    "values_option",
+]
 
 ENGINE_KERNELS = ("gluon", "triton", "reference")
 """Kernels of the 8-bit engine, fastest first."""
@@ -71,6 +88,77 @@ def quantized_variants(
     return hopper, portable
 
 
+def values_option() -> Any:
+    """Declare the parameter `values` of a backend on the engine."""
+    return option("16-bit", "what built-in kernels round weights and values to; e4m3 is less exact")
+
+
+def values_of(config: BackendConfig | None) -> Values:
+    """Return the parameter `values` of a configuration."""
+    values: Values = getattr(config, "values", "16-bit")
+    return values
+
+
+def refuse_foreign_values(kernel: str, values: Values, backend: str, *own: str) -> None:
+    """Raise `ConfigError` where `values` was given for a kernel of somebody else.
+
+    Args:
+        kernel: the parameter `kernel`.
+        values: the parameter `values`.
+        backend: the backend's name, for the message.
+        *own: what `kernel` is called where it is one of this package.
+    """
+    if values != "16-bit" and kernel not in ("auto", *own):
+        raise ConfigError(
+            f"`values` of {backend} must be 16-bit with `kernel` {kernel}, whose values are its "
+            f"package's own, got {values}; leave `kernel` out, or give {' or '.join(own)}"
+        )
+
+
+class QuantizedBackend(AttentionBackend):
+    """A backend on the engine, whose own kernels take the parameter `values`."""
+
+    @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants that the parameters leave: e4m3 values leave the engine's."""
+        left = super().variants_for(config)
+        return tuple(v for v in left if v.name in ENGINE_KERNELS or values_of(config) == "16-bit")
+
+    @classmethod
+    def choose_variant(
+        cls,
+        request: AttentionRequest,
+        config: BackendConfig | None = None,
+        *,
+        only: Callable[[Variant], bool] | None = None,
+    ) -> Variant | None:
+        """Return the variant that serves `request`, if the GPU has the values asked for."""
+        if _values_reasons(request, config):
+            return None
+        return super().choose_variant(request, config, only=only)
+
+    @classmethod
+    def unsupported_reasons(
+        cls, request: AttentionRequest, config: BackendConfig | None = None
+    ) -> tuple[str, ...]:
+        """Return what is missing; that the GPU lacks the values asked for is reason enough."""
+        return _values_reasons(request, config) or super().unsupported_reasons(request, config)
+
+
+def _values_reasons(request: AttentionRequest, config: BackendConfig | None) -> tuple[str, ...]:
+    environment = request.environment
+    capability = environment.capability
+    asked = values_of(config) == "e4m3" and getattr(config, "kernel", "auto") != "reference"
+    if not asked or environment.platform is not PlatformEnum.CUDA or capability is None:
+        return ()
+    if has_e4m3("cuda", capability):
+        return ()
+    return (
+        f"needs compute capability >= 8.9 for `values` e4m3, this GPU has "
+        f"{capability.as_version_str()}; use values=16-bit",
+    )
+
+
 class QuantizedAttentionImpl(AttentionImpl):
     """Attention over a plan of every block; see `AttentionImpl` for the arguments.
 
@@ -98,7 +186,13 @@ class QuantizedAttentionImpl(AttentionImpl):
         if attn_mask is not None:
             key, value, plan = drop_masked(key, value, plan, attn_mask, self.label)
         out = quantized_attention(
-            query, key, value, plan, scale=self.softmax_scale, kernel=self.variant or "auto"
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.variant or "auto",
+            values=values_of(self.config),
         )
         assert isinstance(out, torch.Tensor)
         return out
@@ -118,6 +212,7 @@ class QuantizedAttentionImpl(AttentionImpl):
             plan,
             scale=self.softmax_scale,
             kernel=self.variant or "auto",
+            values=values_of(self.config),
             return_lse=True,
         )
         return out, lse

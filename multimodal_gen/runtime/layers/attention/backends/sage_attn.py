@@ -19,7 +19,6 @@ from multimodal_gen.runtime.layers.attention.backends._spas_sage import (
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
-    AttentionBackend,
     AttentionImpl,
     Capability,
     HeadSizes,
@@ -32,7 +31,11 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
 from multimodal_gen.runtime.layers.attention.backends.quantized import (
     ENGINE_KERNELS,
     QuantizedAttentionImpl,
+    QuantizedBackend,
     quantized_variants,
+    refuse_foreign_values,
+    values_of,
+    values_option,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
@@ -60,11 +63,22 @@ class SageAttnConfig(BackendConfig):
     Attributes:
         kernel: which implementation runs: the package sageattention or spas_sage_attn, or "triton",
             this package's own kernels; "auto" takes the fastest one present.
+        values: what this package's own kernels round weights and values to: "16-bit", or "e4m3",
+            which is a third to half as exact, needs compute capability 8.9, and is the slower one
+            on 9.0. Packages have values of their own: e4m3 leaves the built-in kernels alone.
+
+    Raises:
+        ConfigError: `values` is e4m3 and `kernel` a package.
     """
 
     kernel: Literal["auto", "sageattention", "spas_sage_attn", "triton"] = option(
         "auto", "implementation: a package, triton for the built-in kernels, auto for the fastest"
     )
+    values: Literal["16-bit", "e4m3"] = values_option()
+
+    def check(self) -> None:
+        """Packages take no `values`."""
+        refuse_foreign_values(self.kernel, self.values, "sage_attn", "triton")
 
 
 class SageAttentionImpl(AttentionImpl):
@@ -168,7 +182,7 @@ _HOPPER, _PORTABLE = (
 )
 
 
-class SageAttentionBackend(AttentionBackend):
+class SageAttentionBackend(QuantizedBackend):
     """SageAttention, by the fastest implementation present."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN
@@ -242,6 +256,8 @@ class SageAttentionBackend(AttentionBackend):
 
     @classmethod
     def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants that the `kernel` parameter leaves."""
+        """Return the variants that the parameters leave; e4m3 values leave the built-in ones."""
         kernel = getattr(config, "kernel", "auto")
+        if values_of(config) == "e4m3":
+            kernel = "triton"
         return tuple(v for v in cls.variants if v.name in _VARIANTS.get(kernel, (v.name,)))

@@ -1,4 +1,4 @@
-"""Sparse-Linear Attention with 8-bit arithmetic in its sparse branch.
+"""Sparse-Linear Attention whose sparse branch multiplies queries and keys in 8 bits.
 
 Block map, linear branch and projection are those of `sla_attn`. Text attends in 16 bits.
 
@@ -22,7 +22,6 @@ from multimodal_gen.runtime.layers.attention.backends._spas_sage import (
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     HALF_DTYPES,
-    AttentionBackend,
     AttentionImpl,
     Capability,
     HeadSizes,
@@ -33,7 +32,14 @@ from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     SPAS_SAGE_ATTN,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.backends.quantized import quantized_variants
+from multimodal_gen.runtime.layers.attention.backends.quantized import (
+    ENGINE_KERNELS,
+    QuantizedBackend,
+    quantized_variants,
+    refuse_foreign_values,
+    values_of,
+    values_option,
+)
 from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAImpl
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
@@ -44,7 +50,7 @@ _FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SageSLAConfig(SparseConfig):
-    """Parameters of `sage_sla_attn`: those of `sla_attn`, with 8-bit arithmetic.
+    """Parameters of `sage_sla_attn`: those of `sla_attn`, with 8-bit scores.
 
     Attributes:
         topk_ratio: share of key blocks that get 8-bit attention; at least one block always does.
@@ -54,6 +60,12 @@ class SageSLAConfig(SparseConfig):
         use_bf16: bfloat16 inputs to the quantisation, else float16.
         linear_branch: linear attention over `all` tokens, or over `unselected` blocks only.
         kernel: which kernel runs; `auto` takes the fastest one supported.
+        values: what the package's own kernels round weights and values to: "16-bit", or "e4m3",
+            which is a third to half as exact, needs compute capability 8.9 on a GPU, and is the
+            slower one on 9.0.
+
+    Raises:
+        ConfigError: `values` is e4m3 and `kernel` is spas_sage_attn.
     """
 
     topk_ratio: float = option(0.5, "share of key blocks with 8-bit attention", ge=0, le=1)
@@ -69,13 +81,18 @@ class SageSLAConfig(SparseConfig):
     kernel: Literal["auto", "gluon", "triton", "reference", "spas_sage_attn"] = option(
         "auto", "kernel that runs"
     )
+    values: Literal["16-bit", "e4m3"] = values_option()
+
+    def check(self) -> None:
+        """SpargeAttn takes no `values`."""
+        refuse_foreign_values(self.kernel, self.values, "sage_sla_attn", *ENGINE_KERNELS)
 
 
-class SageSLABackend(AttentionBackend):
-    """Sparse-Linear Attention with 8-bit arithmetic."""
+class SageSLABackend(QuantizedBackend):
+    """Sparse-Linear Attention with 8-bit scores."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_SLA_ATTN
-    summary: ClassVar[str] = "Sparse-Linear Attention with 8-bit scores and values"
+    summary: ClassVar[str] = "Sparse-Linear Attention: 8-bit scores, and 16-bit values by default"
     config_cls: ClassVar[type[SageSLAConfig]] = SageSLAConfig
     variants: ClassVar[tuple[Variant, ...]] = (
         *quantized_variants(_FEATURES, SELF_ONLY),
@@ -137,6 +154,7 @@ class SageSLAImpl(SLAImpl):
             plan,
             scale=self.softmax_scale,
             kernel=self.variant or self.options.kernel,
+            values=values_of(self.config),
             mean=means.mean(2).float(),
         )
         assert isinstance(out, torch.Tensor)
@@ -154,6 +172,7 @@ class SageSLAImpl(SLAImpl):
             scale=self.softmax_scale,
             return_lse=True,
             kernel=self.variant or self.options.kernel,
+            values=values_of(self.config),
         )
         return out, lse
 

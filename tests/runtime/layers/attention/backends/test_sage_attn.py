@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SageAttentionBackend,
     SageAttentionImpl,
@@ -185,6 +185,45 @@ def test_what_its_own_kernels_do_not_support_is_refused_in_one_line(fields, reas
     reasons = SageAttentionBackend.unsupported_reasons(request, config)
     assert any(reason in found for found in reasons)
     assert all("\n" not in found for found in reasons)
+
+
+def e4m3(**parameters):
+    return build_config(SageAttnConfig, {"values": "e4m3", **parameters}, backend="sage_attn")
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), "gluon"), ((8, 9), "triton")])
+def test_e4m3_values_leave_the_built_in_kernels_alone(capability, expected, request_on):
+    packages = (TRITON, ("sageattention", "sageattention", "2.2.0"))
+    request = request_on(PlatformEnum.CUDA, capability=capability, packages=packages)
+    variant = SageAttentionBackend.choose_variant(request, e4m3())
+    assert variant is not None
+    assert variant.name == expected
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+def test_a_gpu_without_e4m3_is_the_only_reason_given(kernel, request_on):
+    request = request_on(PlatformEnum.CUDA, capability=(8, 6), packages=(TRITON,))
+    assert SageAttentionBackend.choose_variant(request, e4m3(kernel=kernel)) is None
+    (reason,) = SageAttentionBackend.unsupported_reasons(request, e4m3(kernel=kernel))
+    assert reason == (
+        "needs compute capability >= 8.9 for `values` e4m3, this GPU has 8.6; use values=16-bit"
+    )
+
+
+def test_e4m3_values_are_refused_for_packages():
+    with pytest.raises(ConfigError, match="`values` of sage_attn must be 16-bit with `kernel` sag"):
+        e4m3(kernel="sageattention")
+
+
+def test_e4m3_values_reach_the_built_in_kernels():
+    q, k, v = make_qkv(1, 150, 2, 64, dtype=torch.bfloat16)
+    impl = SageAttentionImpl(2, 64, 0.2, variant="reference", config=e4m3())
+    out, lse = impl.forward_lse(q, k, v)
+    assert torch.equal(out, impl.forward(q, k, v))
+    finer, same = SageAttentionImpl(2, 64, 0.2, variant="reference").forward_lse(q, k, v)
+    torch.testing.assert_close(lse, same)
+    error = (out - finer).float().norm() / finer.float().norm()
+    assert 0.01 < error < 0.06, "an e4m3 number errs by 2 % on average, up to 6 %"
 
 
 def test_spargeattn_gets_a_mask_of_every_block(fake_package):

@@ -187,6 +187,37 @@ def test_gpus_before_sm80_take_none_of_its_kernels(request_on):
     )
 
 
+def test_e4m3_values_are_asked_for_by_name():
+    qkv = inputs(WHOLE)
+    finer = run(layer(topk_ratio=0.5), qkv, WHOLE)
+    out = run(layer(topk_ratio=0.5, values="e4m3"), qkv, WHOLE)
+    error = (out - finer).norm() / finer.norm()
+    assert 0.01 < error < 0.06, "an e4m3 number errs by 2 % on average, up to 6 %"
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton", "reference"])
+def test_gpus_without_e4m3_leave_the_reference_to_those_who_name_it(kernel, request_on):
+    request = request_on(
+        PlatformEnum.CUDA, capability=(8, 0), packages=(("triton", "triton", "3.6.0"),)
+    )
+    asked = {"kernel": kernel, "values": "e4m3"}
+    reasons = SageSLABackend.unsupported_reasons(
+        request, build_config(SageSLAConfig, asked, backend="sage_sla_attn")
+    )
+    reason = (
+        "needs compute capability >= 8.9 for `values` e4m3, this GPU has 8.0; use values=16-bit"
+    )
+    assert reasons == (() if kernel == "reference" else (reason,))
+
+
+def test_spargeattn_takes_no_e4m3_values():
+    wanted = "`values` of sage_sla_attn must be 16-bit with `kernel` spas_sage_attn"
+    with pytest.raises(ConfigError, match=wanted):
+        by_spas(values="e4m3")
+    left = SageSLABackend.variants_for(SageSLAConfig(values="e4m3"))
+    assert [variant.name for variant in left] == ["gluon", "triton", "reference"]
+
+
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(ConfigError, match=r"kernel.*must be one of"):
         build_config(SageSLAConfig, {"kernel": "cutlass"}, backend="sage_sla_attn")
@@ -272,7 +303,8 @@ def test_at_ratio_one_it_is_dense_attention():
 def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
     """With the engine swapped for exact attention over the same plan, the two agree."""
 
-    def exactly(query, key, value, plan, *, scale, kernel, mean):
+    def exactly(query, key, value, plan, *, scale, kernel, values, mean):
+        assert values == "16-bit"
         assert isinstance(plan, BlockPlan)
         assert mean.shape == (key.shape[0], key.shape[2], key.shape[3])
         return attention_reference(query, key, value, plan, scale=scale)[0]
