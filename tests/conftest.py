@@ -5,6 +5,7 @@ twice, and before the others; then come kernel tests that take a process and a m
 none of them is left for the end.
 """
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fixtures(item: pytest.Item) -> Sequence[str]:
     """Return the names of the fixtures that a test needs."""
     return getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_traces() -> None:
+    """Keep pytest from listening to torch's traces: with a listener, compiling writes them."""
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.heads import share_heads
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.testing.processes import World
-from tests.scripts.test_bench_sparse import BENCH
+from tests.scripts.conftest import BENCH
 
 TOKENS, HEADS, SIZE = 12, 4, 8
 

@@ -1,44 +1,19 @@
 """The benchmark of Sparse-Linear Attention: a run on a tiny case, and what it refuses."""
 
 import csv
-import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-
 
 @pytest.fixture
-def sla(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    module = importlib.import_module("sla")
-    # As on a machine without a GPU, wherever the tests run.
-    for name in ("_harness", "sla"):
-        monkeypatch.setattr(importlib.import_module(name), "DEVICE", "cpu")
-    return module
+def sla(bench):
+    return bench("sla")
 
 
-def test_a_smoke_run_writes_a_row_per_contender(tmp_path):
-    command = [sys.executable, str(BENCH / "sla.py"), "--commit", "c0ffee", "--smoke"]
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(BENCH.parents[1]),
-        "OMP_NUM_THREADS": "1",
-    }
-    result = subprocess.run(
-        [*command, "--rounds", "1", "--out", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr
+def test_a_smoke_run_writes_a_row_per_contender(run_bench, tmp_path):
+    result = run_bench("sla", "--smoke", "--rounds", "1", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
     with (tmp_path / "sla.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["contender"] for row in rows] == [
@@ -51,7 +26,7 @@ def test_a_smoke_run_writes_a_row_per_contender(tmp_path):
     assert all(float(row["relative_error"]) < 1e-5 for row in rows)
     # 585 tokens are 10 key blocks, of which 3 are kept.
     assert [float(row["density"]) for row in rows] == [1.0, 0.3, 0.3, 0.3]
-    assert "left out: thu-ml/SLA" in result.stdout
+    assert "left out: thu-ml/SLA" in result.out
 
 
 def test_a_wrong_output_is_named_and_not_timed(sla, monkeypatch, capsys):

@@ -3,40 +3,17 @@
 import csv
 import importlib
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-
-
-def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(BENCH.parents[1]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, str(BENCH / name), "--commit", "c0ffee", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-
 
 @pytest.fixture
-def sparse(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    module = importlib.import_module("sparse")
-    # As on a machine without a GPU, wherever the tests run.
-    for name in ("_harness", "sparse", "_sparse_contenders", "_sparse_peers"):
-        other = importlib.import_module(name)
-        if hasattr(other, "DEVICE"):
-            monkeypatch.setattr(other, "DEVICE", "cpu")
-    return module
+def sparse(bench):
+    return bench("sparse")
 
 
 @pytest.fixture
@@ -58,9 +35,9 @@ def dense_output(case, inputs) -> torch.Tensor:
     return ((q @ k.mT * case.scale).softmax(-1) @ v).transpose(0, 1)
 
 
-def test_a_smoke_run_checks_and_writes_a_row_per_contender_and_piece(tmp_path) -> None:
-    result = run_script("sparse.py", "--smoke", "--rounds", "1", "--out", str(tmp_path))
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_a_smoke_run_checks_and_writes_a_row_per_contender_and_piece(run_bench, tmp_path) -> None:
+    result = run_bench("sparse", "--smoke", "--rounds", "1", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
     with (tmp_path / "sparse.csv").open() as file:
         rows = list(csv.DictReader(file))
     of_case = {row["case"]: set() for row in rows}
@@ -75,13 +52,13 @@ def test_a_smoke_run_checks_and_writes_a_row_per_contender_and_piece(tmp_path) -
     assert {f"vsa layer, gate: {piece}" for piece in pieces} <= of_case["smoke ragged"]
     assert {"sta layer", "vsa layer"} <= of_case["smoke text"]
     assert "vsa layer, gate" not in of_case["smoke text"]
-    assert "left out of smoke text: vsa layer, gate, takes no text" in result.stdout
+    assert "left out of smoke text: vsa layer, gate, takes no text" in result.out
 
 
-def test_full_size_needs_a_gpu() -> None:
-    result = run_script("sparse.py")
-    assert result.returncode == 2
-    assert "needs a GPU; --smoke runs tiny cases anywhere" in result.stderr
+def test_full_size_needs_a_gpu(run_bench) -> None:
+    result = run_bench("sparse")
+    assert result.code == 2
+    assert "needs a GPU; --smoke runs tiny cases anywhere" in result.err
 
 
 def test_the_cases_are_the_grids_of_the_models(cases) -> None:

@@ -1,22 +1,19 @@
 """The benchmark of whole Wan forwards: which contenders run, and what is checked of them."""
 
 import csv
-import importlib
 import math
 from types import SimpleNamespace
 
 import pytest
 
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from tests.scripts.test_bench_sparse import BENCH, run_script
 
 pytest.importorskip("diffusers")
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("wan_forward")
+def script(bench):
+    return bench("wan_forward")
 
 
 @pytest.fixture
@@ -36,16 +33,16 @@ def report(*entries, role=AttentionRole.SELF):
     return SimpleNamespace(layers=[layer])
 
 
-def test_a_smoke_run_times_the_contenders_asked_for(tmp_path) -> None:
+def test_a_smoke_run_times_the_contenders_asked_for(run_bench, tmp_path) -> None:
     names = ["stock native", "apply sliding_tile_attn", "apply video_sparse_attn"]
-    options = ("--smoke", "--rounds", "1", "--out", str(tmp_path))
-    result = run_script("wan_forward.py", *options, "--contenders", ", ".join(names))
-    assert result.returncode == 0, result.stdout + result.stderr
+    options = ("--smoke", "--rounds", "1", "--out", tmp_path)
+    result = run_bench("wan_forward", *options, "--contenders", ", ".join(names))
+    assert result.code == 0, result.out + result.err
     with (tmp_path / "wan_forward.csv").open() as file:
         rows = list(csv.DictReader(file))
     wanted = [(f"smoke, {mode}", name) for mode in ("eager", "compiled") for name in names]
     assert [(row["case"], row["contender"]) for row in rows] == wanted
-    assert "apply sliding_tile_attn at density 0.8343 in 2 layers" in result.stdout
+    assert "apply sliding_tile_attn at density 0.8343 in 2 layers" in result.out
 
 
 def test_the_sparse_contenders_of_the_large_model_have_the_densities_asked_for(
