@@ -1,9 +1,9 @@
 """The benchmark over several GPUs: what it counts, and a run of two processes on tiny cases."""
 
+import contextlib
 import csv
 import importlib
-import os
-import subprocess
+import io
 import sys
 from itertools import product
 
@@ -65,14 +65,27 @@ def test_layouts_send_what_the_readme_says(ranks):
     assert both == 4 * one / 4 / 2 + 2 * one / 4
 
 
+def run_tiny(out):
+    """Run the command line in one process; return what it leaves with, and what it prints."""
+    sys.path.insert(0, str(BENCH))
+    script = importlib.import_module("parallel")
+    for name in ("_harness", "_ranks", "_parallel_layers"):
+        importlib.import_module(name).DEVICE = "cpu"
+    sys.argv = ["parallel.py", "--commit", "c0ffee", "--tiny", "--out", str(out)]
+    sys.argv += ["--layer-rounds", "1", "--only", "exchange,layer dense"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            script.main()
+        except SystemExit as error:
+            return error.code, said.getvalue()
+
+
 def test_a_tiny_run_of_two_processes_writes_its_rows(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += [str(BENCH / "parallel.py"), "--commit", "c0ffee", "--tiny", "--out", str(tmp_path)]
-    command += ["--layer-rounds", "1", "--only", "exchange,layer dense"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(BENCH.parents[1])
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stdout + run.stderr
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    with World(2, meeting) as world:
+        (first, said), (second, nothing) = world.run(None, run_tiny, tmp_path)
+    assert (first, second, nothing) == (0, 0, ""), said
     with (tmp_path / "parallel.csv").open() as file:
         rows = list(csv.DictReader(file))
     layer = {row["contender"]: row for row in rows if row["case"] == "layer dense"}
