@@ -1,15 +1,18 @@
-"""The demo, run for real; the README shows excerpts of what it and `attention list` print."""
+"""The demo, its commands run in this process; the README shows excerpts of what it prints."""
 
+import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+
+from multimodal_gen.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -32,47 +35,82 @@ def _missing(excerpt: list[str], output: str) -> list[str]:
     return [line for line in excerpt if line not in printed]
 
 
-def _run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+@pytest.fixture(scope="module")
+def libraries() -> None:
+    """Import them before output is captured: their log handlers keep the stderr they find."""
+    import diffusers  # noqa: F401
+    import transformers  # noqa: F401
+
+
+@pytest.fixture
+def output(
+    libraries: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Run a command in this process, on a terminal of 100 columns; return what it prints."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(main: Callable[[Sequence[str]], int], *words: str) -> str:
+        capfd.readouterr()
+        code = main(words)
+        out, err = capfd.readouterr()
+        assert code == 0, err
+        return out
+
+    return run
+
+
+@pytest.fixture
+def make_model(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], int]:
+    """The script that makes the model; the libraries of this process stay as loud as they are."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = REPOSITORY / "scripts" / "make_tiny_model.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "_quieten_libraries", lambda: None)
+    return module.main
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The scripts, with this test's own interpreter as their environment."""
+    """The scripts, with an environment that notes the arguments its commands get, one per line."""
     shutil.copytree(REPOSITORY / "scripts", tmp_path / "scripts")
     (tmp_path / "scripts" / "_environment.sh").write_text(
-        f'use_environment() {{ ARGUMENTS=("$@"); PYTHON="{sys.executable}"; '
+        f'use_environment() {{ ARGUMENTS=("$@"); PYTHON="{tmp_path}/bin/python"; '
         f'ENVIRONMENT="{tmp_path}"; cd "{tmp_path}"; }}\n'
     )
-    command = tmp_path / "bin" / "sglang"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m multimodal_gen "$@"\n')
-    command.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "sglang"):
+        command = tmp_path / "bin" / name
+        command.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > '{tmp_path}/{name}'\n")
+        command.chmod(0o755)
     return tmp_path
 
 
-def test_the_demo_prints_what_the_readme_shows_and_leaves_a_video(checkout: Path) -> None:
+def test_the_demo_prints_what_the_readme_shows_and_leaves_a_video(
+    checkout: Path,
+    make_model: Callable[[Sequence[str]], int],
+    output: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for left_over in ("outputs/tiny-wan/model_index.json", "outputs/demo.mp4"):
         (checkout / left_over).parent.mkdir(parents=True, exist_ok=True)
         (checkout / left_over).write_text("from an earlier run")
-    result = _run([str(checkout / "scripts" / "demo")], checkout)
-    assert result.returncode == 0, result.stderr
-    assert _missing(_excerpt("demo output"), result.stdout) == [], result.stdout
+    demo = [str(checkout / "scripts" / "demo")]
+    subprocess.run(demo, cwd=checkout, check=True, timeout=60)
+    script, *model = (checkout / "python").read_text().splitlines()
+    assert script == "scripts/make_tiny_model.py"
+    monkeypatch.chdir(checkout)
+    printed = output(make_model, *model)
+    printed += output(main, *(checkout / "sglang").read_text().splitlines())
+    assert _missing(_excerpt("demo output"), printed) == [], printed
     assert (checkout / "outputs" / "demo.mp4").stat().st_size > 1000
     assert json.loads((checkout / "outputs" / "demo.json").read_text())
 
 
-def test_attention_list_prints_what_the_readme_shows() -> None:
-    result = _run([sys.executable, "-m", "multimodal_gen", "attention", "list"], REPOSITORY)
-    assert result.returncode == 0, result.stderr
-    assert _missing(_excerpt("list output"), result.stdout) == [], result.stdout
+def test_attention_list_prints_what_the_readme_shows(output: Callable[..., str]) -> None:
+    printed = output(main, "attention", "list")
+    assert _missing(_excerpt("list output"), printed) == [], printed
 
 
 def test_a_line_that_is_not_printed_is_reported() -> None:
