@@ -26,11 +26,13 @@ from multimodal_gen.runtime.layers.attention.arguments import (
     no_tensor,
 )
 from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+from multimodal_gen.runtime.layers.attention.binding import Route
 from multimodal_gen.runtime.layers.attention.compiled import outside_graphs, parallel_attention_op
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.ring_parts import attend_in_ring
+from multimodal_gen.runtime.layers.attention.settings import settings_text
 from multimodal_gen.runtime.layers.attention.split_call import Rows, SplitCall
 from multimodal_gen.runtime.layers.attention.split_chunks import attend_in_chunks, num_chunks
 from multimodal_gen.runtime.layers.attention.tensors import autocast, autocasts, wants_gradient
@@ -140,13 +142,17 @@ class SplitAttentionLayer(AttentionLayer):
         refusal = self._refusal(groups, query, key, value, attn_mask)
         if refusal is not None:
             agree(groups, name, {}, (), refusal, turn=next_turn())
-        rows = Rows.of(query, key, replicated)
-        lengths, key_lengths = self._agree(
-            groups, name, (query, key, value, attn_mask, gate), rows, seq_lens
-        )
         if autocasts(query.device.type):
             query, key, value = autocast(query, key, value)
-        route = self.route(query)  # what is bound for these tensors may be new
+        try:
+            route = self.route(query)  # what is bound for these tensors may be new
+        except MultimodalGenError as error:
+            agree(groups, name, {}, (), error, turn=next_turn())
+            raise
+        rows = Rows.of(query, key, replicated)
+        lengths, key_lengths = self._agree(
+            groups, name, (query, key, value, attn_mask, gate), rows, seq_lens, route
+        )
         call = SplitCall(
             groups=groups,
             shares=share_heads(query.shape[2], key.shape[2], groups.ulysses.size),
@@ -233,10 +239,14 @@ class SplitAttentionLayer(AttentionLayer):
         given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any, Any],
         rows: Rows,
         seq_lens: Sequence[int] | None,
+        route: Route,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and keys each rank brings, once all make the same call."""
         query, key, value, mask, gate = given
+        chosen = route.primary.selection
         facts = {
+            "attention backend": chosen.backend,
+            "backend parameters": settings_text(chosen.asked.config),
             "batch size": query.shape[0],
             "heads": f"{[*query.shape[2:]]}, {[*key.shape[2:]]}, {[*value.shape[2:]]}",
             "dtype": f"{query.dtype}, {key.dtype}, {value.dtype}",

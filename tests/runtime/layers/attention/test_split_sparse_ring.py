@@ -147,6 +147,17 @@ def video_error(grid):
     return None
 
 
+def settings_error(settings):
+    """Attend with the settings of this rank; return the error."""
+    layer = sparse_layer(*settings[parallel_groups().rank], 2, 2)
+    local = [own(x, (96, 96)) for x in make_qkv(1, 192, 2, 32)]
+    try:
+        run(layer, parallel_groups(), local, GRID, (0, 0), {})
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
 def ring_error(backend, config):
     layer = sparse_layer(backend, config, 4, 4)
     whole = make_qkv(1, 192, 4, 32)
@@ -313,3 +324,18 @@ def test_ranks_that_see_another_video_are_told(two_ranks):
         assert kind == "UsageError"
         assert "video must be the same on all ranks in USPAttention blocks.1.attn, got" in text
         assert "(4, 6, 8) on rank 0, (4, 8, 6) on rank 1" in text
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ulysses=2)], ids=str)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (("sliding_tile_attn", {**STA, "window": [1, 1, 1]}), "backend parameters must be the"),
+        (("torch_sdpa", None), "attention backend must be the same on all ranks in USPAttention"),
+    ],
+)
+def test_ranks_whose_backends_were_told_otherwise_are_told(two_ranks, mesh, other, message):
+    settings = [("sliding_tile_attn", STA), other]
+    for kind, text in two_ranks.run(mesh, settings_error, settings):
+        assert kind == "UsageError"
+        assert text.startswith(message)
