@@ -13,6 +13,7 @@ unpickling it takes an installed `multimodal_gen`. Calling diffusers' own
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.attention_config import (
     scope_from,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.notices import Notices
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -46,6 +48,7 @@ class AttentionHandle:
     Args:
         plans: what to do, per component.
         notes: sentences for the report.
+        notices: what is said while it runs, for the report too.
         tracker: follows the denoisers through their generations.
         pipeline: the pipeline, or None for a bare model.
     """
@@ -54,11 +57,13 @@ class AttentionHandle:
         self,
         plans: tuple[DenoiserPlan | EncoderPlan, ...],
         notes: tuple[str, ...],
+        notices: Notices,
         tracker: StepTracker,
         pipeline: Any = None,
     ) -> None:
         self._plans = plans
         self._notes = notes
+        self._notices = notices
         self._tracker = tracker
         with ExitStack() as undo:
             for plan in plans:
@@ -71,7 +76,11 @@ class AttentionHandle:
         """Return what ran in every layer so far, and why; before the first call, what would."""
         return AttentionReport(
             layers=tuple(layer.report() for plan in self._plans for layer in plan.layers),
-            notes=(*self._notes, *(note for plan in self._plans for note in plan.notes())),
+            notes=(
+                *self._notes,
+                *(note for plan in self._plans for note in plan.notes()),
+                *self._notices.said,
+            ),
             gathering=sum_of(p.times() for p in self._plans if isinstance(p, DenoiserPlan)),
         )
 
@@ -162,6 +171,8 @@ def apply(
         scope = scope_from(**settings, strict=strict)
     elif strict or any(value is not None for value in settings.values()):
         raise UsageError("scope must be given alone, got further settings beside it")
+    # A pipeline is told what it should know, whatever others were told before.
+    scope = replace(scope, notices=Notices())
     refuse_not_in_this_build(scope)
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
@@ -177,7 +188,7 @@ def apply(
         )
     _refuse_unsplit(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
-    return AttentionHandle(plans, notes, tracker, pipeline)
+    return AttentionHandle(plans, notes, scope.notices, tracker, pipeline)
 
 
 def _plan(

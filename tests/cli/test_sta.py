@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 from multimodal_gen.cli.sta import _skip
-from multimodal_gen.runtime.layers.attention import notices
 from multimodal_gen.runtime.layers.attention.sta.losses import NEGATIVE
 from multimodal_gen.runtime.layers.attention.sta.search import (
     SearchFile,
@@ -333,7 +332,6 @@ def test_a_named_kernel_ends_the_command_where_it_cannot_run(
 
 
 def test_a_run_without_a_step_for_windows_says_so(sglang, tiny_pipeline, tmp_path, caplog) -> None:
-    notices._warn_once.cache_clear()
     model = ("--model-path", tiny_pipeline("wan"), *RUN, "--prompt", "a fox")
     outcome = sglang(
         *("generate", *model, "--output-path", tmp_path / "out", *_sta({"window": [1, 1, 1]}))

@@ -6,8 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from multimodal_gen.runtime.layers.attention import notices
-
 NAME = "sparse_video_gen_2_attn"
 STEPS = 2
 SIZES = {
@@ -100,7 +98,6 @@ def test_the_first_steps_and_layers_are_dense(latents) -> None:
 
 
 def test_a_run_of_dense_steps_alone_says_so(latents, caplog) -> None:
-    notices._warn_once.cache_clear()
     _, layers = latents("wan", "few", *svg2(svg2_first_times_fp=1))
     assert not any(layer["calls"] for layer in layers.values())
     assert "svg2_first_times_fp=1.0 keep all 2 steps of this run dense" in caplog.text

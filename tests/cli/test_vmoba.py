@@ -113,7 +113,6 @@ def test_the_first_steps_and_layers_are_dense(latents) -> None:
 
 
 def test_the_worked_example_runs_and_says_that_no_step_is_sparse(latents, caplog) -> None:
-    notices._warn_once.cache_clear()
     arguments = ("--attention-backend", NAME, "--attention-backend-config", EXAMPLE)
     found, layers = latents("wan", "example", *arguments)
     assert found.isfinite().all()

@@ -11,7 +11,6 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.projections import find_projections
-from multimodal_gen.runtime.layers.attention.sla.branch import warn_of_no_projection
 from tests.integrations.conftest import generate, load
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -144,20 +143,19 @@ def test_projections_of_another_size_are_refused_before_anything_changes(folder)
     assert not any("proj_l" in name for name in pipe.transformer.state_dict())
 
 
-def test_a_checkpoint_without_projections_is_warned_of_once(folder, caplog):
-    warn_of_no_projection.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        latents(folder)
-        latents(folder)
-    said = [m for r in caplog.records if "linear branch is zero" in (m := r.getMessage())]
-    assert len(said) == 1
+def test_a_checkpoint_without_projections_is_warned_of_once_per_pipeline(folder, caplog):
+    for count in (1, 2):
+        with caplog.at_level(logging.WARNING):
+            _, report = latents(folder)
+        said = [m for r in caplog.records if "linear branch is zero" in (m := r.getMessage())]
+        assert len(said) == count
+        assert said[-1] in report.notes
     assert "sla_attn of transformer has no trained proj_l" in said[0]
     assert "fine-tuned" in said[0]
 
 
 def test_a_checkpoint_with_projections_is_not_warned_of(folder, caplog):
     store(folder)
-    warn_of_no_projection.cache_clear()
     with caplog.at_level(logging.WARNING):
         latents(folder)
     assert not any("linear branch is zero" in r.getMessage() for r in caplog.records)

@@ -120,6 +120,7 @@ class AttentionLayer(nn.Module):
         self.site = site or LayerSite(
             name=prefix, component=component, role=role, layer=layer_of(prefix)
         )
+        self._scope = scope or current_scope()
         self.geometry = LayerGeometry(
             num_heads=num_heads,
             head_size=head_size,
@@ -127,8 +128,8 @@ class AttentionLayer(nn.Module):
             softmax_scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
             causal=causal,
             site=self.site,
+            notices=self._scope.notices,
         )
-        self._scope = scope or current_scope()
         self._construction_override = claim_component_override(self.site.role)
         self._supported = frozenset(as_backend(name) for name in supported_attention_backends or ())
         self._layer_default = (
@@ -328,7 +329,8 @@ class AttentionLayer(nn.Module):
             construction=self._construction_override,
             layer_default=self._layer_default,
         )
-        return with_dense_parts(schedule, self.site, environment.platform), request
+        parts = with_dense_parts(schedule, self.site, environment.platform, geometry.notices)
+        return parts, request
 
     def _attend_masked(
         self,

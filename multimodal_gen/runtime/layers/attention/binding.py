@@ -14,6 +14,8 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageErr
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.index_selector import FirstSteps, Steps
+from multimodal_gen.runtime.layers.attention.notices import PROCESS, Notices
+from multimodal_gen.runtime.layers.attention.noticing import NoticingImpl
 from multimodal_gen.runtime.layers.attention.observing import ObservingImpl
 from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl, ProjectionSlot
 from multimodal_gen.runtime.layers.attention.remembering import RememberingImpl
@@ -51,6 +53,7 @@ class LayerGeometry:
         causal: bottom-right aligned causality.
         site: where the layer sits.
         projection: the trained projection of methods that have one; may be filled at any time.
+        notices: what its user was told.
 
     Raises:
         ConfigError: `causal` is no bool; text such as "no" would count as true.
@@ -63,6 +66,7 @@ class LayerGeometry:
     causal: bool
     site: LayerSite
     projection: ProjectionSlot = field(default_factory=ProjectionSlot, compare=False)
+    notices: Notices = field(default=PROCESS, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
@@ -95,6 +99,8 @@ class Bound:
         self.impl.site = geometry.site
         if isinstance(self.impl, ProjectedImpl):
             self.impl.slot = geometry.projection
+        if isinstance(self.impl, NoticingImpl):
+            self.impl.notices = geometry.notices
 
 
 class Route:

@@ -81,7 +81,11 @@ class SparseConfig(BackendConfig):
     Attributes:
         dense_steps: denoising steps that run on the dense backend, e.g. "0-3,38".
         dense_layers: layers that run on the dense backend, e.g. "0-3,38".
+        first_dense: the method's own parameters for first steps and first layers that stay dense,
+            for messages; "" where it has none.
     """
+
+    first_dense: ClassVar[tuple[str, str]] = ("", "")
 
     dense_steps: IndexSelector | None = option(  # noqa: RUF009 - it returns a field
         None, "denoising steps that stay dense, e.g. '0-3,38'"

@@ -1,19 +1,43 @@
-"""What somebody should know who asked for sparse attention and gets none."""
+"""What somebody should know who asked for sparse attention and gets none, or something else."""
 
 import logging
-from functools import cache
+from typing import Final
 
 from multimodal_gen.runtime.layers.attention.config import SparseConfig
 from multimodal_gen.runtime.layers.attention.index_selector import first_of
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["notice_dense_run"]
+__all__ = ["PROCESS", "Notices", "notice_dense_layers", "notice_dense_run"]
 
 logger = logging.getLogger(__name__)
 
 
+class Notices:
+    """Warnings of one pipeline, each logged once."""
+
+    __slots__ = ("_said",)
+
+    def __init__(self) -> None:
+        self._said: dict[str, None] = {}
+
+    def say(self, message: str) -> None:
+        """Log a warning that was not logged yet."""
+        if message not in self._said:
+            self._said[message] = None
+            logger.warning("%s", message)
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What was logged so far."""
+        return tuple(self._said)
+
+
+PROCESS: Final = Notices()
+"""Process-wide on purpose: of layers that were built outside any pipeline."""
+
+
 def notice_dense_run(
-    config: SparseConfig, backend: AttentionBackendEnum, num_steps: int | None, first: str
+    config: SparseConfig, backend: AttentionBackendEnum, num_steps: int | None, notices: Notices
 ) -> None:
     """Warn, once, of a run that has no sparse step.
 
@@ -21,7 +45,7 @@ def notice_dense_run(
         config: of the method.
         backend: the method.
         num_steps: denoising steps of the run, or None when unknown.
-        first: the method's own parameter for first steps that stay dense.
+        notices: of the pipeline.
     """
     if not num_steps:
         return
@@ -29,14 +53,40 @@ def notice_dense_run(
     start = int(share) if share > 1 else first_of(share, num_steps)
     if any(named is None or step not in named for step in range(start, num_steps)):
         return
-    names = [name for name in (first, "dense_steps") if getattr(config, name)]
-    given = " and ".join(f"{name}={getattr(config, name)}" for name in names)
-    _warn_once(
+    given, instead = _given(config, config.first_dense[0], "dense_steps")
+    notices.say(
         f"{backend} is sparse in no step: {given} keep all {num_steps} steps of this run dense; "
-        f"give fewer, such as {names[0]}=0"
+        f"give fewer, such as {instead}"
     )
 
 
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
+def notice_dense_layers(
+    config: SparseConfig, backend: AttentionBackendEnum, num_layers: int | None, notices: Notices
+) -> None:
+    """Warn, once, of a model that has no sparse layer.
+
+    Args:
+        config: of the method.
+        backend: the method.
+        num_layers: self-attention layers of the model, or None when unknown.
+        notices: of the pipeline.
+    """
+    if not num_layers:
+        return
+    named, share = config.dense_schedule()[1], config.dense_first()[1]
+    start = int(share) if share > 1 else first_of(share, num_layers)
+    if any(named is None or layer not in named for layer in range(start, num_layers)):
+        return
+    given, instead = _given(config, config.first_dense[1], "dense_layers")
+    notices.say(
+        f"{backend} is sparse in no layer: {given} keep all {num_layers} layers of this model "
+        f"dense; give fewer, such as {instead}"
+    )
+
+
+def _given(config: SparseConfig, *names: str) -> tuple[str, str]:
+    """Return the parameters among `names` that were given, and what to give instead."""
+    given = [name for name in names if name and getattr(config, name)]
+    if not given:  # a method with parameters that `first_dense` does not name
+        return "its parameters", f"{names[-1]}=0"
+    return " and ".join(f"{name}={getattr(config, name)}" for name in given), f"{given[0]}=0"

@@ -12,6 +12,11 @@ from multimodal_gen.runtime.layers.attention.index_selector import (
     Steps,
     first_of,
 )
+from multimodal_gen.runtime.layers.attention.notices import (
+    PROCESS,
+    Notices,
+    notice_dense_layers,
+)
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule, LayerSite
 from multimodal_gen.runtime.platforms import PlatformEnum
@@ -20,7 +25,7 @@ __all__ = ["with_dense_parts"]
 
 
 def with_dense_parts(
-    schedule: AskedSchedule, site: LayerSite, platform: PlatformEnum
+    schedule: AskedSchedule, site: LayerSite, platform: PlatformEnum, notices: Notices = PROCESS
 ) -> AskedSchedule:
     """Add to a schedule the parts that sparse backends leave to a dense one.
 
@@ -28,6 +33,7 @@ def with_dense_parts(
         schedule: who asks for what; the first entry whose steps hold is the one that runs.
         site: where the layer sits.
         platform: where it runs.
+        notices: of the pipeline, told where all of its layers are dense.
 
     Raises:
         ConfigError: a sparse backend was asked for without parameters it must have, or with a share
@@ -35,16 +41,21 @@ def with_dense_parts(
     """
     if site.role is not AttentionRole.SELF:
         return schedule
-    return tuple(part for steps, asked in schedule for part in _parts(steps, asked, site, platform))
+    found: list[tuple[Steps | None, Asked]] = []
+    for steps, asked in schedule:
+        config = _sparse_config(asked, platform)
+        if config is None:
+            found.append((steps, asked))
+            continue
+        assert asked.backend is not None, "a configuration is a backend's"
+        notice_dense_layers(config, asked.backend, site.num_layers, notices)
+        found += _parts(steps, asked, site, config)
+    return tuple(found)
 
 
 def _parts(
-    steps: Steps | None, asked: Asked, site: LayerSite, platform: PlatformEnum
+    steps: Steps | None, asked: Asked, site: LayerSite, config: SparseConfig
 ) -> Iterator[tuple[Steps | None, Asked]]:
-    config = _sparse_config(asked, platform)
-    if config is None:
-        yield steps, asked
-        return
     dense_steps, dense_layers = config.dense_schedule()
     first_steps, first_layers = config.dense_first()
     if site.layer is not None and (

@@ -17,6 +17,7 @@ from typing import Any
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector, Steps
+from multimodal_gen.runtime.layers.attention.notices import PROCESS, Notices
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -132,12 +133,14 @@ class SelectionScope:
         components: overrides by "component" or "component.role".
         rules: rules of `--attention-config`, tried in order.
         strict: refuse the documented fallbacks too.
+        notices: what the user was told.
     """
 
     default: Asked | None = None
     components: Mapping[str, Asked] = field(default_factory=lambda: MappingProxyType({}))
     rules: tuple[Rule, ...] = ()
     strict: bool = False
+    notices: Notices = field(default=PROCESS, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be copied or pickled, and models with their layers can be.
@@ -147,6 +150,7 @@ class SelectionScope:
             components=dict(self.components),
             rules=self.rules,
             strict=self.strict,
+            notices=self.notices,
         )
         return scope, ()
 

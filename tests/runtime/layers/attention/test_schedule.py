@@ -3,7 +3,9 @@
 import pytest
 
 from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.backends.vmoba_attn import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.notices import Notices
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.schedule import with_dense_parts
 from multimodal_gen.runtime.layers.attention.scope import AUTO, Asked, LayerSite, Source
@@ -51,6 +53,35 @@ def test_dense_layers_are_dense_in_every_step() -> None:
     because = "layer 2 is among the dense layers of video_sparse_attn"
     assert parts(ask, layer=2) == [(None, because)]
     assert parts(ask, layer=3)[-1] == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "given"),
+    [
+        (
+            AttentionBackendEnum.VMOBA_ATTN,
+            VMoBAConfig(temporal_chunk_size=1, spatial_layer=0, st_layer=0, first_full_layer=100),
+            ["first_full_layer=100"],
+        ),
+        (
+            AttentionBackendEnum.VIDEO_SPARSE_ATTN,
+            VideoSparseConfig(dense_layers="0-"),
+            ["dense_layers=0-"],
+        ),
+        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, VideoSparseConfig(dense_layers="0-2"), []),
+    ],
+)
+def test_the_pipeline_is_told_where_every_layer_is_dense(backend, config, given) -> None:
+    told = Notices()
+    ask = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    for layer in range(4):
+        site = LayerSite(layer=layer, num_layers=4)
+        with_dense_parts(((None, ask),), site, PlatformEnum.CPU, told)
+    assert list(told.said) == [
+        f"{backend} is sparse in no layer: {name} keep all 4 layers of this model dense; "
+        f"give fewer, such as {name.partition('=')[0]}=0"
+        for name in given
+    ]
 
 
 @pytest.mark.parametrize("role", [AttentionRole.CROSS, AttentionRole.ENCODER])

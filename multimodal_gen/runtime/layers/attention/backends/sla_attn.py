@@ -47,8 +47,8 @@ from multimodal_gen.runtime.layers.attention.sla.blocks import (
 )
 from multimodal_gen.runtime.layers.attention.sla.branch import (
     LinearBranch,
+    notice_no_projection,
     projection_of,
-    warn_of_no_projection,
 )
 from multimodal_gen.runtime.layers.attention.sla.ring import RingBlocks, ring_state
 from multimodal_gen.runtime.layers.attention.sla.upstream import (
@@ -307,7 +307,7 @@ class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
         self.record(context, density(kept, blocks, layout))
         if self.slot.linear is None and kept < blocks.num_video:
             component = None if self.site is None else self.site.component
-            warn_of_no_projection(str(self.backend), component, ratio)
+            notice_no_projection(self.notices, str(self.backend), component, ratio, kept)
         return kept
 
     def _linear_branch(self, key: torch.Tensor, value: torch.Tensor, keys: Blocks) -> LinearBranch:

@@ -82,6 +82,8 @@ class SlidingTileConfig(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
+    first_dense: ClassVar[tuple[str, str]] = ("skip_time_steps", "")
+
     mask_strategy_file_path: str | None = option(
         None, "JSON file with a window per step, layer and head"
     )
@@ -287,7 +289,7 @@ class SlidingTileImpl(SparseImpl, RingMethod):
         """
         config = self._config
         if not self._searches:
-            notice_dense_run(config, self.backend, context.num_steps, "skip_time_steps")
+            notice_dense_run(config, self.backend, context.num_steps, self.notices)
         if self._source is not None and context.latent_grid is not None:
             tile = _clamped(self._tile, context.latent_grid)
             self._source.check(tiles_of(context.latent_grid, tile), context.num_steps)

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import (
     SequenceLayout,
     sequence_layout,
 )
+from multimodal_gen.runtime.layers.attention.noticing import NoticingImpl
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["SparseImpl"]
 
 
-class SparseImpl(AttentionImpl):
+class SparseImpl(NoticingImpl):
     """A sparse method on one self-attention layer; see `AttentionImpl` for the arguments.
 
     Attributes:

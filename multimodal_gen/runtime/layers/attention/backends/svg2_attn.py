@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.cluster_attention.selection import (
     cluster_weights,
     kept_clusters,
@@ -96,7 +97,12 @@ class SVG2Config(SparseConfig):
         svg2_first_times_fp: first steps that stay dense: a share up to 1, a number above.
         kernel: which kernel runs; `auto` takes the fastest one supported.
         kmeans_kernel: which k-means runs. `flash_kmeans` waits for the device in every iteration.
+
+    Raises:
+        ConfigError: `svg2_first_layers_fp` or `svg2_first_times_fp` is above 1 and no whole number.
     """
+
+    first_dense: ClassVar[tuple[str, str]] = ("svg2_first_times_fp", "svg2_first_layers_fp")
 
     svg2_num_q_centroids: int = option(300, "clusters of queries per head", ge=1)
     svg2_num_k_centroids: int = option(1000, "clusters of keys per head", ge=1)
@@ -117,6 +123,16 @@ class SVG2Config(SparseConfig):
     kmeans_kernel: Literal["auto", "triton", "flash_kmeans", "reference"] = option(
         "auto", "k-means that runs"
     )
+
+    def check(self) -> None:
+        """Steps and layers above 1 are counted."""
+        for name in self.first_dense:
+            value: float = getattr(self, name)
+            if value > 1 and not value.is_integer():
+                raise ConfigError(
+                    f"`{name}` of sparse_video_gen_2_attn must be a share from 0 to 1 or a whole "
+                    f"number above, got {value:g}"
+                )
 
     def dense_first(self) -> tuple[float, float]:
         """Return the first steps and layers that stay dense; see `SparseConfig.dense_first`."""
@@ -200,7 +216,7 @@ class SVG2Impl(SparseImpl, ObservingImpl, RememberingImpl):
         Raises:
             UnsupportedBackendError: a sparse step would be refused.
         """
-        notice_dense_run(self._config, self.backend, context.num_steps, "svg2_first_times_fp")
+        notice_dense_run(self._config, self.backend, context.num_steps, self.notices)
         text = 0 if context.text_span is None else context.text_span.length
         refuse_upstream(self._upstream_reasons(text), what="run")
 

@@ -86,6 +86,7 @@ class VMoBAConfig(SparseConfig):
     """
 
     groups: ClassVar[tuple[str, ...]] = ("moba_config",)
+    first_dense: ClassVar[tuple[str, str]] = ("first_full_step", "first_full_layer")
 
     temporal_chunk_size: int | None = option(None, "frames per temporal chunk", ge=1)
     temporal_topk: int | None = option(None, "temporal chunks each query keeps", ge=1)
@@ -220,7 +221,7 @@ class VMoBAImpl(SparseImpl):
         Raises:
             ConfigError: the settings are for another grid.
         """
-        notice_dense_run(self._config, self.backend, context.num_steps, "first_full_step")
+        notice_dense_run(self._config, self.backend, context.num_steps, self.notices)
         if context.latent_grid is not None:
             self._check_grid(context.latent_grid)
 

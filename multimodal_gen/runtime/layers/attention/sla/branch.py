@@ -3,9 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
 """
 
-import logging
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import nn
@@ -19,22 +17,28 @@ from multimodal_gen.kernels.linear_attention.api import (
     key_means,
     key_state,
 )
+from multimodal_gen.runtime.layers.attention.notices import Notices
 
-__all__ = ["LinearBranch", "projection_of", "warn_of_no_projection"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["LinearBranch", "notice_no_projection", "projection_of"]
 
 
-@lru_cache(maxsize=256)
-def warn_of_no_projection(backend: str, component: str | None, topk_ratio: float) -> None:
-    """Say once per component of the process what the missing projection means."""
-    logger.warning(
-        "%s of %s has no trained proj_l: its linear branch is zero, so every query attends to "
-        "the best %g %% of the key blocks alone and the rest is lost; without a checkpoint that "
-        "was fine-tuned for Sparse-Linear Attention expect visibly worse results",
-        backend,
-        component or "a layer",
-        100 * topk_ratio,
+def notice_no_projection(
+    notices: Notices, backend: str, component: str | None, topk_ratio: float, kept: int
+) -> None:
+    """Say once per component of a pipeline what the missing projection means.
+
+    Args:
+        notices: of the pipeline.
+        backend: the method.
+        component: the component; None outside a pipeline.
+        topk_ratio: share of the key blocks to keep.
+        kept: how many they are.
+    """
+    blocks = "key block" if kept == 1 else f"{100 * topk_ratio:g} % of the key blocks"
+    notices.say(
+        f"{backend} of {component or 'a layer'} has no trained proj_l: its linear branch is zero, "
+        f"so every query attends to the best {blocks} alone and the rest is lost; without a "
+        f"checkpoint that was fine-tuned for Sparse-Linear Attention expect visibly worse results"
     )
 
 

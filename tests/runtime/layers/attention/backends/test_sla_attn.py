@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention import LocalAttention, notices
 from multimodal_gen.runtime.layers.attention.backends.sla_attn import (
     SLABackend,
     SLAConfig,
@@ -28,7 +28,6 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.sla.block_map import centred, kept_blocks
-from multimodal_gen.runtime.layers.attention.sla.branch import warn_of_no_projection
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import QKV, make_qkv
@@ -434,7 +433,7 @@ def test_a_grid_that_does_not_fit_is_refused_with_numbers():
 
 
 def test_a_missing_projection_is_warned_of_once_and_named(caplog):
-    warn_of_no_projection.cache_clear()
+    notices.PROCESS._said.clear()
     qkv = inputs(WHOLE)
     with caplog.at_level(logging.WARNING):
         run(layer(topk_ratio=0.25), qkv, WHOLE)
@@ -444,9 +443,16 @@ def test_a_missing_projection_is_warned_of_once_and_named(caplog):
     assert "the best 25 % of the key blocks alone" in record.getMessage()
 
 
+def test_one_block_that_is_kept_anyway_is_called_that(caplog):
+    notices.PROCESS._said.clear()
+    run(layer(topk_ratio=0.0), inputs(WHOLE), WHOLE)
+    (record,) = caplog.records
+    assert "every query attends to the best key block alone" in record.getMessage()
+
+
 @pytest.mark.parametrize("options", [{"topk_ratio": 1.0}, {"projection": projection()}], ids=str)
 def test_nothing_is_lost_and_nothing_warned_of(options, caplog):
-    warn_of_no_projection.cache_clear()
+    notices.PROCESS._said.clear()
     with caplog.at_level(logging.WARNING):
         run(layer(**options), inputs(WHOLE), WHOLE)
     assert not caplog.records

@@ -252,7 +252,7 @@ def test_the_first_dense_step_refuses_a_strategy_for_another_run(tmp_path) -> No
     ],
 )
 def test_a_run_without_a_step_for_windows_is_told_of_once(caplog, config, found) -> None:
-    notices._warn_once.cache_clear()
+    notices.PROCESS._said.clear()
     layers = [layer(window=(1, 1, 1), index=index, **config) for index in (0, 1)]
     q, k, v = qkv()
     with set_forward_context(0, latent_grid=GRID, num_steps=3):

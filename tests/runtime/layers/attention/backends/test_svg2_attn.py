@@ -434,13 +434,28 @@ def test_the_authors_kernel_refuses_text_before_its_first_step(length):
     ],
 )
 def test_a_run_without_a_sparse_step_is_told_of_once(caplog, config, found):
-    notices._warn_once.cache_clear()
+    notices.PROCESS._said.clear()
     for index in (0, 1):
         site = LayerSite(name=str(index), layer=index, num_layers=2)
         run(layer(site=site, **config), inputs(batch=1), num_steps=3)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (found is not None)
     assert all(found in message for message in messages)
+
+
+@pytest.mark.parametrize("name", ["svg2_first_layers_fp", "svg2_first_times_fp"])
+def test_a_number_of_first_steps_or_layers_is_whole(name):
+    with pytest.raises(ConfigError, match=f"`{name}` of sparse_video_gen_2_attn must be .* 2.5"):
+        SVG2Config(**{name: 2.5})
+    assert SVG2Config(**{name: 2.0}).dense_first().count(2.0) == 1
+
+
+def test_dense_layers_alone_are_told_of_once(caplog):
+    notices.PROCESS._said.clear()
+    for index in (0, 1):
+        layer(site=LayerSite(name=str(index), layer=index, num_layers=2), svg2_first_layers_fp=1)
+    (record,) = caplog.records
+    assert "sparse in no layer: svg2_first_layers_fp=1.0 keep all 2" in record.getMessage()
 
 
 def test_dense_steps_and_layers_run_on_a_dense_backend():

@@ -238,7 +238,7 @@ def test_the_first_steps_and_layers_run_on_the_dense_backend():
     ],
 )
 def test_a_run_without_a_sparse_step_is_told_of_once(caplog, num_steps, parameters, found):
-    notices._warn_once.cache_clear()
+    notices.PROCESS._said.clear()
     qkv = inputs(RAGGED)
     for index in (0, 1):
         with set_forward_context(0, latent_grid=RAGGED, num_steps=num_steps):
