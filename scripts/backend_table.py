@@ -32,8 +32,21 @@ from multimodal_gen.runtime.platforms import (
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
 
+# This package's own kernels: the layers of these methods run the first on a GPU and the last on a
+# CPU; the others get plans like theirs, in tests/gpu/test_block_sparse.py and
+# test_quantized_attention.py.
+OWN_KERNELS = {"gluon": "SM90", "triton": "SM90", "reference": "CPU"}
+SPARSE = (
+    "sliding_tile_attn",
+    "video_sparse_attn",
+    "vmoba_attn",
+    "sla_attn",
+    "sage_sla_attn",
+    "sparse_video_gen_2_attn",
+)
 # Variants the tests run for real; the others are called against stand-ins with the same signature.
 RUN_FOR_REAL = {
+    **{(method, kernel): device for method in SPARSE for kernel, device in OWN_KERNELS.items()},
     ("torch_sdpa", "torch_sdpa"): "CPU, SM90",
     ("torch_cudnn_sdpa", "torch_cudnn_sdpa"): "SM90",
     ("flex_attn", "flex_attn"): "SM90",
@@ -43,7 +56,12 @@ RUN_FOR_REAL = {
     ("fa", "fa4_fwd"): "SM90",
     ("sage_attn", "gluon"): "SM90",
     ("sage_attn", "sage1"): "SM90",
-    ("sage_sla_attn", "reference"): "CPU",
+    ("sage_attn", "triton"): "SM90",
+    ("triton_attn", "gluon"): "SM90",
+    ("triton_attn", "triton"): "SM90",
+    # The kernel on these methods' plans.
+    ("sliding_tile_attn", "fa4"): "SM90",
+    ("video_sparse_attn", "fa4"): "SM90",
 }
 CUDA_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
 FEATURES = {

@@ -51,6 +51,17 @@ def test_every_variant_said_to_run_for_real_exists(script):
     assert set(script.RUN_FOR_REAL) <= {(row[0], row[1]) for row in rows}
 
 
+def test_kernels_of_this_package_run_for_real(script):
+    head, *rows = script.support()
+    tested = head.index("tested on")
+    found = {row[1]: set() for row in rows}
+    for row in rows:
+        found[row[1]].add(row[tested])
+    assert found["gluon"] == found["triton"] == {"SM90"}
+    assert found["reference"] == {"CPU"}
+    assert found["fastvideo_kernel"] == {"simulation"}
+
+
 def test_check_shows_the_difference_and_writes_nothing(script, page, capsys):
     stale = page.read_text().replace("| fa | fa3 | bf16, fp16 |", "| fa | fa3 | fp32 |")
     page.write_text(stale)
