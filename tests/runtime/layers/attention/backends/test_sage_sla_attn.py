@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.backends.sage_sla_attn import (
 )
 from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
 from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.config_source import read_mapping
 from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -315,3 +317,17 @@ def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
     options = {"topk_ratio": 0.3, "projection": projection()}
     out, exact = run(layer(**options), qkv, RAGGED), run(layer(EXACT, **options), qkv, RAGGED)
     torch.testing.assert_close(out, exact)
+
+
+CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
+
+
+def test_the_settings_of_the_checkpoints_load_and_run():
+    (file,) = (CONFIGS / "sage_sla_attn").iterdir()
+    raw = read_mapping(file)
+    assert (file.name, raw["topk_ratio"]) == ("turbodiffusion.yaml", 0.1)
+    grid = (5, 16, 16)  # 20 blocks of 64 keys
+    qkv = inputs(grid, batch=1)
+    attention = layer(**raw)
+    assert_close(run(attention, qkv, grid), run(layer(EXACT, **raw), qkv, grid))
+    assert attention.attn_impl.densities() == {0: 2 / 20}

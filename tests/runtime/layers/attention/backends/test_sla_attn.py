@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 from itertools import product
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -20,6 +21,7 @@ from multimodal_gen.runtime.layers.attention.backends.sla_attn import (
     SLAImpl,
 )
 from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.config_source import read_mapping
 from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
@@ -574,3 +576,21 @@ def test_what_upstream_cannot_do_is_refused_with_the_reason(
         pytest.raises(UnsupportedBackendError, match=f"sparse_linear_attention.*{reason}"),
     ):
         impl.forward(*qkv, current_forward_context())
+
+
+CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
+
+
+def test_the_settings_of_the_paper_load_and_run():
+    (file,) = (CONFIGS / "sla_attn").iterdir()
+    raw = read_mapping(file)
+    assert (file.name, raw["topk_ratio"], raw["linear_branch"]) == (
+        "paper.yaml",
+        0.05,
+        "unselected",
+    )
+    grid = (10, 16, 16)  # 40 blocks of 64 tokens
+    qkv = inputs(grid, batch=1)
+    attention = layer(**raw)
+    check(qkv, run(attention, qkv, grid), Naive(qkv, grid, 64, 64, 0.05))
+    assert attention.attn_impl.densities() == {0: 2 / 40}
