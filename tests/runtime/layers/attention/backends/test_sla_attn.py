@@ -584,13 +584,9 @@ CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
 def test_the_settings_of_the_paper_load_and_run():
     (file,) = (CONFIGS / "sla_attn").iterdir()
     raw = read_mapping(file)
-    assert (file.name, raw["topk_ratio"], raw["linear_branch"]) == (
-        "paper.yaml",
-        0.05,
-        "unselected",
-    )
-    grid = (10, 16, 16)  # 40 blocks of 64 tokens
-    qkv = inputs(grid, batch=1)
-    attention = layer(**raw)
-    check(qkv, run(attention, qkv, grid), Naive(qkv, grid, 64, 64, 0.05))
+    assert (file.name, raw["linear_branch"]) == ("paper.yaml", "unselected")
+    qkv = inputs(WHOLE, batch=1)
+    check(qkv, run(layer(**raw), qkv, WHOLE), Naive(qkv, WHOLE, 64, 64, 0.05))
+    attention, large = layer(**raw), (10, 16, 16)  # 40 blocks of 64 tokens
+    run(attention, inputs(large, batch=1), large)
     assert attention.attn_impl.densities() == {0: 2 / 40}
