@@ -5,8 +5,8 @@ and collected only where they are named.
 """
 
 import inspect
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.children import PRELOAD, run_pytest
 from tests.kernels.compiling import compiler, installed_release
 
 __all__ = ["TIMEOUT", "RunWithTriton", "compiler"]
@@ -81,36 +82,27 @@ def interpreter_that_looks_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def run_with_triton() -> RunWithTriton:
+def run_with_triton(tmp_path: Path) -> RunWithTriton:
     """Run a file of tests in a process with the triton that is pinned for a purpose."""
 
     def run(purpose: str, tests: Path, *arguments: str, **variables: str) -> None:
         path = python_path(pinned_release(purpose), Path(sys.prefix), installed_release())
-        path += filter(None, [os.environ.get("PYTHONPATH")])
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                *arguments,
-                str(tests),
-            ],
-            cwd=REPOSITORY,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path),
-                "OMP_NUM_THREADS": "1",
-                **variables,
-            },
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
+        words = ("-q", "-p", "no:cacheprovider", *arguments, str(tests))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        output = tmp_path / "output"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        process = context.Process(
+            target=run_pytest, args=(REPOSITORY, words, path, environment, output)
         )
-        assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-        assert " passed" in result.stdout
-        assert "skipped" not in result.stdout, result.stdout[-8000:]
+        process.start()
+        process.join(TIMEOUT)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        said = output.read_text(errors="replace")
+        assert process.exitcode == 0, said[-10000:]
+        assert " passed" in said
+        assert "skipped" not in said, said[-8000:]
 
     return run
