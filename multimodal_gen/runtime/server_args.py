@@ -6,7 +6,7 @@ Importing this module imports neither torch nor diffusers.
 import importlib.metadata
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 __all__ = [
     "ServerArgs",
+    "as_flag",
     "check_exclusive",
     "parse_attention_backend",
     "parse_component_backends",
@@ -276,29 +277,41 @@ def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:
     return component + dot + role
 
 
-def check_exclusive(backend: object, backend_config: object, attention_config: object) -> None:
+def as_flag(setting: str) -> str:
+    """Return the flag of a setting: `--attention-config` for `attention_config`."""
+    return "--" + setting.replace("_", "-")
+
+
+def check_exclusive(
+    backend: object,
+    backend_config: object,
+    attention_config: object,
+    *,
+    spell: Callable[[str], str] = as_flag,
+) -> None:
     """Check that the ways to ask for a backend do not contradict each other.
 
     Args:
         backend: `--attention-backend`, None when not given.
         backend_config: `--attention-backend-config`, None when not given.
         attention_config: `--attention-config`, None when not given.
+        spell: what messages call a setting of that name.
 
     Raises:
         ConfigError: `--attention-config` stands beside one of the others, or a backend's
             parameters are given without the backend.
     """
-    others = {"--attention-backend": backend, "--attention-backend-config": backend_config}
-    for flag, value in others.items():
+    structured = spell("attention_config")
+    of_backend, parameters = spell("attention_backend"), spell("attention_backend_config")
+    for name, value in ((of_backend, backend), (parameters, backend_config)):
         if attention_config is not None and value is not None:
             raise ConfigError(
-                f"--attention-config must not be given with {flag}; move the backend and its "
-                f"config into --attention-config, or remove one"
+                f"{structured} must not be given with {name}; move the backend and its "
+                f"config into {structured}, or remove one"
             )
     if backend_config is not None and backend is None:
         raise ConfigError(
-            "--attention-backend-config needs --attention-backend, which says whose parameters "
-            "they are; add it"
+            f"{parameters} needs {of_backend}, which says whose parameters they are; add it"
         )
 
 

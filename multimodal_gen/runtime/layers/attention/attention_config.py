@@ -15,7 +15,7 @@
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, nearest
@@ -29,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.scope import Asked, Rule, Selection
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.runtime.server_args import (
     ServerArgs,
+    as_flag,
     check_exclusive,
     parse_attention_backend,
     parse_component_backends,
@@ -57,6 +58,7 @@ def scope_from_args(args: ServerArgs) -> SelectionScope:
         component_attention_backends=args.component_attention_backends,
         attention_config=args.attention_config,
         strict=args.strict_attention,
+        spell=as_flag,
     )
 
 
@@ -69,6 +71,7 @@ def scope_from(
     | None = None,
     attention_config: _RawConfig | None = None,
     strict: bool = False,
+    spell: Callable[[str], str] = str,
 ) -> SelectionScope:
     """Return the scope these settings ask for.
 
@@ -81,25 +84,33 @@ def scope_from(
         attention_config: rules over component, role, layers and steps, in the same forms as
             `attention_backend_config`; excludes `attention_backend`.
         strict: refuse the documented fallbacks too.
+        spell: what messages call the setting of a name; by default that name.
 
     Raises:
         ConfigError: settings contradict each other, cannot be read or do not fit their backend.
     """
-    backend = parse_attention_backend(attention_backend)
+    backend = parse_attention_backend(attention_backend, name=spell("attention_backend"))
     # Empty text and empty mappings ask for nothing.
     given = attention_backend_config or None
     structured = attention_config or None
-    check_exclusive(backend, given, structured)
+    check_exclusive(backend, given, structured, spell=spell)
+    overrides = parse_component_backends(
+        component_attention_backends, name=spell("component_attention_backends")
+    )
+    name = spell("attention_backend_config")
     components = {
         key: Asked(
-            source=Source.COMPONENT, backend=override, config=_config(override, None), detail=key
+            source=Source.COMPONENT,
+            backend=override,
+            config=_config(override, None, name=name),
+            detail=key,
         )
-        for key, override in parse_component_backends(component_attention_backends).items()
+        for key, override in overrides.items()
     }
     if structured is not None:
-        default, rules, strict_too = _structured(structured)
+        default, rules, strict_too = _structured(structured, spell("attention_config"))
     else:
-        default = _asked(backend, _config(backend, given))
+        default = _asked(backend, _config(backend, given, name=name))
         rules, strict_too = (), False
     return SelectionScope(
         default=default,
@@ -138,7 +149,7 @@ def _config(
     backend: AttentionBackendEnum | None,
     raw: _RawConfig | BackendConfig | None,
     *,
-    name: str = "--attention-backend-config",
+    name: str,
 ) -> BackendConfig | None:
     """Return the configuration of `backend`; its defaults are checked too, if it can run."""
     if backend is None:
@@ -156,8 +167,7 @@ def _config(
     return build_config(cls.config_cls, mapping, backend=str(backend))
 
 
-def _structured(raw: _RawConfig) -> tuple[Asked | None, tuple[Rule, ...], bool]:
-    name = "--attention-config"
+def _structured(raw: _RawConfig, name: str) -> tuple[Asked | None, tuple[Rule, ...], bool]:
     mapping = read_mapping(raw, name=name)
     _check_keys(mapping, _TOP_KEYS, name)
     strict = mapping.get("strict", False)
@@ -198,7 +208,7 @@ def _backend_and_config(
     backend = parse_attention_backend(named, name=f"{prefix}backend")
     raw = mapping.get("config")
     if raw is None:
-        return backend, _config(backend, None)
+        return backend, _config(backend, None, name=f"{prefix}config")
     if not isinstance(raw, (Mapping, str)):
         raise ConfigError(f"{prefix}config must be a mapping, got {short(raw)}")
     if backend is None:

@@ -155,16 +155,16 @@ def test_a_scope_can_be_copied_and_pickled():
     [
         (
             {"attention_backend": "fa", "attention_config": "backend=fa"},
-            "--attention-config must not be given with --attention-backend; ",
+            "attention_config must not be given with attention_backend; ",
         ),
         (
             {"attention_backend_config": "a=1", "attention_config": "backend=fa"},
-            "--attention-config must not be given with --attention-backend-config",
+            "attention_config must not be given with attention_backend_config",
         ),
-        ({"attention_backend_config": "a=1"}, "--attention-backend-config needs --attention-back"),
+        ({"attention_backend_config": "a=1"}, "attention_backend_config needs attention_back"),
         (
             {"attention_backend": "auto", "attention_backend_config": "a=1"},
-            "--attention-backend-config needs --attention-backend",
+            "attention_backend_config needs attention_backend",
         ),
         (
             {"attention_backend": "torch_sdpa", "attention_backend_config": "sparsity=0.5"},
@@ -181,8 +181,8 @@ def test_a_scope_can_be_copied_and_pickled():
             },
             r"must be a SLAConfig for sla_attn, got VideoSparseConfig\(",
         ),
-        ({"attention_backend": "fb"}, "--attention-backend: attention backend must be one of fa, "),
-        ({"attention_backend": 5}, "--attention-backend must be the name of an attention backend"),
+        ({"attention_backend": "fb"}, "attention_backend: attention backend must be one of fa, "),
+        ({"attention_backend": 5}, "attention_backend must be the name of an attention backend"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -191,26 +191,36 @@ def test_settings_that_do_not_fit_together_are_refused(settings_, message):
         scope_from(**settings_)
 
 
+def test_errors_name_the_argument_or_the_flag_it_came_from():
+    settings = {"attention_backend": "sla_attn", "attention_backend_config": "[1]"}
+    with pytest.raises(ConfigError, match=r"^attention_backend_config must be a mapping"):
+        scope_from(**settings)
+    with pytest.raises(ConfigError, match=r"^--attention-backend-config must be a mapping"):
+        scope_from_args(ServerArgs(model_path="m", **settings))
+    with pytest.raises(ConfigError, match=r"^attention_backend_config must be .*, got 3$"):
+        scope_from(**{**settings, "attention_backend_config": 3})
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"backnd": "fa"}, "--attention-config must have keys among backend, .* mean 'backend'"),
-        ({"backend": "fb"}, "--attention-config: backend: attention backend must be one of"),
-        ({"strict": "yes"}, "--attention-config: strict must be true or false, got 'yes'"),
-        ({"rules": "fa"}, "--attention-config: rules must be a list of mappings, got 'fa'"),
-        ({"rules": ["fa"]}, r"--attention-config: rules\[0\] must be a mapping, got 'fa'"),
-        ({"rules": [{}]}, r"--attention-config: rules\[0\].backend must be given"),
+        ({"backnd": "fa"}, "attention_config must have keys among backend, .* mean 'backend'"),
+        ({"backend": "fb"}, "attention_config: backend: attention backend must be one of"),
+        ({"strict": "yes"}, "attention_config: strict must be true or false, got 'yes'"),
+        ({"rules": "fa"}, "attention_config: rules must be a list of mappings, got 'fa'"),
+        ({"rules": ["fa"]}, r"attention_config: rules\[0\] must be a mapping, got 'fa'"),
+        ({"rules": [{}]}, r"attention_config: rules\[0\].backend must be given"),
         (
             {"rules": [{"backend": "fa"}, {"backend": "fa", "layer": 1}]},
-            r"--attention-config: rules\[1\] must have keys among .* did you mean 'layers'",
+            r"attention_config: rules\[1\] must have keys among .* did you mean 'layers'",
         ),
         (
             {"rules": [{"backend": "fa", "layers": "3-1"}]},
-            r"--attention-config: rules\[0\].layers must have ranges that run upwards",
+            r"attention_config: rules\[0\].layers must have ranges that run upwards",
         ),
         (
             {"rules": [{"backend": "fa", "steps": "x"}]},
-            r"--attention-config: rules\[0\].steps must be indices from 0",
+            r"attention_config: rules\[0\].steps must be indices from 0",
         ),
         (
             {"rules": [{"backend": "fa", "role": "slef"}]},
@@ -222,7 +232,7 @@ def test_settings_that_do_not_fit_together_are_refused(settings_, message):
         ),
         (
             {"rules": [{"backend": "auto", "config": {"a": 1}}]},
-            r"rules\[0\].config needs --attention-config: rules\[0\].backend",
+            r"rules\[0\].config needs attention_config: rules\[0\].backend",
         ),
         (
             {"rules": [{"backend": "sla_attn", "config": [1]}]},
@@ -232,7 +242,7 @@ def test_settings_that_do_not_fit_together_are_refused(settings_, message):
             {"backend": "video_sparse_attn", "config": {"sparsity": 2}},
             r"`sparsity` of video_sparse_attn must be a number in \[0, 1\], got 2",
         ),
-        ("[1]", r"--attention-config must be a mapping of names to values, got the list \[1\]"),
+        ("[1]", r"attention_config must be a mapping of names to values, got the list \[1\]"),
     ],
     ids=lambda value: str(value)[:50],
 )
