@@ -1,11 +1,17 @@
 """The definition of 8-bit attention in plain PyTorch: any device.
 
-    q' = scale_i round(q / scale_i), one scale per row: max|q_i| / 127
-    k' = scale_t round((k - mean) / scale_t), one scale per tile of keys
+    q' = scale_i round(q R / scale_i), one scale per row: max|q_i R| / 127
+    k' = scale_t round((k - mean) R / scale_t), one scale per tile of keys
     v' = scale_t e4m3(v / scale_t), one scale per tile of keys: max|v_t| / 448
 
 and then block-sparse attention of q', k' and v' in fp32, with scale q . mean added to lse. Kernels
 round the weights as well, to e4m3 or to the dtype of 16-bit values.
+
+R is orthonormal, so (q R) (k R)^T = q k^T: it changes no score. It spreads channels that stand out,
+whose size the scales would follow, over n channels, n the largest power of two that divides D
+(QuaRot, arXiv:2404.00456, there for weights and caches of language models):
+
+    R = diag(H, ..., H) / sqrt(n),   H_ij = (-1)^popcount(i & j),   0 <= i, j < n
 """
 
 import math
@@ -15,6 +21,7 @@ import torch
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
+from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation, rotation_size
 from multimodal_gen.kernels.quantized_attention.slots import Slots
 
 __all__ = ["KEY_ORDER", "key_mean_reference", "quantise_reference", "quantized_reference"]
@@ -65,14 +72,18 @@ def quantise_reference(
     """
     width = 64 if q.shape[3] <= 64 else 128
     pad = (0, width - q.shape[3])
+    matrix = rotation(q.shape[3], width, torch.float32, q.device)
+    factor = rotation_size(q.shape[3]) ** -0.5
     rows = _in_slots(q, q_slots)
-    largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-20)
-    q8 = (rows * (127.0 / largest) + 0.5).floor()
     group = q.shape[2] // k.shape[2]
     shift = scale * (rows * mean.repeat_interleave(group, 1).unsqueeze(2)).sum(-1)
+    rows = torch.nn.functional.pad(rows, pad) @ matrix
+    largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-20)
+    q8 = (rows * (127.0 / largest) + 0.5).floor()
     real = _rows(kv_slots, k.device)[1].unsqueeze(-1)
     keys = _in_slots(k, kv_slots)
     keys = torch.where(real, keys - mean.unsqueeze(2), 0.0)
+    keys = torch.nn.functional.pad(keys, pad) @ matrix
     k8, k_scale = _tiles(keys, kv_slots.tile, 127.0, 1e-20)
     k8 = (k8 + 0.5).floor()
     values = _in_slots(v, kv_slots)
@@ -86,11 +97,11 @@ def quantise_reference(
     else:
         values = values.transpose(1, 2).to(v.dtype)
     return Packed(
-        q=torch.nn.functional.pad(q8, pad).to(torch.int8),
-        q_scale=largest.squeeze(-1) * (scale / math.log(2.0) / 127.0),
+        q=q8.to(torch.int8),
+        q_scale=largest.squeeze(-1) * (factor * scale / math.log(2.0) / 127.0),
         shift=shift,
-        k=torch.nn.functional.pad(k8, pad).to(torch.int8),
-        k_scale=k_scale,
+        k=k8.to(torch.int8),
+        k_scale=k_scale * factor,
         v=values.contiguous(),
         v_scale=v_scale,
         q_slots=q_slots.size,
@@ -116,9 +127,9 @@ def quantized_reference(
         out [B, Sq, H, D] and lse [B, H, Sq], fp32 and natural; 0 and -inf for rows without keys.
     """
     row = packed.q_scale.unsqueeze(-1) * math.log(2.0)
-    q = (packed.q.float() * row)[..., :head_size].transpose(1, 2)
+    q = (packed.q.float() * row).transpose(1, 2)
     column = packed.k_scale.repeat_interleave(packed.keys, 2).unsqueeze(-1)
-    k = (packed.k.float() * column)[..., :head_size].transpose(1, 2)
+    k = (packed.k.float() * column).transpose(1, 2)
     if packed.v.dtype == torch.float8_e4m3fn:
         v = packed.v.float().transpose(2, 3)
         v = v * packed.v_scale.repeat_interleave(packed.keys, 2).unsqueeze(-1)

@@ -12,6 +12,14 @@ def round_half_up(x: torch.Tensor) -> torch.Tensor:
     return torch.floor(x + 0.5)
 
 
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotate the channels [..., D] in groups of the largest power of two that divides D."""
+    size = math.gcd(x.shape[-1], 2**10)
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    groups = x.unflatten(-1, (-1, size)) @ torch.tensor(signs, dtype=x.dtype)
+    return groups.flatten(-2) / math.sqrt(size)
+
+
 def tiles_of(plan: BlockPlan, b: int, h: int, tile: int) -> list[list[int]]:
     """Return the keys of every tile: each block is cut on its own."""
     starts, lengths = plan.kv.bounds(plan.device)
@@ -51,7 +59,7 @@ def naive_quantised(
             mean = keys[[key for one in cut for key in one]].mean(0)
             key_8, value_8 = torch.zeros_like(keys), torch.zeros_like(values)
             for one in filter(None, cut):
-                smooth = keys[one] - mean
+                smooth = rotate(keys[one] - mean)
                 step = smooth.abs().max().clamp_min(1e-20) / 127
                 key_8[one] = step * round_half_up(smooth / step)
                 value_8[one] = values[one]
@@ -64,8 +72,9 @@ def naive_quantised(
                 if not seen.any():
                     continue
                 query = q[b, row, h].double()
-                step = query.abs().max().clamp_min(1e-20) / 127
-                scores = scale * (key_8[seen] @ (step * round_half_up(query / step)))
+                rotated = rotate(query)
+                step = rotated.abs().max().clamp_min(1e-20) / 127
+                scores = scale * (key_8[seen] @ (step * round_half_up(rotated / step)))
                 weights = scores.softmax(0)
                 out[b, row, h] = weights @ value_8[seen]
                 bound[b, row, h] = weights @ value_8[seen].abs()

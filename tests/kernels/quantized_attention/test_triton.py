@@ -140,14 +140,24 @@ def test_strided_inputs_are_read_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "permuted"),
-    [("regular", True), ("regular", False), ("padded", False), ("ragged", True)],
+    ("form", "permuted", "head_size", "dtype"),
+    [
+        ("regular", True, 72, torch.bfloat16),
+        ("regular", False, 128, torch.bfloat16),
+        ("padded", False, 40, torch.float16),
+        ("ragged", True, 64, torch.float16),
+    ],
 )
-def test_the_quantising_kernel_makes_what_the_definition_does(form: str, permuted: bool) -> None:
+def test_the_quantising_kernel_makes_what_the_definition_does(
+    form: str, permuted: bool, head_size: int, dtype: torch.dtype
+) -> None:
     from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
 
     plan = random_plan(PlanShape(q_size=100, kv_size=90, q_form=form, kv_form=form), seed=5)
-    qkv = inputs(plan, head_size=72)
+    q, k, v = (x.to(dtype) for x in inputs(plan, head_size=head_size))
+    # The difference of such keys and their mean does not fit into 16 bits.
+    k[..., [3, 30]] += torch.tensor([12.0, -10.0], dtype=dtype)
+    qkv = QKV(q, k, v)
     slots = slots_of(plan.q, 128), slots_of(plan.kv, 64)
     mean = key_mean(qkv.key, slots[1])
     torch.testing.assert_close(mean, key_mean_reference(qkv.key, slots[1]))

@@ -1,8 +1,12 @@
 """Quantises queries, keys and values in one pass over them, into slots; see `slots`.
 
-Queries: int8, x = round(127 q / max|q|) of every row. Keys: int8 after the mean over the sequence
-is subtracted, one scale for a tile of keys. Values: e4m3, transposed to [D, keys], one scale for a
-tile of keys; or, for 16-bit products, copied into slots.
+Queries: rotated, then int8, x = round(127 q / max|q|) of every row. Keys: the mean over the
+sequence is subtracted, rotated, then int8, one scale for a tile of keys. Values: e4m3, transposed
+to [D, keys], one scale for a tile of keys; or, for 16-bit products, copied into slots.
+
+The rotation is a product with 1 and -1, which 16 bits hold, on the tensor cores: exact but for the
+order of its fp32 sums. Keys and mean are rotated one by one, as their difference would not fit into
+16 bits; its factor 1 / sqrt(n) goes into the scales.
 """
 
 import torch
@@ -12,6 +16,7 @@ import triton.language as tl
 from multimodal_gen.kernels.block_sparse.plan import Blocks
 from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
+from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation, rotation_size
 from multimodal_gen.kernels.quantized_attention.slots import Slots
 
 MEAN_CHUNKS = 64
@@ -94,19 +99,31 @@ def to_e4m3(x, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def _rotate(x, matrix_ptr, DP: tl.constexpr, UPCAST: tl.constexpr):
+    """Return the product of 16-bit x [rows, DP] and the matrix [DP, DP], fp32."""
+    d = tl.arange(0, DP)
+    # Every program reads it: it stays in the cache nearest to the cores.
+    ptrs = matrix_ptr + d[:, None] * DP + d[None, :]
+    matrix = tl.load(ptrs, eviction_policy="evict_last")
+    if UPCAST:
+        return tl.dot(x.to(tl.float32), matrix.to(tl.float32), input_precision="ieee")
+    return tl.dot(x, matrix)
+
+
+@triton.jit
 def _tile_of_keys(
-    ptr, row, real, stride_s, stride_d, mean_ptr, place, out_ptr, scale_ptr,
-    D: tl.constexpr, DP: tl.constexpr,
+    ptr, row, real, stride_s, stride_d, mean_ptr, matrix_ptr, place, out_ptr, scale_ptr, factor,
+    D: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a tile of keys."""
+    """Quantise a tile of keys; the mean [DP] is rotated already."""
     d = tl.arange(0, DP)
     mask = real[:, None] & (d < D)[None, :]
     x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-    x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
+    x = _rotate(x, matrix_ptr, DP, UPCAST) - tl.load(mean_ptr + d)[None, :]
+    x = tl.where(real[:, None], x, 0.0)
     most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-20)
     tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)))
-    tl.store(scale_ptr, most / 127.0)
+    tl.store(scale_ptr, most * (factor / 127.0))
 
 
 @triton.jit
@@ -130,20 +147,20 @@ def _tile_of_values(
 
 @triton.jit
 def _tile_of_queries(
-    ptr, row, real, stride_s, stride_d, mean_ptr, place, out_ptr, scale_ptr, shift_ptr, scale,
-    D: tl.constexpr, DP: tl.constexpr, SHIFT: tl.constexpr,
+    ptr, row, real, stride_s, stride_d, mean_ptr, matrix_ptr, place, out_ptr, scale_ptr, shift_ptr,
+    scale, factor, D: tl.constexpr, DP: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a tile of queries."""
+    """Quantise a tile of queries; the mean [DP] of their keys is rotated already."""
     d = tl.arange(0, DP)
     mask = real[:, None] & (d < D)[None, :]
     x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = x.to(tl.float32)
+    x = _rotate(x, matrix_ptr, DP, UPCAST)
     most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
     tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)[:, None]))
-    tl.store(scale_ptr + place, most * (scale * (1.4426950408889634 / 127.0)))
+    tl.store(scale_ptr + place, most * (factor * scale * (1.4426950408889634 / 127.0)))
     if SHIFT:
-        mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-        tl.store(shift_ptr + place, scale * tl.sum(x * mean[None, :], 1))
+        mean = tl.load(mean_ptr + d)
+        tl.store(shift_ptr + place, factor * factor * scale * tl.sum(x * mean[None, :], 1))
 
 
 @triton.jit(
@@ -154,13 +171,14 @@ def _tile_of_queries(
     ]
 )  # fmt: skip
 def _quantise_kernel(
-    q_ptr, k_ptr, v_ptr, mean_ptr,
+    q_ptr, k_ptr, v_ptr, mean_ptr, matrix_ptr,
     q8_ptr, q_scale_ptr, shift_ptr, k8_ptr, k_scale_ptr, v8_ptr, v_scale_ptr,
     q_start_ptr, q_length_ptr, kv_start_ptr, kv_length_ptr,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
     qs_b, qs_h, ql_b, ql_h, ks_b, ks_h, kl_b, kl_h,
     batch, heads, kv_heads, q_tiles, kv_tiles,
-    q_size, q_slots, q_total, q_num, kv_size, kv_slots, kv_total, kv_num, scale,
+    q_size, q_slots, q_total, q_num, kv_size, kv_slots, kv_total, kv_num,
+    scale, factor,
     Q_ROWS: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
     KV_STARTS: tl.constexpr, KV_LENGTHS: tl.constexpr,
@@ -181,8 +199,9 @@ def _quantise_kernel(
             kv_total, kv_num, KV_STARTS, KV_LENGTHS,
         )  # fmt: skip
         _tile_of_keys(
-            k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, mean_ptr + head * D,
-            head * kv_tiles * BN + slot, k8_ptr, k_scale_ptr + head * kv_tiles + tile, D, DP,
+            k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, mean_ptr + head * DP, matrix_ptr,
+            head * kv_tiles * BN + slot, k8_ptr, k_scale_ptr + head * kv_tiles + tile, factor,
+            D, DP, UPCAST,
         )  # fmt: skip
         if E4M3 or COPY:
             key = tl.arange(0, BN)
@@ -211,8 +230,9 @@ def _quantise_kernel(
         )  # fmt: skip
         kv_head = b * kv_heads + h // (heads // kv_heads)
         _tile_of_queries(
-            q_ptr + b * q_b + h * q_h, q_row, q_real, q_s, q_d, mean_ptr + kv_head * D,
-            head * q_tiles * Q_ROWS + q_slot, q8_ptr, q_scale_ptr, shift_ptr, scale, D, DP, SHIFT,
+            q_ptr + b * q_b + h * q_h, q_row, q_real, q_s, q_d, mean_ptr + kv_head * DP, matrix_ptr,
+            head * q_tiles * Q_ROWS + q_slot, q8_ptr, q_scale_ptr, shift_ptr, scale, factor,
+            D, DP, SHIFT, UPCAST,
         )  # fmt: skip
 
 
@@ -263,7 +283,7 @@ def quantise(
     permuted: bool,
     copied: torch.dtype | None = None,
 ) -> Packed:
-    """Quantise one call's tensors; three launches, and no wait for the device.
+    """Quantise one call's tensors in two launches; only a process's first call waits.
 
     Args:
         q: [B, Sq, H, D], any strides.
@@ -272,7 +292,7 @@ def quantise(
         q_slots: slots of the queries.
         kv_slots: slots of keys and values; their tile is the tile of the scales.
         scale: factor of the scores.
-        mean: what is subtracted from the keys, fp32 [B, Hkv, D], contiguous.
+        mean: what is subtracted from the keys, fp32 [B, Hkv, D].
         shift: whether the lse will be wanted.
         e4m3: whether values become 8 bits.
         permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
@@ -302,19 +322,24 @@ def quantise(
     bounds, strides = _bounds(q_slots.blocks, batch, heads, k8)
     kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, k8)
     programs = batch * (kv_heads * kv_tiles + heads * q_tiles)
+    # Any precision will do: what is subtracted is also what is added to lse.
+    mean = mean @ rotation(head_size, width, torch.float32, q.device)[:head_size]
     _launch_quantise(
         (programs,),
-        q, k, v, mean, q8, q_scale, shifts, k8, k_scale, v8, v_scale, *bounds, *kv_bounds,
+        q, k, v, mean, rotation(head_size, width, q.dtype, q.device),
+        q8, q_scale, shifts, k8, k_scale, v8, v_scale, *bounds, *kv_bounds,
         *q.stride(), *k.stride(), *v.stride(), *strides, *kv_strides,
         batch, heads, kv_heads, q_tiles, kv_tiles,
         q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
-        kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num, scale,
+        kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num,
+        scale, rotation_size(head_size) ** -0.5,
         Q_ROWS=Q_ROWS, BN=kv_slots.tile, D=head_size, DP=width,
         Q_STARTS=q_slots.blocks.starts is not None, Q_LENGTHS=q_slots.blocks.lengths is not None,
         KV_STARTS=kv_slots.blocks.starts is not None,
         KV_LENGTHS=kv_slots.blocks.lengths is not None,
         SHIFT=shift, E4M3=e4m3, PERMUTED=permuted and e4m3, COPY=copy,
-        UPCAST=interpreted(), num_warps=4,
+        # Rotating 128 keys of 128 channels takes nearly every register of 4 warps.
+        UPCAST=interpreted(), num_warps=width // 16,
     )  # fmt: skip
     v8 = v8.transpose(1, 2)[..., :head_size] if copy else v8
     return Packed(
