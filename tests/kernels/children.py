@@ -32,4 +32,6 @@ def run_pytest(
     import torch
 
     torch.set_num_threads(1)
-    sys.exit(pytest.main(list(arguments)))
+    # Modules with plugins may have been imported for other tests: no reason to fail.
+    quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+    sys.exit(pytest.main([*quiet, *arguments]))
