@@ -4,7 +4,7 @@ import logging
 from typing import Final
 
 from multimodal_gen.runtime.layers.attention.config import SparseConfig
-from multimodal_gen.runtime.layers.attention.index_selector import first_of
+from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector, first_of
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["PROCESS", "Notices", "notice_dense_layers", "notice_dense_run"]
@@ -49,9 +49,7 @@ def notice_dense_run(
     """
     if not num_steps:
         return
-    named, share = config.dense_schedule()[0], config.dense_first()[0]
-    start = int(share) if share > 1 else first_of(share, num_steps)
-    if any(named is None or step not in named for step in range(start, num_steps)):
+    if not _all_dense(config.dense_schedule()[0], config.dense_first()[0], num_steps):
         return
     given, instead = _given(config, config.first_dense[0], "dense_steps")
     notices.say(
@@ -73,15 +71,19 @@ def notice_dense_layers(
     """
     if not num_layers:
         return
-    named, share = config.dense_schedule()[1], config.dense_first()[1]
-    start = int(share) if share > 1 else first_of(share, num_layers)
-    if any(named is None or layer not in named for layer in range(start, num_layers)):
+    if not _all_dense(config.dense_schedule()[1], config.dense_first()[1], num_layers):
         return
     given, instead = _given(config, config.first_dense[1], "dense_layers")
     notices.say(
         f"{backend} is sparse in no layer: {given} keep all {num_layers} layers of this model "
         f"dense; give fewer, such as {instead}"
     )
+
+
+def _all_dense(named: IndexSelector | None, first: float, total: int) -> bool:
+    """Whether the named steps or layers, and the first ones besides, are all that there are."""
+    start = int(first) if first > 1 else first_of(first, total)
+    return all(named is not None and i in named for i in range(start, total))
 
 
 def _given(config: SparseConfig, *names: str) -> tuple[str, str]:

@@ -141,14 +141,13 @@ class SplitAttentionLayer(AttentionLayer):
         name = self._name_of_calls()
         refusal = self._refusal(groups, query, key, value, attn_mask)
         if refusal is not None:
-            agree(groups, name, {}, (), refusal, turn=next_turn())
+            raise self.told(refusal, split=True)
         if autocasts(query.device.type):
             query, key, value = autocast(query, key, value)
         try:
             route = self.route(query)  # what is bound for these tensors may be new
         except MultimodalGenError as error:
-            agree(groups, name, {}, (), error, turn=next_turn())
-            raise
+            raise self.told(error, split=True) from None
         rows = Rows.of(query, key, replicated)
         lengths, key_lengths = self._agree(
             groups, name, (query, key, value, attn_mask, gate), rows, seq_lens, route

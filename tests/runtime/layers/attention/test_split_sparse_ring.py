@@ -25,8 +25,10 @@ VSA = {"sparsity": 0.7, "tile_size": [4, 4, 4]}
 STA = {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0}
 
 
-def sparse_layer(backend, config, heads, kv_heads):
-    args = ServerArgs(model_path="none", attention_backend=backend, attention_backend_config=config)
+def sparse_layer(backend, config, heads, kv_heads, **more):
+    args = ServerArgs(
+        model_path="none", attention_backend=backend, attention_backend_config=config, **more
+    )
     return USPAttention(heads, 32, kv_heads, prefix="blocks.1.attn", scope=scope_from_args(args))
 
 
@@ -151,6 +153,18 @@ def settings_error(settings):
     """Attend with the settings of this rank; return the error."""
     layer = sparse_layer(*settings[parallel_groups().rank], 2, 2)
     local = [own(x, (96, 96)) for x in make_qkv(1, 192, 2, 32)]
+    try:
+        run(layer, parallel_groups(), local, GRID, (0, 0), {})
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def dtype_error(dtype):
+    """Attend on rank 1 to tensors of a dtype; return the error."""
+    layer = sparse_layer("sliding_tile_attn", STA, 2, 2, strict_attention=True)
+    mine = dtype if parallel_groups().rank == 1 else torch.float32
+    local = [own(x, (96, 96)).to(mine) for x in make_qkv(1, 192, 2, 32)]
     try:
         run(layer, parallel_groups(), local, GRID, (0, 0), {})
     except Exception as error:
@@ -339,3 +353,11 @@ def test_ranks_whose_backends_were_told_otherwise_are_told(two_ranks, mesh, othe
     for kind, text in two_ranks.run(mesh, settings_error, settings):
         assert kind == "UsageError"
         assert text.startswith(message)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ulysses=2)], ids=str)
+def test_a_rank_without_a_backend_for_its_tensors_tells_the_others(two_ranks, mesh):
+    told, own_error = two_ranks.run(mesh, dtype_error, torch.float64)
+    assert own_error[0] == "UnsupportedBackendError"
+    assert told[0] == "RankError"
+    assert told[1].startswith("rank 1 cannot run USPAttention blocks.1.attn: ")
