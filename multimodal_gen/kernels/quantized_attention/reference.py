@@ -8,10 +8,10 @@ and then block-sparse attention of q', k' and v' in fp32, with scale q . mean ad
 round the weights as well, to e4m3 or to the dtype of 16-bit values.
 
 R is orthonormal, so (q R) (k R)^T = q k^T: it changes no score. It spreads channels that stand out,
-whose size the scales would follow, over n channels, n the largest power of two that divides D
-(QuaRot, arXiv:2404.00456, there for weights and caches of language models):
+whose size the scales would follow, over all n channels (QuaRot, arXiv:2404.00456, there for weights
+and caches of language models); n is 64 or 128, the size to which heads are padded with zeros:
 
-    R = diag(H, ..., H) / sqrt(n),   H_ij = (-1)^popcount(i & j),   0 <= i, j < n
+    R_ij = (-1)^popcount(i & j) / sqrt(n),   0 <= i, j < n
 """
 
 import math
@@ -21,7 +21,7 @@ import torch
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
-from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation, rotation_size
+from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation
 from multimodal_gen.kernels.quantized_attention.slots import Slots
 
 __all__ = ["KEY_ORDER", "key_mean_reference", "quantise_reference", "quantized_reference"]
@@ -72,8 +72,8 @@ def quantise_reference(
     """
     width = 64 if q.shape[3] <= 64 else 128
     pad = (0, width - q.shape[3])
-    matrix = rotation(q.shape[3], width, torch.float32, q.device)
-    factor = rotation_size(q.shape[3]) ** -0.5
+    matrix = rotation(width, torch.float32, q.device)
+    factor = width**-0.5
     rows = _in_slots(q, q_slots)
     group = q.shape[2] // k.shape[2]
     shift = scale * (rows * mean.repeat_interleave(group, 1).unsqueeze(2)).sum(-1)

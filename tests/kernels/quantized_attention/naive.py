@@ -13,11 +13,11 @@ def round_half_up(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the channels [..., D] in groups of the largest power of two that divides D."""
-    size = math.gcd(x.shape[-1], 2**10)
+    """Pad the channels [..., D] with zeros to 64 or 128, and rotate them."""
+    size = 64 if x.shape[-1] <= 64 else 128
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
-    groups = x.unflatten(-1, (-1, size)) @ torch.tensor(signs, dtype=x.dtype)
-    return groups.flatten(-2) / math.sqrt(size)
+    padded = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    return padded @ torch.tensor(signs, dtype=x.dtype) / math.sqrt(size)
 
 
 def tiles_of(plan: BlockPlan, b: int, h: int, tile: int) -> list[list[int]]:
@@ -57,7 +57,7 @@ def naive_quantised(
             keys, values = k[b, :, h // group].double(), v[b, :, h // group].double()
             cut = tiles_of(plan, b, h // group, tile)
             mean = keys[[key for one in cut for key in one]].mean(0)
-            key_8, value_8 = torch.zeros_like(keys), torch.zeros_like(values)
+            key_8, value_8 = torch.zeros_like(rotate(keys)), torch.zeros_like(values)
             for one in filter(None, cut):
                 smooth = rotate(keys[one] - mean)
                 step = smooth.abs().max().clamp_min(1e-20) / 127

@@ -16,7 +16,7 @@ import triton.language as tl
 from multimodal_gen.kernels.block_sparse.plan import Blocks
 from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
-from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation, rotation_size
+from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation
 from multimodal_gen.kernels.quantized_attention.slots import Slots
 
 MEAN_CHUNKS = 64
@@ -323,16 +323,16 @@ def quantise(
     kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, k8)
     programs = batch * (kv_heads * kv_tiles + heads * q_tiles)
     # Any precision will do: what is subtracted is also what is added to lse.
-    mean = mean @ rotation(head_size, width, torch.float32, q.device)[:head_size]
+    mean = mean @ rotation(width, torch.float32, q.device)[:head_size]
     _launch_quantise(
         (programs,),
-        q, k, v, mean, rotation(head_size, width, q.dtype, q.device),
+        q, k, v, mean, rotation(width, q.dtype, q.device),
         q8, q_scale, shifts, k8, k_scale, v8, v_scale, *bounds, *kv_bounds,
         *q.stride(), *k.stride(), *v.stride(), *strides, *kv_strides,
         batch, heads, kv_heads, q_tiles, kv_tiles,
         q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
         kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num,
-        scale, rotation_size(head_size) ** -0.5,
+        scale, width**-0.5,
         Q_ROWS=Q_ROWS, BN=kv_slots.tile, D=head_size, DP=width,
         Q_STARTS=q_slots.blocks.starts is not None, Q_LENGTHS=q_slots.blocks.lengths is not None,
         KV_STARTS=kv_slots.blocks.starts is not None,
