@@ -18,10 +18,10 @@ from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
 from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation
 from multimodal_gen.kernels.quantized_attention.slots import Slots
+from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
 
 MEAN_CHUNKS = 64
 MEAN_ROWS = 64
-Q_ROWS = 64
 
 
 @triton.jit
@@ -99,12 +99,8 @@ def to_e4m3(x, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _rotate(x, matrix_ptr, DP: tl.constexpr, UPCAST: tl.constexpr):
+def _rotate(x, matrix, UPCAST: tl.constexpr):
     """Return the product of 16-bit x [rows, DP] and the matrix [DP, DP], fp32."""
-    d = tl.arange(0, DP)
-    # Every program reads it: it stays in the cache nearest to the cores.
-    ptrs = matrix_ptr + d[:, None] * DP + d[None, :]
-    matrix = tl.load(ptrs, eviction_policy="evict_last")
     if UPCAST:
         return tl.dot(x.to(tl.float32), matrix.to(tl.float32), input_precision="ieee")
     return tl.dot(x, matrix)
@@ -112,14 +108,14 @@ def _rotate(x, matrix_ptr, DP: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _tile_of_keys(
-    ptr, row, real, stride_s, stride_d, mean_ptr, matrix_ptr, place, out_ptr, scale_ptr, factor,
+    ptr, row, real, stride_s, stride_d, mean_ptr, matrix, place, out_ptr, scale_ptr, factor,
     D: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Quantise a tile of keys; the mean [DP] is rotated already."""
     d = tl.arange(0, DP)
     mask = real[:, None] & (d < D)[None, :]
     x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = _rotate(x, matrix_ptr, DP, UPCAST) - tl.load(mean_ptr + d)[None, :]
+    x = _rotate(x, matrix, UPCAST) - tl.load(mean_ptr + d)[None, :]
     x = tl.where(real[:, None], x, 0.0)
     most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-20)
     tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)))
@@ -147,14 +143,14 @@ def _tile_of_values(
 
 @triton.jit
 def _tile_of_queries(
-    ptr, row, real, stride_s, stride_d, mean_ptr, matrix_ptr, place, out_ptr, scale_ptr, shift_ptr,
+    ptr, row, real, stride_s, stride_d, mean_ptr, matrix, place, out_ptr, scale_ptr, shift_ptr,
     scale, factor, D: tl.constexpr, DP: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Quantise a tile of queries; the mean [DP] of their keys is rotated already."""
     d = tl.arange(0, DP)
     mask = real[:, None] & (d < D)[None, :]
     x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = _rotate(x, matrix_ptr, DP, UPCAST)
+    x = _rotate(x, matrix, UPCAST)
     most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
     tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)[:, None]))
     tl.store(scale_ptr + place, most * (factor * scale * (1.4426950408889634 / 127.0)))
@@ -183,57 +179,66 @@ def _quantise_kernel(
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
     KV_STARTS: tl.constexpr, KV_LENGTHS: tl.constexpr,
     SHIFT: tl.constexpr, E4M3: tl.constexpr, PERMUTED: tl.constexpr, COPY: tl.constexpr,
-    UPCAST: tl.constexpr,
+    STEPS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of keys and values first, B * Hkv * kv_tiles of each, then those of queries."""
+    """Grid: groups of STEPS tiles of one head; those of keys and values first, then of queries."""
     pid = tl.program_id(0)
-    kv_programs = batch * kv_heads * kv_tiles
+    kv_groups, q_groups = tl.cdiv(kv_tiles, STEPS), tl.cdiv(q_tiles, STEPS)
+    kv_programs = batch * kv_heads * kv_groups
+    d = tl.arange(0, DP)
+    # Every program reads it: it stays in the cache nearest to the cores.
+    matrix = tl.load(matrix_ptr + d[:, None] * DP + d[None, :], eviction_policy="evict_last")
     if pid < kv_programs:
-        tile = pid % kv_tiles
-        h = pid // kv_tiles % kv_heads
-        b = (pid // kv_tiles // kv_heads).to(tl.int64)
+        group = pid % kv_groups
+        h = pid // kv_groups % kv_heads
+        b = (pid // kv_groups // kv_heads).to(tl.int64)
         head = b * kv_heads + h
-        slot = tile * BN + tl.arange(0, BN)
-        row, real = _rows(
-            slot, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h, kv_size, kv_slots,
-            kv_total, kv_num, KV_STARTS, KV_LENGTHS,
-        )  # fmt: skip
-        _tile_of_keys(
-            k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, mean_ptr + head * DP, matrix_ptr,
-            head * kv_tiles * BN + slot, k8_ptr, k_scale_ptr + head * kv_tiles + tile, factor,
-            D, DP, UPCAST,
-        )  # fmt: skip
-        if E4M3 or COPY:
-            key = tl.arange(0, BN)
-            if PERMUTED:
-                # Positions 4t to 4t + 3 of 16 hold the keys 2t, 2t + 1, 2t + 8 and 2t + 9.
-                key = key // 16 * 16 + key % 16 // 4 * 2 + key % 2 + key % 4 // 2 * 8
+        for step in range(STEPS):
+            # The last group may do the last tile again.
+            tile = tl.minimum(group * STEPS + step, kv_tiles - 1)
+            slot = tile * BN + tl.arange(0, BN)
             row, real = _rows(
-                tile * BN + key, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h,
-                kv_size, kv_slots, kv_total, kv_num, KV_STARTS, KV_LENGTHS,
+                slot, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h, kv_size, kv_slots,
+                kv_total, kv_num, KV_STARTS, KV_LENGTHS,
             )  # fmt: skip
-            _tile_of_values(
-                v_ptr + b * v_b + h * v_h, row, real, v_s, v_d, slot, kv_tiles * BN,
-                v8_ptr + head * DP * (kv_tiles * BN), v_scale_ptr + head * kv_tiles + tile,
-                D, DP, COPY, UPCAST,
+            _tile_of_keys(
+                k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, mean_ptr + head * DP, matrix,
+                head * kv_tiles * BN + slot, k8_ptr, k_scale_ptr + head * kv_tiles + tile, factor,
+                D, DP, UPCAST,
             )  # fmt: skip
+            if E4M3 or COPY:
+                key = tl.arange(0, BN)
+                if PERMUTED:
+                    # Positions 4t to 4t + 3 of 16 hold the keys 2t, 2t + 1, 2t + 8 and 2t + 9.
+                    key = key // 16 * 16 + key % 16 // 4 * 2 + key % 2 + key % 4 // 2 * 8
+                row, real = _rows(
+                    tile * BN + key, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h,
+                    kv_size, kv_slots, kv_total, kv_num, KV_STARTS, KV_LENGTHS,
+                )  # fmt: skip
+                _tile_of_values(
+                    v_ptr + b * v_b + h * v_h, row, real, v_s, v_d, slot, kv_tiles * BN,
+                    v8_ptr + head * DP * (kv_tiles * BN), v_scale_ptr + head * kv_tiles + tile,
+                    D, DP, COPY, UPCAST,
+                )  # fmt: skip
     else:
         pid -= kv_programs
-        tile = pid % q_tiles
-        h = pid // q_tiles % heads
-        b = (pid // q_tiles // heads).to(tl.int64)
+        group = pid % q_groups
+        h = pid // q_groups % heads
+        b = (pid // q_groups // heads).to(tl.int64)
         head = b * heads + h
-        q_slot = tile * Q_ROWS + tl.arange(0, Q_ROWS)
-        q_row, q_real = _rows(
-            q_slot, b, h, q_start_ptr, q_length_ptr, qs_b, qs_h, ql_b, ql_h, q_size, q_slots,
-            q_total, q_num, Q_STARTS, Q_LENGTHS,
-        )  # fmt: skip
         kv_head = b * kv_heads + h // (heads // kv_heads)
-        _tile_of_queries(
-            q_ptr + b * q_b + h * q_h, q_row, q_real, q_s, q_d, mean_ptr + kv_head * DP, matrix_ptr,
-            head * q_tiles * Q_ROWS + q_slot, q8_ptr, q_scale_ptr, shift_ptr, scale, factor,
-            D, DP, SHIFT, UPCAST,
-        )  # fmt: skip
+        for step in range(STEPS):
+            tile = tl.minimum(group * STEPS + step, q_tiles - 1)
+            slot = tile * Q_ROWS + tl.arange(0, Q_ROWS)
+            row, real = _rows(
+                slot, b, h, q_start_ptr, q_length_ptr, qs_b, qs_h, ql_b, ql_h, q_size, q_slots,
+                q_total, q_num, Q_STARTS, Q_LENGTHS,
+            )  # fmt: skip
+            _tile_of_queries(
+                q_ptr + b * q_b + h * q_h, row, real, q_s, q_d, mean_ptr + kv_head * DP, matrix,
+                head * q_tiles * Q_ROWS + slot, q8_ptr, q_scale_ptr, shift_ptr, scale, factor,
+                D, DP, SHIFT, UPCAST,
+            )  # fmt: skip
 
 
 def interpreted() -> bool:
@@ -302,7 +307,8 @@ def quantise(
     batch, _, heads, head_size = q.shape
     kv_heads = k.shape[2]
     width = 64 if head_size <= 64 else 128
-    q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
+    tile = quantise_tile(keys=kv_slots.tile, rows=q_slots.tile)
+    q_tiles, kv_tiles = q_slots.total // tile.rows, kv_slots.total // kv_slots.tile
     copy = not e4m3 and (copied is not None or not kv_slots.in_place)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -321,11 +327,11 @@ def quantise(
         v8 = new(batch, kv_heads, kv_slots.total, width, dtype=copied or v.dtype)
     bounds, strides = _bounds(q_slots.blocks, batch, heads, k8)
     kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, k8)
-    programs = batch * (kv_heads * kv_tiles + heads * q_tiles)
+    groups = kv_heads * -(-kv_tiles // tile.steps) + heads * -(-q_tiles // tile.steps)
     # Any precision will do: what is subtracted is also what is added to lse.
     mean = mean @ rotation(width, torch.float32, q.device)[:head_size]
     _launch_quantise(
-        (programs,),
+        (batch * groups,),
         q, k, v, mean, rotation(width, q.dtype, q.device),
         q8, q_scale, shifts, k8, k_scale, v8, v_scale, *bounds, *kv_bounds,
         *q.stride(), *k.stride(), *v.stride(), *strides, *kv_strides,
@@ -333,13 +339,12 @@ def quantise(
         q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
         kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num,
         scale, width**-0.5,
-        Q_ROWS=Q_ROWS, BN=kv_slots.tile, D=head_size, DP=width,
+        Q_ROWS=tile.rows, BN=kv_slots.tile, D=head_size, DP=width,
         Q_STARTS=q_slots.blocks.starts is not None, Q_LENGTHS=q_slots.blocks.lengths is not None,
         KV_STARTS=kv_slots.blocks.starts is not None,
         KV_LENGTHS=kv_slots.blocks.lengths is not None,
         SHIFT=shift, E4M3=e4m3, PERMUTED=permuted and e4m3, COPY=copy,
-        # Rotating 128 keys of 128 channels takes nearly every register of 4 warps.
-        UPCAST=interpreted(), num_warps=width // 16,
+        STEPS=tile.steps, UPCAST=interpreted(), num_warps=tile.warps,
     )  # fmt: skip
     v8 = v8.transpose(1, 2)[..., :head_size] if copy else v8
     return Packed(

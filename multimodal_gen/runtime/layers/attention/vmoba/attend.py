@@ -29,10 +29,11 @@ from multimodal_gen.runtime.layers.attention.vmoba.partition import Partition
 
 __all__ = ["ChunkCall", "attend_all", "attend_chunks", "select"]
 
-# What the copies of a few heads may take: this share of the tensors of the call, or so many bytes.
-_SHARE_AT_ONCE = 0.05
-_BYTES_AT_ONCE = 192 << 20
-# Pairs of queries and keys of a few heads, or the host would not keep up: H200, 2026-11.
+# What the copies of a few heads may take, two of which are under way at once. Every few heads are
+# eight launches, and on hosts of which some took 0.7 ms and more for those, the GPU waits: 12 heads
+# of 32,760 tokens in six turns took 6.2 ms, in two 3.9 (H200, 2026-11).
+_BYTES_AT_ONCE = 640 << 20
+# Pairs of queries and keys of a few heads, however much that takes, for the same reason.
 _PAIRS_AT_ONCE = 2e9
 _DENSE_BLOCK = 384  # rows of a query block where everything is attended to
 
@@ -196,9 +197,8 @@ def _passes(call: ChunkCall, groups: ChunkGroups) -> list[slice]:
     query, kv_heads = call.query, call.key.shape[2]
     size = query.element_size()
     copies = 2 * size * (query.numel() * groups.num + call.key.numel()) // kv_heads
-    inputs = 2 * size * (query.numel() + call.key.numel())
     pairs = query.shape[0] * query.shape[1] * call.key.shape[1] * query.shape[2] // kv_heads
-    most = max(inputs * _SHARE_AT_ONCE, _BYTES_AT_ONCE) / max(copies, 1)
+    most = _BYTES_AT_ONCE / max(copies, 1)
     shares = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     small = max(n for n in shares if n <= max(most, 1))
     busy = next((n for n in shares if n * pairs >= _PAIRS_AT_ONCE), kv_heads)
