@@ -13,6 +13,7 @@ that a rank which left one out is found.
 
 import contextlib
 import json
+import struct
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,10 +26,11 @@ from multimodal_gen.runtime.distributed.groups import Group, ParallelGroups
 
 __all__ = ["Turn", "agree"]
 
-_Hearing = Callable[[timedelta | None], list[torch.Tensor]]
+_Hearing = Callable[[timedelta | None], bytearray]
 
 _MESSAGE_BYTES = 4096
 # Behind them a message has its `Turn`, which changes where the rest of it does not.
+_TURN = struct.Struct("=3q")
 _UNKNOWN = -1
 _TURN_NAMES = ("denoising step", "denoiser call", "number of exchanges in this denoiser call")
 # What a refusal may take of them in UTF-8; JSON spells a control character with six bytes.
@@ -85,7 +87,7 @@ def agree(
     kind = (call, *facts.items(), lengths)
     known = groups.agreed.get(kind)
     said = known[0] if known and refusal is None else _message(call, facts, lengths, refusal)
-    hearing = _tell(groups.control, torch.cat((said, _bytes(turn))), call)
+    hearing = _tell(groups.control, said + _TURN.pack(*turn), call)
     if refusal is not None:
         with contextlib.suppress(RankError):
             hearing(_REFUSAL_TIMEOUT)
@@ -94,10 +96,11 @@ def agree(
         groups.pending.append((hearing, turn, *known[1:]))
         return known[2]
     heard = hearing(None)
-    if known and _same(heard, known[1], turn):
+    if known and heard == _at(turn, known[1]):
         return known[2]
-    agreed = _verdict(groups.control, heard)
-    groups.agreed[kind] = (said, heard, agreed)
+    messages = _split(heard)
+    agreed = _verdict(groups.control, messages)
+    groups.agreed[kind] = (said, [message for message, _ in messages], agreed)
     return agreed
 
 
@@ -106,25 +109,27 @@ def _look_at_pending(groups: ParallelGroups) -> None:
     while groups.pending:
         hearing, turn, known, lengths = groups.pending.pop()
         heard = hearing(None)
-        if not _same(heard, known, turn):
+        if heard != _at(turn, known):
             raise RankError(
                 f"lengths must be those ranks had in earlier calls of the same kind, {lengths}, "
-                f"got {_verdict(groups.control, heard)}; pass seq_lens where they change"
+                f"got {_verdict(groups.control, _split(heard))}; pass seq_lens where they change"
             )
 
 
-def _same(heard: list[torch.Tensor], known: list[torch.Tensor], turn: Turn) -> bool:
-    """Whether all ranks said what they said before, at this turn; much faster than reading it."""
-    here = _bytes(turn)
-    return all(
-        torch.equal(x[_MESSAGE_BYTES:], here)
-        and torch.equal(x[:_MESSAGE_BYTES], y[:_MESSAGE_BYTES])
-        for x, y in zip(heard, known, strict=True)
-    )
+def _at(turn: Turn, messages: list[bytes]) -> bytes:
+    """Return what is heard when all ranks say what they said before, at this turn."""
+    packed = _TURN.pack(*turn)
+    return b"".join(message + packed for message in messages)
 
 
-def _bytes(turn: Turn) -> torch.Tensor:
-    return torch.tensor(turn, dtype=torch.int64, device="cpu").view(torch.uint8)
+def _split(heard: bytearray) -> list[tuple[bytes, Turn]]:
+    """Return every rank's message, and its turn."""
+    size = _MESSAGE_BYTES + _TURN.size
+    ends = range(_MESSAGE_BYTES, len(heard), size)
+    return [
+        (bytes(heard[end - _MESSAGE_BYTES : end]), Turn(*_TURN.unpack_from(heard, end)))
+        for end in ends
+    ]
 
 
 def _message(
@@ -132,7 +137,7 @@ def _message(
     facts: Mapping[str, object],
     lengths: tuple[int, ...],
     refusal: MultimodalGenError | None,
-) -> torch.Tensor:
+) -> bytes:
     message = {
         "call": call,
         "facts": {name: str(fact) for name, fact in facts.items()},
@@ -141,7 +146,7 @@ def _message(
     }
     text = json.dumps(message, ensure_ascii=False).encode(errors="replace")
     assert len(text) <= _MESSAGE_BYTES, "facts are short"
-    return torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    return text.ljust(_MESSAGE_BYTES)
 
 
 def _cut(text: str) -> str:
@@ -150,9 +155,11 @@ def _cut(text: str) -> str:
     return text.encode(errors="replace")[:_REFUSAL_BYTES].decode(errors="ignore")
 
 
-def _tell(group: Group, sent: torch.Tensor, call: str) -> _Hearing:
+def _tell(group: Group, said: bytes, call: str) -> _Hearing:
     """Send a message; return what waits for those of all ranks."""
-    received = [torch.empty_like(sent) for _ in group.ranks]
+    heard = bytearray(len(said) * len(group.ranks))
+    sent = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    received = [*torch.frombuffer(heard, dtype=torch.uint8).view(-1, len(said))]
     failure = (
         f"the other ranks of {list(group.ranks)} must make the same call, {call}, got no answer; "
         f"look for the first error of another rank"
@@ -164,23 +171,21 @@ def _tell(group: Group, sent: torch.Tensor, call: str) -> _Hearing:
     except RuntimeError as error:
         raise RankError(f"{failure} ({_first_line(error)})") from None
 
-    def hear(timeout: timedelta | None) -> list[torch.Tensor]:
+    def hear(timeout: timedelta | None) -> bytearray:
         if work is None:
-            return [sent]
+            return bytearray(said)
         try:
             work.wait(*([] if timeout is None else [timeout]))
         except RuntimeError as error:
             raise RankError(f"{failure} ({_first_line(error)})") from None
-        return received
+        return heard
 
     return hear
 
 
-def _verdict(group: Group, received: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def _verdict(group: Group, said: list[tuple[bytes, Turn]]) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of every rank, or raise where ranks disagree."""
-    messages: list[dict[str, Any]] = [
-        json.loads(bytes(x[:_MESSAGE_BYTES].tolist())) for x in received
-    ]
+    messages: list[dict[str, Any]] = [json.loads(message) for message, _ in said]
     for rank, message in zip(group.ranks, messages, strict=True):
         if message["refusal"]:
             raise RankError(f"rank {rank} cannot run {message['call']}: {message['refusal']}")
@@ -188,8 +193,8 @@ def _verdict(group: Group, received: list[torch.Tensor]) -> tuple[tuple[int, ...
     call = messages[0]["call"]
     for name in {name: None for message in messages for name in message["facts"]}:
         _compare(name, [message["facts"].get(name) for message in messages], group, call)
-    turns = [x[_MESSAGE_BYTES:].view(torch.int64).tolist() for x in received]
-    for name, numbers in zip(_TURN_NAMES, zip(*turns, strict=True), strict=True):
+    turns = zip(*(turn for _, turn in said), strict=True)
+    for name, numbers in zip(_TURN_NAMES, turns, strict=True):
         _compare(name, ["unknown" if n == _UNKNOWN else n for n in numbers], group, call, _SKIPPED)
     return tuple(tuple(message["lengths"]) for message in messages)
 
