@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.distributed.agreement import agree
 from multimodal_gen.runtime.distributed.collectives import gather_tokens
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.timing import Times, recording
+from multimodal_gen.runtime.layers.attention.turns import next_turn
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 __all__ = ["gather_sequence", "time_gathering"]
@@ -40,6 +42,14 @@ def _gather(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
             f"attached, got {'none' if groups is None else groups.sequence.size}; call remove() on "
             f"its handle before the groups change"
         )
+    facts = {
+        "tokens": tuple(lengths),
+        "batch size": x.shape[0],
+        "channels": tuple(x.shape[2:]),
+        "dtype": x.dtype,
+    }
+    on_cpu = x.device.type == "cpu"
+    agree(groups, "gathering of tokens", facts, (), turn=next_turn(), wait=on_cpu)
     context = current_forward_context()
     times = None if context is None else context.cache.get(_SLOT)
     with recording(times):

@@ -14,7 +14,7 @@ that a rank which left one out is found.
 import contextlib
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,9 +24,7 @@ import torch.distributed as dist
 from multimodal_gen.errors import MultimodalGenError, RankError, UsageError
 from multimodal_gen.runtime.distributed.groups import Group, ParallelGroups
 
-__all__ = ["Turn", "agree"]
-
-_Hearing = Callable[[timedelta | None], bytearray]
+__all__ = ["Turn", "agree", "unanswered"]
 
 _MESSAGE_BYTES = 4096
 # Behind them a message has its `Turn`, which changes where the rest of it does not.
@@ -87,15 +85,15 @@ def agree(
     kind = (call, *facts.items(), lengths)
     known = groups.agreed.get(kind)
     said = known[0] if known and refusal is None else _message(call, facts, lengths, refusal)
-    hearing = _tell(groups.control, said + _TURN.pack(*turn), call)
+    hearing = _Hearing(groups.control, said + _TURN.pack(*turn), call)
     if refusal is not None:
         with contextlib.suppress(RankError):
-            hearing(_REFUSAL_TIMEOUT)
+            hearing.wait(_REFUSAL_TIMEOUT)
         raise refusal
     if known and not wait:
         groups.pending.append((hearing, turn, *known[1:]))
         return known[2]
-    heard = hearing(None)
+    heard = hearing.wait()
     if known and heard == _at(turn, known[1]):
         return known[2]
     messages = _split(heard)
@@ -104,11 +102,24 @@ def agree(
     return agreed
 
 
+def unanswered(groups: ParallelGroups) -> RankError | None:
+    """Return why what this rank said got no answer, as far as is known by now; does not wait.
+
+    A call that does not wait is heard of in the next one, which a rank never gets to that waits for
+    its device, and that for a rank which is not coming.
+    """
+    for hearing, *_ in tuple(groups.pending):
+        error: RankError | None = hearing.error()
+        if error is not None:
+            return error
+    return None
+
+
 def _look_at_pending(groups: ParallelGroups) -> None:
     """Raise when a call that did not wait should not have been made."""
     while groups.pending:
         hearing, turn, known, lengths = groups.pending.pop()
-        heard = hearing(None)
+        heard = hearing.wait()
         if heard != _at(turn, known):
             raise RankError(
                 f"lengths must be those ranks had in earlier calls of the same kind, {lengths}, "
@@ -155,32 +166,61 @@ def _cut(text: str) -> str:
     return text.encode(errors="replace")[:_REFUSAL_BYTES].decode(errors="ignore")
 
 
-def _tell(group: Group, said: bytes, call: str) -> _Hearing:
-    """Send a message; return what waits for those of all ranks."""
-    heard = bytearray(len(said) * len(group.ranks))
-    sent = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    received = [*torch.frombuffer(heard, dtype=torch.uint8).view(-1, len(said))]
-    failure = (
-        f"the other ranks of {list(group.ranks)} must make the same call, {call}, got no answer; "
-        f"look for the first error of another rank"
-    )
-    work: Any = None
-    try:
-        if group.handle is not None:
-            work = dist.all_gather(received, sent, group=group.handle, async_op=True)
-    except RuntimeError as error:
-        raise RankError(f"{failure} ({_first_line(error)})") from None
+class _Hearing:
+    """A message that was sent, and those of all ranks, under way.
 
-    def hear(timeout: timedelta | None) -> bytearray:
-        if work is None:
-            return bytearray(said)
+    Args:
+        group: who takes part.
+        said: the message, as long as everybody's.
+        call: what it is about, for errors.
+
+    Raises:
+        RankError: it could not be sent.
+    """
+
+    def __init__(self, group: Group, said: bytes, call: str) -> None:
+        self._heard = bytearray(len(said) * len(group.ranks))
+        self._failure = (
+            f"the other ranks of {list(group.ranks)} must make the same call, {call}, got no "
+            f"answer; look for the first error of another rank"
+        )
+        self._work: Any = None
+        if group.handle is None:
+            self._heard[:] = said
+            return
+        sent = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        received = [*torch.frombuffer(self._heard, dtype=torch.uint8).view(-1, len(said))]
         try:
-            work.wait(*([] if timeout is None else [timeout]))
+            self._work = dist.all_gather(received, sent, group=group.handle, async_op=True)
         except RuntimeError as error:
-            raise RankError(f"{failure} ({_first_line(error)})") from None
-        return heard
+            raise self._lost(error) from None
 
-    return hear
+    def wait(self, timeout: timedelta | None = None) -> bytearray:
+        """Return what all ranks said, one after another.
+
+        Raises:
+            RankError: not all of them did, in time.
+        """
+        try:
+            if self._work is not None:
+                self._work.wait(*([] if timeout is None else [timeout]))
+        except RuntimeError as error:
+            raise self._lost(error) from None
+        return self._heard
+
+    def error(self) -> RankError | None:
+        """Return what `wait` would raise, where that is known by now; does not wait."""
+        if self._work is None or not self._work.is_completed():
+            return None
+        try:
+            self.wait()
+        except RankError as error:
+            return error
+        return None
+
+    def _lost(self, error: RuntimeError) -> RankError:
+        first_line = str(error).partition("\n")[0].partition(". ")[0]
+        return RankError(f"{self._failure} ({first_line})")
 
 
 def _verdict(group: Group, said: list[tuple[bytes, Turn]]) -> tuple[tuple[int, ...], ...]:
@@ -197,10 +237,6 @@ def _verdict(group: Group, said: list[tuple[bytes, Turn]]) -> tuple[tuple[int, .
     for name, numbers in zip(_TURN_NAMES, turns, strict=True):
         _compare(name, ["unknown" if n == _UNKNOWN else n for n in numbers], group, call, _SKIPPED)
     return tuple(tuple(message["lengths"]) for message in messages)
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0].partition(". ")[0]
 
 
 def _compare(name: str, values: list[Any], group: Group, call: str = "", advice: str = "") -> None:

@@ -131,15 +131,21 @@ class FaultBoard:
             return Verdict(text=told, mine=True)  # the process that kept the store has ended
 
     @contextlib.contextmanager
-    def watched(self, end: Callable[[str | None], None]) -> Iterator[None]:
-        """Show the others that this process lives, and notice when they have ended the run.
+    def watched(
+        self,
+        end: Callable[[str | None], None],
+        lost: Callable[[], BaseException | None] = lambda: None,
+    ) -> Iterator[None]:
+        """Show the others that this process lives, and notice when the run is over.
 
         Args:
             end: ends this process; called from another thread, with what it has to say or None,
                 where the run is over and the `with` block goes on nevertheless: it is stuck.
+            lost: asked for an error that ends the run and that the `with` block does not notice
+                where it is stuck; without waiting, and from another thread.
         """
         done = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(done, end), daemon=True)
+        thread = threading.Thread(target=self._watch, args=(done, end, lost), daemon=True)
         thread.start()
         try:
             yield
@@ -168,14 +174,24 @@ class FaultBoard:
                 )
         self._store.add("followed", 1)
 
-    def _watch(self, done: threading.Event, end: Callable[[str | None], None]) -> None:
+    def _watch(
+        self,
+        done: threading.Event,
+        end: Callable[[str | None], None],
+        lost: Callable[[], BaseException | None],
+    ) -> None:
         text: str | None = None
         with contextlib.suppress(RuntimeError):
-            while not self._store.check(["said"]):
+            error = None
+            while error is None and not self._store.check(["said"]):
                 if done.wait(_BEAT_S):
                     return
                 self._store.add(f"beats/{self._rank}", 1)
-            text = self._heard(json.loads(self._store.get("said"))).text
+                error = lost()
+            if error is None:
+                text = self._heard(json.loads(self._store.get("said"))).text
+            else:
+                text = self.verdict(error).text
         # Where the store is gone, the run is over too, and nobody is left to say why.
         if not done.wait(_STUCK_S):
             end(text)

@@ -30,7 +30,9 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from multimodal_gen.errors import MultimodalGenError, RankError
+from multimodal_gen.runtime.distributed.agreement import unanswered
 from multimodal_gen.runtime.distributed.faults import FaultBoard, follows_from_another
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 
 __all__ = ["be_rank", "start_ranks", "started"]
 
@@ -103,13 +105,18 @@ def be_rank(work: Callable[[int], None], *, timeout: float) -> None:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
     try:
-        with board.watched(_end_stuck):
+        with board.watched(_end_stuck, _unanswered):
             work(board.num_ranks)
             board.finish()
     except Exception as error:
         _end(board, error)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _unanswered() -> RankError | None:
+    groups = parallel_groups()
+    return None if groups is None else unanswered(groups)
 
 
 def _end(board: FaultBoard, error: Exception) -> NoReturn:

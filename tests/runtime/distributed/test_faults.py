@@ -122,6 +122,23 @@ def test_a_rank_that_is_stuck_when_the_run_is_over_is_ended(boards, monkeypatch)
     assert words == [text]
 
 
+def test_a_rank_that_is_stuck_ends_for_an_error_it_does_not_notice(boards, monkeypatch) -> None:
+    for name in ("_BEAT_S", "_STUCK_S"):
+        monkeypatch.setattr(faults, name, 0.1)
+    ended, words, errors = threading.Event(), [], [None, NO_ANSWER]
+
+    def end(text):
+        words.append(text)
+        ended.set()
+
+    with boards[2].watched(end, lambda: errors.pop(0)):
+        assert ended.wait(10)
+    (text,) = words
+    assert text.startswith("rank 0 (pid ")
+    assert text.endswith("): no answer within 1 s, or the connection was lost")
+    assert errors == []
+
+
 def _raised(work) -> BaseException:
     try:
         work()

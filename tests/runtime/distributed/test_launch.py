@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from multimodal_gen.errors import RankError
-from multimodal_gen.runtime.distributed import launch
+from multimodal_gen.runtime.distributed import faults, launch
+from multimodal_gen.runtime.distributed.agreement import agree
 from multimodal_gen.runtime.distributed.joining import init_parallel
 from multimodal_gen.runtime.distributed.launch import be_rank, start_ranks
 from multimodal_gen.runtime.layers.attention import USPAttention
@@ -42,8 +43,20 @@ def attend(folder: Path, step_2) -> None:
     sys.stdout.write(f"rank {groups.rank} is done\n")
 
 
-def rank(folder: Path, step_2) -> None:
-    be_rank(lambda num_ranks: attend(folder, step_2), timeout=TIMEOUT_S)
+def wait_for_the_device(folder: Path, step_2) -> None:
+    """Agree on calls whose exchange runs on a device; the second one never ends."""
+    faults._STUCK_S = 0.5
+    groups = init_parallel(device_type="cpu", rank_timeout=TIMEOUT_S)
+    (folder / str(groups.rank)).write_text(str(os.getpid()))
+    for step in range(2):
+        if step == 1 and groups.rank == 1:
+            step_2()
+        agree(groups, "a call", {}, (), wait=False)
+    hang()
+
+
+def rank(folder: Path, work, step_2) -> None:
+    be_rank(lambda num_ranks: work(folder, step_2), timeout=TIMEOUT_S)
 
 
 def nothing() -> None:
@@ -75,7 +88,7 @@ def be_interrupted() -> None:
     hang()
 
 
-def start(folder: Path, step_2, results) -> None:
+def start(folder: Path, work, step_2, results) -> None:
     """Start two ranks; send what they end with, and whether Ctrl-C does what it did before."""
     for number, name in ((1, "out"), (2, "err")):
         with (folder / name).open("wb") as file:
@@ -85,7 +98,7 @@ def start(folder: Path, step_2, results) -> None:
     config, before = launch._config, signal.getsignal(signal.SIGINT)
     launch._config = lambda *args: dataclasses.replace(config(*args), start_method="fork")
     try:
-        outcome = start_ranks(rank, pids, step_2, num_ranks=2)
+        outcome = start_ranks(rank, pids, work, step_2, num_ranks=2)
     except (RankError, KeyboardInterrupt) as error:
         outcome = error
     results.send((outcome, signal.getsignal(signal.SIGINT) is before))
@@ -97,9 +110,9 @@ def run(tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["multimodal_gen.testing.processes", __name__])
 
-    def run(step_2):
+    def run(step_2, work=attend):
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=start, args=(tmp_path, step_2, theirs))
+        process = context.Process(target=start, args=(tmp_path, work, step_2, theirs))
         process.start()
         theirs.close()
         try:
@@ -144,6 +157,15 @@ def test_a_rank_that_leaves_without_a_word_ends_the_run(run) -> None:
 
 def test_a_rank_that_hangs_is_named_by_those_that_wait(run) -> None:
     status, out, err = run(hang)
+    assert status == 1
+    (line,) = err.splitlines()
+    assert line.startswith("error: rank 1 (pid ")
+    assert f"no answer within {TIMEOUT_S} s" in line
+    assert out == ""
+
+
+def test_a_rank_that_hangs_is_named_by_one_that_waits_for_its_device(run) -> None:
+    status, out, err = run(hang, wait_for_the_device)
     assert status == 1
     (line,) = err.splitlines()
     assert line.startswith("error: rank 1 (pid ")
