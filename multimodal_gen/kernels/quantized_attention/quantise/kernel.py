@@ -22,6 +22,7 @@ from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
 
 MEAN_CHUNKS = 64
 MEAN_ROWS = 64
+Q_ROWS = 64
 
 
 @triton.jit
@@ -307,8 +308,8 @@ def quantise(
     batch, _, heads, head_size = q.shape
     kv_heads = k.shape[2]
     width = 64 if head_size <= 64 else 128
-    tile = quantise_tile(keys=kv_slots.tile, rows=q_slots.tile)
-    q_tiles, kv_tiles = q_slots.total // tile.rows, kv_slots.total // kv_slots.tile
+    tile = quantise_tile(kv_slots.tile)
+    q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
     copy = not e4m3 and (copied is not None or not kv_slots.in_place)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -339,12 +340,13 @@ def quantise(
         q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
         kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num,
         scale, width**-0.5,
-        Q_ROWS=tile.rows, BN=kv_slots.tile, D=head_size, DP=width,
+        Q_ROWS=Q_ROWS, BN=kv_slots.tile, D=head_size, DP=width,
         Q_STARTS=q_slots.blocks.starts is not None, Q_LENGTHS=q_slots.blocks.lengths is not None,
         KV_STARTS=kv_slots.blocks.starts is not None,
         KV_LENGTHS=kv_slots.blocks.lengths is not None,
         SHIFT=shift, E4M3=e4m3, PERMUTED=permuted and e4m3, COPY=copy,
         STEPS=tile.steps, UPCAST=interpreted(), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     v8 = v8.transpose(1, 2)[..., :head_size] if copy else v8
     return Packed(
