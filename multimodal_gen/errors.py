@@ -63,7 +63,15 @@ class MissingDependencyError(UsageError, ImportError):
 
 
 class RankError(MultimodalGenError, RuntimeError):
-    """Another rank of the run failed, does not answer or does something else."""
+    """Another rank of the run failed, does not answer or does something else.
+
+    Attributes:
+        among: the ranks of which one did not answer; empty where any may be at fault.
+    """
+
+    def __init__(self, message: str = "", among: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.among = among
 
 
 class NotInThisBuildError(MultimodalGenError, NotImplementedError):

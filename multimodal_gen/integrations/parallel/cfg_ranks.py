@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.agreement import Turn, agree
-from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.distributed.groups import Agreements, ParallelGroups
 from multimodal_gen.runtime.distributed.timing import Times
 from multimodal_gen.runtime.managers.guidance import unguided
 
@@ -30,7 +30,7 @@ class CfgRanks:
         self.times = Times()
         self._group = groups.cfg
         # They agree among themselves, as the ranks of a sequence do.
-        self._agreeing = replace(groups, control=groups.cfg_control, agreed={}, pending=[])
+        self._agreeing = replace(groups, control=groups.cfg_control, agreements=Agreements())
 
     @property
     def branch(self) -> int:

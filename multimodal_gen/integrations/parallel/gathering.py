@@ -49,12 +49,27 @@ def _gather(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         "dtype": x.dtype,
     }
     on_cpu = x.device.type == "cpu"
-    agree(groups, "gathering of tokens", facts, (), turn=next_turn(), wait=on_cpu)
+    refusal = _refusal(x, lengths[groups.sequence.index], groups.rank)
+    agree(groups, "gathering of tokens", facts, (), refusal, turn=next_turn(), wait=on_cpu)
     context = current_forward_context()
     times = None if context is None else context.cache.get(_SLOT)
     with recording(times):
         whole = gather_tokens(x.transpose(1, -1), lengths, groups.sequence)
     return whole.transpose(1, -1).contiguous()
+
+
+def _refusal(x: torch.Tensor, length: int, rank: int) -> UsageError | None:
+    """Return why the tokens of this rank cannot be gathered, or None."""
+    if x.shape[1] != length:
+        return UsageError(
+            f"the tokens of rank {rank} must be {length} again where they are gathered, as many as "
+            f"it was given, got {x.shape[1]}; a model that changes their number cannot be split"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        return UsageError(
+            "tokens that ranks gather must not require grad; call the model under torch.no_grad()"
+        )
+    return None
 
 
 @torch.library.custom_op("multimodal_gen::gather_sequence", mutates_args=())

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from multimodal_gen.errors import MultimodalGenError, RankError, UsageError
 from multimodal_gen.runtime.distributed.groups import Group, ParallelGroups
 
-__all__ = ["Turn", "agree", "unanswered"]
+__all__ = ["Turn", "agree", "unnoticed_error"]
 
 _MESSAGE_BYTES = 4096
 # Behind them a message has its `Turn`, which changes where the rest of it does not.
@@ -80,51 +80,73 @@ def agree(
         RankError: a rank makes another call, refuses, or does not answer in time; or lengths
             changed that a call took for granted.
     """
-    _look_at_pending(groups)
+    error = _look_at_pending(groups)
+    if error is not None:
+        raise error
     turn = turn or Turn()
     kind = (call, *facts.items(), lengths)
-    known = groups.agreed.get(kind)
+    agreements = groups.agreements
+    known = agreements.known.get(kind)
     said = known[0] if known and refusal is None else _message(call, facts, lengths, refusal)
     hearing = _Hearing(groups.control, said + _TURN.pack(*turn), call)
+    agreements.told += 1
     if refusal is not None:
         with contextlib.suppress(RankError):
             hearing.wait(_REFUSAL_TIMEOUT)
         raise refusal
     if known and not wait:
-        groups.pending.append((hearing, turn, *known[1:]))
+        agreements.pending.append((hearing, turn, *known[1:]))
         return known[2]
     heard = hearing.wait()
     if known and heard == _at(turn, known[1]):
         return known[2]
     messages = _split(heard)
     agreed = _verdict(groups.control, messages)
-    groups.agreed[kind] = (said, [message for message, _ in messages], agreed)
+    agreements.known[kind] = (said, [message for message, _ in messages], agreed)
     return agreed
 
 
-def unanswered(groups: ParallelGroups) -> RankError | None:
-    """Return why what this rank said got no answer, as far as is known by now; does not wait.
+def unnoticed_error(groups: ParallelGroups) -> MultimodalGenError | None:
+    """Return what this rank's next call would raise, as far as is known by now; does not wait.
 
-    A call that does not wait is heard of in the next one, which a rank never gets to that waits for
-    its device, and that for a rank which is not coming.
+    A rank never gets there that waits for its device, and that for another which is not coming, or
+    which does something else.
     """
-    for hearing, *_ in tuple(groups.pending):
-        error: RankError | None = hearing.error()
+    for hearing, *expected in tuple(groups.agreements.pending):
+        error = _error_of(groups, hearing, *expected) if hearing.is_over() else None
         if error is not None:
             return error
     return None
 
 
-def _look_at_pending(groups: ParallelGroups) -> None:
-    """Raise when a call that did not wait should not have been made."""
-    while groups.pending:
-        hearing, turn, known, lengths = groups.pending.pop()
+def _look_at_pending(groups: ParallelGroups) -> MultimodalGenError | None:
+    """Return why a call that did not wait should not have been made; waits for what was said."""
+    while groups.agreements.pending:
+        error = _error_of(groups, *groups.agreements.pending.pop())
+        if error is not None:
+            return error
+    return None
+
+
+def _error_of(
+    groups: ParallelGroups,
+    hearing: "_Hearing",
+    turn: Turn,
+    known: list[bytes],
+    lengths: tuple[tuple[int, ...], ...],
+) -> MultimodalGenError | None:
+    """Return what is wrong with what was said in a call of a known kind, once it is heard."""
+    try:
         heard = hearing.wait()
-        if heard != _at(turn, known):
-            raise RankError(
-                f"lengths must be those ranks had in earlier calls of the same kind, {lengths}, "
-                f"got {_verdict(groups.control, _split(heard))}; pass seq_lens where they change"
-            )
+        if heard == _at(turn, known):
+            return None
+        found = _verdict(groups.control, _split(heard))
+    except MultimodalGenError as error:
+        return error
+    return RankError(
+        f"lengths must be those ranks had in earlier calls of the same kind, {lengths}, got "
+        f"{found}; pass seq_lens where they change"
+    )
 
 
 def _at(turn: Turn, messages: list[bytes]) -> bytes:
@@ -180,6 +202,7 @@ class _Hearing:
 
     def __init__(self, group: Group, said: bytes, call: str) -> None:
         self._heard = bytearray(len(said) * len(group.ranks))
+        self._among = group.ranks
         self._failure = (
             f"the other ranks of {list(group.ranks)} must make the same call, {call}, got no "
             f"answer; look for the first error of another rank"
@@ -208,19 +231,13 @@ class _Hearing:
             raise self._lost(error) from None
         return self._heard
 
-    def error(self) -> RankError | None:
-        """Return what `wait` would raise, where that is known by now; does not wait."""
-        if self._work is None or not self._work.is_completed():
-            return None
-        try:
-            self.wait()
-        except RankError as error:
-            return error
-        return None
+    def is_over(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._work is None or self._work.is_completed()
 
     def _lost(self, error: RuntimeError) -> RankError:
         first_line = str(error).partition("\n")[0].partition(". ")[0]
-        return RankError(f"{self._failure} ({first_line})")
+        return RankError(f"{self._failure} ({first_line})", self._among)
 
 
 def _verdict(group: Group, said: list[tuple[bytes, Turn]]) -> tuple[tuple[int, ...], ...]:

@@ -123,18 +123,17 @@ class FaultBoard:
 
     def verdict(self, error: BaseException) -> Verdict:
         """Tell of an error that ends this rank; return what this rank has to say."""
-        told = f"{self._name(self._rank)}: {_in_one_line(error)}"
         try:
-            said = self._after(told) if follows_from_another(error) else self._say(told)
-            return self._heard(said)
-        except RuntimeError:
-            return Verdict(text=told, mine=True)  # the process that kept the store has ended
+            return self._heard(self._said_of(error))
+        except RuntimeError:  # the process that kept the store has ended
+            return Verdict(text=self._own(error), mine=True)
 
     @contextlib.contextmanager
     def watched(
         self,
         end: Callable[[str | None], None],
         lost: Callable[[], BaseException | None] = lambda: None,
+        told: Callable[[], int] = lambda: 0,
     ) -> Iterator[None]:
         """Show the others that this process lives, and notice when the run is over.
 
@@ -143,9 +142,10 @@ class FaultBoard:
                 where the run is over and the `with` block goes on nevertheless: it is stuck.
             lost: asked for an error that ends the run and that the `with` block does not notice
                 where it is stuck; without waiting, and from another thread.
+            told: asked how many messages this rank has sent to others, which tells who is behind.
         """
         done = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(done, end, lost), daemon=True)
+        thread = threading.Thread(target=self._watch, args=(done, end, lost, told), daemon=True)
         thread.start()
         try:
             yield
@@ -179,22 +179,31 @@ class FaultBoard:
         done: threading.Event,
         end: Callable[[str | None], None],
         lost: Callable[[], BaseException | None],
+        told: Callable[[], int],
     ) -> None:
+        while self._goes_on(told()):
+            if done.wait(_BEAT_S):
+                return
+            error = lost()
+            if error is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._said_of(error)
+        # Where the store is gone, the run is over too, and nobody is left to say why.
+        if done.wait(_STUCK_S):
+            return
         text: str | None = None
         with contextlib.suppress(RuntimeError):
-            error = None
-            while error is None and not self._store.check(["said"]):
-                if done.wait(_BEAT_S):
-                    return
-                self._store.add(f"beats/{self._rank}", 1)
-                error = lost()
-            if error is None:
-                text = self._heard(json.loads(self._store.get("said"))).text
-            else:
-                text = self.verdict(error).text
-        # Where the store is gone, the run is over too, and nobody is left to say why.
-        if not done.wait(_STUCK_S):
-            end(text)
+            text = self._heard(json.loads(self._store.get("said"))).text
+        end(text)
+
+    def _goes_on(self, told: int) -> bool:
+        """Show that this process lives, and how far it is; return whether the run goes on."""
+        try:
+            self._store.set(f"told/{self._rank}", str(told))
+            self._store.add(f"beats/{self._rank}", 1)
+            return not self._store.check(["said"])
+        except RuntimeError:
+            return False
 
     def _wait_for(self, came: Callable[[], bool], seconds: float) -> bool:
         """Wait for something to come; return whether it did."""
@@ -221,23 +230,34 @@ class FaultBoard:
         said: dict[str, Any] = json.loads(self._store.compare_set("said", "", mine))
         return said
 
-    def _after(self, told: str) -> dict[str, Any]:
-        """Return what is said of an error that may be another rank's."""
+    def _said_of(self, error: BaseException) -> dict[str, Any]:
+        """Tell of an error unless another rank has spoken; return what is said, and by whom."""
+        if not follows_from_another(error):
+            return self._say(self._own(error))
         first = self._store.add("lost", 1) == 1
         self._store.set(f"lost/{self._rank}", "")
         # The first to notice speaks where the rank at fault does not; the others hear it then.
         patience = _GRACE_S if first else 2 * _GRACE_S
         self._wait_for(lambda: self._store.check(["said"]), patience)
-        return self._say((self._silent() if first else None) or told)
+        among = getattr(error, "among", ()) or tuple(range(self._num_ranks))
+        return self._say((self._silent(among) if first else None) or self._own(error))
 
-    def _silent(self) -> str | None:
-        """Name the ranks that have not told of any error."""
-        ranks = range(self._num_ranks)
-        silent = [rank for rank in ranks if not self._store.check([f"lost/{rank}"])]
+    def _own(self, error: BaseException) -> str:
+        return f"{self._name(self._rank)}: {_in_one_line(error)}"
+
+    def _silent(self, among: tuple[int, ...]) -> str | None:
+        """Name the ranks that have not told of any error: of those, who sent fewest messages."""
+        silent = [rank for rank in among if not self._store.check([f"lost/{rank}"])]
         if not silent:
             return None
-        names = ", ".join(self._name(rank) for rank in silent)
+        told = {rank: self._told(rank) for rank in silent}
+        behind = [rank for rank in silent if told[rank] == min(told.values())]
+        names = ", ".join(self._name(rank) for rank in behind)
         return f"{names}: no answer within {self._timeout:g} s, or the connection was lost"
+
+    def _told(self, rank: int) -> int:
+        known = self._store.check([f"told/{rank}"])
+        return int(self._store.get(f"told/{rank}")) if known else 0
 
     def _name(self, rank: int) -> str:
         with contextlib.suppress(RuntimeError):

@@ -17,6 +17,7 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.distributed.mesh import Mesh, Place
 
 __all__ = [
+    "Agreements",
     "Group",
     "ParallelGroups",
     "build_groups",
@@ -51,6 +52,21 @@ class Group:
         return len(self.ranks)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Agreements:
+    """What a rank knows of what others tell it; see `agreement.agree`.
+
+    Attributes:
+        known: what all said in calls of a kind.
+        pending: messages under way that nobody has looked at.
+        told: how many messages this rank has sent.
+    """
+
+    known: dict[Any, Any] = field(default_factory=dict)
+    pending: list[Any] = field(default_factory=list)
+    told: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParallelGroups:
     """The groups of this process.
@@ -67,8 +83,7 @@ class ParallelGroups:
         head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most, so that
             they travel while other chunks are computed; None for what was measured to be best.
         owns_world: the world was joined for these groups, and is left with them.
-        agreed: what the ranks of `sequence` have told each other; see `agreement.agree`.
-        pending: what they are telling each other.
+        agreements: what the ranks of `control` have told each other.
     """
 
     mesh: Mesh
@@ -81,8 +96,7 @@ class ParallelGroups:
     cfg_control: Group
     head_chunks: int | None = None
     owns_world: bool = False
-    agreed: dict[Any, Any] = field(default_factory=dict)
-    pending: list[Any] = field(default_factory=list)
+    agreements: Agreements = field(default_factory=Agreements)
 
     @property
     def place(self) -> Place:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from multimodal_gen.errors import MultimodalGenError, RankError
-from multimodal_gen.runtime.distributed.agreement import unanswered
+from multimodal_gen.runtime.distributed.agreement import unnoticed_error
 from multimodal_gen.runtime.distributed.faults import FaultBoard, follows_from_another
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 
@@ -105,7 +105,7 @@ def be_rank(work: Callable[[int], None], *, timeout: float) -> None:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
     try:
-        with board.watched(_end_stuck, _unanswered):
+        with board.watched(_end_stuck, _unnoticed_error, _messages):
             work(board.num_ranks)
             board.finish()
     except Exception as error:
@@ -114,9 +114,14 @@ def be_rank(work: Callable[[int], None], *, timeout: float) -> None:
         dist.destroy_process_group()
 
 
-def _unanswered() -> RankError | None:
+def _unnoticed_error() -> MultimodalGenError | None:
     groups = parallel_groups()
-    return None if groups is None else unanswered(groups)
+    return None if groups is None else unnoticed_error(groups)
+
+
+def _messages() -> int:
+    groups = parallel_groups()
+    return 0 if groups is None else groups.agreements.told
 
 
 def _end(board: FaultBoard, error: Exception) -> NoReturn:

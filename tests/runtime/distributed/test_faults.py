@@ -1,5 +1,6 @@
 """What is said when ranks fail, on boards that threads share."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,33 @@ def test_ranks_that_wait_in_vain_name_the_one_that_does_not(boards) -> None:
     (text,) = texts
     assert text.startswith("rank 1 (pid ")
     assert text.endswith("): no answer within 1 s, or the connection was lost")
+
+
+def test_of_the_ranks_that_are_silent_only_those_that_were_waited_for_are_named(boards) -> None:
+    missed = RankError("the others must make the same call, got no answer", among=(0, 1))
+    (text, _) = verdicts(boards[:1], [missed])[0]
+    assert text.startswith("rank 1 (pid ")
+    assert "rank 2" not in text
+
+
+def test_of_the_ranks_that_are_silent_those_that_are_behind_are_named(boards, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "_BEAT_S", 0.05)
+    with contextlib.ExitStack() as watching:
+        for board, told in zip(boards, (8, 7, 8, 8), strict=True):
+            watching.enter_context(board.watched(no_end, told=lambda told=told: told))
+        time.sleep(0.5)
+        text = boards[0].verdict(NO_ANSWER).text
+    assert text.startswith("rank 1 (pid ")
+    assert "rank 2" not in text
+
+
+def test_a_rank_of_another_host_says_what_it_heard_before_it_noticed(boards, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "_BEAT_S", 0.05)
+    with boards[2].watched(no_end):
+        text = boards[0].verdict(UsageError("no memory")).text
+        time.sleep(0.5)
+    assert boards[2].verdict(NO_ANSWER).text == text
+    assert boards[3].verdict(NO_ANSWER).text is None
 
 
 def test_a_network_that_fails_between_living_ranks_is_told_as_it_is(boards) -> None:

@@ -44,14 +44,14 @@ def attend(folder: Path, step_2) -> None:
 
 
 def wait_for_the_device(folder: Path, step_2) -> None:
-    """Agree on calls whose exchange runs on a device; the second one never ends."""
+    """Make a call whose exchange runs on a device, and never ends: rank 1 makes another one."""
     faults._STUCK_S = 0.5
     groups = init_parallel(device_type="cpu", rank_timeout=TIMEOUT_S)
     (folder / str(groups.rank)).write_text(str(os.getpid()))
-    for step in range(2):
-        if step == 1 and groups.rank == 1:
-            step_2()
-        agree(groups, "a call", {}, (), wait=False)
+    for size in (1, 2):  # later calls do not wait
+        agree(groups, "a call", {"batch size": size}, ())
+    size = step_2() if groups.rank == 1 else 1
+    agree(groups, "a call", {"batch size": size}, (), wait=False)
     hang()
 
 
@@ -73,6 +73,10 @@ def hang() -> None:
 
 def run_out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def give_two() -> int:
+    return 2
 
 
 def mask_tokens() -> torch.Tensor:
@@ -170,6 +174,16 @@ def test_a_rank_that_hangs_is_named_by_one_that_waits_for_its_device(run) -> Non
     (line,) = err.splitlines()
     assert line.startswith("error: rank 1 (pid ")
     assert f"no answer within {TIMEOUT_S} s" in line
+    assert out == ""
+
+
+def test_ranks_that_disagree_while_they_wait_for_their_devices_say_so(run) -> None:
+    status, out, err = run(give_two, wait_for_the_device)
+    assert status == 1
+    (line,) = err.splitlines()
+    assert (
+        "batch size must be the same on all ranks in a call, got 1 on rank 0, 2 on rank 1" in line
+    )
     assert out == ""
 
 
