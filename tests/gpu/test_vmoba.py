@@ -20,6 +20,7 @@ from multimodal_gen.kernels.row_groups.api import (
 )
 from multimodal_gen.kernels.row_groups.reference import merge_parts_reference
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
+from multimodal_gen.runtime.layers.attention.vmoba import attend
 from multimodal_gen.runtime.layers.attention.vmoba.attend import ChunkCall, attend_chunks, select
 from multimodal_gen.runtime.layers.attention.vmoba.partition import partition
 from multimodal_gen.testing.tolerance import assert_within_error_budget
@@ -105,6 +106,14 @@ def test_rows_are_sorted_and_merged_as_defined(dtype, num_chunks, size, extra, b
     torch.testing.assert_close(out, wanted, rtol=rounding, atol=rounding)
 
 
+@pytest.fixture
+def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small inputs take as many shares of heads as large ones."""
+    monkeypatch.setattr(attend, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(attend, "_PAIRS_AT_ONCE", 1)
+
+
+@pytest.mark.usefixtures("one_head_at_a_time")
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES, ids=str)

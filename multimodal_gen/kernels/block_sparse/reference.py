@@ -10,14 +10,32 @@ as far from the last one as r is from the last query. One query block is compute
 all batches and heads together, so the scores never take more than size * Sk per batch and head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan
 
 __all__ = ["attention_reference", "attention_reference_backward"]
+
+
+_Inputs = ParamSpec("_Inputs")
+_Result = TypeVar("_Result")
+
+
+def _outside_autocast(function: Callable[_Inputs, _Result]) -> Callable[_Inputs, _Result]:
+    """Let a function of tensors compute in the precision that it names."""
+
+    @wraps(function)
+    def run(*args: _Inputs.args, **kwargs: _Inputs.kwargs) -> _Result:
+        assert isinstance(args[0], torch.Tensor)
+        with torch.autocast(args[0].device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +125,7 @@ def _gather(
     return query, key, value
 
 
+@_outside_autocast
 def attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,6 +159,7 @@ def attention_reference(
     return out, lse
 
 
+@_outside_autocast
 def attention_reference_backward(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,

@@ -214,8 +214,6 @@ class AttentionLayer(nn.Module):
             return self.attend(query, key, value, attn_mask)
         if not fits(query.shape, key.shape, value.shape, self.geometry):
             raise misfit(query, key, value, self.geometry)
-        if autocasts(query.device.type):
-            query, key, value = autocast(query, key, value)
         return self.attend_fitting(query, key, value, attn_mask, gate=gate)
 
     @property
@@ -253,8 +251,6 @@ class AttentionLayer(nn.Module):
             raise no_tensor(query=query, key=key, value=value, attn_mask=attn_mask)
         if not fits(query.shape, key.shape, value.shape, self.geometry):
             raise misfit(query, key, value, self.geometry)
-        if autocasts(query.device.type):
-            query, key, value = autocast(query, key, value)
         return self.attend_fitting(query, key, value, attn_mask, mask_meta)
 
     def attend_fitting(
@@ -268,6 +264,10 @@ class AttentionLayer(nn.Module):
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to inputs known to fit each other, though maybe not the layer: a rank's heads."""
+        if autocasts(query.device.type):
+            query, key, value = autocast(query, key, value)
+            with torch.autocast(query.device.type, enabled=False):  # methods choose their precision
+                return self.attend_fitting(query, key, value, attn_mask, mask_meta, gate=gate)
         if gate is not None:
             routes = self.route(query), gated_route(self.planned_routes())
             return attend_gated(*routes, query, key, value, gate, attn_mask)

@@ -125,16 +125,16 @@ def build_config(config_cls: type[Config], raw: Mapping[str, object], *, backend
     canonical = {name: name for name in parameters}
     canonical |= {alias: p.name for p in parameters.values() for alias in p.aliases}
     given: dict[str, tuple[str, object]] = {}
-    for key, value in _flatten(config_cls, raw, backend):
+    for shown, key, value in _flatten(config_cls, raw, backend):
         name = canonical.get(key) if isinstance(key, str) else None
         if name is None:
             raise _unknown(key, config_cls, backend)
         if name in given:
             raise ConfigError(
                 f"`{name}` of {backend} must be given once, got it as {given[name][0]!r} and as "
-                f"{key!r}; remove one"
+                f"{shown!r}; remove one"
             )
-        given[name] = key, value
+        given[name] = shown, value
     for name, parameter in parameters.items():
         if parameter.required and name not in given:
             raise ConfigError(
@@ -151,12 +151,13 @@ def config_as_dict(config: BackendConfig) -> dict[str, object]:
 
 def _flatten(
     config_cls: type[BackendConfig], raw: Mapping[str, object], backend: str
-) -> Iterator[tuple[str, object]]:
+) -> Iterator[tuple[str, str, object]]:
+    """Yield how each parameter was given, its name or alias, and its value."""
     for key, value in raw.items():
         if key not in config_cls.groups:
-            yield key, value
+            yield key, key, value
         elif isinstance(value, Mapping):
-            yield from value.items()
+            yield from ((f"{key}.{name}", name, inner) for name, inner in value.items())
         else:
             raise ConfigError(f"`{key}` of {backend} must be a mapping, got {short(value)}")
 

@@ -298,11 +298,13 @@ def _why(asked: Asked) -> str:
 def _refused(
     request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...]
 ) -> UnsupportedBackendError:
-    tried = ". ".join(str(r) for r in rejected)
+    tried = ". ".join(map(str, rejected))
+    kernel = getattr(asked.config, "kernel", "auto")
+    named = "" if kernel == "auto" else f" with kernel={kernel}"
     return UnsupportedBackendError(
-        f"attention backend {rejected[0].backend} ({asked.who}) cannot serve "
-        f"{_describe(request)}. {tried}. Choose another backend (`sglang attention list` shows "
-        f"what runs here), or leave the choice to auto"
+        f"attention backend {rejected[0].backend} ({asked.who}){named} cannot serve "
+        f"{_describe(request)}. {tried}. Choose another backend (`sglang attention list` "
+        f"shows what runs here){named and ', leave kernel out'}, or leave the choice to auto"
     )
 
 

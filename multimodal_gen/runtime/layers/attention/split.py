@@ -144,6 +144,8 @@ class SplitAttentionLayer(AttentionLayer):
             raise self.told(refusal, split=True)
         if autocasts(query.device.type):
             query, key, value = autocast(query, key, value)
+            with torch.autocast(query.device.type, enabled=False):
+                return self.attend_split(query, key, value, attn_mask, replicated, seq_lens, gate)
         try:
             route = self.route(query)  # what is bound for these tensors may be new
         except MultimodalGenError as error:

@@ -303,7 +303,8 @@ def test_vmoba_reads_its_parameters_from_a_nested_mapping():
         ({"moba_config": 3}, "`moba_config` of vmoba_attn must be a mapping, got 3"),
         (
             {"moba_config": CHUNKS, "st_chunk_size": [1, 1, 1]},
-            "`st_chunk_size` of vmoba_attn must be given once",
+            "`st_chunk_size` of vmoba_attn must be given once, got it as "
+            "'moba_config.st_chunk_size' and as 'st_chunk_size'; remove one",
         ),
     ],
     ids=lambda value: str(value)[:40],

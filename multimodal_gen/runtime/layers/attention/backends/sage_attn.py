@@ -205,7 +205,7 @@ class SageAttentionBackend(QuantizedBackend):
             ),
             capability=Capability(exact=((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))),
         ),
-        # Version 1 is behind both: 424 to 448 TFLOP/s on an H200, where they reach 862 and 466.
+        # Version 1 is behind both: 427 to 448 TFLOP/s on an H200, where they reach 844 and 479.
         _HOPPER,
         _PORTABLE,
         Variant(

@@ -50,6 +50,7 @@ from multimodal_gen.runtime.layers.attention.backends.video_sparse_coarse import
 )
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.gating import GatedImpl
+from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.ring_method import GatedRingMethod, RingInputs
 from multimodal_gen.runtime.layers.attention.vsa.upstream import (
@@ -141,6 +142,10 @@ class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
         super().__init__(*args, **kwargs)
         config = self.config
         self._config = config if isinstance(config, VideoSparseConfig) else VideoSparseConfig()
+
+    def check_run(self, context: ForwardContext) -> None:
+        """Warn if no step is sparse; see `AttentionImpl.check_run`."""
+        notice_dense_run(self._config, self.backend, context.num_steps, self.notices)
 
     def attend(
         self,

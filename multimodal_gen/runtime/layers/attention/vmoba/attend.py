@@ -33,7 +33,7 @@ __all__ = ["ChunkCall", "attend_all", "attend_chunks", "select"]
 # eight launches, and on hosts of which some took 0.7 ms and more for those, the GPU waits: 12 heads
 # of 32,760 tokens in six turns took 6.2 ms, in two 3.9 (H200, 2026-11).
 _BYTES_AT_ONCE = 640 << 20
-# Pairs of queries and keys of a few heads, however much that takes, for the same reason.
+# Pairs of queries and keys of a few heads, for the same reason: for these, twice as many bytes.
 _PAIRS_AT_ONCE = 2e9
 _DENSE_BLOCK = 384  # rows of a query block where everything is attended to
 
@@ -200,9 +200,9 @@ def _passes(call: ChunkCall, groups: ChunkGroups) -> list[slice]:
     pairs = query.shape[0] * query.shape[1] * call.key.shape[1] * query.shape[2] // kv_heads
     most = _BYTES_AT_ONCE / max(copies, 1)
     shares = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    small = max(n for n in shares if n <= max(most, 1))
+    small, large = (max(n for n in shares if n <= max(m, 1)) for m in (most, 2 * most))
     busy = next((n for n in shares if n * pairs >= _PAIRS_AT_ONCE), kv_heads)
-    at_once = max(small, busy)
+    at_once = max(small, min(busy, large))
     return [slice(h, h + at_once) for h in range(0, kv_heads, at_once)]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.chunk_select.rule import Rule
+from multimodal_gen.kernels.row_groups.api import chunk_groups
 from multimodal_gen.runtime.layers.attention import LocalAttention, notices
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
 from multimodal_gen.runtime.layers.attention.backends.vmoba_attn import VMoBAConfig, VMoBAImpl
@@ -22,6 +23,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
+from multimodal_gen.runtime.layers.attention.vmoba import attend
 from multimodal_gen.runtime.layers.attention.vmoba.partition import chunk_shape, partition
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -101,6 +103,46 @@ def naive_mask(qkv, grid, kind, rule, *, text=None, keep=None):
 def run(attention, qkv, grid, *, text=None, step=0):
     with set_forward_context(step, latent_grid=grid, text_span=text):
         return attention(*qkv)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("text", ["no text", "text first"])
+def test_heads_that_are_served_one_by_one_get_what_all_at_once_get(
+    kind, kv_heads, text, monkeypatch
+):
+    qkv = inputs(RAGGED, text=TEXTS[text], kv_heads=kv_heads)
+    attention = layer(KINDS.index(kind), kv_heads=kv_heads, **TOPK)
+    expected = run(attention, qkv, RAGGED, text=TEXTS[text])
+    monkeypatch.setattr(attend, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(attend, "_PAIRS_AT_ONCE", 1)
+    assert torch.equal(run(attention, qkv, RAGGED, text=TEXTS[text]), expected)
+
+
+@pytest.mark.parametrize(
+    ("grid", "chunk", "heads", "kv_heads", "at_once"),
+    [
+        ((21, 30, 52), (3, 30, 52), 12, 12, 12),
+        ((21, 30, 52), (7, 5, 13), 12, 12, 3),
+        ((21, 45, 80), (21, 9, 10), 40, 40, 2),
+        ((21, 45, 80), (21, 9, 10), 40, 8, 1),
+        ((10, 25, 56), (1, 5, 14), 12, 12, 3),  # little work: up to 1280 MiB instead of 640
+        ((5, 25, 40), (1, 1, 5), 40, 40, 2),
+    ],
+)
+def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, at_once):
+    tokens = math.prod(grid)
+    query, key = (torch.empty(1, tokens, n, 128, dtype=torch.bfloat16) for n in (heads, kv_heads))
+    layout = SequenceLayout(grid=grid, start=0, num_queries=tokens, num_keys=tokens)
+    chunks = partition(layout, chunk, query.device)
+    call = attend.ChunkCall(
+        query=query, key=key, value=key, layout=layout, chunks=chunks, rule=Rule(topk=1), scale=1.0
+    )
+    groups = chunk_groups(chunks.num_chunks, tokens)
+    passes = attend._passes(call, groups)
+    assert [p.stop - p.start for p in passes] == [at_once] * (kv_heads // at_once)
+    head = 2 * 2 * tokens * 128 * (groups.num * heads // kv_heads + 1)
+    assert at_once == 1 or at_once * head <= 2 * attend._BYTES_AT_ONCE
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,93 @@
+"""What all sparse layers have in common: autocast, and a word where no step is sparse."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
+from multimodal_gen.runtime.layers.attention.projecting import set_projection
+from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.testing.inputs import make_qkv
+
+GRID = (4, 6, 8)
+METHODS = {
+    "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
+    "video_sparse_attn": {"sparsity": 0.7},
+    "vmoba_attn": {
+        "temporal_chunk_size": 2, "temporal_topk": 1, "spatial_chunk_size": [3, 4],
+        "spatial_topk": 1, "st_chunk_size": [2, 3, 4], "st_topk": 1,
+        "moba_select_mode": "topk", "first_full_step": 0,
+    },
+    "sla_attn": {"topk_ratio": 0.3},
+    "sage_sla_attn": {"topk_ratio": 0.3},
+    "sparse_video_gen_2_attn": {
+        "svg2_num_q_centroids": 4, "svg2_num_k_centroids": 8, "svg2_first_layers_fp": 0,
+        "svg2_first_times_fp": 0,
+    },
+}  # fmt: skip
+
+
+def make_layer(method: str, **more: object) -> LocalAttention:
+    config = {**METHODS[method], **more}
+    args = ServerArgs(
+        model_path="none",
+        attention_backend=method,
+        attention_backend_config=config,
+        strict_attention=True,
+    )
+    site = LayerSite(name="blocks.0.attn1", layer=0)
+    layer = LocalAttention(2, 32, site=site, scope=scope_from_args(args))
+    if "sla" in method:
+        torch.manual_seed(1)
+        set_projection(layer, nn.Linear(32, 32).requires_grad_(False))
+    return layer
+
+
+def attend_with(layer: LocalAttention, *qkv: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), set_forward_context(0, latent_grid=GRID, num_steps=2):
+        return layer(*qkv)
+
+
+def attend(method: str, *qkv: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    layer = make_layer(method)
+    out = attend_with(layer, *qkv)
+    assert str(layer.backend) == method
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_the_inputs_and_nothing_else(method: str, dtype: torch.dtype) -> None:
+    qkv = [x.to(dtype) for x in make_qkv(1, math.prod(GRID), 2, 32)]
+    expected = attend(method, *(x.bfloat16() for x in qkv))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(method, *qkv)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_without_a_sparse_step_is_told_of(method: str, caplog) -> None:
+    layer = make_layer(method, dense_steps="0-1")
+    with set_forward_context(0, latent_grid=GRID, num_steps=2) as context:
+        for route in layer.planned_routes():
+            route.check_run(context)
+    told = [r.getMessage() for r in caplog.records if "is sparse in no step" in r.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"{method} is sparse in no step: dense_steps=0-1 keep all 2 steps")
+
+
+@pytest.mark.parametrize("method", ["sage_sla_attn", "sparse_video_gen_2_attn"])
+def test_a_kernel_that_cannot_run_here_is_named_in_the_refusal(method: str) -> None:
+    with pytest.raises(UnsupportedBackendError) as refusal:
+        attend_with(make_layer(method, kernel="gluon"), *make_qkv(1, math.prod(GRID), 2, 32))
+    text = str(refusal.value)
+    assert text.startswith(f"attention backend {method} (command line) with kernel=gluon cannot ")
+    assert text.endswith("what runs here), leave kernel out, or leave the choice to auto")
