@@ -1,8 +1,8 @@
 """What tests of several packages share, made once per session: tiny pipelines, and processes.
 
-Tests that need ranks all run in the same process of pytest-xdist, so that no ranks are started
-twice, and before the others; then come kernel tests that take a process and a minute each, so that
-none of them is left for the end.
+Tests that need ranks run in two processes of pytest-xdist, those of layers in one and those of
+pipelines in the other, so that few ranks are started twice, and before the others; then come kernel
+tests that take a process and a minute each, so that none of them is left for the end.
 """
 
 import logging
@@ -33,7 +33,7 @@ def needs_ranks(file: Path) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the files whose tests need ranks to the same process of pytest-xdist."""
+    """Give the files whose tests need ranks to two processes of pytest-xdist."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -41,7 +41,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class RanksTogether(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "ranks" if needs_ranks(config.rootpath / file) else file
+            if not needs_ranks(config.rootpath / file):
+                return file
+            return "ranks of layers" if file.startswith("tests/runtime") else "ranks of pipelines"
 
     config.option.loadscopereorder = False  # keep our order
     return RanksTogether(config, log)
