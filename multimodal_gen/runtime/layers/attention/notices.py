@@ -47,15 +47,7 @@ def notice_dense_run(
         num_steps: denoising steps of the run, or None when unknown.
         notices: of the pipeline.
     """
-    if not num_steps:
-        return
-    if not _all_dense(config.dense_schedule()[0], config.dense_first()[0], num_steps):
-        return
-    given, instead = _given(config, config.first_dense[0], "dense_steps")
-    notices.say(
-        f"{backend} is sparse in no step: {given} keep all {num_steps} steps of this run dense; "
-        f"give fewer, such as {instead}"
-    )
+    _notice_dense(config, backend, num_steps, notices, 0, "step", "run")
 
 
 def notice_dense_layers(
@@ -69,13 +61,26 @@ def notice_dense_layers(
         num_layers: self-attention layers of the model, or None when unknown.
         notices: of the pipeline.
     """
-    if not num_layers:
+    _notice_dense(config, backend, num_layers, notices, 1, "layer", "model")
+
+
+def _notice_dense(
+    config: SparseConfig,
+    backend: AttentionBackendEnum,
+    total: int | None,
+    notices: Notices,
+    axis: int,
+    unit: str,
+    whole: str,
+) -> None:
+    """Warn where every `unit` of the `whole` is dense; axis 0 is that of steps, 1 of layers."""
+    if not total or not _all_dense(
+        config.dense_schedule()[axis], config.dense_first()[axis], total
+    ):
         return
-    if not _all_dense(config.dense_schedule()[1], config.dense_first()[1], num_layers):
-        return
-    given, instead = _given(config, config.first_dense[1], "dense_layers")
+    given, instead = _given(config, config.first_dense[axis], f"dense_{unit}s")
     notices.say(
-        f"{backend} is sparse in no layer: {given} keep all {num_layers} layers of this model "
+        f"{backend} is sparse in no {unit}: {given} keep all {total} {unit}s of this {whole} "
         f"dense; give fewer, such as {instead}"
     )
 
