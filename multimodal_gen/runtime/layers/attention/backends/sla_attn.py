@@ -36,7 +36,6 @@ from multimodal_gen.runtime.layers.attention.backends.ring_tiles import (
 from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout, attend_rows
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
-from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.ring_method import RingInputs, RingMethod
@@ -140,12 +139,7 @@ class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
         config = self.config
         if not isinstance(config, self.config_cls):
             config = self.config_cls()
-        self._config = config
         self.options = cast("SLAOptions", config)
-
-    def check_run(self, context: ForwardContext) -> None:
-        """Warn if no step is sparse; see `AttentionImpl.check_run`."""
-        notice_dense_run(self._config, self.backend, context.num_steps, self.notices)
 
     def attend(
         self,

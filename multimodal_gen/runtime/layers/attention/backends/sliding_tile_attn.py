@@ -41,7 +41,6 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
 )
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
-from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.ring_method import RingInputs, RingMethod
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
@@ -185,6 +184,7 @@ class SlidingTileImpl(SparseImpl, RingMethod):
     """
 
     backend = AttentionBackendEnum.SLIDING_TILE_ATTN
+    config_cls: ClassVar[type[SparseConfig]] = SlidingTileConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -287,9 +287,8 @@ class SlidingTileImpl(SparseImpl, RingMethod):
         Raises:
             ConfigError: the strategy is for other steps or another grid.
         """
-        config = self._config
         if not self._searches:
-            notice_dense_run(config, self.backend, context.num_steps, self.notices)
+            super().check_run(context)
         if self._source is not None and context.latent_grid is not None:
             tile = _clamped(self._tile, context.latent_grid)
             self._source.check(tiles_of(context.latent_grid, tile), context.num_steps)

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -9,6 +10,8 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
     SequenceLayout,
     sequence_layout,
 )
+from multimodal_gen.runtime.layers.attention.config import SparseConfig
+from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.noticing import NoticingImpl
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -21,14 +24,21 @@ class SparseImpl(NoticingImpl):
 
     Attributes:
         backend: the method, for messages.
+        config_cls: its parameters.
     """
 
     backend: AttentionBackendEnum
+    config_cls: ClassVar[type[SparseConfig]]
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         # By step and first head: heads may come in chunks.
         self._densities: dict[tuple[int, int], float | torch.Tensor] = {}
+
+    def check_run(self, context: ForwardContext) -> None:
+        """Warn if no step is sparse; see `AttentionImpl.check_run`."""
+        config = self.config if isinstance(self.config, self.config_cls) else self.config_cls()
+        notice_dense_run(config, self.backend, context.num_steps, self.notices)
 
     def forward(
         self,

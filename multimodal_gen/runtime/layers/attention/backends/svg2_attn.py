@@ -44,7 +44,6 @@ from multimodal_gen.runtime.layers.attention.backends.tiled import (
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import first_of
-from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.observing import ObservingImpl
 from multimodal_gen.runtime.layers.attention.remembering import RememberingImpl
 from multimodal_gen.runtime.layers.attention.request import (
@@ -202,6 +201,7 @@ class SVG2Impl(SparseImpl, ObservingImpl, RememberingImpl):
     """
 
     backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+    config_cls: ClassVar[type[SparseConfig]] = SVG2Config
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -216,7 +216,7 @@ class SVG2Impl(SparseImpl, ObservingImpl, RememberingImpl):
         Raises:
             UnsupportedBackendError: a sparse step would be refused.
         """
-        notice_dense_run(self._config, self.backend, context.num_steps, self.notices)
+        super().check_run(context)
         text = 0 if context.text_span is None else context.text_span.length
         refuse_upstream(self._upstream_reasons(text), what="run")
 

@@ -50,7 +50,6 @@ from multimodal_gen.runtime.layers.attention.backends.video_sparse_coarse import
 )
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.gating import GatedImpl
-from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.ring_method import GatedRingMethod, RingInputs
 from multimodal_gen.runtime.layers.attention.vsa.upstream import (
@@ -137,15 +136,12 @@ class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
     """Video Sparse Attention of one layer."""
 
     backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
+    config_cls: ClassVar[type[SparseConfig]] = VideoSparseConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.config
         self._config = config if isinstance(config, VideoSparseConfig) else VideoSparseConfig()
-
-    def check_run(self, context: ForwardContext) -> None:
-        """Warn if no step is sparse; see `AttentionImpl.check_run`."""
-        notice_dense_run(self._config, self.backend, context.num_steps, self.notices)
 
     def attend(
         self,

@@ -29,7 +29,6 @@ from multimodal_gen.runtime.layers.attention.backends.sparse import SparseImpl
 from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
-from multimodal_gen.runtime.layers.attention.notices import notice_dense_run
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.vmoba.attend import (
     ChunkCall,
@@ -208,6 +207,7 @@ class VMoBAImpl(SparseImpl):
     """V-MoBA of one layer."""
 
     backend = AttentionBackendEnum.VMOBA_ATTN
+    config_cls: ClassVar[type[SparseConfig]] = VMoBAConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -221,7 +221,7 @@ class VMoBAImpl(SparseImpl):
         Raises:
             ConfigError: the settings are for another grid.
         """
-        notice_dense_run(self._config, self.backend, context.num_steps, self.notices)
+        super().check_run(context)
         if context.latent_grid is not None:
             self._check_grid(context.latent_grid)
 
