@@ -13,11 +13,8 @@ from pathlib import Path
 # A checkout works without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    ALL_ROLES,
-    AttentionBackend,
-    Variant,
-)
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
+from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selector import FALLBACKS, FALLBACKS_FIRST

@@ -34,9 +34,8 @@ def list_backends(options: ListOptions) -> None:
         all_backends,
         current_environment,
     )
-    from multimodal_gen.runtime.layers.attention.report_text import condensed
     from multimodal_gen.runtime.layers.attention.scope import AUTO
-    from multimodal_gen.runtime.layers.attention.selector import resolve
+    from multimodal_gen.runtime.layers.attention.selector import condensed, resolve
 
     environment = current_environment()
     request = _request(options, environment)

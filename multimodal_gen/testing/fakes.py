@@ -13,9 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    HeadSizes,
-    Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes, Variant
 from multimodal_gen.runtime.layers.attention.request import Environment, Feature
 from multimodal_gen.runtime.platforms import (
     BUILTIN_PLATFORMS,

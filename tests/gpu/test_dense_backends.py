@@ -16,9 +16,8 @@ import torch
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    HeadSizes,
-    Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes, Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     all_backends,
     current_environment,

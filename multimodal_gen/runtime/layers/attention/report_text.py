@@ -1,9 +1,10 @@
 """Attention reports for reading: layers that run alike share a line, rejections a footnote."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.report import (
@@ -11,15 +12,11 @@ if TYPE_CHECKING:
         LayerReport,
         ReportEntry,
     )
-    from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
 
-__all__ = ["Footnotes", "Group", "condensed", "fallback_warning", "grouped", "ranges", "summary"]
+__all__ = ["Footnotes", "Group", "grouped", "ranges", "summary"]
 
 # A line has room for about as many densities.
 _MOST_PARTS = 8
-
-# "fa3: needs ...": how a backend of several variants says which one a reason is about.
-_OF_VARIANT = re.compile(r"(\w+): (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,28 +201,6 @@ def _time_line(report: "AttentionReport") -> list[str]:
         f"time on this rank: {times.attention_ms / 1e3:.2f} s in attention, "
         f"{times.communication_ms / 1e3:.2f} s in communication{apart}"
     ]
-
-
-def fallback_warning(selection: "Selection") -> str:
-    """Return what was asked for, what runs instead, why, and the remedies, in one line."""
-    asked, *between = selection.rejected
-    nor = f", and neither can {' or '.join(str(r.backend) for r in between)}" if between else ""
-    return (
-        f"attention backend {asked.backend} ({selection.asked.who}) cannot serve this layer{nor}, "
-        f"so {selection.label} runs instead: {'; '.join(condensed(asked.reasons))}. To run it "
-        f"without this warning ask for {selection.backend}; to refuse it set --strict-attention, "
-        f"or strict=True in apply()"
-    )
-
-
-def condensed(reasons: Sequence[str]) -> list[str]:
-    """Return reasons with variants that share one put together: "fa3, fa4: needs ..."."""
-    variants: dict[str, list[str]] = {}
-    for reason in reasons:
-        match = _OF_VARIANT.fullmatch(reason)
-        name, text = match.groups() if match else ("", reason)
-        variants.setdefault(text, []).extend([name] if name else [])
-    return [f"{', '.join(names)}: {text}" if names else text for text, names in variants.items()]
 
 
 def ranges(numbers: Iterable[int]) -> str:

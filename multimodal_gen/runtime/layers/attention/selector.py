@@ -5,7 +5,8 @@ before it, in `scope.py`; what a backend can do is declared in `backends/`.
 """
 
 import logging
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -13,16 +14,13 @@ from types import MappingProxyType
 import torch
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, UnsupportedBackendError
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    Variant,
-)
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     find_backend,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.report_text import fallback_warning
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -53,7 +51,9 @@ __all__ = [
     "Rejected",
     "Selection",
     "component_attn_backend_context_manager",
+    "condensed",
     "dense_for",
+    "fallback_warning",
     "get_attn_backend",
     "global_force_attn_backend",
     "global_force_attn_backend_context_manager",
@@ -74,6 +74,9 @@ FALLBACKS: MappingProxyType[AttentionBackendEnum, AttentionBackendEnum] = Mappin
     }
 )
 FALLBACKS_FIRST = frozenset({PlatformEnum.MUSA})
+
+# "fa3: needs ...": how a backend of several variants says which one a reason is about.
+_OF_VARIANT = re.compile(r"(\w+): (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +331,28 @@ def warn_of_fallback(selection: Selection) -> None:
     """Log one warning per distinct fallback in the life of the process."""
     if selection.fallback:
         _warn_once(fallback_warning(selection))
+
+
+def fallback_warning(selection: Selection) -> str:
+    """Return what was asked for, what runs instead, why, and the remedies, in one line."""
+    asked, *between = selection.rejected
+    nor = f", and neither can {' or '.join(str(r.backend) for r in between)}" if between else ""
+    return (
+        f"attention backend {asked.backend} ({selection.asked.who}) cannot serve this layer{nor}, "
+        f"so {selection.label} runs instead: {'; '.join(condensed(asked.reasons))}. To run it "
+        f"without this warning ask for {selection.backend}; to refuse it set --strict-attention, "
+        f"or strict=True in apply()"
+    )
+
+
+def condensed(reasons: Sequence[str]) -> list[str]:
+    """Return reasons with variants that share one put together: "fa3, fa4: needs ..."."""
+    variants: dict[str, list[str]] = {}
+    for reason in reasons:
+        match = _OF_VARIANT.fullmatch(reason)
+        name, text = match.groups() if match else ("", reason)
+        variants.setdefault(text, []).extend([name] if name else [])
+    return [f"{', '.join(names)}: {text}" if names else text for text, names in variants.items()]
 
 
 def get_attn_backend(

@@ -12,7 +12,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import HeadSizes
+from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes
 from multimodal_gen.runtime.layers.attention.compiled import _LAYERS
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector

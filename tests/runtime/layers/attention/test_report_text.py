@@ -9,14 +9,13 @@ from multimodal_gen.runtime.layers.attention.report import (
 )
 from multimodal_gen.runtime.layers.attention.report_text import (
     Footnotes,
-    condensed,
     grouped,
     ranges,
     summary,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, Source
-from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
+from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 SDPA = AttentionBackendEnum.TORCH_SDPA

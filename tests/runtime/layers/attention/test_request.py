@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
     Capability,
     HeadSizes,
     Variant,

@@ -7,7 +7,7 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import selector
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import HeadSizes
+from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
     Capability,
     HeadSizes,

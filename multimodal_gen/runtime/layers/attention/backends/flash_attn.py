@@ -14,9 +14,11 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.backends._common import refuse_grad, refuse_mask
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    HALF_DTYPES,
     AttentionBackend,
     AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    HALF_DTYPES,
     Capability,
     HeadSizes,
     Variant,

@@ -7,9 +7,11 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    HALF_DTYPES,
     AttentionBackend,
     AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    HALF_DTYPES,
     HeadSizes,
     Variant,
 )

@@ -18,10 +18,12 @@ from multimodal_gen.runtime.layers.attention.backends._common import (
     refuse_grad,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    ALL_ROLES,
-    HALF_DTYPES,
     AttentionBackend,
     AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    ALL_ROLES,
+    HALF_DTYPES,
     Capability,
     HeadSizes,
     Variant,

@@ -20,9 +20,9 @@ from multimodal_gen.runtime.layers.attention.backends._spas_sage import (
     attend_spas_sage,
     mask_blocks,
 )
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    AttentionImpl,
     Capability,
     HeadSizes,
     Variant,

@@ -26,9 +26,11 @@ from multimodal_gen.runtime.layers.attention.backends._common import (
     unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    HALF_DTYPES,
     AttentionBackend,
     AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    HALF_DTYPES,
     Capability,
     HeadSizes,
     Variant,

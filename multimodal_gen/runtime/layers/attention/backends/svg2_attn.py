@@ -26,9 +26,8 @@ from multimodal_gen.kernels.kmeans.ordering import by_similarity
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    Capability,
-    Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.declaration import Capability, Variant
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     TRITON,
     engine_variants,

@@ -13,11 +13,10 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, load
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    ALL_ROLES,
     AttentionBackend,
     AttentionImpl,
-    Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
 from multimodal_gen.runtime.layers.attention.backends.dense_plan import dense_plan, drop_masked
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import engine_variants
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows

@@ -22,8 +22,8 @@ from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
     FASTVIDEO_KERNEL,
     engine_variants,

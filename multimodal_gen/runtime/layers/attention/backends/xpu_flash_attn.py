@@ -14,9 +14,11 @@ from multimodal_gen.runtime.layers.attention.backends._common import (
     refuse_grad,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    HALF_DTYPES,
     AttentionBackend,
     AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    HALF_DTYPES,
     HeadSizes,
     Variant,
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.flashinfer import FlashInferBackend
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends, backends_of
 from multimodal_gen.runtime.layers.attention.backends.sdpa import CudnnSDPABackend, SDPABackend
