@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.diffusers import AttentionHandle, apply
-    from multimodal_gen.runtime.distributed.joining import init_parallel, leave_parallel
+    from multimodal_gen.runtime.distributed.groups import init_parallel, leave_parallel
 
 __all__ = ["AttentionHandle", "__version__", "apply", "init_parallel", "leave_parallel"]
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(diffusers, name)
     if name in ("init_parallel", "leave_parallel"):
-        from multimodal_gen.runtime.distributed import joining
+        from multimodal_gen.runtime.distributed import groups as joining
 
         return getattr(joining, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,9 +83,9 @@ def explain(options: ExplainOptions) -> None:
     """
     from multimodal_gen.integrations.diffusers import apply
     from multimodal_gen.runtime.generator import PipelineIndex, load_skeleton, pick_device
-    from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
     from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
-    from multimodal_gen.runtime.layers.attention.report_text import Footnotes, grouped
+    from multimodal_gen.runtime.layers.attention.report import Footnotes, grouped
+    from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 
     args = server_args(options, backend="sglang")
     scope = scope_from_args(args)

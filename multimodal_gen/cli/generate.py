@@ -1,5 +1,7 @@
-"""`sglang generate`: a prompt in, an image or a video out."""
+"""`sglang generate`: a prompt in, an image or a video out; on one GPU, or as ranks on several."""
 
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.generator import Attach, Generated
     from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["Job", "generate", "run", "server_args"]
+__all__ = ["Job", "be_one", "generate", "join_and_run", "run", "server_args", "start"]
 
 
 @takes(GenerateOptions)
@@ -24,12 +26,12 @@ def generate(options: GenerateOptions) -> None:
     backend of every attention layer with the reason for it. Nothing is overwritten unless asked
     for, and an interrupted run leaves no file.
     """
-    from multimodal_gen.cli import ranks
-    from multimodal_gen.runtime.distributed.launch import started
+    from multimodal_gen.cli import generate as ranks
+    from multimodal_gen.runtime.distributed.launch import is_launched_rank
     from multimodal_gen.runtime.generator import plan_ranks
 
     try:
-        if started():
+        if is_launched_rank():
             ranks.be_one(lambda: _job(options), run, timeout=options.rank_timeout)
             return
         job = _job(options)
@@ -124,7 +126,7 @@ def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
 
     from multimodal_gen.integrations.diffusers import apply
     from multimodal_gen.runtime.distributed.groups import parallel_groups
-    from multimodal_gen.runtime.layers.attention.attention_config import (
+    from multimodal_gen.runtime.layers.attention.rules import (
         refuse_not_in_this_build,
         scope_from_args,
     )
@@ -163,3 +165,62 @@ def _print(generated: "Generated", job: Job) -> None:
         typer.echo(f"  {line}")
     for note in generated.notes:
         typer.echo(f"note: {note}", err=True)
+
+
+_Run = Callable[["Job"], None]
+
+
+def start(job: "Job", run: _Run, num_ranks: int) -> int:
+    """Do a job on ranks of this host; return the exit status.
+
+    Args:
+        job: what to do.
+        run: does it, on every rank.
+        num_ranks: how many processes.
+
+    Raises:
+        UsageError: an option does not fit the pipeline or the disk; no rank was started.
+        RankError: a rank ended without a word.
+        KeyboardInterrupt: Ctrl-C; all ranks are gone.
+    """
+    from multimodal_gen.runtime.distributed.launch import launch_ranks
+    from multimodal_gen.runtime.generator import prepare
+    from multimodal_gen.runtime.generator.output import sweep
+
+    args, target = prepare(job.args)
+    job = replace(job, args=args, mark=f"{uuid.uuid4().hex}-")
+    try:
+        return launch_ranks(_started_rank, job, run, num_ranks=num_ranks)
+    finally:
+        sweep(target.folder, job.mark)
+
+
+def be_one(job: Callable[[], "Job"], run: _Run, *, timeout: float) -> None:
+    """Do a job as one rank of several; a rank that fails ends this process.
+
+    Args:
+        job: returns what to do.
+        run: does it.
+        timeout: seconds the ranks wait for each other.
+    """
+    from multimodal_gen.runtime.distributed.launch import run_rank
+
+    run_rank(lambda num_ranks: join_and_run(job(), run, num_ranks), timeout=timeout)
+
+
+def join_and_run(job: "Job", run: _Run, num_ranks: int) -> None:
+    """Join the ranks that were started, and do a job with them."""
+    import torch
+
+    from multimodal_gen.runtime.distributed.groups import ranks_per_host
+    from multimodal_gen.runtime.generator import join_ranks
+
+    args = join_ranks(job.args, num_ranks)
+    if num_ranks > 1:  # the ranks of a host share its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
+    run(replace(job, args=args))
+
+
+def _started_rank(job: "Job", run: _Run) -> None:
+    """Be a rank that `start` started."""
+    be_one(lambda: job, run, timeout=job.args.rank_timeout)

@@ -21,22 +21,22 @@ from torch import nn
 
 from multimodal_gen.errors import NothingAppliedError, UsageError
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
-from multimodal_gen.integrations.endings import notice_end
-from multimodal_gen.integrations.parallel.denoiser import refuse_unsplit
+from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
+from multimodal_gen.integrations.forward_hooks import notice_end
+from multimodal_gen.integrations.parallel.plan import refuse_unsplit
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
-from multimodal_gen.integrations.takeover import DenoiserPlan
 from multimodal_gen.integrations.transformers import EncoderPlan
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.timing import sum_of
-from multimodal_gen.runtime.layers.attention.attention_config import (
+from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.layers.attention.rules import (
     refuse_not_in_this_build,
     scope_from,
 )
-from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.notices import Notices
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["AttentionHandle", "apply"]
@@ -57,7 +57,7 @@ class AttentionHandle:
         self,
         plans: tuple[DenoiserPlan | EncoderPlan, ...],
         notes: tuple[str, ...],
-        notices: Notices,
+        notices: WarnOnce,
         tracker: StepTracker,
         pipeline: Any = None,
     ) -> None:
@@ -172,7 +172,7 @@ def apply(
     elif strict or any(value is not None for value in settings.values()):
         raise UsageError("scope must be given alone, got further settings beside it")
     # A pipeline is told what it should know, whatever others were told before.
-    scope = replace(scope, notices=Notices())
+    scope = replace(scope, notices=WarnOnce())
     refuse_not_in_this_build(scope)
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.attached import AttachedLayer, Geometry
 from multimodal_gen.integrations.components import Component, compute_dtype
+from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 
@@ -63,7 +63,7 @@ class EncoderPlan:
     def __init__(self, component: Component, scope: SelectionScope) -> None:
         self._component = component
         self._skipped: list[str] = []
-        self._modules: list[tuple[nn.Module, AttachedLayer]] = []
+        self._modules: list[tuple[nn.Module, ModuleAttention]] = []
         config = getattr(component.model, "config", None)
         if getattr(config, "output_attentions", False):
             self._skipped.append("it returns attention weights, which kernels do not give")
@@ -73,7 +73,7 @@ class EncoderPlan:
                 self._add(path, module, scope)
 
     @property
-    def layers(self) -> tuple[AttachedLayer, ...]:
+    def layers(self) -> tuple[ModuleAttention, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(layer for _, layer in self._modules)
 
@@ -116,7 +116,7 @@ class EncoderPlan:
         # Causality may come in the mask instead, or, as in CLIP's text model, with the call.
         unusual = geometry._replace(causal=not geometry.causal)
         also = (unusual,) if hasattr(module, "is_causal") else ()
-        self._modules.append((module, AttachedLayer(site, geometry, dtype, scope, also)))
+        self._modules.append((module, ModuleAttention(site, geometry, dtype, scope, also)))
 
 
 def attention_forward(
@@ -198,7 +198,7 @@ def _biased(
     return additive.to(query.dtype)
 
 
-def _refuse(layer: AttachedLayer, dropout: float, kwargs: dict[str, Any]) -> None:
+def _refuse(layer: ModuleAttention, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
         raise UsageError(
             f"dropout must be 0.0 under apply(), got {dropout} in {layer.site.name}; attention "
@@ -245,7 +245,7 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             yield config
 
 
-def _geometry_of(module: nn.Module) -> Geometry | None:
+def _geometry_of(module: nn.Module) -> AttentionParams | None:
     """Read heads, sizes and scale off an attention module of transformers, or return None."""
     config = getattr(module, "config", None)
     heads = _first(module, int, "n_heads", "num_heads", "num_attention_heads")
@@ -254,7 +254,7 @@ def _geometry_of(module: nn.Module) -> Geometry | None:
     if not heads or not size:
         return None
     groups = _first(module, int, "num_key_value_groups") or 1
-    return Geometry(
+    return AttentionParams(
         num_heads=int(heads),
         head_size=int(size),
         num_kv_heads=int(heads // groups),

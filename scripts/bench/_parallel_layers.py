@@ -11,13 +11,16 @@ from _harness import DEVICE, relative_error
 from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
 
 from multimodal_gen.errors import MultimodalGenError
-from multimodal_gen.runtime.distributed.collectives import gather_heads, scatter_heads
+from multimodal_gen.runtime.distributed.collectives import (
+    gather_heads,
+    partition_heads,
+    scatter_heads,
+)
 from multimodal_gen.runtime.distributed.groups import Group, parallel_groups
-from multimodal_gen.runtime.distributed.heads import share_heads
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.ring import Transfer
 from multimodal_gen.runtime.layers.attention import USPAttention
-from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
+from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
 
@@ -196,7 +199,7 @@ def _layer_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
     """Return the exchanges that layers make."""
     n, (q, k, v) = ranks.size, qkv
     mesh, share = Mesh(ulysses=n), (n - 1) / n
-    spans, lengths = share_heads(q.shape[2], q.shape[2], n).queries, [q.shape[1]] * n
+    spans, lengths = partition_heads(q.shape[2], q.shape[2], n).queries, [q.shape[1]] * n
 
     def scatter(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return scatter_heads(tensors, [spans] * len(tensors), lengths, group)

@@ -18,14 +18,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention_VSA
-from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import SlidingTileConfig
-from multimodal_gen.runtime.layers.attention.backends.tiled import (
-    SequenceLayout,
-    TiledSequence,
-    tiled_sequence,
-)
-from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
-from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
@@ -33,7 +26,14 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sta.windows import tile_lists
+from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileConfig
+from multimodal_gen.runtime.layers.attention.sparse.sta.windows import tile_lists
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    TiledSequence,
+    tiled_sequence,
+)
+from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 BOUND = 4e-3

@@ -26,7 +26,7 @@ from _sparse_contenders import (
 from torch.nn import functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.runtime.layers.attention.sta.upstream import UpstreamCall
+from multimodal_gen.runtime.layers.attention.sparse.sta.upstream import UpstreamCall
 
 # Two whole operators that select tiles by scores of different precision choose differently.
 OWN_SELECTION = 0.5

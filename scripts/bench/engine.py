@@ -27,7 +27,7 @@ from _harness import RESULTS, interleave, relative_error, rows_of, version_of, w
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.block_sparse.tuning import HopperTile, PortableTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, TritonTile
 
 HEADS, TOKENS, HEAD_SIZE = 24, 115_200, 128
 CHECK_SECONDS = 200
@@ -35,18 +35,18 @@ BOUND = 4e-3
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan, float], torch.Tensor]
 
-WIDE = HopperTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160)
-PAIR = HopperTile(consumers=2, keys=128, stages=2)
-SHORT = HopperTile(consumers=2, keys=64, stages=4)
-OWN = HopperTile(consumers=2, keys=64, stages=3, own=True)
+WIDE = GluonTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160)
+PAIR = GluonTile(consumers=2, keys=128, stages=2)
+SHORT = GluonTile(consumers=2, keys=64, stages=4)
+OWN = GluonTile(consumers=2, keys=64, stages=3, own=True)
 
 
-def exact(tile: HopperTile, **changes: object) -> HopperTile:
+def exact(tile: GluonTile, **changes: object) -> GluonTile:
     """Return the exact variant of a tile."""
     return dataclasses.replace(tile, fast=False, **changes)
 
 
-def lazy(tile: HopperTile, **changes: object) -> HopperTile:
+def lazy(tile: GluonTile, **changes: object) -> GluonTile:
     """Return the exact variant that keeps its reference while it can."""
     return exact(tile, lazy=True, **changes)
 
@@ -54,22 +54,22 @@ def lazy(tile: HopperTile, **changes: object) -> HopperTile:
 TRITON = {
     f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
     for t in (
-        PortableTile(rows=128, keys=64, warps=4, stages=3),
-        PortableTile(rows=128, keys=64, warps=8, stages=3),
-        PortableTile(rows=128, keys=128, warps=8, stages=2),
-        PortableTile(rows=128, keys=128, warps=8, stages=3),
+        TritonTile(rows=128, keys=64, warps=4, stages=3),
+        TritonTile(rows=128, keys=64, warps=8, stages=3),
+        TritonTile(rows=128, keys=128, warps=8, stages=2),
+        TritonTile(rows=128, keys=128, warps=8, stages=3),
     )
 }
 TRITON_64 = {
     f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
     for t in (
-        PortableTile(rows=64, keys=64, warps=4, stages=4),
-        PortableTile(rows=64, keys=64, warps=4, stages=3),
-        PortableTile(rows=64, keys=64, warps=4, stages=2),
-        PortableTile(rows=64, keys=64, warps=8, stages=3),
+        TritonTile(rows=64, keys=64, warps=4, stages=4),
+        TritonTile(rows=64, keys=64, warps=4, stages=3),
+        TritonTile(rows=64, keys=64, warps=4, stages=2),
+        TritonTile(rows=64, keys=64, warps=8, stages=3),
     )
 }
-VARIANTS: dict[str, dict[str, HopperTile | PortableTile]] = {
+VARIANTS: dict[str, dict[str, GluonTile | TritonTile]] = {
     "sta": {
         "gluon 3x64 fast": WIDE,
         "gluon 3x64 exact": exact(WIDE),
@@ -158,16 +158,16 @@ def sta_map(grid: tuple[int, int, int], window: tuple[int, int, int]) -> torch.T
     return keep.view(1, 1, *keep.shape)
 
 
-def runner(tile: HopperTile | PortableTile) -> Run:
+def runner(tile: GluonTile | TritonTile) -> Run:
     """Return what runs a variant, without the operator around it."""
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float
     ) -> torch.Tensor:
-        if isinstance(tile, HopperTile):
-            from multimodal_gen.kernels.block_sparse.hopper.launch import attend
+        if isinstance(tile, GluonTile):
+            from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
         else:
-            from multimodal_gen.kernels.block_sparse.portable import kernel
+            from multimodal_gen.kernels.block_sparse import triton_kernel as kernel
 
             attend = partial(kernel.attend, copy_engine=True)
         out = torch.full_like(q, math.nan)

@@ -30,8 +30,6 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
-from multimodal_gen.runtime.layers.attention.backends.sage_sla_attn import SageSLAConfig
-from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -40,6 +38,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
+from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.sla.sage import SageSLAConfig
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 

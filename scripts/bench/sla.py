@@ -31,7 +31,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
 from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
@@ -39,6 +38,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
+from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 

@@ -42,7 +42,8 @@ from _sparse_contenders import (
 )
 from _sparse_peers import OTHERS, SAFE
 
-from multimodal_gen.runtime.layers.attention.backends import tiled, video_sparse_coarse
+from multimodal_gen.runtime.layers.attention.sparse import tiles as tiled
+from multimodal_gen.runtime.layers.attention.sparse.vsa import coarse as video_sparse_coarse
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 
 PROBE_SECONDS = 180

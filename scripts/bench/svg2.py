@@ -18,23 +18,23 @@ from _harness import interleave, parse_arguments, relative_error, rows_of, versi
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.cluster_attention.api import query_pieces
-from multimodal_gen.kernels.cluster_attention.hopper.launch import EXACT, FAST, attend
-from multimodal_gen.kernels.cluster_attention.plan import Groups, cluster_plan
-from multimodal_gen.kernels.cluster_attention.selection import (
+from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import EXACT, FAST, attend
+from multimodal_gen.kernels.cluster_attention.plan import (
+    Groups,
+    cluster_plan,
     cluster_weights,
     kept_clusters,
     kept_pairs,
 )
-from multimodal_gen.kernels.kmeans.api import Clusters, initial_centroids, kmeans
-from multimodal_gen.kernels.kmeans.ordering import by_similarity
+from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.svg2_attn import SVG2Config
-from multimodal_gen.runtime.layers.attention.backends.tiled import run_in_turns
 from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Config
+from multimodal_gen.runtime.layers.attention.sparse.tiles import run_in_turns
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.video_inputs import make_video_qkv
+from multimodal_gen.testing.inputs import make_video_qkv
 
 GRID, HEADS, HEAD_SIZE = (21, 52, 68), 32, 128
 TOKENS = math.prod(GRID)

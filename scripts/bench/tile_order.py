@@ -19,8 +19,8 @@ import torch
 from _harness import interleave, parse_arguments, rows_of, write_rows
 
 from multimodal_gen.kernels.tile_order.api import tile_order
-from multimodal_gen.kernels.tile_order.kernel import TILE, CopyTile, gather, scatter
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
+from multimodal_gen.kernels.tile_order.tile_order_kernel import TILE, CopyTile, gather, scatter
 
 HEAD_SIZE = 128
 COPY, REFERENCE = "device copy", "reference"

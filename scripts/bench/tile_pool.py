@@ -15,7 +15,7 @@ import torch
 from _harness import interleave, parse_arguments, relative_error, rows_of, write_rows
 
 from multimodal_gen.kernels.tile_order.api import tile_order
-from multimodal_gen.kernels.tile_pool import kernel
+from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
 from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,

@@ -33,13 +33,16 @@ from _harness import (
 from multimodal_gen.kernels.block_sparse.api import rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule
-from multimodal_gen.kernels.row_groups.api import chunk_groups, sort_rows
-from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
-from multimodal_gen.runtime.layers.attention.vmoba.attend import ChunkCall, attend_chunks, select
-from multimodal_gen.runtime.layers.attention.vmoba.partition import partition
-from multimodal_gen.runtime.layers.attention.vmoba.upstream import UPSTREAM, attend_upstream
-from multimodal_gen.testing.inputs import QKV
-from multimodal_gen.testing.video_inputs import make_video_qkv
+from multimodal_gen.kernels.row_choice.api import chunk_groups, sort_rows
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
+    ChunkCall,
+    attend_chunks,
+    partition,
+    select,
+)
+from multimodal_gen.runtime.layers.attention.sparse.vmoba.upstream import UPSTREAM, attend_upstream
+from multimodal_gen.testing.inputs import QKV, make_video_qkv
 
 HEAD_SIZE = 128
 SAMPLED = 24

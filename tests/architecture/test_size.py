@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-MODULE_LINES = 400
-KERNEL_MODULE_LINES = 600
+MODULE_LINES = 700
+KERNEL_MODULE_LINES = 700
 FUNCTION_LINES = 60
 KERNEL_FUNCTION_LINES = 130
 
@@ -26,7 +26,7 @@ def oversized(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder)
         text = path.read_text()
-        kernel = path.name == "kernel.py"
+        kernel = path.name.endswith("_kernel.py")
         lines, budget = len(text.splitlines()), KERNEL_MODULE_LINES if kernel else MODULE_LINES
         if lines > budget:
             yield f"{name}: {lines} lines, at most {budget}"
@@ -44,8 +44,11 @@ def test_modules_and_functions_stay_within_their_budgets(repository: Path) -> No
 def test_an_oversized_module_is_reported(tmp_path: Path) -> None:
     (tmp_path / "fits.py").write_text("x = 1\n" * MODULE_LINES)
     (tmp_path / "long.py").write_text("x = 1\n" * (MODULE_LINES + 1))
-    (tmp_path / "kernel.py").write_text("x = 1\n" * (MODULE_LINES + 1))
-    assert list(oversized(tmp_path)) == ["long.py: 401 lines, at most 400"]
+    (tmp_path / "long_kernel.py").write_text("x = 1\n" * (MODULE_LINES + 1))
+    assert list(oversized(tmp_path)) == [
+        "long.py: 701 lines, at most 700",
+        "long_kernel.py: 701 lines, at most 700",
+    ]
 
 
 def test_an_oversized_function_is_reported_and_its_docstring_is_free(tmp_path: Path) -> None:

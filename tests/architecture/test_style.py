@@ -25,19 +25,19 @@ SUFFIXES = {"", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ".json"}
 
 # Module-level state that is meant to change, each with its reason.
 MUTABLE_GLOBALS = {
-    ("multimodal_gen/integrations/rebinding.py", "_DERIVED"): (
+    ("multimodal_gen/integrations/processor_patch.py", "_DERIVED"): (
         "one derived class per processor class, so that compiled graphs are found again"
     ),
     ("multimodal_gen/runtime/distributed/groups.py", "_GROUPS"): (
         "a process is one rank of a world, whichever of its threads asks"
     ),
-    ("multimodal_gen/runtime/layers/attention/binding.py", "_BROKEN"): (
+    ("multimodal_gen/runtime/layers/attention/schedule.py", "_BROKEN"): (
         "an import fails for the whole process"
     ),
-    ("multimodal_gen/runtime/layers/attention/compiled.py", "_LAYERS"): (
+    ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_LAYERS"): (
         "a compiled graph carries numbers, which name layers here; weak, so nothing is kept alive"
     ),
-    ("multimodal_gen/runtime/layers/attention/sta/recording.py", "_SESSIONS"): (
+    ("multimodal_gen/runtime/layers/attention/sparse/sta/search.py", "_SESSIONS"): (
         "the layers that record one search share nothing else; left when it is complete"
     ),
     ("multimodal_gen/runtime/platforms/interface.py", "_PLUGINS"): (

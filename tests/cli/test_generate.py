@@ -187,7 +187,7 @@ def test_an_existing_file_is_refused_before_loading_and_replaced_on_request(
 @pytest.fixture
 def rival(monkeypatch):
     """Makes another program write the first image's final name while it is encoded."""
-    from multimodal_gen.runtime.generator import media
+    from multimodal_gen.runtime.generator import output as media
 
     write_image = media.write_image
 
@@ -532,7 +532,7 @@ def test_ctrl_c_while_denoising_leaves_no_file(
 
 
 def test_ctrl_c_while_saving_leaves_no_file(tiny_pipeline, sglang, tmp_path, monkeypatch) -> None:
-    from multimodal_gen.runtime.generator import media
+    from multimodal_gen.runtime.generator import output as media
 
     def interrupted(latents, path):
         path.write_bytes(b"half of it")
@@ -574,7 +574,7 @@ def test_running_out_of_memory_says_what_to_try(
 def test_a_full_disk_is_explained_and_leaves_nothing(
     tiny_pipeline, sglang, tmp_path, monkeypatch
 ) -> None:
-    from multimodal_gen.runtime.generator import media
+    from multimodal_gen.runtime.generator import output as media
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")

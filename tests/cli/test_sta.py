@@ -7,14 +7,17 @@ import torch
 from safetensors.torch import load_file
 
 from multimodal_gen.cli.sta import _skip
-from multimodal_gen.runtime.layers.attention.sta.losses import NEGATIVE
-from multimodal_gen.runtime.layers.attention.sta.search import (
+from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
+    NEGATIVE,
     SearchFile,
     find_searches,
     search_name,
 )
-from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy, load_strategy
-from multimodal_gen.runtime.layers.attention.sta.strategy_record import StrategyRecord
+from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import (
+    Strategy,
+    StrategyRecord,
+    load_strategy,
+)
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 TILE = "1,2,2"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from multimodal_gen.runtime.layers.attention import notices
+from multimodal_gen.runtime.layers.attention import warn_once as notices
 
 NAME = "vmoba_attn"
 EXAMPLE = Path(__file__).parents[2] / "configs" / "attention" / f"{NAME}.yaml"

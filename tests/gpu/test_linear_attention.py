@@ -24,8 +24,6 @@ from multimodal_gen.kernels.linear_attention.reference import (
     key_state_reference,
 )
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
-from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
 from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
@@ -33,8 +31,13 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sla.block_map import block_map, kept_blocks
-from multimodal_gen.runtime.layers.attention.sla.blocks import raster_blocks
+from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import (
+    block_map,
+    kept_blocks,
+    raster_blocks,
+)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.kernels.linear_attention.naive import UNSELECTED_ROUNDINGS

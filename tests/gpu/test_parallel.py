@@ -11,16 +11,15 @@ from multimodal_gen.errors import RankError, UsageError
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
-from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
+from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.inputs import make_qkv, make_video_qkv
 from multimodal_gen.testing.processes import World, own
 from multimodal_gen.testing.tolerance import (
     assert_gradients_within_error_budget,
     assert_within_error_budget,
 )
-from multimodal_gen.testing.video_inputs import make_video_qkv
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 

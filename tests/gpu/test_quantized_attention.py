@@ -8,13 +8,13 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
+from multimodal_gen.kernels.quantized_attention.packed import slots_of
 from multimodal_gen.kernels.quantized_attention.reference import quantise_reference
-from multimodal_gen.kernels.quantized_attention.slots import slots_of
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
-from multimodal_gen.runtime.layers.attention.backends.sage_sla_attn import SageSLAConfig
-from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
 from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.sla.sage import SageSLAConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
@@ -128,7 +128,7 @@ def test_equal_calls_give_equal_bits(kernel: str, values: str) -> None:
 def test_the_quantised_tensors_are_those_of_the_definition(
     head_size: int, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
 
     plan = random_plan(PlanShape(num_q=5, num_kv=9, q_size=128, kv_size=90, kv_form="ragged"),
                        seed=1, device="cuda")  # fmt: skip

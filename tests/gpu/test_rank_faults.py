@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from multimodal_gen.errors import RankError
-from multimodal_gen.runtime.distributed.joining import init_parallel
-from multimodal_gen.runtime.distributed.launch import be_rank, start_ranks
+from multimodal_gen.runtime.distributed.groups import init_parallel
+from multimodal_gen.runtime.distributed.launch import launch_ranks, run_rank
 from multimodal_gen.runtime.layers.attention import USPAttention
 
 pytestmark = [
@@ -58,7 +58,7 @@ def attend(fault: str, folder: Path) -> None:
 
 
 def rank(fault: str, folder: Path) -> None:
-    be_rank(lambda num_ranks: attend(fault, folder), timeout=TIMEOUT_S)
+    run_rank(lambda num_ranks: attend(fault, folder), timeout=TIMEOUT_S)
 
 
 def run(fault: str, folder: Path) -> tuple[int, list[str]]:
@@ -107,6 +107,6 @@ def test_a_rank_that_runs_out_of_memory_speaks_first(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(start_ranks(rank, sys.argv[1], Path(sys.argv[2]), num_ranks=2))
+        sys.exit(launch_ranks(rank, sys.argv[1], Path(sys.argv[2]), num_ranks=2))
     except RankError as error:
         sys.exit(f"error: {error}")

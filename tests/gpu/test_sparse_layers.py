@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends import sliding_tile_call, tiled
-from multimodal_gen.runtime.layers.attention.backends.sliding_tile_attn import SlidingTileConfig
-from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
@@ -21,7 +18,11 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sta.strategy import Strategy
+from multimodal_gen.runtime.layers.attention.sparse import tiles as tiled
+from multimodal_gen.runtime.layers.attention.sparse.sta import ring as sliding_tile_call
+from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileConfig
+from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import Strategy
+from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import make_qkv

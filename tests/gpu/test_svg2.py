@@ -7,19 +7,21 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.cluster_attention.api import Groups, cluster_attention, query_pieces
-from multimodal_gen.kernels.cluster_attention.plan import cluster_plan
-from multimodal_gen.kernels.cluster_attention.selection import cluster_weights, kept_clusters
+from multimodal_gen.kernels.cluster_attention.plan import (
+    cluster_plan,
+    cluster_weights,
+    kept_clusters,
+)
 from multimodal_gen.kernels.kmeans.api import initial_centroids, kmeans
 from multimodal_gen.kernels.kmeans.reference import sort_reference
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.svg2_attn import SVG2Config
 from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Config
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.inputs import QKV, make_video_qkv
 from multimodal_gen.testing.tolerance import assert_within_error_budget
-from multimodal_gen.testing.video_inputs import make_video_qkv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +83,7 @@ def test_two_runs_of_k_means_agree_bit_by_bit() -> None:
 @pytest.mark.parametrize("num", [1, 300, 1000, 5000])
 @pytest.mark.parametrize("tokens", [1, 512, 70_001])
 def test_the_sort_is_stable(num: int, tokens: int) -> None:
-    from multimodal_gen.kernels.kmeans.kernel import sort_labels
+    from multimodal_gen.kernels.kmeans.kmeans_kernel import sort_labels
 
     labels = torch.randint(0, num + 1, (3, tokens), device="cuda", dtype=torch.int32)
     for found, wanted in zip(sort_labels(labels, num), sort_reference(labels, num), strict=True):
@@ -137,7 +139,7 @@ def test_the_kernel_for_clusters_errs_as_the_engine_does(
 def test_scores_that_grow_are_done_again_exactly() -> None:
     if not on_sm90():
         pytest.skip("needs compute capability 9.0")
-    from multimodal_gen.kernels.cluster_attention.hopper.launch import attend
+    from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
     qkv, queries, keys = clustered(torch.bfloat16, 128, 4)
     (q,) = gather_tokens((qkv.query,), queries.order)

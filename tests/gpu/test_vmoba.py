@@ -11,21 +11,25 @@ from multimodal_gen.kernels.chunk_select.reference import (
     pack_bits,
     select_chunks_reference,
 )
-from multimodal_gen.kernels.row_groups.api import (
+from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
     SortedRows,
     merge_parts,
     move_rows,
     sort_rows,
 )
-from multimodal_gen.kernels.row_groups.reference import merge_parts_reference
-from multimodal_gen.runtime.layers.attention.backends.tiled import SequenceLayout
-from multimodal_gen.runtime.layers.attention.vmoba import attend
-from multimodal_gen.runtime.layers.attention.vmoba.attend import ChunkCall, attend_chunks, select
-from multimodal_gen.runtime.layers.attention.vmoba.partition import partition
+from multimodal_gen.kernels.row_choice.reference import merge_parts_reference
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks as attend
+from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
+    ChunkCall,
+    attend_chunks,
+    partition,
+    select,
+)
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 from tests.kernels.chunk_select.naive import layout, unpacked
-from tests.kernels.row_groups.naive import assert_sorted, random_bits
+from tests.kernels.row_choice.naive import assert_sorted, random_bits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multimodal_gen.integrations.attached import StockAttention
+from multimodal_gen.integrations.module_attention import StockAttention
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,

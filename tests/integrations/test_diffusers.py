@@ -15,11 +15,11 @@ from multimodal_gen.errors import (
     UnsupportedBackendError,
     UsageError,
 )
-from multimodal_gen.integrations.branches import NamedCalls
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseBackend
+from multimodal_gen.integrations.guidance_branch import NamedCalls
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseBackend
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
 from tests.integrations.conftest import generate
@@ -248,7 +248,7 @@ def test_an_impossible_backend_changes_nothing(fresh):
 
 
 def test_a_failure_half_way_takes_everything_back(fresh, monkeypatch):
-    from multimodal_gen.integrations import takeover
+    from multimodal_gen.integrations import denoiser_plan as takeover
 
     def fail(model):
         raise RuntimeError("planted")

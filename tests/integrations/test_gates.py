@@ -11,12 +11,12 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.gates import find_gates
-from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseBackend
+from multimodal_gen.integrations.trained_layers import find_gates
 from multimodal_gen.runtime.layers.attention.gating import GatedImpl
 from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend_context_manager,
 )
+from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseBackend
 from multimodal_gen.testing.fakes import PlainImpl
 from tests.integrations.conftest import generate, load
 

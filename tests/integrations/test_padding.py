@@ -1,8 +1,12 @@
+"""."""
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-from multimodal_gen.integrations.attached import AttachedLayer, Geometry
-from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
+from multimodal_gen.integrations.padding import FunctionalWithPairMask, KeyPadding, PairMask
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -81,8 +85,8 @@ def test_attention_is_that_of_the_models_own_mask(rows):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 7, 2, 16) for _ in range(3))
     site = LayerSite(role=AttentionRole.SELF)
-    geometry = Geometry(num_heads=2, head_size=16, num_kv_heads=2)
-    layer = AttachedLayer(site, geometry, torch.float32, SelectionScope(), masks_padding=True)
+    geometry = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
+    layer = ModuleAttention(site, geometry, torch.float32, SelectionScope(), masks_padding=True)
     padding = padding_of(rows, before=4)
     mask = padding.keep_keys()
     expected = layer.attend(query, key, value, mask)
@@ -102,8 +106,8 @@ def test_a_mask_that_says_more_than_the_padding_is_kept(rows, stock):
     query, key, value = (torch.randn(2, 7, 2, 16) for _ in range(3))
     mask = torch.rand(2, 1, rows, 7) > 0.4
     mask[..., 0] = True
-    geometry = Geometry(num_heads=2, head_size=16, num_kv_heads=2)
-    layer = AttachedLayer(
+    geometry = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
+    layer = ModuleAttention(
         LayerSite(), geometry, torch.float32, SelectionScope(), masks_padding=stock and rows > 1
     )
     expected = layer.attend(query, key, value, mask)
@@ -111,3 +115,37 @@ def test_a_mask_that_says_more_than_the_padding_is_kept(rows, stock):
         padding_of([[1, 1, 1], [1, 1, 0]], before=4).store(context.cache)
         out = layer.attend(query, key, value, mask)
     assert torch.equal(out, expected)
+
+
+TEXT = torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+
+def spelled_out(functional, mask):
+    """What HunyuanVideo-1.5 does to its mask in every layer."""
+    mask = functional.pad(mask, (2, 0), value=True)
+    mask = mask.bool()
+    rows = mask.view(2, 1, 1, 5).repeat(1, 1, 5, 1)
+    return (rows & rows.transpose(2, 3)).bool()
+
+
+def test_it_stands_for_the_mask_it_is_made_like():
+    mask = spelled_out(FunctionalWithPairMask, TEXT)
+    assert isinstance(mask, PairMask)
+    assert mask.axis == "both"
+    assert torch.equal(mask.dense(), spelled_out(F, TEXT))
+    assert mask.keep.shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda mask: mask.view(1, 6),
+        lambda mask: mask.view(2, 1, 1, 3).repeat(1, 2, 3, 1),
+        lambda mask: mask.transpose(0, 1),
+        lambda mask: mask.view(2, 1, 1, 3).transpose(1, 2),
+        lambda mask: mask & mask,
+    ],
+)
+def test_another_way_to_build_the_mask_is_refused(operation):
+    with pytest.raises(UsageError, match="the installed diffusers must build its attention mask"):
+        operation(PairMask(TEXT))

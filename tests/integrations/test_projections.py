@@ -10,7 +10,7 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.projections import find_projections
+from multimodal_gen.integrations.trained_layers import find_projections
 from tests.integrations.conftest import generate, load
 
 FILE = "diffusion_pytorch_model.safetensors"

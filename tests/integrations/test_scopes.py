@@ -4,8 +4,8 @@ import pytest
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError
 from multimodal_gen.integrations.scopes import check_overrides
-from multimodal_gen.runtime.layers.attention.attention_config import scope_from
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 
 SITES = [

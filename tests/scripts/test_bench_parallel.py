@@ -10,9 +10,12 @@ from itertools import product
 import pytest
 import torch
 
-from multimodal_gen.runtime.distributed.collectives import gather_heads, scatter_heads
+from multimodal_gen.runtime.distributed.collectives import (
+    gather_heads,
+    partition_heads,
+    scatter_heads,
+)
 from multimodal_gen.runtime.distributed.groups import parallel_groups
-from multimodal_gen.runtime.distributed.heads import share_heads
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.testing.processes import World
 from tests.scripts.conftest import BENCH
@@ -38,7 +41,7 @@ def bytes_that_leave():
         return real(received, data, coming, leaving, **options)
 
     torch.distributed.all_to_all_single = counted
-    spans, lengths = share_heads(HEADS, HEADS, group.size).queries, [TOKENS // 2] * 2
+    spans, lengths = partition_heads(HEADS, HEADS, group.size).queries, [TOKENS // 2] * 2
     x = torch.zeros(1, TOKENS // 2, HEADS, SIZE, dtype=torch.bfloat16)
     q, _, _ = scatter_heads((x, x, x), [spans] * 3, lengths, group)
     gather_heads(q, spans, lengths, group)

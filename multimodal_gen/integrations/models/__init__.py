@@ -4,8 +4,7 @@ from types import MappingProxyType
 
 from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall
 from multimodal_gen.integrations.models.cogvideox import COGVIDEOX
-from multimodal_gen.integrations.models.flux import FLUX
-from multimodal_gen.integrations.models.flux2 import FLUX2
+from multimodal_gen.integrations.models.flux import FLUX, FLUX2
 from multimodal_gen.integrations.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
 from multimodal_gen.integrations.models.ltx import LTX
 from multimodal_gen.integrations.models.qwen_image import QWEN_IMAGE

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from multimodal_gen.integrations.models.split_plan import SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
-from multimodal_gen.integrations.parallel.plan import SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 

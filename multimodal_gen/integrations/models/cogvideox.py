@@ -7,7 +7,7 @@ from multimodal_gen.integrations.models.adapter import (
     front_text,
     tokens_of,
 )
-from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
 
 def _grid(call: ModelCall) -> Grid | None:

@@ -1,7 +1,12 @@
-"""Flux.1: joint attention with the text in front of packed image tokens."""
+"""Flux.1 and FLUX.2: joint attention with the text in front of packed image tokens.
+
+The position ids of FLUX.2 have 4 numbers. In its single-stream blocks the feed-forward layer shares
+the projections of the attention; what reaches the attention call is as in the others.
+"""
 
 import torch
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
@@ -9,7 +14,7 @@ from multimodal_gen.integrations.models.adapter import (
     front_text,
     latent_tokens,
 )
-from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
 
 def grid_of_ids(call: ModelCall) -> Grid | None:
@@ -47,6 +52,42 @@ FLUX = ModelAdapter(
             Cut(module="", argument="img_ids", dims=3),
             Cut(module="", argument="controlnet_block_samples", dims=3),
             Cut(module="", argument="controlnet_single_block_samples", dims=3),
+        ),
+    ),
+)
+
+
+# Set while the keys of reference images are computed, in the first step, or added to those of a
+# call, in all others.
+_KEEPS_KEYS = "kv_cache_mode"
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    return None if call.arguments.get(_KEEPS_KEYS) else grid_of_ids(call)
+
+
+def _tokens(call: ModelCall) -> int:
+    mode = call.arguments.get(_KEEPS_KEYS)
+    if mode:
+        raise UsageError(
+            f"{_KEEPS_KEYS} must be None where ranks share the tokens of an image, got {mode!r}: "
+            f"keys of reference images are kept whole; run it on one GPU, or use a pipeline that "
+            f"keeps none"
+        )
+    return latent_tokens(call)
+
+
+FLUX2 = ModelAdapter(
+    classes=("Flux2Transformer2DModel",),
+    grid=_grid,
+    text_span=front_text,
+    timestep_scale=1e-3,
+    split=SplitPlan(
+        tokens=_tokens,
+        cuts=(
+            Cut(module="", argument="hidden_states", dims=3),
+            Cut(module="", argument="img_ids", dim=0, dims=2),
+            Cut(module="", argument="img_ids", dims=3),
         ),
     ),
 )

@@ -13,9 +13,8 @@ from multimodal_gen.integrations.models.adapter import (
     tokens_of,
     video_grid,
 )
-from multimodal_gen.integrations.padding import KeyPadding
-from multimodal_gen.integrations.pair_mask import FunctionalWithPairMask
-from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.integrations.padding import FunctionalWithPairMask, KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 

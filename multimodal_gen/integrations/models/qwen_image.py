@@ -7,8 +7,8 @@ from multimodal_gen.integrations.models.adapter import (
     front_text,
     latent_tokens,
 )
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
-from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 

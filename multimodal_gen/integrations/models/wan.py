@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import MappingProxyType
 
-from multimodal_gen.integrations.gates import wan_projections
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
@@ -11,7 +10,8 @@ from multimodal_gen.integrations.models.adapter import (
     tokens_of,
     video_grid,
 )
-from multimodal_gen.integrations.parallel.plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.integrations.trained_layers import wan_projections
 
 
 def _grid(call: ModelCall) -> Grid | None:

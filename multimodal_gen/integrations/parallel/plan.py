@@ -1,59 +1,135 @@
-"""Where in a denoiser's forward its tokens are split over ranks, and where they are gathered.
+"""What `apply` does to a denoiser where this process is one of several ranks."""
 
-Tensors are cut where modules outside of the transformer blocks hand them over, so that no hook is
-part of a block that is compiled on its own. Text stays whole: every rank has all of it, where the
-model puts it.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["Cut", "SplitPlan"]
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.components import Component
+from multimodal_gen.integrations.hooks import untraced_hook
+from multimodal_gen.integrations.models import ADAPTERS, ModelAdapter
+from multimodal_gen.integrations.models.split_plan import SplitPlan, own_plan
+from multimodal_gen.integrations.parallel.cfg_parallel import (
+    BatchedCfg,
+    CfgRanks,
+    SequentialCfg,
+    take_turns,
+)
+from multimodal_gen.integrations.parallel.token_split import TokenSplitter
+from multimodal_gen.runtime.distributed.collectives import partition_heads
+from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.guidance import has_branches, one_branch
+
+__all__ = ["ParallelPlan", "is_split", "refuse_unsplit"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Tensors of which a rank keeps its tokens; tuples and lists of tensors are cut one by one.
+def is_split(role: AttentionRole) -> bool:
+    """Whether modules of a role attend to tokens that are split: text is on all ranks."""
+    return role is AttentionRole.SELF
 
-    Tensors with one entry on the axis are left alone: it holds for all tokens.
+
+def refuse_unsplit(reasons: Sequence[str], groups: ParallelGroups) -> UsageError:
+    """Return the error for a target of which no denoiser can be split over ranks."""
+    able = ", ".join(sorted(name for name, adapter in ADAPTERS.items() if adapter.split))
+    return UsageError(
+        f"apply() must find a denoiser whose tokens the {groups.sequence.size} ranks can share, "
+        f"got {'; '.join(reasons)}; run it on one GPU, or take one of {able}"
+    )
+
+
+class ParallelPlan:
+    """How one denoiser runs on several ranks; on one, it is empty.
+
+    Args:
+        component: the denoiser.
+        adapter: its family, or None when unknown.
+        heads: query heads of its modules that attend to split tokens.
+        groups: the groups of this process, or None on one device.
+        pipeline: the pipeline, or None for a bare model.
 
     Attributes:
-        module: dotted name of the module, "" for the model; one part may be "*" for all of a list.
-        only_if: attribute of the module without which nothing is cut, or None.
-        argument: the argument to cut before the module runs, or None to cut what it returns.
-        index: which tensor of a tuple, or None for all of them.
-        dim: axis of the tokens.
-        dims: axes a tensor must have to be cut, or None for any number.
-        flat: the tokens lie on `dim` and all axes after it.
-        behind_text: text comes first on that axis.
-        may_end_early: tensors may have fewer tokens than the call: the last ones are missing.
-        is_count: it is no tensor but a number of leading tokens.
+        splitter: splits its tokens, or None where they stay together.
+        unsplit: why they do although ranks share sequences, or None.
+
+    Raises:
+        UsageError: ranks share its tokens, which it has too few heads for; or guidance branches,
+            of which its pipeline has one.
     """
 
-    module: str
-    only_if: str | None = None
-    argument: str | None = None
-    index: int | None = None
-    dim: int = 1
-    dims: int | None = None
-    flat: bool = False
-    behind_text: bool = False
-    may_end_early: bool = False
-    is_count: bool = False
+    def __init__(
+        self,
+        component: Component,
+        adapter: ModelAdapter | None,
+        heads: Sequence[int],
+        groups: ParallelGroups | None,
+        pipeline: Any = None,
+    ) -> None:
+        self._component = component
+        self._mesh = Mesh() if groups is None else groups.mesh
+        self.splitter: TokenSplitter | None = None
+        self.unsplit: str | None = None
+        self._turns: SequentialCfg | None = None
+        self._batch: BatchedCfg | None = None
+        self._ranks: CfgRanks | None = None
+        if groups is None or not heads:
+            return
+        if self._mesh.sequence > 1:
+            plan = (adapter and adapter.split) or own_plan(component.model)
+            if isinstance(plan, SplitPlan):
+                partition_heads(min(heads), min(heads), groups.ulysses.size)
+                self.splitter = TokenSplitter(component.model, plan, groups)
+            else:
+                self.unsplit = f"{component.name}: {type(component.model).__name__} {plan}"
+        if self._mesh.cfg > 1:
+            ranks = self._ranks = CfgRanks(groups)
+            name, model = component.name, component.model
+            if pipeline is not None and not has_branches(type(pipeline), [type(model)]):
+                raise one_branch(type(pipeline).__name__)
+            if adapter is not None and adapter.batches_guidance:
+                self._batch = BatchedCfg(ranks, model, name, pipeline, adapter.batched)
+            else:
+                self._turns = SequentialCfg(ranks, name, pipeline)
 
+    def install_outside(self, undo: ExitStack) -> None:
+        """Set what must come before all other hooks of the denoiser."""
+        if self._batch is not None:
+            before = untraced_hook(self._batch.before)
+            handle = self._component.model.register_forward_pre_hook(before, with_kwargs=True)
+            undo.callback(handle.remove)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitPlan:
-    """How one model family is split.
+    def install(self, undo: ExitStack) -> None:
+        """Set the hooks; `undo` takes the way back."""
+        model = self._component.model
+        if self.splitter is not None:
+            self.splitter.install(undo)
+        if self._turns is not None:
+            take_turns(model, self._turns, undo)
+        if self._batch is not None:
+            undo.callback(model.register_forward_hook(untraced_hook(self._batch.after)).remove)
 
-    Attributes:
-        tokens: number of tokens of a call (a `ModelCall`), or None when the call does not tell; no
-            function where the first tensor to be cut is to tell.
-        cuts: what is cut.
-        gather: module whose output [B, S, C] has all tokens again.
-    """
+    def end_request(self) -> None:
+        """Take note that a generation is over."""
+        for part in (self.splitter, self._turns):
+            if part is not None:
+                part.end_request()
 
-    tokens: Callable[[Any], int | None] | None
-    cuts: tuple[Cut, ...]
-    gather: str = "proj_out"
+    def times(self) -> TimeTaken | None:
+        """Return what exchanges around the denoiser took, or None where there were none."""
+        parts = (self.splitter, self._ranks)
+        return sum_of(part.times.taken() for part in parts if part is not None)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader of the report should know."""
+        name, mesh = self._component.name, self._mesh
+        if self._turns is not None or self._batch is not None:
+            each = f"{mesh.sequence} ranks" if mesh.sequence > 1 else "1 rank"
+            yield f"{name}: 2 guidance branches at the same time, {each} each"
+        if self.unsplit is not None:
+            yield f"{self.unsplit}, so every rank computes all of its tokens"
+        if self.splitter is not None:
+            kinds = (("Ulysses", mesh.ulysses), ("ring", mesh.ring))
+            parts = " x ".join(f"{kind} {size}" for kind, size in kinds if size > 1)
+            yield f"{name}: {mesh.sequence} ranks share the sequence ({parts})"

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.kernels.block_sparse import providers
-from multimodal_gen.kernels.block_sparse.arguments import check_arguments
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, check_arguments
 from multimodal_gen.kernels.block_sparse.providers import loadable
 from multimodal_gen.kernels.block_sparse.reference import attention_reference_backward
 from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS

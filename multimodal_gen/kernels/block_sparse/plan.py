@@ -5,15 +5,24 @@ broadcast. Everything is counted per *query* head, also where several of them sh
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.check import check_values
 
-__all__ = ["WORD_BITS", "BlockPlan", "Blocks", "broadcast_leading", "launch_order", "unit_stride"]
+__all__ = [
+    "WORD_BITS",
+    "BlockPlan",
+    "Blocks",
+    "broadcast_leading",
+    "check_arguments",
+    "check_values",
+    "launch_order",
+    "unit_stride",
+]
 
 WORD_BITS = 32
 
@@ -392,3 +401,127 @@ def launch_order(plan: BlockPlan, counts: torch.Tensor) -> torch.Tensor | None:
         plan.cache[key] = torch.argsort(work, descending=True, stable=True).int()
     order: torch.Tensor = plan.cache[key]
     return order
+
+
+def check_values(plan: "BlockPlan") -> None:
+    """Check the values of a plan; see `BlockPlan.check`."""
+    _check_lists(plan)
+    for name, blocks in (("q", plan.q), ("kv", plan.kv)):
+        _check_blocks(name, blocks, plan.device)
+    if plan.order is not None:
+        rows = torch.arange(len(plan.order), dtype=torch.int32, device=plan.device)
+        if not torch.equal(plan.order.sort().values, rows):
+            raise UsageError(
+                f"`order` must hold each of the {len(rows)} rows of `counts` once; "
+                f"longest_first() makes one"
+            )
+
+
+def _check_lists(plan: "BlockPlan") -> None:
+    room, counts = plan.indices.shape[3], plan.counts
+    if counts.numel() and bool(((counts < 0) | (counts > room)).any()):
+        least, most = (int(bound) for bound in counts.aminmax())
+        raise UsageError(f"`counts` must lie in [0, {room}], got {least} to {most}")
+    listed = torch.arange(room, device=plan.device) < counts.unsqueeze(-1)
+    if bool((listed & ((plan.indices < 0) | (plan.indices >= plan.kv.num))).any()):
+        raise UsageError(f"`indices` must lie in [0, {plan.kv.num}) where they are counted")
+    if bool((listed[..., 1:] & (plan.indices.diff(dim=-1) <= 0)).any()):
+        raise UsageError("`indices` must be strictly increasing along every row")
+    if plan.uniform and bool((counts != counts.flatten()[:1]).any()):
+        raise UsageError("`uniform` must be given only where all counts are equal, they differ")
+    if plan.causal and bool((counts != plan.kv.num).any()):
+        raise UsageError(
+            "`causal` must be given only with plans that keep every block, got another; make it "
+            "with BlockPlan.dense"
+        )
+
+
+def _check_blocks(name: str, blocks: "Blocks", device: torch.device) -> None:
+    starts, lengths = (bound.long() for bound in blocks.bounds(device))
+    if bool(((lengths < 0) | (lengths > blocks.size)).any()):
+        raise UsageError(f"`{name}.lengths` must lie in [0, {blocks.size}]")
+    if bool(((starts < 0) | (starts + lengths > blocks.total)).any()):
+        raise UsageError(f"`{name}` blocks must lie in [0, {blocks.total})")
+    # Empty blocks overlap nothing, wherever they start.
+    begins, order = torch.where(lengths > 0, starts, blocks.total).sort(dim=-1)
+    ends = begins + lengths.expand_as(begins).gather(-1, order)
+    if bool((ends[..., :-1] > begins[..., 1:]).any()):
+        raise UsageError(f"`{name}` blocks must be disjoint, two of them overlap")
+
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_arguments(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float | None
+) -> None:
+    """Raise unless tensors, a plan and a scale fit each other.
+
+    Args:
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D].
+        v: [B, Sk, Hkv, D].
+        plan: which pairs count.
+        scale: factor of the scores, or None.
+
+    Raises:
+        UsageError: a type, shape, dtype or device does not fit.
+    """
+    _validate_types(q, k, v, plan, scale)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise UsageError(
+                f"`{name}` must have q's dtype and device ({q.dtype}, {q.device}), "
+                f"got {tensor.dtype}, {tensor.device}"
+            )
+    if q.dtype not in _FLOATING:
+        raise UsageError(f"`q` must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    batch, queries, heads, head_size = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if k.shape[0] != batch or k.shape[3] != head_size:
+        raise UsageError(f"`k` must be [{batch}, Sk, Hkv, {head_size}], got {list(k.shape)}")
+    if v.shape != k.shape:
+        raise UsageError(f"`v` must have the shape of k {list(k.shape)}, got {list(v.shape)}")
+    if heads % kv_heads:
+        raise UsageError(f"`q` must have a multiple of k's {kv_heads} heads, got {heads}")
+    _validate_plan(plan, q.device, (batch, heads), queries, keys)
+
+
+def _validate_types(q: object, k: object, v: object, plan: object, scale: object) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4 or 0 in tensor.shape[1:]:
+            raise UsageError(
+                f"`{name}` must be [B, S, H, D], and S, H and D at least 1, "
+                f"got {list(tensor.shape)}"
+            )
+    if not isinstance(plan, BlockPlan):
+        raise UsageError(f"`plan` must be a BlockPlan, got {type(plan).__name__}")
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise UsageError(f"`scale` must be a number or None, got {type(scale).__name__}")
+    if not 0.0 < scale < math.inf:
+        raise UsageError(f"`scale` must be positive and finite, got {scale}")
+
+
+def _validate_plan(
+    plan: BlockPlan, device: torch.device, leading: tuple[int, int], queries: int, keys: int
+) -> None:
+    if plan.device != device:
+        raise UsageError(
+            f"`plan` must be on the device of q ({device}), got {plan.device}; "
+            f"call plan.to(q.device)"
+        )
+    for name, blocks, tokens in (("q", plan.q, queries), ("k", plan.kv, keys)):
+        if blocks.total != tokens:
+            raise UsageError(
+                f"`{name}` must have the {blocks.total} tokens the plan was made for, got {tokens}"
+            )
+    for tensor in plan.tensors():
+        if tensor.ndim == 1:
+            continue  # `order`
+        for name, size, wanted in zip(("batch", "heads"), tensor.shape, leading, strict=False):
+            if size not in (1, wanted):
+                raise UsageError(f"`plan` must have 1 or {wanted} as {name}, got {size}")

@@ -10,10 +10,10 @@ from functools import cache
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, nearest
-from multimodal_gen.kernels.block_sparse.cute import launch as cute
+from multimodal_gen.kernels.block_sparse import fa4 as cute
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.block_sparse.tuning import hopper_tile, portable_tile
+from multimodal_gen.kernels.block_sparse.tuning import gluon_tile, triton_tile
 
 __all__ = [
     "AUTO",
@@ -111,7 +111,7 @@ def loadable(tensor: torch.Tensor) -> bool:
 
 @cache
 def _interpreted() -> bool:
-    from multimodal_gen.kernels.block_sparse.portable import kernel
+    from multimodal_gen.kernels.block_sparse import triton_kernel as kernel
 
     return kernel.interpreted()
 
@@ -247,11 +247,11 @@ def _run_triton(
     return_lse: bool,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    from multimodal_gen.kernels.block_sparse.portable.kernel import attend
+    from multimodal_gen.kernels.block_sparse.triton_kernel import attend
 
     out, lse = _outputs(q, plan, return_lse)
     capability, shared_memory = _limits(q.get_device())
-    tile = portable_tile(
+    tile = triton_tile(
         head_size=q.shape[3],
         q_size=plan.q.size,
         kv_size=plan.kv.size if plan.kv.is_regular else 1,
@@ -272,10 +272,10 @@ def _run_gluon(
     return_lse: bool,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    from multimodal_gen.kernels.block_sparse.hopper.launch import attend
+    from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
 
     out, lse = _outputs(q, plan, return_lse)
-    tile = hopper_tile(
+    tile = gluon_tile(
         q_size=plan.q.size,
         kv_size=plan.kv.size,
         regular=plan.kv.is_regular,

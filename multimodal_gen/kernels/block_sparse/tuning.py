@@ -4,14 +4,14 @@ import dataclasses
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["CHOICE_ROWS", "HopperTile", "PortableTile", "hopper_tile", "portable_tile"]
+__all__ = ["CHOICE_ROWS", "GluonTile", "TritonTile", "gluon_tile", "triton_tile"]
 
 # Rows of a query block that suit the Gluon provider where rows choose.
 CHOICE_ROWS = 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PortableTile:
+class TritonTile:
     """Shape of one program of the Triton provider."""
 
     rows: int
@@ -28,34 +28,34 @@ class PortableTile:
 # 2026-11, head size 128: sta 527, r128 524, r64 430 TFLOP/s; the other head sizes follow from the
 # registers and the shared memory.
 _SM90 = (
-    (64, 64, 1, PortableTile(rows=64, keys=64, warps=4, stages=4)),
-    (64, 128, 128, PortableTile(rows=128, keys=128, warps=8, stages=3)),
-    (64, 128, 1, PortableTile(rows=128, keys=64, warps=8, stages=3)),
-    (128, 64, 1, PortableTile(rows=64, keys=64, warps=4, stages=3)),
-    (128, 128, 128, PortableTile(rows=128, keys=128, warps=8, stages=3)),
-    (128, 128, 1, PortableTile(rows=128, keys=64, warps=8, stages=3)),
-    (256, 64, 1, PortableTile(rows=64, keys=64, warps=8, stages=2)),
-    (256, 128, 1, PortableTile(rows=128, keys=32, warps=8, stages=3)),
+    (64, 64, 1, TritonTile(rows=64, keys=64, warps=4, stages=4)),
+    (64, 128, 128, TritonTile(rows=128, keys=128, warps=8, stages=3)),
+    (64, 128, 1, TritonTile(rows=128, keys=64, warps=8, stages=3)),
+    (128, 64, 1, TritonTile(rows=64, keys=64, warps=4, stages=3)),
+    (128, 128, 128, TritonTile(rows=128, keys=128, warps=8, stages=3)),
+    (128, 128, 1, TritonTile(rows=128, keys=64, warps=8, stages=3)),
+    (256, 64, 1, TritonTile(rows=64, keys=64, warps=8, stages=2)),
+    (256, 128, 1, TritonTile(rows=128, keys=32, warps=8, stages=3)),
 )
 # Not measured: chosen by compiling for sm_80, whose accumulators spill with fewer warps.
 _OTHER = (
-    (64, 64, 1, PortableTile(rows=64, keys=64, warps=4, stages=3)),
-    (64, 128, 1, PortableTile(rows=128, keys=64, warps=4, stages=3)),
-    (128, 64, 1, PortableTile(rows=64, keys=64, warps=4, stages=3)),
-    (128, 128, 1, PortableTile(rows=128, keys=64, warps=8, stages=3)),
-    (256, 64, 1, PortableTile(rows=64, keys=32, warps=8, stages=2)),
-    (256, 128, 1, PortableTile(rows=128, keys=32, warps=8, stages=2)),
+    (64, 64, 1, TritonTile(rows=64, keys=64, warps=4, stages=3)),
+    (64, 128, 1, TritonTile(rows=128, keys=64, warps=4, stages=3)),
+    (128, 64, 1, TritonTile(rows=64, keys=64, warps=4, stages=3)),
+    (128, 128, 1, TritonTile(rows=128, keys=64, warps=8, stages=3)),
+    (256, 64, 1, TritonTile(rows=64, keys=32, warps=8, stages=2)),
+    (256, 128, 1, TritonTile(rows=128, keys=32, warps=8, stages=2)),
 )
 
 
-def portable_tile(
+def triton_tile(
     *,
     head_size: int,
     q_size: int,
     kv_size: int,
     capability: tuple[int, int] | None,
     shared_memory: int,
-) -> PortableTile:
+) -> TritonTile:
     """Return the tile for a plan's block sizes, with as many stages as memory allows.
 
     Args:
@@ -74,16 +74,16 @@ def portable_tile(
     raise AssertionError(f"no tile for head size {head_size}")
 
 
-def _fitted(tile: PortableTile, head_size: int, shared_memory: int) -> PortableTile:
+def _fitted(tile: TritonTile, head_size: int, shared_memory: int) -> TritonTile:
     stages = tile.stages
     while stages > 1 and tile.shared_memory(head_size) > shared_memory:
         stages -= 1
-        tile = PortableTile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=stages)
+        tile = TritonTile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=stages)
     return tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HopperTile:
+class GluonTile:
     """Shape of one program of the Gluon provider.
 
     Attributes:
@@ -115,27 +115,27 @@ class HopperTile:
 # Pattern -> tile. H200, 2026-11, torch 2.11, triton 3.6.0, head size 128.
 _HOPPER = MappingProxyType(
     {
-        "wide fast": HopperTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160),
-        "wide exact": HopperTile(
+        "wide fast": GluonTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160),
+        "wide exact": GluonTile(
             consumers=3, keys=64, stages=4, q_registers=False, registers=160, fast=False, lazy=True
         ),
         # Where rows choose; lists are short then. Its measurements are in vmoba.csv.
-        "wide bits fast": HopperTile(
+        "wide bits fast": GluonTile(
             consumers=3, keys=64, stages=4, q_registers=False, registers=160
         ),
-        "fast": HopperTile(consumers=2, keys=128, stages=3, sync=4),
-        "exact": HopperTile(consumers=2, keys=128, stages=2, fast=False, sync=4),
-        "short keys fast": HopperTile(consumers=2, keys=64, stages=4),
-        "short keys exact": HopperTile(consumers=2, keys=64, stages=4, fast=False),
-        "narrow fast": HopperTile(consumers=2, keys=64, stages=3, own=True, sync=8),
-        "narrow exact": HopperTile(
+        "fast": GluonTile(consumers=2, keys=128, stages=3, sync=4),
+        "exact": GluonTile(consumers=2, keys=128, stages=2, fast=False, sync=4),
+        "short keys fast": GluonTile(consumers=2, keys=64, stages=4),
+        "short keys exact": GluonTile(consumers=2, keys=64, stages=4, fast=False),
+        "narrow fast": GluonTile(consumers=2, keys=64, stages=3, own=True, sync=8),
+        "narrow exact": GluonTile(
             consumers=2, keys=64, stages=3, own=True, fast=False, lazy=True, sync=8
         ),
     }
 )
 
 
-def hopper_tile(
+def gluon_tile(
     *,
     q_size: int,
     kv_size: int,
@@ -143,7 +143,7 @@ def hopper_tile(
     fast: bool,
     deterministic: bool,
     row_bits: bool = False,
-) -> HopperTile:
+) -> GluonTile:
     """Return the tile for a plan's block sizes.
 
     Args:

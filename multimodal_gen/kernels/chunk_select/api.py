@@ -12,11 +12,11 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.chunk_select.reference import (
+    Rule,
     chunk_means_reference,
     pack_bits,
     select_chunks_reference,
 )
-from multimodal_gen.kernels.chunk_select.rule import Rule
 
 __all__ = ["ChunkMeans", "Rule", "chunk_means", "select_chunks"]
 
@@ -74,7 +74,7 @@ def chunk_means(
         before = torch.nn.functional.pad(kept.cumsum(1), (1, 0))
         counts = (before[:, (starts + lengths).long()] - before[:, starts.long()]).int()
     if _runs_triton(key):
-        from multimodal_gen.kernels.chunk_select import kernel
+        from multimodal_gen.kernels.chunk_select import chunk_select_kernel as kernel
 
         means = kernel.chunk_means(key.detach(), starts, lengths, size, index, keep, counts)
     else:
@@ -116,7 +116,7 @@ def select_chunks(
     query = query.detach()  # a choice has no gradient
     fits = rule.scope == "query_head" and means.shape[2] <= _MAX_CHUNKS
     if fits and _runs_triton(query):
-        from multimodal_gen.kernels.chunk_select import kernel
+        from multimodal_gen.kernels.chunk_select import chunk_select_kernel as kernel
 
         return kernel.select_chunks(
             query, means, chunks.counts, own, rule, masked=chunks.masked, keep=keep

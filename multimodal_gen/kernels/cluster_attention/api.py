@@ -59,7 +59,7 @@ def cluster_attention(
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
     if _has_own_kernel(sorted_q, sorted_k, sorted_v, keep, kernel):
-        from multimodal_gen.kernels.cluster_attention.hopper.launch import attend
+        from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
         pieces = pieces or query_pieces(queries)
         found = attend(sorted_q, sorted_k, sorted_v, pieces, keys, keep, scale=scale)

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
+import torch.nn.functional as F
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.kmeans.reference import kmeans_reference
 
-__all__ = ["KERNELS", "Clusters", "initial_centroids", "kmeans"]
+__all__ = [
+    "KERNELS",
+    "Clusters",
+    "by_similarity",
+    "initial_centroids",
+    "kmeans",
+    "similarity_order",
+]
 
 KERNELS = ("auto", "triton", "flash_kmeans", "reference")
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32)
@@ -102,7 +110,7 @@ def kmeans(
     centroids = centroids.float()
     batch, tokens, heads, size = x.shape
     if kernel == "triton":
-        from multimodal_gen.kernels.kmeans.kernel import kmeans_triton
+        from multimodal_gen.kernels.kmeans.kmeans_kernel import kmeans_triton
 
         found = kmeans_triton(x, centroids, keep, iterations=iterations, tolerance=tolerance)
     else:
@@ -191,7 +199,7 @@ def _installed(package: str) -> bool:
 
 @cache
 def _interpreted() -> bool:
-    from multimodal_gen.kernels.kmeans.kernel import interpreted
+    from multimodal_gen.kernels.kmeans.kmeans_kernel import interpreted
 
     return interpreted()
 
@@ -201,7 +209,7 @@ def _run_flash_kmeans(
 ) -> tuple[torch.Tensor, ...]:
     from flash_kmeans import batch_kmeans_Euclid  # type: ignore[import-not-found]
 
-    from multimodal_gen.kernels.kmeans.kernel import sort_labels
+    from multimodal_gen.kernels.kmeans.kmeans_kernel import sort_labels
 
     num = centroids.shape[1]
     labels, updated, *_ = batch_kmeans_Euclid(
@@ -212,3 +220,50 @@ def _run_flash_kmeans(
         init_centroids=centroids.to(x.dtype),
     )
     return (updated.float() if iterations else centroids), *sort_labels(labels.int(), num)
+
+
+_ROUNDS = 8
+
+
+def similarity_order(centroids: torch.Tensor) -> torch.Tensor:
+    """Return an order by halving along the principal direction, again and again.
+
+    Does not wait for the device.
+
+    Args:
+        centroids: floating [..., C, D].
+
+    Returns:
+        int64 [..., C].
+    """
+    *leading, num, size = centroids.shape
+    levels = (num - 1).bit_length()
+    x = F.pad(centroids.float().reshape(-1, num, size), (0, 0, 0, (1 << levels) - num))
+    order = torch.arange(1 << levels, device=x.device).expand(x.shape[0], -1)
+    for level in range(levels):
+        parts = x.view(x.shape[0] << level, -1, size)
+        real = (order < num).view(parts.shape[0], -1, 1)
+        mean = (parts * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+        along = (parts - mean) @ _principal_direction((parts - mean) * real)
+        along = torch.where(real, along, torch.inf).squeeze(2)
+        index = along.argsort(dim=1, stable=True)
+        order = order.reshape(parts.shape[:2]).gather(1, index).view(x.shape[0], -1)
+        x = parts.gather(1, index.unsqueeze(2).expand_as(parts)).view_as(x)
+    # What fills up comes last in every half, and so here.
+    real = (order < num).int()
+    first = real.argsort(dim=1, descending=True, stable=True)[:, :num]
+    return order.gather(1, first).view(*leading, num)
+
+
+def _principal_direction(x: torch.Tensor) -> torch.Tensor:
+    """Return about the principal direction of [N, M, D], by power iteration: [N, D, 1]."""
+    direction = x.square().sum(1, keepdim=True).transpose(1, 2)
+    for _ in range(_ROUNDS):
+        direction = F.normalize(x.transpose(1, 2) @ (x @ direction), dim=1)
+    return direction
+
+
+def by_similarity(centroids: torch.Tensor) -> torch.Tensor:
+    """Return the centroids [..., C, D] in such an order."""
+    order = similarity_order(centroids).unsqueeze(-1)
+    return centroids.gather(-2, order.expand_as(centroids))

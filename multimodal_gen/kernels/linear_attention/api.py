@@ -52,7 +52,7 @@ def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     _check_keys(key, None, blocks)
     key = _channels_last(key.detach())
     if _runs_triton(key, blocks=blocks):
-        from multimodal_gen.kernels.linear_attention import launch
+        from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
 
         return launch.key_means(key, blocks)
     return key_means_reference(key, blocks)
@@ -78,7 +78,7 @@ def key_state(
     _check_keys(key, value, blocks)
     _check_feature_map(feature_map)
     if _runs_triton(key, value, blocks=blocks):
-        from multimodal_gen.kernels.linear_attention import launch
+        from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
 
         k, v = _channels_last(key), _channels_last(value)
         return launch.key_state(k, v, blocks, feature_map)
@@ -121,7 +121,7 @@ def add_linear(
         )
     tensors = (out, query, state.moments, projection.weight)
     if _runs_triton(query, gradients=tensors):
-        from multimodal_gen.kernels.linear_attention import launch
+        from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
 
         launch.add_linear(out, _channels_last(query), state, projection, rows, feature_map)
         return out
@@ -164,7 +164,7 @@ def add_unselected(
     tensors = (out, query, key, value, projection.weight)
     small = query.shape[3] <= _MAX_UNSELECTED_HEAD_SIZE
     if small and _runs_triton(query, key, value, blocks=plan.kv, gradients=tensors):
-        from multimodal_gen.kernels.linear_attention import launch
+        from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
 
         q, k, v = (_channels_last(x) for x in (query, key, value))
         launch.add_unselected(out, q, k, v, plan, projection, feature_map)

@@ -54,7 +54,7 @@ def merge_two(
                 f"{list(x.shape)} {x.dtype}"
             )
     if _runs_triton(out, more, lse, dtype):
-        from multimodal_gen.kernels.part_merge.kernel import merge_two as run
+        from multimodal_gen.kernels.part_merge.part_merge_kernel import merge_two as run
 
         return run(out.contiguous(), lse, more.contiguous(), more_lse, dtype)
     return merge_two_reference(out, lse, more, more_lse, dtype)

@@ -9,8 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.arguments import check_arguments
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments
 from multimodal_gen.kernels.quantized_attention import providers
 from multimodal_gen.kernels.quantized_attention.providers import Call, QuantisedRequest
 

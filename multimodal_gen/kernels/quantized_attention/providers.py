@@ -11,13 +11,13 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError, nearest
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.providers import GLUON_TRITON, loadable
+from multimodal_gen.kernels.quantized_attention.packed import slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
     quantized_reference,
 )
-from multimodal_gen.kernels.quantized_attention.slots import slots_of
-from multimodal_gen.kernels.quantized_attention.tuning import hopper_tile, portable_tile
+from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
 
 __all__ = [
     "AUTO",
@@ -108,7 +108,7 @@ def _triton_version() -> str:
 
 @cache
 def _interpreted() -> bool:
-    from multimodal_gen.kernels.quantized_attention.quantise import kernel
+    from multimodal_gen.kernels.quantized_attention import quantise_kernel as kernel
 
     return kernel.interpreted()
 
@@ -193,11 +193,11 @@ def _outputs(call: Call) -> Result:
 
 
 def _run_gluon(call: Call) -> Result:
-    from multimodal_gen.kernels.quantized_attention.hopper.launch import attend
-    from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
+    from multimodal_gen.kernels.quantized_attention.gluon_kernel import attend
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
 
     blocks = call.plan.kv
-    tile = hopper_tile(
+    tile = gluon_tile(
         q_size=call.plan.q.size, kv_size=blocks.size, regular=blocks.is_regular, e4m3=call.e4m3
     )
     kv_slots = slots_of(call.plan.kv, tile.unit)
@@ -221,10 +221,10 @@ def _run_gluon(call: Call) -> Result:
 
 
 def _run_triton(call: Call) -> Result:
-    from multimodal_gen.kernels.quantized_attention.portable.kernel import attend
-    from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
+    from multimodal_gen.kernels.quantized_attention.triton_kernel import attend
 
-    tile = portable_tile(q_size=call.plan.q.size)
+    tile = triton_tile(q_size=call.plan.q.size)
     kv_slots = slots_of(call.plan.kv, tile.keys)
     packed = quantise(
         call.q,

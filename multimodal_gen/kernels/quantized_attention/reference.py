@@ -20,9 +20,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.quantized_attention.quantise.packed import Packed
-from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation
-from multimodal_gen.kernels.quantized_attention.slots import Slots
+from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, rotation
 
 __all__ = ["KEY_ORDER", "key_mean_reference", "quantise_reference", "quantized_reference"]
 

@@ -4,17 +4,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 __all__ = [
-    "HopperTile",
-    "PortableTile",
+    "GluonTile",
     "QuantiseTile",
-    "hopper_tile",
-    "portable_tile",
+    "TritonTile",
+    "gluon_tile",
     "quantise_tile",
+    "triton_tile",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HopperTile:
+class GluonTile:
     """Shape of one program of the Gluon provider.
 
     Attributes:
@@ -46,7 +46,7 @@ class HopperTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PortableTile:
+class TritonTile:
     """Shape of one program of the Triton provider."""
 
     rows: int
@@ -90,19 +90,19 @@ def quantise_tile(keys: int) -> QuantiseTile:
 # rows have 8 warps because 4 would spill on SM80 and SM89.
 _PORTABLE = MappingProxyType(
     {
-        64: PortableTile(rows=64, keys=64, warps=8, stages=3),
-        128: PortableTile(rows=128, keys=64, warps=8, stages=3),
+        64: TritonTile(rows=64, keys=64, warps=8, stages=3),
+        128: TritonTile(rows=128, keys=64, warps=8, stages=3),
     }
 )
 
 
-def portable_tile(*, q_size: int) -> PortableTile:
+def triton_tile(*, q_size: int) -> TritonTile:
     """Return the tile of the Triton provider for query blocks of `q_size` rows."""
     return _PORTABLE[64 if q_size <= 64 else 128]
 
 
-def _bfloat16(consumers: int, keys: int, stages: int, *, pairs: bool = False) -> HopperTile:
-    return HopperTile(
+def _bfloat16(consumers: int, keys: int, stages: int, *, pairs: bool = False) -> GluonTile:
+    return GluonTile(
         consumers=consumers,
         keys=keys,
         stages=stages,
@@ -122,15 +122,15 @@ _HOPPER = MappingProxyType(
         "short keys": _bfloat16(2, 128, 3, pairs=True),
         "narrow": _bfloat16(1, 128, 3),
         "narrow short keys": _bfloat16(1, 64, 6),
-        "e4m3": HopperTile(consumers=2, keys=128, stages=4),
-        "short keys e4m3": HopperTile(consumers=2, keys=64, stages=4),
-        "narrow e4m3": HopperTile(consumers=1, keys=128, stages=2),
-        "narrow short keys e4m3": HopperTile(consumers=1, keys=64, stages=3),
+        "e4m3": GluonTile(consumers=2, keys=128, stages=4),
+        "short keys e4m3": GluonTile(consumers=2, keys=64, stages=4),
+        "narrow e4m3": GluonTile(consumers=1, keys=128, stages=2),
+        "narrow short keys e4m3": GluonTile(consumers=1, keys=64, stages=3),
     }
 )
 
 
-def hopper_tile(*, q_size: int, kv_size: int, regular: bool, e4m3: bool) -> HopperTile:
+def gluon_tile(*, q_size: int, kv_size: int, regular: bool, e4m3: bool) -> GluonTile:
     """Return the tile of the Gluon provider for a plan's block sizes.
 
     Args:

@@ -151,10 +151,10 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
     if not _runs_kernel(tensors):
         return tuple(gather_reference(tensor, index) for tensor in tensors)
     if index.ndim == 3:
-        from multimodal_gen.kernels.tile_order.per_head.kernel import gather_per_head
+        from multimodal_gen.kernels.tile_order.tile_order_kernel import gather_per_head
 
         return gather_per_head(tensors, index)
-    from multimodal_gen.kernels.tile_order.kernel import gather
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import gather
 
     return gather(tensors, index)
 
@@ -196,11 +196,11 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
         scatter_reference(source, index, out)
         return
     if index.ndim == 3:
-        from multimodal_gen.kernels.tile_order.per_head.kernel import scatter_per_head
+        from multimodal_gen.kernels.tile_order.tile_order_kernel import scatter_per_head
 
         scatter_per_head(source, index, out)
         return
-    from multimodal_gen.kernels.tile_order.kernel import scatter
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import scatter
 
     scatter(source, index, out)
 

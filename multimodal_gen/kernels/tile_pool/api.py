@@ -58,7 +58,7 @@ def pool_tiles(
     if keep is not None:
         _check_keep(tensors, keep)
     if _runs_triton(*tensors):
-        from multimodal_gen.kernels.tile_pool import kernel
+        from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
 
         return tuple(kernel.pool_tiles(x, starts, lengths, index, keep, dtype) for x in tensors)
     return tuple(
@@ -103,7 +103,7 @@ def select_tiles(
     if real is not None:
         query, key = _with_last(query, key, real)
     if _runs_triton(query) and key.shape[2] <= _MAX_TILES:
-        from multimodal_gen.kernels.tile_pool import kernel
+        from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
 
         kernel.select_tiles(query, key, count, always, out)
     else:
@@ -199,7 +199,7 @@ def add_gated(
             f"{coarse.device}"
         )
     if _runs_triton(out, gate, coarse):
-        from multimodal_gen.kernels.tile_pool import kernel
+        from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
 
         return kernel.add_gated(out, gate, coarse, starts, lengths, index)
     return add_gated_reference(out, gate, coarse, starts, lengths, index, size)

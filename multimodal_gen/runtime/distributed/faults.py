@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from multimodal_gen.errors import MultimodalGenError, RankError
 
-__all__ = ["FaultBoard", "Verdict", "follows_from_another"]
+__all__ = ["FailureReport", "FailureStore", "follows_from_another"]
 
 # How much later than the first rank another one may notice that a third has gone.
 _GRACE_S = 5.0
@@ -55,7 +55,7 @@ def follows_from_another(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class FailureReport:
     """What a rank that fails has to say.
 
     Attributes:
@@ -70,7 +70,7 @@ class Verdict:
     stay_s: float = 0.0
 
 
-class FaultBoard:
+class FailureStore:
     """Where the ranks of a run tell each other why they end.
 
     Args:
@@ -97,7 +97,7 @@ class FaultBoard:
         )
 
     @classmethod
-    def meet(cls, timeout: float) -> "FaultBoard":
+    def meet(cls, timeout: float) -> "FailureStore":
         """Return the board of the ranks that torchrun, or `start_ranks`, started.
 
         Raises:
@@ -121,12 +121,12 @@ class FaultBoard:
         """How many there are."""
         return self._num_ranks
 
-    def verdict(self, error: BaseException) -> Verdict:
+    def verdict(self, error: BaseException) -> FailureReport:
         """Tell of an error that ends this rank; return what this rank has to say."""
         try:
             return self._heard(self._said_of(error))
         except RuntimeError:  # the process that kept the store has ended
-            return Verdict(text=self._own(error), mine=True)
+            return FailureReport(text=self._own(error), mine=True)
 
     @contextlib.contextmanager
     def watched(
@@ -213,14 +213,16 @@ class FaultBoard:
             time.sleep(_POLL_S)
         return there
 
-    def _heard(self, said: dict[str, Any]) -> Verdict:
+    def _heard(self, said: dict[str, Any]) -> FailureReport:
         """Return what this rank has to say of what is said."""
         if said["rank"] == self._rank:
             several = self._store.add("hosts", 0) > 1
-            return Verdict(text=said["text"], mine=True, stay_s=3 * _BEAT_S if several else 0.0)
+            return FailureReport(
+                text=said["text"], mine=True, stay_s=3 * _BEAT_S if several else 0.0
+            )
         elsewhere = said["host"] != self._host
         speaks = elsewhere and self._store.add(f"spoken/{self._host}", 1) == 1
-        return Verdict(
+        return FailureReport(
             text=said["text"] if speaks else None, mine=False, stay_s=0.0 if elsewhere else _STAY_S
         )
 

@@ -30,11 +30,11 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from multimodal_gen.errors import MultimodalGenError, RankError
-from multimodal_gen.runtime.distributed.agreement import unnoticed_error
-from multimodal_gen.runtime.distributed.faults import FaultBoard, follows_from_another
+from multimodal_gen.runtime.distributed.faults import FailureStore, follows_from_another
 from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.distributed.handshake import pending_error
 
-__all__ = ["be_rank", "start_ranks", "started"]
+__all__ = ["is_launched_rank", "launch_ranks", "run_rank"]
 
 _LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -43,13 +43,13 @@ _MONITOR_INTERVAL_S = 0.1
 _SHUTDOWN_S = 10
 
 
-def start_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> int:
+def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> int:
     """Run `function(*args)` in `num_ranks` processes of this host, and wait for them.
 
     The first that fails ends all.
 
     Args:
-        function: importable by name; it does its work in `be_rank`.
+        function: importable by name; it does its work in `run_rank`.
         *args: picklable.
         num_ranks: how many processes.
 
@@ -81,12 +81,12 @@ def _started(parent: int, function: Callable[..., None], *args: Any) -> None:
     function(*args)
 
 
-def started() -> bool:
-    """Tell whether torchrun, or `start_ranks`, started this process."""
+def is_launched_rank() -> bool:
+    """Tell whether torchrun, or `launch_ranks`, started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
-def be_rank(work: Callable[[int], None], *, timeout: float) -> None:
+def run_rank(work: Callable[[int], None], *, timeout: float) -> None:
     """Do `work(number of ranks)` as one of several; the process of a rank that fails ends here.
 
     What ended the run is said on the standard error, in one line that names the rank, and once on
@@ -99,7 +99,7 @@ def be_rank(work: Callable[[int], None], *, timeout: float) -> None:
     Raises:
         RankError: the other ranks cannot be reached.
     """
-    board = FaultBoard.meet(timeout)
+    board = FailureStore.meet(timeout)
     _be_easy_to_end()
     if board.rank:
         logging.disable(logging.WARNING)
@@ -116,7 +116,7 @@ def be_rank(work: Callable[[int], None], *, timeout: float) -> None:
 
 def _unnoticed_error() -> MultimodalGenError | None:
     groups = parallel_groups()
-    return None if groups is None else unnoticed_error(groups)
+    return None if groups is None else pending_error(groups)
 
 
 def _messages() -> int:
@@ -124,7 +124,7 @@ def _messages() -> int:
     return 0 if groups is None else groups.agreements.told
 
 
-def _end(board: FaultBoard, error: Exception) -> NoReturn:
+def _end(board: FailureStore, error: Exception) -> NoReturn:
     """Say what ended the run, unless another rank of this host does, and end this process."""
     if isinstance(error, BrokenPipeError):
         get_error_handler().record_exception(error)

@@ -3,11 +3,17 @@
 Importing this package imports torch, and diffusers only when a pipeline is read.
 """
 
-from multimodal_gen.runtime.generator.loading import PipelineIndex, pick_device, pick_dtype
+from multimodal_gen.runtime.generator.load import PipelineIndex, pick_device, pick_dtype
 from multimodal_gen.runtime.generator.passthrough import DiffusersAttention, choose_backend
 from multimodal_gen.runtime.generator.ranks import join_ranks, plan_ranks
-from multimodal_gen.runtime.generator.run import Generated, generate, prepare
-from multimodal_gen.runtime.generator.session import Attach, AttentionSession, Report
+from multimodal_gen.runtime.generator.run import (
+    Attach,
+    AttentionSession,
+    Generated,
+    Report,
+    generate,
+    prepare,
+)
 from multimodal_gen.runtime.generator.skeleton import load_skeleton
 
 __all__ = [

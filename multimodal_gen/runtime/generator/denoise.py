@@ -1,4 +1,4 @@
-"""One call of a pipeline, watched: when each step ends, and the latents it leaves.
+"""One call of a pipeline, watched: its steps, timings and failures, and what it gave.
 
 Pipelines have no common way to follow them. Most end a step with `callback_on_step_end`, which
 HunyuanVideo-1.5 lacks; most step their own scheduler, but SkyReels-V2's diffusion forcing steps
@@ -7,23 +7,194 @@ its progress bar just before the first step.
 """
 
 import functools
+import importlib.metadata
 import inspect
+import json
+import platform
 import sys
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.distributed.joining import leads
-from multimodal_gen.runtime.generator.failures import refusal_explained
-from multimodal_gen.runtime.generator.record import Timings
+from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.runtime.distributed.groups import is_main_rank
+from multimodal_gen.runtime.generator.load import first_line, is_out_of_memory
 from multimodal_gen.runtime.generator.sampling import Call
+from multimodal_gen.runtime.layers.attention.report import Json
+from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["Denoised", "denoise"]
+__all__ = [
+    "Denoised",
+    "Timings",
+    "check_finite",
+    "denoise",
+    "differences",
+    "diffusers_backend_explained",
+    "out_of_memory_explained",
+    "produced",
+    "record_json",
+    "refusal_explained",
+    "versions",
+]
+
+_DISTRIBUTIONS = ("torch", "diffusers", "transformers", "accelerate", "triton")
+
+
+class Timings:
+    """Wall-clock seconds of the phases of a run.
+
+    Work on an accelerator is waited for at the end of every denoising step, so that a step's time
+    is its own.
+
+    Args:
+        device: where the pipeline runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.phases: dict[str, float] = {}
+        self.steps: list[float] = []
+        self._device = device
+        self._started: float | None = None
+        self._mark: float | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the `with` block as phase `name`."""
+        start = self.now()
+        yield
+        self.phases[name] = self.now() - start
+
+    def now(self) -> float:
+        """Return the time once the device is idle."""
+        synchronize = torch.get_device_module(self._device).synchronize
+        # Not every kind of device takes an argument here; the current one is the default.
+        synchronize(*([] if self._device.index is None else [self._device]))
+        return time.perf_counter()
+
+    def start_steps(self) -> None:
+        """Mark the start of the first denoising step."""
+        self._started = self._mark = self.now()
+
+    def step_done(self) -> None:
+        """Mark the end of a denoising step."""
+        now = self.now()
+        self.steps.append(now - (self._mark or now))
+        self._mark = now
+
+    def split(self, start: float) -> None:
+        """Take what ran since `start`, outside the steps, as the phases "prepare" and "decode"."""
+        end = self.now()
+        self.phases["prepare"] = (self._started or start) - start
+        self.phases["decode"] = end - (self._mark or end)
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return seconds by phase, and by step under "steps", rounded to microseconds."""
+        phases: dict[str, Json] = {name: round(value, 6) for name, value in self.phases.items()}
+        return {**phases, "steps": [round(value, 6) for value in self.steps]}
+
+
+def versions(device: torch.device) -> dict[str, Json]:
+    """Return versions of Python and the libraries, and the device's name."""
+    found: dict[str, Json] = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    # The module knows the local build, e.g. 2.13.0+cu130, which the metadata may leave out.
+    found["torch"] = torch.__version__
+    found["cuda"] = torch.version.cuda
+    found["device"] = _device_name(device)
+    return found
+
+
+def record_json(record: dict[str, Any], path: Path) -> None:
+    """Write a record as indented JSON."""
+    path.write_text(
+        json.dumps(record, indent=2, ensure_ascii=True, allow_nan=False) + "\n", "utf-8"
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
+
+
+_DISPATCH = "diffusers.models.attention_dispatch"
+_REFUSING = ("diffusers.pipelines.", "diffusers.schedulers.")
+
+
+@contextmanager
+def out_of_memory_explained() -> Iterator[None]:
+    """Say what to try when the device runs out of memory.
+
+    Raises:
+        UsageError: it did.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"the device ran out of memory ({first_line(error)}); try a smaller --height, --width "
+            f"or --num-frames, --dtype bfloat16, --vae-tiling, or --offload model (then sequential)"
+        ) from error
+
+
+@contextmanager
+def diffusers_backend_explained(name: str | None) -> Iterator[None]:
+    """Tell an error of the named diffusers backend from one of the pipeline.
+
+    diffusers accepts names whose function then refuses its first call, or that have none.
+
+    Args:
+        name: the backend that was asked for; None explains nothing.
+
+    Raises:
+        UsageError: an error came out of diffusers' attention dispatch.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, MultimodalGenError) or is_out_of_memory(error)
+        if name is None or known or _DISPATCH not in _modules(error):
+            raise
+        remedy = "use --backend sglang" if name == "native" else "try native, or --backend sglang"
+        raise UsageError(
+            f"--attention-backend must be one that diffusers can run here, got {name}, which "
+            f"failed: {first_line(error)}; {remedy}"
+        ) from error
+
+
+@contextmanager
+def refusal_explained() -> Iterator[None]:
+    """Tell what a pipeline or a scheduler of diffusers says of its arguments.
+
+    Raises:
+        UsageError: one of them, and nothing that it calls, raised a `ValueError`.
+    """
+    try:
+        yield
+    except ValueError as error:
+        where = _modules(error)[-1]
+        if isinstance(error, MultimodalGenError) or not where.startswith(_REFUSING):
+            raise
+        raise UsageError(f"the pipeline refuses its arguments: {first_line(error)}") from error
+
+
+def _modules(error: BaseException) -> list[str]:
+    """Return the modules that an error came through, the one that raised it last."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [str(frame.f_globals.get("__name__")) for frame, _ in frames]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +218,7 @@ def denoise(pipe: Any, call: Call, timings: Timings) -> Denoised:
     Raises:
         UsageError: the pipeline refuses its arguments.
     """
-    pipe.set_progress_bar_config(disable=not (leads() and sys.stderr.isatty()))
+    pipe.set_progress_bar_config(disable=not (is_main_rank() and sys.stderr.isatty()))
     start = timings.now()
     watch = _Watch(timings)
     with _watched(pipe, watch), refusal_explained():
@@ -138,3 +309,57 @@ def _watched(pipe: Any, watch: _Watch) -> Iterator[None]:
     finally:
         del pipe.scheduler.step
         del pipe.progress_bar
+
+
+_REMEDY = "try --dtype bfloat16 or float32, another --attention-backend, or a smaller guidance"
+
+
+def check_finite(run: Denoised) -> None:
+    """Refuse a result that would be written as black.
+
+    Raises:
+        UsageError: latents are nan or infinite, or a whole output is.
+    """
+    import numpy as np
+
+    bad = run.latents.numel() - int(torch.isfinite(run.latents).sum())
+    if bad:
+        raise UsageError(
+            f"the denoised latents must be finite, got {bad} of {run.latents.numel()} values that "
+            f"are nan or infinite; {_REMEDY}"
+        )
+    for pixels in run.pixels:
+        if not np.isfinite(pixels).any():
+            raise UsageError(
+                "the decoded pixels must be finite, got nothing but nan or infinite values from "
+                "finite latents; the autoencoder overflows: try --dtype bfloat16 or float32"
+            )
+
+
+def produced(pixels: Sequence[Any]) -> dict[str, Json]:
+    """Return sizes and number of the outputs, and how many values had to be replaced by black.
+
+    Args:
+        pixels: one [T, H, W, C] array per video or [H, W, C] per image.
+    """
+    import numpy as np
+
+    shape = pixels[0].shape
+    return {
+        "num_outputs": len(pixels),
+        "num_frames": shape[0] if len(shape) == 4 else None,
+        "height": shape[-3],
+        "width": shape[-2],
+        "non_finite_values": sum(int(array.size - np.isfinite(array).sum()) for array in pixels),
+    }
+
+
+def differences(made: dict[str, Json], args: ServerArgs) -> tuple[str, ...]:
+    """Return a note for each size that was asked for and is not what was made."""
+    notes = []
+    for name in ("num_outputs", "num_frames", "height", "width"):
+        asked = getattr(args, name)
+        if asked is not None and made[name] != asked:
+            flag = "--" + name.replace("_", "-")
+            notes.append(f"{flag} {asked} was asked for, the pipeline made {made[name]}")
+    return tuple(notes)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from multimodal_gen.errors import UsageError, nearest
-from multimodal_gen.runtime.generator.loading import denoisers, first_line, import_diffusers
+from multimodal_gen.runtime.generator.load import denoisers, first_line, import_diffusers
 from multimodal_gen.runtime.layers.attention.backends.registry import load_plugins
 from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.platforms import AttentionBackendEnum

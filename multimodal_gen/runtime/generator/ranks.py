@@ -1,5 +1,6 @@
 """Several GPUs: what is settled before any rank starts, and what differs on each of them."""
 
+import math
 import secrets
 import signal
 import threading
@@ -12,21 +13,84 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.distributed.groups import parallel_groups
-from multimodal_gen.runtime.distributed.joining import (
-    check_same,
-    from_first,
+from multimodal_gen.runtime.distributed.groups import (
+    broadcast_object,
+    check_same_on_ranks,
     join_parallel,
     join_world,
+    parallel_groups,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
-from multimodal_gen.runtime.generator.guidance import check_guided
-from multimodal_gen.runtime.generator.identity import denoiser_configs
-from multimodal_gen.runtime.generator.loading import PipelineIndex, pick_device
+from multimodal_gen.runtime.generator.load import PipelineIndex, import_diffusers, pick_device
+from multimodal_gen.runtime.generator.skeleton import denoiser_configs
+from multimodal_gen.runtime.managers.guidance import guides_at, has_branches, one_branch, unguided
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["ending_signals_raise", "join_ranks", "plan_ranks", "rank_device"]
+__all__ = ["check_guided", "ending_signals_raise", "join_ranks", "plan_ranks", "rank_device"]
+
+
+def check_guided(index: PipelineIndex, args: ServerArgs) -> None:
+    """Check that a generation has the two guidance branches `--cfg-parallel` gives to ranks.
+
+    What cannot be told from the pipeline's class and the arguments passes; the denoiser's first
+    calls tell.
+
+    Raises:
+        UsageError: it has one branch only.
+    """
+    if not args.cfg_parallel:
+        return
+    configs = [config for _, config in denoiser_configs(index)]
+    classes = [getattr(import_diffusers(), config["_class_name"]) for config in configs]
+    if not has_branches(index.pipeline_class, classes):
+        raise one_branch(index.name)
+    embeds = [config.get("guidance_embeds") for config in configs]
+    refused = (
+        _by_true_scale(index, args, distilled=False not in embeds)
+        if "true_cfg_scale" in index.parameters
+        else _by_scale(index, args)
+    )
+    if refused is not None:
+        raise refused
+
+
+def _by_true_scale(index: PipelineIndex, args: ServerArgs, *, distilled: bool) -> UsageError | None:
+    """Return why a pipeline that guides by `true_cfg_scale` and a negative prompt does not."""
+    scale: Any = args.true_cfg_scale
+    if scale is None and not (distilled and "guidance_scale" in index.parameters):
+        scale = args.guidance_scale  # which then stands for it
+    if scale is None:
+        scale = index.parameters["true_cfg_scale"].default
+    missing = []
+    if scale <= 1:
+        missing.append(f"a true_cfg_scale of {scale:g}")
+    if args.negative_prompt is None:
+        missing.append("no negative prompt")
+    if not missing:
+        return None
+    advice = "give --true-cfg-scale above 1 and --negative-prompt"
+    return unguided(index.name, " and ".join(missing), advice)
+
+
+def _by_scale(index: PipelineIndex, args: ServerArgs) -> UsageError | None:
+    """Return why a pipeline that guides by its guidance scale does not."""
+    scale = args.guidance_scale
+    if guides_at(index.pipeline_class, math.inf, index.settings) is False:
+        return one_branch(index.name)
+    if "guider" in index.components:
+        # Without the option its guider's own scale counts.
+        guided = scale is None or not math.isclose(scale, 1.0)
+    else:
+        if scale is None and "guidance_scale" in index.parameters:
+            scale = index.parameters["guidance_scale"].default
+        guided = (
+            scale is None or guides_at(index.pipeline_class, scale, index.settings) is not False
+        )
+    if guided:
+        return None
+    return unguided(index.name, f"a guidance scale of {scale:g}", "give --guidance-scale above 1")
+
 
 _FLAGS = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree", "cfg_parallel")
 # What each host may have its own of, and what only rank 0 looks at.
@@ -70,7 +134,7 @@ def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
         return args
     device_type = _device_type(args)
     join_world(device_type)
-    check_same(
+    check_same_on_ranks(
         {
             f"--{field.name.replace('_', '-')}": getattr(args, field.name)
             for field in fields(args)
@@ -83,7 +147,7 @@ def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
         device_type=device_type,
         rank_timeout=args.rank_timeout,
     )
-    seed = from_first(secrets.randbelow(2**32)) if args.seed is None else args.seed
+    seed = broadcast_object(secrets.randbelow(2**32)) if args.seed is None else args.seed
     return replace(args, seed=seed)
 
 

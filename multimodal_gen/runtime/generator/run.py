@@ -1,39 +1,70 @@
 """One generation: load a pipeline, attach attention, run it, save the result."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.distributed.groups import parallel_groups
-from multimodal_gen.runtime.distributed.joining import leads
+from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.runtime.generator import media
-from multimodal_gen.runtime.generator.denoise import Denoised, denoise
-from multimodal_gen.runtime.generator.failures import (
+from multimodal_gen.runtime.generator import output as media
+from multimodal_gen.runtime.generator.denoise import (
+    Denoised,
+    Timings,
+    check_finite,
+    denoise,
+    differences,
     diffusers_backend_explained,
     out_of_memory_explained,
+    produced,
+    record_json,
+    versions,
 )
-from multimodal_gen.runtime.generator.limits import check_loaded
-from multimodal_gen.runtime.generator.loading import (
+from multimodal_gen.runtime.generator.load import (
     PipelineIndex,
     denoisers,
     load_pipeline,
 )
 from multimodal_gen.runtime.generator.output import OutputNames, OutputTarget, Staging
-from multimodal_gen.runtime.generator.output_size import output_size
 from multimodal_gen.runtime.generator.ranks import ending_signals_raise, rank_device
-from multimodal_gen.runtime.generator.record import Timings, record_json, versions
-from multimodal_gen.runtime.generator.result import check_finite, differences, produced
-from multimodal_gen.runtime.generator.sampling import Call, check_arguments, prepare_call
-from multimodal_gen.runtime.generator.session import Attach, Report
+from multimodal_gen.runtime.generator.sampling import (
+    Call,
+    check_arguments,
+    check_loaded,
+    output_size,
+    prepare_call,
+)
 from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["Generated", "generate", "prepare"]
+__all__ = ["Attach", "AttentionSession", "Generated", "Report", "generate", "prepare"]
+
+
+class Report(Protocol):
+    """What ran in the attention layers of a pipeline."""
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return the report as JSON data."""
+
+    def summary(self) -> str:
+        """Return the report as text, one line per group of layers."""
+
+
+class AttentionSession(Protocol):
+    """Attention backends attached to a pipeline, until it is removed."""
+
+    def report(self) -> Report:
+        """Return what ran so far."""
+
+    def remove(self) -> None:
+        """Restore the pipeline."""
+
+
+Attach: TypeAlias = Callable[[Any], AttentionSession]
+"""Attaches attention backends to a loaded pipeline; layers above the generator pass it in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +140,7 @@ def generate(
     check_arguments(index, args)
     seed = _seed(args)
     args = replace(args, seed=seed)
-    target = _target(index, args) if leads() else None
+    target = _target(index, args) if is_main_rank() else None
     timings = Timings(device)
     with out_of_memory_explained():
         with timings.phase("load"):
@@ -161,7 +192,7 @@ def _denoise(
     pipe: Any, index: PipelineIndex, args: ServerArgs, call: Call, timings: Timings
 ) -> Denoised:
     """Run the pipeline; ranks that write nothing stop at the latents."""
-    if not leads() and "output_type" in call.arguments:
+    if not is_main_rank() and "output_type" in call.arguments:
         call = replace(call, arguments={**call.arguments, "output_type": "latent"})
     width, height = output_size(pipe, index, args)
     asked = Generation(prompt=args.prompt or "", width=width, height=height)

@@ -12,26 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.generator.denoise import denoise
-from multimodal_gen.runtime.generator.failures import out_of_memory_explained
-from multimodal_gen.runtime.generator.identity import model_identity
-from multimodal_gen.runtime.generator.loading import (
+from multimodal_gen.runtime.generator.denoise import Timings, denoise, out_of_memory_explained
+from multimodal_gen.runtime.generator.load import (
     PipelineIndex,
     load_pipeline,
     pick_device,
     pick_dtype,
 )
-from multimodal_gen.runtime.generator.output_size import output_size
-from multimodal_gen.runtime.generator.record import Timings
-from multimodal_gen.runtime.generator.sampling import check_arguments, prepare_call
-from multimodal_gen.runtime.generator.session import Attach
-from multimodal_gen.runtime.layers.attention.sta.losses import POSITIVE, LossRecorder, record_into
-from multimodal_gen.runtime.layers.attention.sta.search import (
+from multimodal_gen.runtime.generator.run import Attach
+from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
+from multimodal_gen.runtime.generator.skeleton import model_identity
+from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
+    POSITIVE,
+    LossRecorder,
     SearchFile,
     branch_folder,
+    record_into,
     search_name,
 )
-from multimodal_gen.runtime.layers.attention.sta.windows import DEFAULT_TILE, Window
+from multimodal_gen.runtime.layers.attention.sparse.sta.windows import DEFAULT_TILE, Window
 from multimodal_gen.runtime.server_args import ServerArgs
 
 __all__ = ["Searched", "WindowSearch"]

@@ -8,8 +8,15 @@ import logging
 from functools import cache
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.platforms.cpu import CpuPlatform
-from multimodal_gen.runtime.platforms.cuda import CudaPlatform
+from multimodal_gen.runtime.platforms.devices import (
+    CpuPlatform,
+    CudaPlatform,
+    MpsPlatform,
+    MusaPlatform,
+    NpuPlatform,
+    RocmPlatform,
+    XpuPlatform,
+)
 from multimodal_gen.runtime.platforms.entry_points import registered
 from multimodal_gen.runtime.platforms.interface import (
     AttentionBackendEnum,
@@ -17,11 +24,6 @@ from multimodal_gen.runtime.platforms.interface import (
     Platform,
     PlatformEnum,
 )
-from multimodal_gen.runtime.platforms.mps import MpsPlatform
-from multimodal_gen.runtime.platforms.musa import MusaPlatform
-from multimodal_gen.runtime.platforms.npu import NpuPlatform
-from multimodal_gen.runtime.platforms.rocm import RocmPlatform
-from multimodal_gen.runtime.platforms.xpu import XpuPlatform
 
 __all__ = [
     "BUILTIN_PLATFORMS",

@@ -1,12 +1,111 @@
-"""The record that describes one tiny pipeline family."""
+"""What the tiny families share: their record, the text they know, and how weights are drawn.
 
-from collections.abc import Callable, Mapping
+Under these random weights a tiny model behaves like a trained one: every layer keeps the scale of
+its input, so latents neither vanish nor blow up over the steps, and attention is far from uniform,
+so a wrong attention output shows in the latents.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from multimodal_gen.testing.tiny_models.corpus import DEFAULT_PROMPT
+if TYPE_CHECKING:
+    from torch import nn
 
-__all__ = ["TinyFamily"]
+    ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+__all__ = ["DEFAULT_PROMPT", "SENTENCES", "TinyFamily", "initialise", "seeded"]
+
+DEFAULT_PROMPT: Final = "A red fox runs through fresh snow at sunrise"
+
+SENTENCES: Final[tuple[str, ...]] = (
+    DEFAULT_PROMPT,
+    "A cat sleeps on a warm stone wall while leaves fall around it.",
+    "Two dogs chase a yellow ball along the beach, waves behind them.",
+    "The camera moves slowly over a green valley with a river.",
+    "A woman in a blue coat walks across a busy street in the rain.",
+    "Close view of hands shaping wet clay on a spinning wheel.",
+    "An old train crosses a high bridge above the clouds.",
+    "City lights at night, seen from a boat on dark water.",
+    "A small robot waters flowers in a bright glass house.",
+    "Snow falls on a quiet village, smoke rises from the houses.",
+    "A man reads a book by the window, soft morning light.",
+    "Waves break against black rocks under a stormy sky.",
+    "A hot air balloon floats over desert hills at sunset.",
+    "Children fly kites in a field of tall grass.",
+    "A bowl of fruit on a wooden table, oil painting style.",
+    "The astronaut plants a flag on a dusty red planet.",
+    'A shop window with a sign that says "open" in large letters.',
+    "Time lapse of stars turning above a mountain lake.",
+    "A chef cuts vegetables fast, steam and fire in the background.",
+    "Blurry, low quality, distorted, static, bad anatomy, worst quality.",
+)
+
+
+# Query and key norms leave logits of unit spread; this gain, squared, sharpens the softmax.
+_QK_NORM_GAIN: Final = 1.2
+_QK_NORM_NAMES: Final = frozenset({"norm_q", "norm_k", "norm_added_q", "norm_added_k"})
+_BIAS_STD: Final = 0.02
+
+# Guidance multiplies the difference of two predictions by about five, rounding errors included;
+# this gain on the denoiser's last layer brings both back to the scale of the latents.
+_OUTPUT_LAYER: Final = "proj_out"
+_OUTPUT_GAIN: Final = 0.25
+
+
+@contextlib.contextmanager
+def seeded(seed: int, component: str) -> Iterator[None]:
+    """Draw every random number in the block from `seed` and the component's name alone.
+
+    The state of torch's global generator is put back afterwards, so making a model never shifts
+    the random numbers of the caller.
+
+    Args:
+        seed: Seed of the whole pipeline.
+        component: Name such as "transformer_2"; components of one pipeline get different weights.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        # The CPU generator reads only the low 32 bits of a seed.
+        torch.manual_seed(zlib.crc32(f"{component} {seed}".encode()))
+        yield
+
+
+def initialise(model: "ModuleT") -> "ModuleT":
+    """Fill linear, convolution and embedding layers with scale-preserving random values, in place.
+
+    Weights get variance 1 / fan_in (less in a denoiser's last layer), embeddings variance 1, biases
+    a small spread. Norms keep their ones, except that query and key norms are raised to sharpen
+    attention. Parameters that belong to no such layer keep what their constructor drew. Call it
+    inside `seeded`.
+
+    Args:
+        model: The freshly constructed model.
+
+    Returns:
+        The same model, in eval mode.
+    """
+    import torch
+    from torch import nn
+
+    linear_like = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.normal_()
+            elif isinstance(module, linear_like):
+                gain = _OUTPUT_GAIN if name == _OUTPUT_LAYER else 1.0
+                module.weight.normal_(std=gain * module.weight[0].numel() ** -0.5)
+                if module.bias is not None:
+                    module.bias.normal_(std=_BIAS_STD)
+            elif name.rpartition(".")[2] in _QK_NORM_NAMES:
+                weight = getattr(module, "weight", None)
+                if weight is not None:
+                    weight.mul_(_QK_NORM_GAIN)
+    return model.eval()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

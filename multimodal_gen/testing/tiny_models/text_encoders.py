@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from multimodal_gen.testing.tiny_models.weights import initialise
+from multimodal_gen.testing.tiny_models.family import initialise
 
 __all__ = ["TEXT_WIDTH", "clip_text", "llama", "qwen3", "qwen25_vl", "qwen25_vl_text", "t5", "umt5"]
 

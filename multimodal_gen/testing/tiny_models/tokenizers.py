@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from multimodal_gen.testing.tiny_models.corpus import SENTENCES
+from multimodal_gen.testing.tiny_models.family import SENTENCES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -3,8 +3,7 @@
 from typing import Any, Final
 
 from multimodal_gen.testing.tiny_models import text_encoders, tokenizers
-from multimodal_gen.testing.tiny_models.family import TinyFamily
-from multimodal_gen.testing.tiny_models.weights import initialise, seeded
+from multimodal_gen.testing.tiny_models.family import TinyFamily, initialise, seeded
 
 __all__ = ["WAN", "WAN22"]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from multimodal_gen.integrations.attached import StockAttention
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.module_attention import StockAttention
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.request import AttentionRole

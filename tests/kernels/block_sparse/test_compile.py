@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tuning import HopperTile, hopper_tile, portable_tile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, gluon_tile, triton_tile
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from tests.kernels.compiling import Compiler, assert_clean, needs_gluon
 
@@ -78,8 +78,8 @@ class Case:
         marks += ["lse"] * self.lse + ["deterministic"] * self.deterministic
         return "-".join([*map(str, self.sizes), *marks])
 
-    def tile(self) -> HopperTile:
-        return hopper_tile(
+    def tile(self) -> GluonTile:
+        return gluon_tile(
             q_size=self.sizes[0],
             kv_size=self.sizes[1],
             regular=self.form in ("dense", "regular"),
@@ -89,7 +89,7 @@ class Case:
         )
 
     def launch(self) -> None:
-        from multimodal_gen.kernels.block_sparse.hopper.launch import attend
+        from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
 
         plan = plan_of(self.form, *self.sizes)
         dtype = torch.bfloat16 if self.fast else torch.float16
@@ -163,12 +163,12 @@ def launch_portable(
     compiler: Compiler, capability: int, form: str, q_size: int, head_size: int
 ) -> None:
     """Launch the portable kernel, through the copy engine on SM90."""
-    from multimodal_gen.kernels.block_sparse.portable.kernel import attend
+    from multimodal_gen.kernels.block_sparse.triton_kernel import attend
 
     compiler.driver.capability = capability
     plan = plan_of(form, q_size, 128)
     q, k, v, out = tensors_for(plan, head_size, torch.bfloat16)
-    tile = portable_tile(
+    tile = triton_tile(
         head_size=head_size,
         q_size=q_size,
         kv_size=plan.kv.size if plan.kv.is_regular else 1,

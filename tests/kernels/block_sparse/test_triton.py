@@ -170,7 +170,7 @@ def test_rows_in_no_query_block_are_zero() -> None:
 
 
 def test_steps_cover_exactly_the_listed_keys_and_partial_ones_come_last() -> None:
-    from multimodal_gen.kernels.block_sparse.steps.kernel import make_steps
+    from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 
     shape = PlanShape(heads=2, num_q=2, num_kv=9, q_size=8, kv_size=50, kv_form="ragged", keep=0.7)
     plan = random_plan(shape, seed=9)
@@ -193,7 +193,7 @@ def test_steps_cover_exactly_the_listed_keys_and_partial_ones_come_last() -> Non
 
 
 def test_neighbouring_blocks_are_merged_into_whole_steps() -> None:
-    from multimodal_gen.kernels.block_sparse.steps.kernel import make_steps
+    from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 
     plan = BlockPlan.dense(Blocks.regular(16, 16), Blocks.regular(150, 10), "cpu")
     steps = make_steps(plan, 64)

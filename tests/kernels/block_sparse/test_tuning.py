@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from multimodal_gen.kernels.block_sparse.tuning import hopper_tile, portable_tile
+from multimodal_gen.kernels.block_sparse.tuning import gluon_tile, triton_tile
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0), None])
@@ -14,7 +14,7 @@ def test_portable_tiles_fit_into_shared_memory(
 ) -> None:
     sizes = (1, 16, 64, 128, 384)
     for head_size, q_size, kv_size in itertools.product((32, 64, 96, 128), sizes[1:], sizes):
-        tile = portable_tile(
+        tile = triton_tile(
             head_size=head_size,
             q_size=q_size,
             kv_size=kv_size,
@@ -29,9 +29,7 @@ def test_portable_tiles_fit_into_shared_memory(
 
 def test_a_small_machine_gets_fewer_stages_not_another_tile() -> None:
     large, small = (
-        portable_tile(
-            head_size=128, q_size=128, kv_size=128, capability=(9, 0), shared_memory=limit
-        )
+        triton_tile(head_size=128, q_size=128, kv_size=128, capability=(9, 0), shared_memory=limit)
         for limit in (232448, 166912)
     )
     assert small.stages < large.stages
@@ -42,7 +40,7 @@ def test_a_small_machine_gets_fewer_stages_not_another_tile() -> None:
 @pytest.mark.parametrize("regular", [True, False])
 def test_hopper_tiles_fit_into_shared_memory_and_registers(fast: bool, regular: bool) -> None:
     for q_size, kv_size in itertools.product((16, 64, 128, 192, 256, 384), (16, 64, 96, 128, 384)):
-        tile = hopper_tile(
+        tile = gluon_tile(
             q_size=q_size, kv_size=kv_size, regular=regular, fast=fast, deterministic=False
         )
         rings = tile.consumers if tile.own else 1
@@ -55,5 +53,5 @@ def test_hopper_tiles_fit_into_shared_memory_and_registers(fast: bool, regular: 
 
 def test_a_deterministic_tile_does_not_follow_its_neighbours() -> None:
     options = {"q_size": 64, "kv_size": 64, "regular": True, "fast": True}
-    assert hopper_tile(**options, deterministic=False).sync > 0
-    assert hopper_tile(**options, deterministic=True).sync == 0
+    assert gluon_tile(**options, deterministic=False).sync > 0
+    assert gluon_tile(**options, deterministic=True).sync == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.chunk_select.api import ChunkMeans, chunk_means, select_chunks
-from multimodal_gen.kernels.chunk_select.rule import Rule
+from multimodal_gen.kernels.chunk_select.reference import Rule
 from tests.kernels.chunk_select.naive import (
     layout,
     naive_choice,

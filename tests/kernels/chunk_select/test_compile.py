@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from multimodal_gen.kernels.chunk_select.rule import Rule
+from multimodal_gen.kernels.chunk_select.reference import Rule
 from tests.kernels.compiling import Compiler, assert_clean, needs_triton, silent
 
 pytestmark = [needs_triton, silent]
@@ -21,7 +21,7 @@ QUICK = list(zip((7, 24, 40, 72), (64, 64, 128, 128), (*RULES, *RULES), strict=T
 
 @pytest.mark.parametrize(("head_size", "indexed"), [(64, True), (128, False), (256, True)])
 def test_means_do_not_spill(compiler: Compiler, head_size: int, indexed: bool) -> None:
-    from multimodal_gen.kernels.chunk_select.kernel import chunk_means
+    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import chunk_means
 
     key = torch.empty(1, 640, 4, head_size, dtype=torch.bfloat16)
     starts = torch.zeros(7).int()
@@ -42,7 +42,7 @@ def test_means_do_not_spill(compiler: Compiler, head_size: int, indexed: bool) -
 def test_the_choice_does_not_spill(
     compiler: Compiler, num_chunks: int, head_size: int, rule: Rule
 ) -> None:
-    from multimodal_gen.kernels.chunk_select.kernel import select_chunks
+    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
 
     query = torch.empty(1, 640, 4, head_size, dtype=torch.bfloat16)
     means = torch.empty(1, 4, num_chunks, head_size)

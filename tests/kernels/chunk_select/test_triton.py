@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.chunk_select.reference import (
+    Rule,
     chunk_means_reference,
     pack_bits,
     select_chunks_reference,
 )
-from multimodal_gen.kernels.chunk_select.rule import Rule
 from tests.kernels.chunk_select.naive import layout, unpacked
 
 triton = pytest.importorskip("triton")
@@ -38,7 +38,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     ],
 )
 def test_means_are_the_definition(dtype, indexed, masked):
-    from multimodal_gen.kernels.chunk_select.kernel import chunk_means
+    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import chunk_means
 
     starts, lengths, order = layout(LENGTHS)
     index = order if indexed else None
@@ -64,7 +64,7 @@ def test_means_are_the_definition(dtype, indexed, masked):
     ids=str,
 )
 def test_the_choice_is_the_definition(dtype, num_chunks, rule):
-    from multimodal_gen.kernels.chunk_select.kernel import select_chunks
+    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
 
     query = random(2, 70, 2, 24, dtype=dtype)
     means = random(2, 1, num_chunks, 24, seed=1)
@@ -80,7 +80,7 @@ def test_the_choice_is_the_definition(dtype, num_chunks, rule):
 
 @pytest.mark.parametrize("rule", [Rule(topk=4), Rule(threshold=0.5)], ids=str)
 def test_equal_scores_go_to_the_lowest_chunk(rule):
-    from multimodal_gen.kernels.chunk_select.kernel import select_chunks
+    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
 
     generator = torch.Generator().manual_seed(0)
     query = torch.randint(-2, 3, (1, 70, 2, 16), generator=generator).to(torch.bfloat16)
@@ -94,7 +94,7 @@ def test_equal_scores_go_to_the_lowest_chunk(rule):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3], RULES[5]], ids=str)
 def test_masked_queries_choose_their_own_chunk(rule):
-    from multimodal_gen.kernels.chunk_select.kernel import select_chunks
+    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
 
     query, means = random(2, 70, 2, 16, dtype=torch.bfloat16), random(2, 2, 6, 16, seed=1)
     own = (torch.arange(70) % 6).int()
@@ -108,7 +108,7 @@ def test_masked_queries_choose_their_own_chunk(rule):
 
 
 def test_scores_that_are_no_numbers_leave_own_chunks_chosen():
-    from multimodal_gen.kernels.chunk_select.kernel import select_chunks
+    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
 
     query, means = random(1, 64, 2, 16, dtype=torch.bfloat16), random(1, 2, 6, 16, seed=1)
     means[:, :, 3] = torch.nan

@@ -29,7 +29,7 @@ pytestmark = [needs_gluon, silent]
     ids=str,
 )
 def test_nothing_spills(compiler: Compiler, head_size: int, dtype: torch.dtype) -> None:
-    from multimodal_gen.kernels.cluster_attention.hopper.launch import attend
+    from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
     x = torch.zeros(1, 4, 640, head_size, dtype=dtype).transpose(1, 2)
     starts = torch.arange(0, 640, 128, dtype=torch.int32).expand(1, 4, -1)

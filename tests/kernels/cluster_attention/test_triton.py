@@ -37,7 +37,7 @@ def groups(counts: torch.Tensor, gap: int) -> Groups:
 def test_the_lists_hold_every_kept_key_once(
     num: int, most: int, share: float, gap: int, seed: int
 ) -> None:
-    from multimodal_gen.kernels.cluster_attention.boxes.kernel import BOX, STEP, make_boxes
+    from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX, STEP, make_boxes
 
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, most, (2, 2, num), generator=generator)

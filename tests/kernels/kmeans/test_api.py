@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
-from multimodal_gen.kernels.kmeans.api import Clusters, initial_centroids, kmeans
-from multimodal_gen.kernels.kmeans.ordering import by_similarity, similarity_order
+from multimodal_gen.kernels.kmeans.api import (
+    Clusters,
+    by_similarity,
+    initial_centroids,
+    kmeans,
+    similarity_order,
+)
 
 X = torch.randn(2, 30, 3, 8, generator=torch.Generator().manual_seed(0))
 START = initial_centroids(X, 4)

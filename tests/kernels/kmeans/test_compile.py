@@ -23,7 +23,7 @@ pytestmark = [needs_triton, silent]
     ],
 )
 def test_nothing_spills(compiler: Compiler, head_size: int, dtype: torch.dtype) -> None:
-    from multimodal_gen.kernels.kmeans.kernel import kmeans_triton
+    from multimodal_gen.kernels.kmeans.kmeans_kernel import kmeans_triton
 
     x, start = torch.empty(1, 640, 4, head_size, dtype=dtype), torch.zeros(1, 4, 1000, head_size)
     kmeans_triton(x, start, torch.ones(1, 640).bool(), iterations=1, tolerance=1e-4)

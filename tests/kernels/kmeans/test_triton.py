@@ -9,7 +9,7 @@ import torch
 
 from multimodal_gen.kernels.kmeans.api import initial_centroids, kmeans
 from multimodal_gen.kernels.kmeans.reference import sort_reference
-from multimodal_gen.testing.token_layouts import LAYOUTS, with_layout
+from multimodal_gen.testing.inputs import LAYOUTS, with_layout
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -80,7 +80,7 @@ def test_heads_that_stopped_keep_what_they_have() -> None:
 @pytest.mark.parametrize("num", [1, 31, 300])
 @pytest.mark.parametrize("tokens", [1, 512, 1300])
 def test_the_sort_is_stable(num: int, tokens: int) -> None:
-    from multimodal_gen.kernels.kmeans.kernel import sort_labels
+    from multimodal_gen.kernels.kmeans.kmeans_kernel import sort_labels
 
     generator = torch.Generator().manual_seed(4)
     labels = torch.randint(0, num + 1, (3, tokens), generator=generator, dtype=torch.int32)

@@ -50,7 +50,10 @@ QUICK = [
 def test_both_passes_do_not_spill(
     compiler: Compiler, head_size: int, feature_map: str, given: bool
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.launch import add_linear, key_state
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import (
+        add_linear,
+        key_state,
+    )
 
     x = torch.empty(1, 640, 2, head_size, dtype=torch.bfloat16)
     bounds = torch.zeros(10, dtype=torch.int32)
@@ -68,7 +71,7 @@ def test_both_passes_do_not_spill(
 def test_other_blocks_and_means_alone_do_not_spill(
     compiler: Compiler, size: int, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.launch import key_means, key_state
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import key_means, key_state
 
     x = torch.empty(1, 640, 2, 128, dtype=dtype)
     key_state(x, x, Blocks.regular(640, size), "softmax")
@@ -82,7 +85,7 @@ def test_other_blocks_and_means_alone_do_not_spill(
 def test_the_pass_over_unselected_blocks_does_not_spill(
     compiler: Compiler, head_size: int, q_size: int
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.launch import add_unselected
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import add_unselected
 
     x = torch.empty(1, 640, 2, head_size, dtype=torch.bfloat16)
     plan = BlockPlan.dense(Blocks.regular(640, q_size), Blocks.regular(640, 64), "cpu")

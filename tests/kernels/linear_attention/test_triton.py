@@ -34,14 +34,14 @@ CALLS = [
 
 
 def state_of(case: Case, splits: int | None = None) -> tuple[torch.Tensor, KeyState]:
-    from multimodal_gen.kernels.linear_attention.launch import key_state
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import key_state
 
     return key_state(case.key, case.value, case.kv, case.feature_map, splits=splits)
 
 
 @pytest.mark.parametrize(("layout", "splits"), list(zip(BLOCKS, cycle((1, 3, 100)), strict=False)))
 def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, splits: int) -> None:
-    from multimodal_gen.kernels.linear_attention.launch import key_means
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import key_means
 
     case = Case(layout=layout, dtype=torch.bfloat16)
     mean = key_means(case.key, case.kv)
@@ -58,7 +58,7 @@ def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, sp
 def test_the_branch_over_all_tokens_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.launch import add_linear
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import add_linear
 
     case = Case(layout=layout, dtype=dtype, feature_map=feature_map)
     _, state = state_of(case, 2)
@@ -75,7 +75,7 @@ def test_the_branch_over_all_tokens_is_added(
 def test_the_branch_over_unselected_blocks_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.linear_attention.launch import add_unselected
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import add_unselected
 
     case = Case(layout=layout, dtype=dtype, feature_map=feature_map)
     out = case.out.clone()
@@ -91,7 +91,7 @@ def test_the_branch_over_unselected_blocks_is_added(
 
 
 def test_states_of_few_heads_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multimodal_gen.kernels.linear_attention import launch
+    from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
 
     case = Case(layout="text", dtype=torch.bfloat16)
     plan, _ = case.plan()
@@ -105,7 +105,7 @@ def test_states_of_few_heads_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("head_size", [32, 48, 256])
 def test_other_head_sizes_are_padded_or_parted(head_size: int) -> None:
-    from multimodal_gen.kernels.linear_attention.launch import add_linear
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import add_linear
 
     case = Case(layout="small", dtype=torch.bfloat16, head_size=head_size, bias=False)
     _, state = state_of(case)
@@ -116,7 +116,7 @@ def test_other_head_sizes_are_padded_or_parted(head_size: int) -> None:
 
 
 def test_everything_selected_leaves_the_bias_alone() -> None:
-    from multimodal_gen.kernels.linear_attention.launch import add_unselected
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import add_unselected
 
     case = Case(layout="regular", dtype=torch.bfloat16)
     out = case.out.clone()
@@ -129,7 +129,7 @@ def test_everything_selected_leaves_the_bias_alone() -> None:
 
 
 def test_large_sums_stay_inside_half_precision() -> None:
-    from multimodal_gen.kernels.linear_attention.launch import add_linear
+    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import add_linear
 
     tokens, d = 512, 16
     query = random(1, 64, 1, d, dtype=torch.float16)

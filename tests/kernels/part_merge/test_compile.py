@@ -22,7 +22,7 @@ pytestmark = [needs_triton, silent]
 def test_the_merge_reads_16_bytes_at_a_time_and_does_not_spill(
     compiler: Compiler, first: torch.dtype, result: torch.dtype, size: int
 ) -> None:
-    from multimodal_gen.kernels.part_merge.kernel import merge_two
+    from multimodal_gen.kernels.part_merge.part_merge_kernel import merge_two
 
     out, more = (torch.empty(1, 64, 4, size, dtype=x) for x in (first, torch.bfloat16))
     lse = torch.empty(1, 4, 64)

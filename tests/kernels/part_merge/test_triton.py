@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("result", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_kernel_merges_as_the_definition_does(dtype, result, size):
-    from multimodal_gen.kernels.part_merge.kernel import merge_two
+    from multimodal_gen.kernels.part_merge.part_merge_kernel import merge_two
 
     generator = torch.Generator().manual_seed(size)
     out, more = (torch.randn(2, 67, 3, size, generator=generator) for _ in range(2))

@@ -9,9 +9,9 @@ from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.quantized_attention import providers
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
+from multimodal_gen.kernels.quantized_attention.packed import in_slots, slots_of
 from multimodal_gen.kernels.quantized_attention.providers import QuantisedRequest, choose
-from multimodal_gen.kernels.quantized_attention.slots import in_slots, slots_of
-from multimodal_gen.kernels.quantized_attention.tuning import hopper_tile, portable_tile
+from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from multimodal_gen.testing.inputs import make_qkv
 
@@ -177,8 +177,8 @@ def test_a_plan_is_put_into_slots_once() -> None:
 @pytest.mark.parametrize("kv_size", [64, 90, 128, 384])
 def test_every_block_size_has_a_tile(q_size: int, kv_size: int) -> None:
     for e4m3 in (True, False):
-        tile = hopper_tile(q_size=q_size, kv_size=kv_size, regular=True, e4m3=e4m3)
+        tile = gluon_tile(q_size=q_size, kv_size=kv_size, regular=True, e4m3=e4m3)
         assert tile.e4m3 == e4m3
         assert tile.fast == (not e4m3), "e4m3 weights need the maximum of the row"
         assert dataclasses.asdict(tile)["consumers"] == (1 if q_size <= 64 else 2)
-    assert portable_tile(q_size=q_size).rows == (64 if q_size <= 64 else 128)
+    assert triton_tile(q_size=q_size).rows == (64 if q_size <= 64 else 128)

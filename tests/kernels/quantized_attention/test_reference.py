@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
-from multimodal_gen.kernels.quantized_attention.quantise.rotation import rotation
+from multimodal_gen.kernels.quantized_attention.packed import rotation
 from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention

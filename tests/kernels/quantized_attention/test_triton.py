@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
+from multimodal_gen.kernels.quantized_attention.packed import slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
 )
-from multimodal_gen.kernels.quantized_attention.slots import slots_of
 from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
 from multimodal_gen.testing.inputs import QKV, make_qkv
 
@@ -151,7 +151,7 @@ def test_strided_inputs_are_read_in_place() -> None:
 def test_the_quantising_kernel_makes_what_the_definition_does(
     form: str, permuted: bool, head_size: int, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.quantized_attention.quantise.kernel import key_mean, quantise
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
 
     plan = random_plan(PlanShape(q_size=100, kv_size=90, q_form=form, kv_form=form), seed=5)
     q, k, v = (x.to(dtype) for x in inputs(plan, head_size=head_size))

@@ -70,7 +70,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Compiled]:
 
 
 def launch(query: torch.Tensor, key: torch.Tensor) -> None:
-    from multimodal_gen.kernels.tile_order.kernel import gather, scatter
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import gather, scatter
 
     index = torch.arange(query.shape[1], dtype=torch.int32)
     tiled, *_ = gather((query, key, key), index)
@@ -123,7 +123,7 @@ def test_head_sizes_that_no_16_bytes_divide_do_not_spill(
 
 
 def test_shapes_share_a_compilation(compiled: list[Compiled]) -> None:
-    from multimodal_gen.kernels.tile_order.kernel import _gather_kernel
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import _gather_kernel
 
     def variants() -> int:
         return sum(len(caches[0]) for caches in _gather_kernel.device_caches.values())
@@ -137,7 +137,10 @@ def test_shapes_share_a_compilation(compiled: list[Compiled]) -> None:
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_an_order_per_head_is_moved_in_16_bytes(compiled: list[Compiled], size: int) -> None:
-    from multimodal_gen.kernels.tile_order.per_head.kernel import gather_per_head, scatter_per_head
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import (
+        gather_per_head,
+        scatter_per_head,
+    )
 
     tensor = torch.zeros(2, 100, 3, size, dtype=torch.bfloat16)
     index = torch.arange(100, dtype=torch.int32).expand(2, 3, -1)

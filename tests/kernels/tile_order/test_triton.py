@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
-from multimodal_gen.testing.token_layouts import LAYOUTS, with_layout
+from multimodal_gen.testing.inputs import LAYOUTS, with_layout
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ def orders(batch: int, tokens: int, num: int, *, per_batch: bool, seed: int = 0)
 
 def check(tensors: tuple[torch.Tensor, ...], index: torch.Tensor, out: torch.Tensor) -> None:
     """Gather the tensors, then scatter the first into `out`, which is written to."""
-    from multimodal_gen.kernels.tile_order.kernel import gather, scatter
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import gather, scatter
 
     found = gather(tensors, index)
     assert len(found) == len(tensors)
@@ -116,7 +116,7 @@ def test_an_expanded_index_and_an_expanded_tensor_are_read_in_place() -> None:
 
 
 def test_nothing_is_launched_for_an_empty_index() -> None:
-    from multimodal_gen.kernels.tile_order.kernel import gather, scatter
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import gather, scatter
 
     tensor, index = torch.randn(2, 7, 3, 8), torch.empty(0, dtype=torch.int32)
     (moved,) = gather((tensor,), index)
@@ -147,7 +147,10 @@ def test_an_order_per_head_agrees_with_the_reference(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    from multimodal_gen.kernels.tile_order.per_head.kernel import gather_per_head, scatter_per_head
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import (
+        gather_per_head,
+        scatter_per_head,
+    )
 
     torch.manual_seed(seed)
     shape = (batch, 150, heads, size)

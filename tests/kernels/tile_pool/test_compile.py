@@ -20,7 +20,7 @@ pytestmark = [needs_triton, silent]
 def test_pooling_and_the_gated_sum_do_not_spill(
     compiler: Compiler, head_size: int, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import add_gated, pool_tiles
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import add_gated, pool_tiles
 
     x, tiles = torch.empty(1, 640, 4, head_size, dtype=dtype), torch.zeros(10).int()
     coarse = pool_tiles(x, tiles, tiles, tiles)
@@ -56,7 +56,7 @@ QUICK = list(zip(itertools.cycle(KEYS), INPUTS, strict=False))
 def test_selection_does_not_spill(
     compiler: Compiler, num_kv: int, head_size: int, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_tiles
 
     query = torch.empty(1, 2, 64, head_size, dtype=dtype)
     out = torch.empty(1, 2, 64, 34, dtype=torch.int32)

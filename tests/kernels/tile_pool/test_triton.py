@@ -35,7 +35,7 @@ def selected(
     query: torch.Tensor, key: torch.Tensor, count: int, always: int, **options: int
 ) -> torch.Tensor:
     """Return what the kernel selects, written into rows of a longer and wider plan."""
-    from multimodal_gen.kernels.tile_pool.kernel import select_tiles
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_tiles
 
     batch, heads, num_q, _ = query.shape
     plan = torch.full((batch, heads + 1, num_q + 2, count + always + 3), -7, dtype=torch.int32)
@@ -58,7 +58,7 @@ def selected(
     ],
 )
 def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import pool_tiles
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import pool_tiles
 
     starts, lengths, index = ragged_tiles([64, 70, 1])
     tokens = int(lengths.sum())
@@ -89,7 +89,7 @@ def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
     ],
 )
 def test_pooling_leaves_masked_tokens_out(dtype: torch.dtype, indexed: bool) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import pool_tiles
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import pool_tiles
 
     starts, lengths, order = ragged_tiles([64, 70, 1, 9])
     index = order if indexed else None
@@ -192,7 +192,7 @@ def test_scores_of_any_size_are_ordered(scores: list[float], count: int) -> None
 def test_the_gated_sum_is_rounded_once(
     dtype: torch.dtype, heads_first: bool, indexed: bool
 ) -> None:
-    from multimodal_gen.kernels.tile_pool.kernel import add_gated
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import add_gated
 
     starts, lengths, order = ragged_tiles([64, 70, 1])
     index = order if indexed else None

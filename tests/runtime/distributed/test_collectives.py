@@ -1,17 +1,71 @@
-"""Exchanges of tokens against heads, compared with slices of the whole."""
+"""Who gets which heads."""
+
+import itertools
 
 import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.collectives import (
+    all_gather_tokens,
     gather_heads,
-    gather_tokens,
+    partition_heads,
     scatter_heads,
 )
 from multimodal_gen.runtime.distributed.groups import Group, parallel_groups
-from multimodal_gen.runtime.distributed.heads import share_heads
 from multimodal_gen.runtime.distributed.mesh import Mesh
+
+SIZES = [
+    (heads, kv, ranks)
+    for heads, kv, ranks in itertools.product(range(1, 13), range(1, 13), range(1, 6))
+    if heads % kv == 0 and heads >= ranks
+]
+
+
+def test_the_shares_of_six_heads_on_four_ranks_are_these():
+    shares = partition_heads(6, 2, 4)
+    assert shares.queries == ((0, 2), (2, 4), (4, 5), (5, 6))
+    assert shares.keys == ((0, 1), (0, 2), (1, 2), (1, 2))
+
+
+@pytest.mark.parametrize(("heads", "kv", "ranks"), SIZES)
+def test_every_query_head_finds_the_key_head_it_reads(heads, kv, ranks):
+    shares = partition_heads(heads, kv, ranks)
+    assert list(itertools.chain(*(range(*span) for span in shares.queries))) == list(range(heads))
+    sizes = {stop - start for start, stop in shares.queries}
+    assert max(sizes) - min(sizes) <= 1
+    keys = torch.arange(kv).view(1, 1, kv, 1)
+    for rank, span in enumerate(shares.queries):
+        arranged = shares.arrange_keys(keys[:, :, slice(*shares.keys[rank])], rank)
+        count = span[1] - span[0]
+        assert count % arranged.shape[2] == 0
+        read = arranged.flatten().repeat_interleave(count // arranged.shape[2])
+        assert read.tolist() == [head // (heads // kv) for head in range(*span)]
+
+
+def test_key_heads_that_serve_equal_groups_are_not_copied():
+    shares = partition_heads(8, 4, 2)
+    keys = torch.randn(1, 3, 2, 4)
+    assert shares.arrange_keys(keys, 1) is keys
+
+
+def test_a_rank_without_a_head_is_refused():
+    with pytest.raises(UsageError, match=r"a head for each of the 4 ranks .* got 3 heads; use"):
+        partition_heads(3, 3, 4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_chunks_cover_the_heads_of_every_rank_in_order(count):
+    shares = partition_heads(13, 13, 4)
+    chunks = shares.in_chunks(count)
+    assert len(chunks) == count
+    for rank, span in enumerate(shares.queries):
+        spans = [chunk.queries[rank] for chunk in chunks]
+        assert list(itertools.chain(*(range(*s) for s in spans))) == list(range(*span))
+        sizes = {stop - start for start, stop in spans}
+        assert max(sizes) - min(sizes) <= 1
+        assert [chunk.keys[rank] for chunk in chunks] == spans
+
 
 BATCH = 2
 CASES = [
@@ -43,7 +97,7 @@ def own(x, lengths, rank):
 def check_there_and_back(lengths, heads, kv_heads, dtype):
     group = parallel_groups().ulysses
     rank, total = group.index, sum(lengths)
-    shares = share_heads(heads, kv_heads, group.size)
+    shares = partition_heads(heads, kv_heads, group.size)
     spans = (shares.queries, shares.keys, shares.keys)
     shapes = ((heads, 8), (kv_heads, 8), (kv_heads, 5))
     whole = [numbers(BATCH, total, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
@@ -78,7 +132,7 @@ def sum_of_ranks(shape, lengths, rank, span, *, seed, dtype):
 def check_shared_rows(lengths, heads, prefix, suffix):
     group = parallel_groups().ulysses
     rank, rows = group.index, prefix + sum(lengths) + suffix
-    spans = share_heads(heads, heads, group.size).queries
+    spans = partition_heads(heads, heads, group.size).queries
     whole = numbers(BATCH, rows, heads, 4)
     x = whole[:, :, slice(*spans[rank])].clone().requires_grad_()
     out = gather_heads(x, spans, lengths, group, prefix=prefix, suffix=suffix)
@@ -102,9 +156,9 @@ def check_masks(lengths, dtype):
     group = parallel_groups().ulysses
     whole = numbers(BATCH, sum(lengths)).to(dtype)
     local = own(whole, lengths, group.index)
-    assert torch.equal(gather_tokens(local, lengths, group), whole)
+    assert torch.equal(all_gather_tokens(local, lengths, group), whole)
     wide = whole[:, None, None]
-    got = gather_tokens(local[:, None, None], lengths, group)
+    got = all_gather_tokens(local[:, None, None], lengths, group)
     assert torch.equal(got, wide)
 
 
@@ -112,7 +166,7 @@ def check_inference_mode(lengths):
     with torch.inference_mode():
         check_masks(lengths, torch.bool)
         group = parallel_groups().ulysses
-        spans = share_heads(4, 4, group.size).queries
+        spans = partition_heads(4, 4, group.size).queries
         whole = numbers(BATCH, sum(lengths), 4, 8)
         (got,) = scatter_heads([own(whole, lengths, group.index)], [spans], lengths, group)
         assert torch.equal(got, whole[:, :, slice(*spans[group.index])])
@@ -154,10 +208,10 @@ def test_one_rank_keeps_what_it_has():
     x = numbers(BATCH, 3, 4, 8)
     assert torch.equal(scatter_heads([x], [((0, 4),)], [3], group)[0], x)
     assert torch.equal(gather_heads(x, ((0, 4),), [3], group), x)
-    assert gather_tokens(x, [8], group) is x
+    assert all_gather_tokens(x, [8], group) is x
 
 
 def test_a_split_mask_that_wants_gradients_is_refused():
     group = Group(ranks=(0,), index=0, handle=None)
     with pytest.raises(UsageError, match=r"split over ranks must not require grad; detach it"):
-        gather_tokens(torch.zeros(1, 3, requires_grad=True), [3], group)
+        all_gather_tokens(torch.zeros(1, 3, requires_grad=True), [3], group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from multimodal_gen.errors import RankError, UsageError
 from multimodal_gen.runtime.distributed import faults
-from multimodal_gen.runtime.distributed.faults import FaultBoard, follows_from_another
+from multimodal_gen.runtime.distributed.faults import FailureStore, follows_from_another
 
 NO_ANSWER = RankError("the others must make the same call, got no answer")
 
@@ -20,12 +20,12 @@ NO_ANSWER = RankError("the others must make the same call, got no answer")
 def boards(monkeypatch):
     monkeypatch.setattr(faults, "_GRACE_S", 0.5)
     store = dist.HashStore()
-    return [FaultBoard(store, rank, 4, timeout=1, host=f"host {rank // 2}") for rank in range(4)]
+    return [FailureStore(store, rank, 4, timeout=1, host=f"host {rank // 2}") for rank in range(4)]
 
 
 def verdicts(boards, errors):
     with ThreadPoolExecutor() as threads:
-        return [(v.text, v.mine) for v in threads.map(FaultBoard.verdict, boards, errors)]
+        return [(v.text, v.mine) for v in threads.map(FailureStore.verdict, boards, errors)]
 
 
 def test_only_the_rank_at_fault_speaks_on_its_host_and_one_rank_on_others(boards) -> None:

@@ -18,9 +18,9 @@ import torch
 
 from multimodal_gen.errors import RankError
 from multimodal_gen.runtime.distributed import faults, launch
-from multimodal_gen.runtime.distributed.agreement import agree
-from multimodal_gen.runtime.distributed.joining import init_parallel
-from multimodal_gen.runtime.distributed.launch import be_rank, start_ranks
+from multimodal_gen.runtime.distributed.groups import init_parallel
+from multimodal_gen.runtime.distributed.handshake import handshake
+from multimodal_gen.runtime.distributed.launch import launch_ranks, run_rank
 from multimodal_gen.runtime.layers.attention import USPAttention
 
 TIMEOUT_S = 10
@@ -49,14 +49,14 @@ def wait_for_the_device(folder: Path, step_2) -> None:
     groups = init_parallel(device_type="cpu", rank_timeout=TIMEOUT_S)
     (folder / str(groups.rank)).write_text(str(os.getpid()))
     for size in (1, 2):  # later calls do not wait
-        agree(groups, "a call", {"batch size": size}, ())
+        handshake(groups, "a call", {"batch size": size}, ())
     size = step_2() if groups.rank == 1 else 1
-    agree(groups, "a call", {"batch size": size}, (), wait=False)
+    handshake(groups, "a call", {"batch size": size}, (), wait=False)
     hang()
 
 
 def rank(folder: Path, work, step_2) -> None:
-    be_rank(lambda num_ranks: work(folder, step_2), timeout=TIMEOUT_S)
+    run_rank(lambda num_ranks: work(folder, step_2), timeout=TIMEOUT_S)
 
 
 def nothing() -> None:
@@ -102,7 +102,7 @@ def start(folder: Path, work, step_2, results) -> None:
     config, before = launch._config, signal.getsignal(signal.SIGINT)
     launch._config = lambda *args: dataclasses.replace(config(*args), start_method="fork")
     try:
-        outcome = start_ranks(rank, pids, work, step_2, num_ranks=2)
+        outcome = launch_ranks(rank, pids, work, step_2, num_ranks=2)
     except (RankError, KeyboardInterrupt) as error:
         outcome = error
     results.send((outcome, signal.getsignal(signal.SIGINT) is before))

@@ -1,14 +1,124 @@
-"""Rings of processes against one process: every kind of call, forwards and backwards."""
+"""Parts over some keys, their gradients, and their merging, against attention as a whole."""
+
+import math
 
 import pytest
 import torch
 
+from multimodal_gen.runtime.distributed import ring as partial
 from multimodal_gen.runtime.distributed.groups import Group, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.runtime.distributed.partial import plain_part
-from multimodal_gen.runtime.distributed.ring import RingCall, ring_attention
+from multimodal_gen.runtime.distributed.ring import (
+    KeyPart,
+    PartMerger,
+    RingCall,
+    part_attention,
+    part_attention_backward,
+    ring_attention,
+)
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
+
+PART_SCALE = 0.3
+
+
+@pytest.fixture(params=[1 << 26, 16], ids=["whole", "tiled"])
+def tiles(request, monkeypatch):
+    monkeypatch.setattr(partial, "_MAX_SCORES", request.param)
+
+
+def double(*shape, **options):
+    return make_qkv(*shape, dtype=torch.float64, **options)
+
+
+def mask_of(causal, keep, num_queries, num_keys):
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    mask = mask.tril(num_keys - num_queries) if causal else mask
+    return mask if keep is None else mask & keep[:, None, None]
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_part_is_attention_by_its_definition(causal, masked, kv_heads):
+    q, k, v = double(2, 5, 4, 8, num_keys=7, num_kv_heads=kv_heads)
+    keep = torch.arange(7).expand(2, 7) % 3 != 1 if masked else None
+    if masked:
+        k, v = (x.masked_fill(~keep[:, :, None, None], math.nan) for x in (k, v))
+    part = KeyPart(key=k, value=v, causal=causal, keep=keep)
+    mask = mask_of(causal, keep, 5, 7)
+    want, want_lse = reference_attention(
+        q, k.nan_to_num(), v.nan_to_num(), scale=PART_SCALE, mask=mask
+    )
+    out, lse = part_attention(q, part, PART_SCALE)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_the_gradients_of_a_part_are_autograds(causal, masked, kv_heads):
+    leaves = double(2, 5, 4, 8, num_keys=7, num_kv_heads=kv_heads, requires_grad=True)
+    keep = torch.arange(7).expand(2, 7) % 3 != 1 if masked else None
+    out, lse = reference_attention(*leaves, scale=PART_SCALE, mask=mask_of(causal, keep, 5, 7))
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(3))
+    want = torch.autograd.grad(out, leaves, grad)
+    q, k, v = (x.detach() for x in leaves)
+    part = KeyPart(key=k, value=v, causal=causal, keep=keep)
+    delta = (grad * out.detach()).sum(-1).transpose(1, 2)
+    got = part_attention_backward(q, part, PART_SCALE, grad, delta, lse.detach())
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_merged_parts_are_the_whole():
+    q, k, v = double(2, 5, 4, 8, num_keys=9)
+    want, want_lse = reference_attention(q, k, v, scale=PART_SCALE)
+    merger = PartMerger(q, 8)
+    for columns in (slice(0, 4), slice(4, 5), slice(5, 9)):
+        part = KeyPart(key=k[:, columns], value=v[:, columns])
+        merger.add(slice(0, 5), *part_attention(q, part, PART_SCALE))
+    out, lse = merger.result()
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+
+def test_rows_without_keys_stay_zero_through_any_merge():
+    q, k, v = double(1, 3, 2, 8, num_keys=4)
+    nothing = torch.zeros(1, 4, dtype=torch.bool)
+    merger = PartMerger(q, 8)
+    empty = part_attention(q, KeyPart(key=k, value=v, keep=nothing), PART_SCALE)
+    merger.add(slice(0, 3), *empty)
+    merger.add(slice(0, 2), *part_attention(q[:, :2], KeyPart(key=k, value=v), PART_SCALE))
+    merger.add(slice(0, 3), *empty)
+    out, lse = merger.result()
+    want, want_lse = reference_attention(q[:, :2], k, v, scale=PART_SCALE)
+    torch.testing.assert_close(out[:, :2], want)
+    torch.testing.assert_close(lse[:, :, :2], want_lse)
+    assert not out[:, 2].any()
+    assert (lse[:, :, 2] == -math.inf).all()
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = (x * 100 for x in double(1, 3, 2, 8, num_keys=6))
+    merger = PartMerger(q, 8)
+    for columns in (slice(0, 3), slice(3, 6)):
+        part = KeyPart(key=k[:, columns], value=v[:, columns])
+        merger.add(slice(0, 3), *part_attention(q, part, PART_SCALE))
+    want, _ = reference_attention(q, k, v, scale=PART_SCALE)
+    torch.testing.assert_close(merger.result()[0], want)
+
+
+def test_parts_of_low_precision_are_merged_in_fp32():
+    q, k, v = make_qkv(1, 16, 2, 16, num_keys=64, dtype=torch.bfloat16)
+    merger = PartMerger(q, 16)
+    merger.add(slice(0, 16), *part_attention(q, KeyPart(key=k, value=v), PART_SCALE))
+    out, lse = merger.result()
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
 
 SCALE = 0.25
 # (prefix, suffix, keys in front without queries)
@@ -16,7 +126,7 @@ TEXTS = [(0, 0, 0), (3, 0, 0), (0, 2, 0), (0, 0, 4)]
 
 
 def attend(query, part):
-    return plain_part(query, part, SCALE)
+    return part_attention(query, part, SCALE)
 
 
 def own(x, lengths, rank, before=0):

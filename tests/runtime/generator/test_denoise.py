@@ -1,16 +1,30 @@
+"""."""
+
 import copy
 import inspect
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.denoise import denoise
-from multimodal_gen.runtime.generator.record import Timings
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.runtime.generator.denoise import (
+    Denoised,
+    Timings,
+    check_finite,
+    denoise,
+    differences,
+    diffusers_backend_explained,
+    out_of_memory_explained,
+    produced,
+    refusal_explained,
+)
 from multimodal_gen.runtime.generator.sampling import Call
+from multimodal_gen.runtime.server_args import ServerArgs
 
 STEPS = 4
 
@@ -183,3 +197,118 @@ def test_a_pipeline_without_a_step_is_refused() -> None:
 
     with pytest.raises(UsageError, match="Idle made no denoising step, so there is no result"):
         _denoise(Idle())
+
+
+def _attend(backend: str = "native", heads: int = 2) -> None:
+    query = torch.ones(1, 4, 2, 8)
+    dispatch_attention_fn(query, torch.ones(1, 4, heads, 8), query, backend=backend)
+
+
+def test_a_backend_that_fails_its_first_call_is_named_with_what_it_said() -> None:
+    rule = r"must be one that diffusers can run here, got _native_cudnn, which failed: No .*native,"
+    with pytest.raises(UsageError, match=rule), diffusers_backend_explained("_native_cudnn"):
+        _attend("_native_cudnn")
+
+
+def test_the_native_backend_is_not_its_own_remedy() -> None:
+    rule = "got native, which failed: .*; use --backend sglang"
+    with pytest.raises(UsageError, match=rule), diffusers_backend_explained("native"):
+        _attend(heads=3)
+
+
+def test_without_a_name_an_error_of_the_dispatch_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="size of tensor"), diffusers_backend_explained(None):
+        _attend(heads=3)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ArithmeticError("a defect"), UnsupportedBackendError("ours"), RuntimeError("a defect")],
+)
+def test_errors_from_elsewhere_stay_what_they_are(error: Exception) -> None:
+    with (
+        pytest.raises(type(error), match=str(error)) as caught,
+        diffusers_backend_explained("flex"),
+    ):
+        raise error
+    assert caught.value is error
+
+
+def test_full_memory_inside_the_dispatch_is_told_as_such(monkeypatch) -> None:
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", full)
+    with (
+        pytest.raises(UsageError, match=r"the device ran out of memory .* try a smaller --height"),
+        out_of_memory_explained(),
+        diffusers_backend_explained("native"),
+    ):
+        _attend()
+
+
+def test_a_refusal_by_a_scheduler_is_told_in_one_line() -> None:
+    rule = "the pipeline refuses its arguments: `num_inference_steps`: 1001 cannot be larger"
+    with pytest.raises(UsageError, match=rule), refusal_explained():
+        DDIMScheduler().set_timesteps(1001)
+
+
+def test_a_value_error_from_below_a_pipeline_keeps_its_type() -> None:
+    def defect(*args, **kwargs):
+        raise ValueError("a defect")
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.time_shift = scheduler.stretch_shift_to_terminal = defect
+    scheduler.register_to_config(use_dynamic_shifting=True)
+    with pytest.raises(ValueError, match=r"^a defect$") as caught, refusal_explained():
+        scheduler.set_timesteps(4, mu=1.0)
+    assert not isinstance(caught.value, UsageError)
+
+
+def _run(*, latents=None, pixels=None) -> Denoised:
+    return Denoised(
+        pixels=(np.zeros((2, 4, 6, 3), np.float32) if pixels is None else pixels,),
+        latents=torch.zeros(2, 4) if latents is None else latents,
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_latents_that_are_not_finite_are_refused_with_their_number(value: float) -> None:
+    latents = torch.zeros(2, 4)
+    latents[0, 1:] = value
+    rule = "the denoised latents must be finite, got 3 of 8 values .*; try --dtype bfloat16"
+    with pytest.raises(UsageError, match=rule):
+        check_finite(_run(latents=latents))
+
+
+def test_pixels_without_a_finite_value_are_refused() -> None:
+    pixels = np.full((4, 6, 3), np.nan, np.float32)
+    with pytest.raises(UsageError, match=r"the decoded pixels must be finite, .* try --dtype bf"):
+        check_finite(_run(pixels=pixels))
+    pixels[0, 0, 0] = 0.5
+    check_finite(_run(pixels=pixels))
+
+
+def test_what_was_made_is_told_with_the_values_that_became_black() -> None:
+    video = np.zeros((5, 32, 48, 3), np.float32)
+    video[0, 0, 0] = np.nan
+    assert produced([video, video]) == {
+        "num_outputs": 2,
+        "num_frames": 5,
+        "height": 32,
+        "width": 48,
+        "non_finite_values": 6,
+    }
+    assert produced([np.zeros((16, 24, 3))])["num_frames"] is None
+
+
+def test_only_sizes_that_were_asked_for_and_differ_are_noted() -> None:
+    made = produced([np.zeros((5, 32, 48, 3))])
+    assert differences(made, ServerArgs(model_path="m")) == ()
+    assert differences(made, ServerArgs(model_path="m", height=32, num_frames=5)) == ()
+    asked = ServerArgs(model_path="m", height=40, num_frames=4, num_outputs=2)
+    assert differences(made, asked) == (
+        "--num-outputs 2 was asked for, the pipeline made 1",
+        "--num-frames 4 was asked for, the pipeline made 5",
+        "--height 40 was asked for, the pipeline made 32",
+    )

@@ -5,13 +5,13 @@ import pytest
 from diffusers import DiffusionPipeline
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, UsageError
-from multimodal_gen.runtime.generator.limits import (
+from multimodal_gen.runtime.generator.load import PipelineIndex
+from multimodal_gen.runtime.generator.sampling import (
     check_asked,
     check_components,
     check_loaded,
     token_size,
 )
-from multimodal_gen.runtime.generator.loading import PipelineIndex
 from multimodal_gen.runtime.server_args import ServerArgs
 
 TOKEN = {

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.loading import PipelineIndex
+from multimodal_gen.runtime.generator.load import PipelineIndex
 from multimodal_gen.runtime.generator.sampling import check_arguments, prepare_call
 from multimodal_gen.runtime.server_args import ServerArgs
 

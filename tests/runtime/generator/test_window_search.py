@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.generator.loading import PipelineIndex
-from multimodal_gen.runtime.generator.output_size import output_size
+from multimodal_gen.runtime.generator.load import PipelineIndex
+from multimodal_gen.runtime.generator.sampling import output_size
 from multimodal_gen.runtime.generator.window_search import WindowSearch
-from multimodal_gen.runtime.layers.attention.sta.losses import POSITIVE, BranchLosses
-from multimodal_gen.runtime.layers.attention.sta.search import (
+from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
+    POSITIVE,
+    BranchLosses,
     SearchFile,
     branch_folder,
     search_name,

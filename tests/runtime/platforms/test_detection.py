@@ -9,9 +9,7 @@ import torch
 
 from multimodal_gen.runtime import platforms
 from multimodal_gen.runtime.platforms import BUILTIN_PLATFORMS, PlatformEnum, entry_points
-from multimodal_gen.runtime.platforms.cpu import CpuPlatform
-from multimodal_gen.runtime.platforms.cuda import CudaPlatform
-from multimodal_gen.runtime.platforms.rocm import RocmPlatform
+from multimodal_gen.runtime.platforms.devices import CpuPlatform, CudaPlatform, RocmPlatform
 
 PRESENT = SimpleNamespace(is_available=lambda: True)
 ABSENT = SimpleNamespace(is_available=lambda: False)
@@ -99,7 +97,7 @@ def importable(monkeypatch, tmp_path):
     """A package on the path that defines platforms, good and bad."""
     source = (
         "from multimodal_gen.runtime.platforms import PlatformEnum\n"
-        "from multimodal_gen.runtime.platforms.cpu import CpuPlatform\n"
+        "from multimodal_gen.runtime.platforms.devices import CpuPlatform\n"
         "class Good(CpuPlatform):\n"
         "    name = PlatformEnum.OOT\n"
         "class Away(Good):\n"

@@ -10,9 +10,7 @@ from multimodal_gen.runtime.platforms import (
     PlatformEnum,
     interface,
 )
-from multimodal_gen.runtime.platforms.cpu import CpuPlatform
-from multimodal_gen.runtime.platforms.cuda import CudaPlatform
-from multimodal_gen.runtime.platforms.rocm import RocmPlatform
+from multimodal_gen.runtime.platforms.devices import CpuPlatform, CudaPlatform, RocmPlatform
 
 
 class Gpu(CudaPlatform):

@@ -6,20 +6,396 @@ A backend declares its parameters once:
     class VideoSparseConfig(SparseConfig):
         sparsity: float = option(0.0, "share of key blocks to skip", ge=0, le=1)
 
-`build_config` turns a mapping into such an object; `config_source.py` reads the mapping from a
-file, a JSON string or `k=v` pairs. Values are checked however the object is made.
+`build_config` turns a mapping into such an object; `config_text.py` reads the mapping from a file,
+a JSON string or `k=v` pairs. Values are checked however the object is made.
+
+Annotations understood: bool, int, float, str, `IndexSelector`, `Literal[...]`, `tuple[X, ...]` and
+unions of these with each other or with None. A bool is never an int; an int is accepted for a
+float; a list is accepted for a tuple.
 """
 
 import dataclasses
+import hashlib
+import math
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from fractions import Fraction
+from functools import cache, lru_cache
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from multimodal_gen.errors import ConfigError, nearest
-from multimodal_gen.runtime.layers.attention.config_fields import parameters_of, short
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
 
-Config = TypeVar("Config", bound="BackendConfig")
+__all__ = [
+    "BackendConfig",
+    "FirstSteps",
+    "IndexSelector",
+    "Parameter",
+    "SparseConfig",
+    "Steps",
+    "build_config",
+    "config_as_dict",
+    "first_of",
+    "option",
+    "parameters_of",
+    "read_selector",
+    "settings_text",
+    "short",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSelector:
+    """A set of indices from 0, as inclusive ranges; an open end reaches to the last index.
+
+    Attributes:
+        ranges: (first, last) pairs; `last` is None for an open range.
+    """
+
+    ranges: tuple[tuple[int, int | None], ...]
+
+    @classmethod
+    def parse(cls, value: object, *, name: str = "selector") -> "IndexSelector":
+        """Read a selector from text (`0-3,38`, `10-`, `-5`), an int, or a list of both.
+
+        Raises:
+            ConfigError: `value` is none of these, or a range runs backwards.
+        """
+        if isinstance(value, bool):
+            raise _malformed(name, value)
+        if isinstance(value, int):
+            value = [value]
+        if isinstance(value, (list, tuple)):
+            # A negative int would read as a range that starts at 0.
+            if not all(isinstance(i, str) or (type(i) is int and i >= 0) for i in value):
+                raise _malformed(name, value)
+            value = ",".join(str(item) for item in value)
+        if not isinstance(value, str) or not value.strip():
+            raise _malformed(name, value)
+        return cls(tuple(_parse_range(part.strip(), name, value) for part in value.split(",")))
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and any(
+            first <= index and (last is None or index <= last) for first, last in self.ranges
+        )
+
+    def __and__(self, other: "IndexSelector") -> "IndexSelector | None":
+        """Return the indices in both, or None where there are none."""
+        shared = []
+        for first, last in self.ranges:
+            for start, stop in other.ranges:
+                low = max(first, start)
+                ends = [end for end in (last, stop) if end is not None]
+                high = min(ends) if ends else None
+                if high is None or low <= high:
+                    shared.append((low, high))
+        return IndexSelector(tuple(shared)) if shared else None
+
+    def __str__(self) -> str:
+        return ",".join(_range_text(first, last) for first, last in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """The first share of a run's denoising steps, whose number only the run knows.
+
+    Attributes:
+        share: in (0, 1]; of n steps it means the first floor(share * n).
+        among: steps that count; None for all.
+    """
+
+    share: float
+    among: IndexSelector | None = None
+
+    def holds(self, step: int, num_steps: int) -> bool:
+        """Return whether a step of a run is among them."""
+        return step < first_of(self.share, num_steps) and (self.among is None or step in self.among)
+
+    def __str__(self) -> str:
+        first = f"first {self.share:.4g} of all"
+        return first if self.among is None else f"{first}, among {self.among}"
+
+
+Steps: TypeAlias = IndexSelector | FirstSteps
+
+
+def first_of(share: float, total: int) -> int:
+    """Return floor(share * total), the share read in decimals as people write it."""
+    return math.floor(Fraction(repr(float(share))) * total)
+
+
+def _parse_range(part: str, name: str, value: object) -> tuple[int, int | None]:
+    first, dash, last = part.partition("-")
+    first, last = first.strip(), last.strip()
+    # Nine digits are plenty for an index, and Python refuses to read thousands.
+    given = [text for text in (first, last) if text]
+    numbers_ok = all(text.isascii() and text.isdigit() and len(text) <= 9 for text in given)
+    if not numbers_ok or not (first or last):
+        raise _malformed(name, value)
+    if not dash:
+        return int(first), int(first)
+    low = int(first) if first else 0
+    high = int(last) if last else None
+    if high is not None and high < low:
+        raise ConfigError(f"{name} must have ranges that run upwards, got {part!r} in {value!r}")
+    return low, high
+
+
+def _range_text(first: int, last: int | None) -> str:
+    if last is None:
+        return f"{first}-"
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _malformed(name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{name} must be indices from 0 such as '0-3,38', '10-' or [0, 1, 38], got {value!r}"
+    )
+
+
+class _MismatchError(Exception):
+    """A value is not of the expected type or out of its range."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One field of a configuration dataclass, with what `option` declared of it.
+
+    Attributes:
+        name: field name.
+        annotation: resolved type.
+        default: default value, or `dataclasses.MISSING`.
+        help: one line with meaning and unit.
+        aliases: other accepted spellings.
+        ge: smallest value allowed, for each element of a list too, or None.
+        le: largest value allowed, for each element of a list too, or None.
+        length: exact number of elements of a list, or None.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    help: str = ""
+    aliases: tuple[str, ...] = ()
+    ge: float | None = None
+    le: float | None = None
+    length: int | None = None
+
+    @property
+    def required(self) -> bool:
+        """Whether the parameter has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def expected(self) -> str:
+        """What the parameter takes, in words, e.g. "a number in [0, 1]"."""
+        return _describe(self.annotation, self)
+
+    def convert(self, value: object, owner: str) -> object:
+        """Return `value` in the parameter's type.
+
+        Args:
+            value: what the user gave.
+            owner: whose parameter it is, for messages.
+
+        Raises:
+            ConfigError: `value` has the wrong type or is out of range.
+        """
+        label = f"`{self.name}` of {owner}"
+        try:
+            return _convert(value, self.annotation, self, label)
+        except _MismatchError:
+            hint = nearest(value, _choices(self.annotation)) if isinstance(value, str) else ""
+            raise ConfigError(
+                f"{label} must be {self.expected}, got {short(value)}{hint}"
+            ) from None
+
+
+def parameters_of(config_cls: type) -> Mapping[str, Parameter]:
+    """Return the parameters a configuration dataclass declares, by name, in order."""
+    return _parameters_of(config_cls)
+
+
+@cache
+def _parameters_of(config_cls: Any) -> Mapping[str, Parameter]:  # Any: mypy finds it unhashable
+    hints = get_type_hints(config_cls)
+    found = {
+        field.name: Parameter(
+            name=field.name,
+            annotation=hints[field.name],
+            default=field.default,
+            **field.metadata,
+        )
+        for field in dataclasses.fields(config_cls)
+        if field.init
+    }
+    return MappingProxyType(found)
+
+
+def read_selector(value: object, name: str) -> IndexSelector:
+    """Return the selector `value` spells: text, an int, a list of ints, or one already read.
+
+    Raises:
+        ConfigError: `value` is none of these.
+    """
+    if isinstance(value, IndexSelector):
+        return value
+    # As a value of its own, -5 is the text "-5" read as a number; in a list it is a mistake.
+    if type(value) is int and value < 0:
+        value = str(value)
+    listed = value if isinstance(value, (list, tuple)) else ()
+    if not any(isinstance(item, int) and item < 0 for item in listed):
+        try:
+            return IndexSelector.parse(value, name=name)
+        except ConfigError:
+            raise
+        except ValueError:  # more digits than Python converts
+            pass
+    raise ConfigError(f"{name} must be {_NAMES[IndexSelector]}, got {short(value)}")
+
+
+def short(value: object) -> str:
+    """Return `repr(value)`, shortened to what fits in a one-line message."""
+    try:
+        return _REPR.repr(value)
+    except (ValueError, RecursionError):  # an int too long to print, a list inside itself
+        return f"something of type {type(value).__name__}"
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+
+
+def _convert(value: object, annotation: Any, bounds: Parameter, label: str) -> object:
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        return _convert_union(value, annotation, bounds, label)
+    if origin is Literal:
+        return _convert_choice(value, get_args(annotation))
+    if origin is tuple:
+        return _convert_list(value, get_args(annotation)[0], bounds, label)
+    if annotation is IndexSelector:
+        return read_selector(value, label)
+    if annotation is NoneType and value is None:
+        return None
+    if annotation in (int, float):
+        return _convert_number(value, annotation, bounds)
+    if annotation in (bool, str) and isinstance(value, annotation):
+        return value
+    if annotation not in (bool, str, NoneType):
+        raise TypeError(f"{label} has an annotation that is not supported: {annotation!r}")
+    raise _MismatchError
+
+
+def _convert_union(value: object, annotation: Any, bounds: Parameter, label: str) -> object:
+    members = get_args(annotation)
+    if value is None and NoneType in members:
+        return None
+    for member in members:
+        try:
+            return _convert(value, member, bounds, label)
+        except _MismatchError:
+            continue
+    raise _MismatchError
+
+
+def _convert_choice(value: object, choices: tuple[Any, ...]) -> object:
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # `version=3` reads as a number
+    if isinstance(value, str):
+        name = value.strip().casefold()
+        matches = [c for c in choices if isinstance(c, str) and c.casefold() == name]
+        if len(matches) == 1:
+            return matches[0]
+    raise _MismatchError
+
+
+def _convert_list(value: object, element: Any, bounds: Parameter, label: str) -> object:
+    if not isinstance(value, (list, tuple)):
+        raise _MismatchError
+    if bounds.length is not None and len(value) != bounds.length:
+        raise _MismatchError
+    return tuple(_convert(item, element, bounds, label) for item in value)
+
+
+def _convert_number(value: object, annotation: type, bounds: Parameter) -> object:
+    if isinstance(value, bool) or not isinstance(value, (int, annotation)):
+        raise _MismatchError
+    try:
+        number = annotation(value)
+    except OverflowError:
+        raise _MismatchError from None
+    if isinstance(number, float) and not math.isfinite(number):
+        raise _MismatchError
+    if bounds.ge is not None and number < bounds.ge:
+        raise _MismatchError
+    if bounds.le is not None and number > bounds.le:
+        raise _MismatchError
+    return number
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(choice for member in get_args(annotation) for choice in _choices(member))
+    if get_origin(annotation) is Literal:
+        return tuple(choice for choice in get_args(annotation) if isinstance(choice, str))
+    return ()
+
+
+def _describe(annotation: Any, bounds: Parameter) -> str:
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        return " or ".join(_describe(member, bounds) for member in get_args(annotation))
+    if origin is Literal:
+        return f"one of {', '.join(str(choice) for choice in get_args(annotation))}"
+    if origin is tuple:
+        (element, *_) = get_args(annotation)
+        count = "a list of" if bounds.length is None else f"a list of {bounds.length}"
+        return f"{count} {_plural(element)}{_range(bounds)}"
+    name = _NAMES.get(annotation, str(annotation))
+    return f"{name}{_range(bounds)}" if annotation in (int, float) else name
+
+
+def _plural(element: Any) -> str:
+    return {int: "integers", float: "numbers", str: "texts"}.get(element, str(element))
+
+
+def _range(bounds: Parameter) -> str:
+    if bounds.ge is not None and bounds.le is not None:
+        return f" in [{bounds.ge}, {bounds.le}]"
+    if bounds.ge is not None:
+        return f" >= {bounds.ge}"
+    return f" <= {bounds.le}" if bounds.le is not None else ""
+
+
+_NAMES = MappingProxyType(
+    {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        NoneType: "null",
+        IndexSelector: "indices from 0 such as '0-3,38'",
+    }
+)
+
+
+_ConfigT = TypeVar("_ConfigT", bound="BackendConfig")
 
 
 def option(
@@ -109,7 +485,9 @@ class SparseConfig(BackendConfig):
         return 0.0, 0.0
 
 
-def build_config(config_cls: type[Config], raw: Mapping[str, object], *, backend: str) -> Config:
+def build_config(
+    config_cls: type[_ConfigT], raw: Mapping[str, object], *, backend: str
+) -> _ConfigT:
     """Build a backend's configuration from what a user wrote.
 
     Args:
@@ -176,3 +554,40 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, IndexSelector) else value
+
+
+_MOST = 240
+
+
+@lru_cache(maxsize=256)
+def settings_text(config: BackendConfig | None) -> str:
+    """Return the parameters that are not at their defaults; of files they name, the content.
+
+    A file may lie elsewhere on another host: its digest stands for it, as it was when it was first
+    asked for.
+
+    Args:
+        config: a backend's parameters, or None for its defaults.
+
+    Returns:
+        Text of at most 240 characters; different for different parameters.
+    """
+    if config is None:
+        return "defaults"
+    told = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        if field.name.endswith("_path") and Path(str(value)).is_file():
+            value = f"file {_digest(Path(str(value)).read_bytes())}"
+        told.append(f"{field.name}={value}")
+    text = ", ".join(told) or "defaults"
+    if len(text) <= _MOST:
+        return text
+    ending = f"... {_digest(text.encode())}"
+    return text[: _MOST - len(ending)] + ending
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

@@ -1,21 +1,25 @@
-"""Reads JSON, YAML and `k=v,k=v` text into plain values, the same ones from all three forms.
+"""Reads what a user typed into plain values: a path, a JSON object, or `k=v,k=v`.
 
-Numbers (`-1`, `1e-3`, `.5`), true, false and null in any case, quoted or bare text, lists. Nothing
-is ever executed or turned into an object. YAML is read without tags, anchors and dates, so that
-`1e-3` is a number and `on` is text, as in the other forms. Repeated keys and numbers that are not
-finite are refused.
+JSON, YAML and `k=v,k=v` give the same values: numbers (`-1`, `1e-3`, `.5`), true, false and null in
+any case, quoted or bare text, lists. Nothing is ever executed or turned into an object. YAML is
+read without tags, anchors and dates, so that `1e-3` is a number and `on` is text, as in the other
+forms. Repeated keys and numbers that are not finite are refused.
 """
 
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import yaml
 
-from multimodal_gen.runtime.layers.attention.config_fields import short
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.layers.attention.config import short
 
 MAX_DEPTH = 32
 
@@ -234,3 +238,124 @@ class _Pairs:
     def _blank(self) -> None:
         while self._next(" \t\r\n"):
             self.at += 1
+
+
+FORMS = "a path to a JSON or YAML file, a JSON object, or k=v,k=v"
+
+_SUFFIXES = (".json", ".yaml", ".yml")
+
+
+def read_mapping(
+    source: str | os.PathLike[str] | Mapping[str, object],
+    *,
+    name: str = "--attention-backend-config",
+) -> dict[str, object]:
+    """Return the mapping a user wrote.
+
+    Args:
+        source: a path to a `.json`, `.yaml` or `.yml` file, a JSON object, `k=v,k=v` pairs, or a
+            mapping, which is copied. Empty text gives an empty mapping.
+        name: the flag or argument it came from, for messages.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, empty or of another kind; the text is none of
+            the three forms; it is not a mapping; a key repeats or is not text; a number is not
+            finite; it nests too deeply.
+    """
+    if isinstance(source, Mapping):
+        return _checked(source, name)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"{name} must be {FORMS}, got {short(source)}")
+    text = str(source).strip()
+    where, form = name, FORMS
+    try:
+        path = _existing(text)
+        if path is not None:
+            where, form = f"{name} {short(text)}", "a readable JSON or YAML file"
+            value = _read_file(path)
+        elif isinstance(source, os.PathLike) or _looks_like_path(text):
+            raise ConfigError(f"{name} must name a file that exists; file not found: {short(text)}")
+        else:
+            value = _read_text(text)
+    except MalformedError as error:
+        raise ConfigError(f"{where} must be {form}; {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} must nest at most {MAX_DEPTH} levels deep") from None
+    return _checked(value, where)
+
+
+def _checked(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be a mapping of names to values, got {_type_name(value)}")
+    _check_keys(value, where, 0)
+    return dict(value)
+
+
+def _check_keys(value: object, where: str, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{where} must nest at most {MAX_DEPTH} levels deep")
+    children: Sequence[object] = ()
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str) or not key.strip()]
+        if wrong:
+            raise ConfigError(f"{where} must have names as keys, got {short(wrong[0])}")
+        children = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        children = value
+    for child in children:
+        _check_keys(child, where, depth + 1)
+
+
+def _type_name(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"the truth value {str(value).lower()}"
+    kinds = ((str, "the text"), (int, "the number"), (float, "the number"), (list, "the list"))
+    kind = next((word for cls, word in kinds if isinstance(value, cls)), "the value")
+    return f"{kind} {short(value)}"
+
+
+def _existing(text: str) -> Path | None:
+    try:
+        mode = Path(text).stat().st_mode if text else None
+    except PermissionError as error:
+        raise MalformedError(f"{short(text)} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError):  # absent, too long for a path, or with a character none has
+        return None
+    if mode is None or ("=" in text and not stat.S_ISREG(mode)):
+        return None
+    return Path(text)
+
+
+def _looks_like_path(text: str) -> bool:
+    if not text or "=" in text or text[0] in "[{\"'":
+        return False
+    separators = [separator for separator in (os.sep, os.altsep) if separator]
+    return text.lower().endswith(_SUFFIXES) or any(s in text for s in separators)
+
+
+def _read_file(path: Path) -> object:
+    if path.is_dir():
+        raise MalformedError("this is a folder")
+    suffix = path.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise MalformedError(f"the file must end in {', '.join(_SUFFIXES)}, got {path.name!r}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"the file is not UTF-8 text: {error.reason}") from None
+    except OSError as error:
+        raise MalformedError(f"the file cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise MalformedError("the file is empty")
+    return read_json(text) if suffix == ".json" else read_yaml(text)
+
+
+def _read_text(text: str) -> object:
+    if not text:
+        return {}
+    if text[0] in "[{\"'":
+        return read_json(text)
+    scalar = read_scalar(text)
+    return scalar if not isinstance(scalar, str) else read_pairs(text)

@@ -10,8 +10,8 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
-from multimodal_gen.runtime.layers.attention.binding import Route
 from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.schedule import Route
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
     current_forward_context,

@@ -9,7 +9,8 @@ from collections.abc import Collection
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
-from multimodal_gen.runtime.layers.attention.arguments import (
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.call import (
     all_or_none,
     check_mask_meta,
     check_no_replicated,
@@ -17,15 +18,17 @@ from multimodal_gen.runtime.layers.attention.arguments import (
     check_seq_lens,
     check_split,
 )
-from multimodal_gen.runtime.layers.attention.base import AttentionLayer
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
-from multimodal_gen.runtime.layers.attention.split import SplitAttentionLayer, tokens_are_split
-from multimodal_gen.runtime.layers.attention.varlen import (
+from multimodal_gen.runtime.layers.attention.masks import (
     VarlenMaskMeta,
     build_varlen_mask_meta,
     build_varlen_mask_meta_from_lengths,
     build_varlen_mask_meta_from_ranges,
+)
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
+    SplitAttentionLayer,
+    tokens_are_split,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 

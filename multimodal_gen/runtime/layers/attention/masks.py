@@ -3,6 +3,7 @@
 B batch, S tokens, H heads; q/k suffix = query/key side.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,3 +120,86 @@ def _misfit(
         f"{[batch, num_queries, num_keys]} or broadcastable to [B, H, Sq, Sk] = "
         f"{[batch, num_heads, num_queries, num_keys]}, got {given}"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VarlenMaskMeta:
+    """How a [B, S] mask packs its tokens.
+
+    Attributes:
+        keep: bool [B, S].
+        indices: int64 [B * S], flat positions in packed order; masked ones at the end.
+        inv_indices: int64 [B * S], packed position of each flat position.
+        cu_seqlens: int32 [B + 1], where each sample's segment starts; the last is the end.
+        max_seqlen: S, an upper bound of every segment.
+    """
+
+    keep: torch.Tensor
+    indices: torch.Tensor
+    inv_indices: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [B, S, H, D] as [B * S, H, D] in packed order."""
+        return x.flatten(0, 1).index_select(0, self.indices)
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return packed [B * S, H, D] as [B, S, H, D]; rows of masked tokens are zero."""
+        batch, length = self.keep.shape
+        rows = x.index_select(0, self.inv_indices).view(batch, length, *x.shape[1:])
+        return torch.where(self.keep[:, :, None, None], rows, 0.0)
+
+
+def build_varlen_mask_meta(key_mask: torch.Tensor) -> VarlenMaskMeta:
+    """Return the packing of `key_mask` [B, S]; non-zero entries are kept."""
+    if key_mask.dim() != 2:
+        raise UsageError(f"key_mask must be [B, S], got {list(key_mask.shape)}")
+    keep = key_mask != 0 if key_mask.dtype is not torch.bool else key_mask
+    flat = keep.flatten()
+    indices = torch.argsort(flat.logical_not().to(torch.uint8), stable=True)
+    inverse = torch.empty_like(indices)
+    inverse[indices] = torch.arange(indices.numel(), device=indices.device)
+    lengths = keep.sum(1, dtype=torch.int32)
+    return VarlenMaskMeta(
+        keep=keep,
+        indices=indices,
+        inv_indices=inverse,
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+        max_seqlen=keep.shape[1],
+    )
+
+
+def build_varlen_mask_meta_from_lengths(
+    lengths: Sequence[int], max_seqlen: int, device: torch.device | str
+) -> VarlenMaskMeta:
+    """Return the packing of samples that keep their first `lengths[b]` of `max_seqlen` tokens."""
+    ranges = [[(0, int(length))] for length in lengths]
+    return build_varlen_mask_meta_from_ranges(ranges, max_seqlen, device)
+
+
+def build_varlen_mask_meta_from_ranges(
+    valid_ranges: Sequence[Sequence[tuple[int, int]]],
+    max_seqlen: int,
+    device: torch.device | str,
+) -> VarlenMaskMeta:
+    """Return the packing of samples that keep the given half-open ranges of their tokens.
+
+    Args:
+        valid_ranges: per sample, (start, end) pairs within [0, max_seqlen].
+        max_seqlen: S.
+        device: where the packing is used.
+
+    Raises:
+        UsageError: a range runs backwards or leaves [0, max_seqlen].
+    """
+    keep = torch.zeros(len(valid_ranges), max_seqlen, dtype=torch.bool)
+    for sample, ranges in enumerate(valid_ranges):
+        for start, end in ranges:
+            if not 0 <= start <= end <= max_seqlen:
+                raise UsageError(
+                    f"valid_ranges must hold 0 <= start <= end <= {max_seqlen}, got "
+                    f"({start}, {end}) for sample {sample}"
+                )
+            keep[sample, start:end] = True
+    return build_varlen_mask_meta(keep.to(device))

@@ -15,7 +15,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import find_backe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.layers.attention.base import AttentionLayer
+    from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 
 __all__ = ["ProjectedImpl", "ProjectionSlot", "set_projection", "takes_projection"]
 

@@ -1,13 +1,26 @@
 """What ran in every attention layer, and why."""
 
-from dataclasses import dataclass
-from typing import TypeAlias, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
 
 from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.config import config_as_dict
-from multimodal_gen.runtime.layers.attention.report_text import summary
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.selector import Selection
+from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
+
+__all__ = [
+    "AttentionReport",
+    "Footnotes",
+    "Group",
+    "Json",
+    "LayerReport",
+    "ReportEntry",
+    "grouped",
+    "ranges",
+    "selection_as_dict",
+    "summary",
+]
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
@@ -148,3 +161,202 @@ def _config_in_use(selection: Selection) -> Json:
     if asked.config is None or selection.backend is not asked.backend:
         return None
     return cast("Json", config_as_dict(asked.config) or None)
+
+
+# A line has room for about as many densities.
+_MOST_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of one component that run the same way for the same reason.
+
+    Attributes:
+        component: pipeline component.
+        role: what the layers attend to.
+        steps: denoising steps, "all", or "other" for those that no rule names.
+        entry: what runs in them, why, and how often it ran.
+        detour: whether it stood in for the layers' own backend on single calls.
+        layers: their indices; empty when they have none.
+        count: how many they are.
+        density: for sparse methods, the least and the most dense layer's share of pairs attended
+            to, each the mean over its steps.
+        density_by_step: the share at each step, as a mean over the layers.
+    """
+
+    component: str
+    role: str
+    steps: str
+    entry: "ReportEntry"
+    detour: bool
+    layers: tuple[int, ...]
+    count: int
+    density: tuple[float, float] | None = None
+    density_by_step: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def layers_text(self) -> str:
+        """The layers as a selector, e.g. "0-3,38", or how many they are."""
+        return ranges(self.layers) if self.layers else f"{self.count} unnumbered"
+
+    @property
+    def density_text(self) -> str:
+        """The density as percent, or nothing.
+
+        For example "density 9.0 %", "density 9.0 to 31.2 %", or where steps differ
+        "density 20.0 % (steps 0-14: 30.0, 15-29: 10.0)".
+        """
+        if self.density is None:
+            return ""
+        least, most = (f"{100 * share:.1f}" for share in self.density)
+        text = f"density {least} %" if least == most else f"density {least} to {most} %"
+        parts = _by_step(self.density_by_step)
+        return f"{text} (steps {', '.join(parts)})" if len(parts) > 1 else text
+
+    @property
+    def source(self) -> str:
+        """Who asked, e.g. "component (transformer.cross)"."""
+        asked = self.entry.selection.asked
+        return f"{asked.source} ({asked.detail})" if asked.detail else str(asked.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the group as JSON data."""
+        entry = {k: v for k, v in self.entry.as_dict().items() if k != "steps"}
+        return {
+            "component": self.component,
+            "role": self.role,
+            "layers": list(self.layers),
+            "count": self.count,
+            "steps": self.steps,
+            "detour": self.detour,
+            **entry,
+        }
+
+
+class Footnotes:
+    """Numbers rejected candidates, so that each long list of reasons is printed once."""
+
+    def __init__(self) -> None:
+        self._rejected: list[Rejected] = []
+
+    def reason(self, selection: "Selection") -> str:
+        """Return why a backend runs, with the numbers of what was rejected for it."""
+        marks = "".join(f" [{self._number(rejected)}]" for rejected in selection.rejected)
+        if selection.fallback:
+            return f"fallback, because {selection.asked.backend} cannot serve this layer{marks}"
+        return selection.reason + marks
+
+    def lines(self) -> list[str]:
+        """Return the footnotes, one text per number."""
+        return [
+            f"[{number}] {rejected.backend} rejected: {'; '.join(condensed(rejected.reasons))}"
+            for number, rejected in enumerate(self._rejected, start=1)
+        ]
+
+    def _number(self, rejected: "Rejected") -> int:
+        if rejected not in self._rejected:
+            self._rejected.append(rejected)
+        return self._rejected.index(rejected) + 1
+
+
+def grouped(report: "AttentionReport") -> list[Group]:
+    """Put the layers of a report that run alike into groups, in order of appearance."""
+    found: dict[tuple[Any, ...], list[LayerReport]] = {}
+    densities: dict[tuple[Any, ...], list[float]] = {}
+    by_step: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+    for layer in report.layers:
+        where = (layer.component or "-", str(layer.role))
+        # Without a schedule there may be several entries too: forcing adds one.
+        rest = "other" if any(entry.steps for entry in layer.entries) else "all"
+        for entry in layer.entries:
+            key = (*where, entry.steps or rest, replace(entry, densities=()), False)
+            found.setdefault(key, []).append(layer)
+            if entry.density is not None:
+                densities.setdefault(key, []).append(entry.density)
+                by_step.setdefault(key, []).extend(entry.densities)
+        for entry in layer.detours:
+            found.setdefault((*where, entry.steps or "all", entry, True), []).append(layer)
+    return [
+        Group(
+            component=key[0],
+            role=key[1],
+            steps=key[2],
+            entry=key[3],
+            detour=key[4],
+            layers=tuple(layer.layer for layer in layers if layer.layer is not None),
+            count=len(layers),
+            density_by_step=_mean_by_step(by_step.get(key, ())),
+            density=(min(densities[key]), max(densities[key])) if key in densities else None,
+        )
+        for key, layers in found.items()
+    ]
+
+
+def _mean_by_step(densities: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return the mean of each step, in order of the steps."""
+    found: dict[int, list[float]] = {}
+    for step, share in densities:
+        found.setdefault(step, []).append(share)
+    return tuple((step, sum(found[step]) / len(found[step])) for step in sorted(found))
+
+
+def _by_step(densities: Sequence[tuple[int, float]]) -> list[str]:
+    """Return shares in percent, equal steps together: "0-14: 30.0"; at most `_MOST_PARTS`."""
+    runs: list[tuple[list[int], float]] = []
+    for step, share in densities:
+        percent = round(100 * share, 1)
+        if runs and percent == runs[-1][1]:
+            runs[-1][0].append(step)
+        else:
+            runs.append(([step], percent))
+    size = max(1, -(-len(runs) // _MOST_PARTS))
+    parts = []
+    for first in range(0, len(runs), size):
+        part = runs[first : first + size]
+        steps = ranges(step for run, _ in part for step in run)
+        least, most = min(p for _, p in part), max(p for _, p in part)
+        parts.append(f"{steps}: {least:.1f}" + (f" to {most:.1f}" if most > least else ""))
+    return parts
+
+
+def summary(report: "AttentionReport") -> list[str]:
+    """Return one line per group of layers, then notes, then footnotes."""
+    footnotes = Footnotes()
+    lines = []
+    for group in grouped(report):
+        steps = "" if group.steps == "all" else f", steps {group.steps}"
+        detour = "detour to " if group.detour else ""
+        selection, calls = group.entry.selection, group.entry.calls
+        density = f"{group.density_text}, " if group.density else ""
+        lines.append(
+            f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
+            f"{detour}{selection.label} [{group.source}], {density}"
+            f"{calls} {'call' if calls == 1 else 'calls'} each; {footnotes.reason(selection)}"
+        )
+    notes = [f"note: {note}" for note in report.notes]
+    return [*lines, *_time_line(report), *notes, *footnotes.lines()]
+
+
+def _time_line(report: "AttentionReport") -> list[str]:
+    """Return what this rank spent where, or nothing where there is one rank."""
+    times, gathering = report.times, report.gathering
+    if times is None:
+        return []
+    apart = ""
+    if gathering is not None:
+        apart = f", {gathering.communication_ms / 1e3:.2f} s of it around the denoiser"
+    return [
+        f"time on this rank: {times.attention_ms / 1e3:.2f} s in attention, "
+        f"{times.communication_ms / 1e3:.2f} s in communication{apart}"
+    ]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text, e.g. "0-3,38"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

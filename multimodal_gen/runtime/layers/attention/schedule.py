@@ -1,31 +1,65 @@
-"""The steps and layers of a sparse backend that run on a dense one."""
+"""A layer's schedule: which implementation serves which denoising steps.
 
-from collections.abc import Iterator
-from dataclasses import replace
+It is made once per layer, dtype and device, not per call: the steps and layers that a sparse
+backend leaves to a dense one are told apart, selection names a backend for each part, and its
+implementation is constructed.
+"""
 
-from multimodal_gen.errors import ConfigError
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionImpl,
+    NoticingImpl,
+    ObservingImpl,
+    RememberingImpl,
+)
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.config import SparseConfig
-from multimodal_gen.runtime.layers.attention.index_selector import (
+from multimodal_gen.runtime.layers.attention.config import (
     FirstSteps,
     IndexSelector,
+    SparseConfig,
     Steps,
     first_of,
 )
-from multimodal_gen.runtime.layers.attention.notices import (
+from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl, ProjectionSlot
+from multimodal_gen.runtime.layers.attention.report import ReportEntry
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest, AttentionRole, Feature
+from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule, LayerSite
+from multimodal_gen.runtime.layers.attention.selector import (
+    Selection,
+    dense_for,
+    resolve,
+    warn_of_fallback,
+)
+from multimodal_gen.runtime.layers.attention.warn_once import (
     PROCESS,
-    Notices,
+    WarnOnce,
     notice_dense_layers,
 )
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule, LayerSite
-from multimodal_gen.runtime.platforms import PlatformEnum
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    current_forward_context,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-__all__ = ["with_dense_parts"]
+__all__ = [
+    "Bound",
+    "LayerGeometry",
+    "Route",
+    "bind",
+    "plannable_dtype",
+    "route_at",
+    "with_dense_parts",
+]
 
 
 def with_dense_parts(
-    schedule: AskedSchedule, site: LayerSite, platform: PlatformEnum, notices: Notices = PROCESS
+    schedule: AskedSchedule, site: LayerSite, platform: PlatformEnum, notices: WarnOnce = PROCESS
 ) -> AskedSchedule:
     """Add to a schedule the parts that sparse backends leave to a dense one.
 
@@ -111,3 +145,337 @@ def _sparse_config(asked: Asked, platform: PlatformEnum) -> SparseConfig | None:
             return None
         config = cls.config_cls()
     return config if isinstance(config, SparseConfig) else None
+
+
+logger = logging.getLogger(__name__)
+
+# Process-wide, because imports are: what is wrong with installed packages that do not import.
+_BROKEN: dict[str, str] = {}
+_NOT_IMPORTED = "is installed but does not import"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGeometry:
+    """What an implementation is constructed with.
+
+    Attributes:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads.
+        softmax_scale: factor on q k^T.
+        causal: bottom-right aligned causality.
+        site: where the layer sits.
+        projection: the trained projection of methods that have one; may be filled at any time.
+        notices: what its user was told.
+
+    Raises:
+        ConfigError: `causal` is no bool; text such as "no" would count as true.
+    """
+
+    num_heads: int
+    head_size: int
+    num_kv_heads: int
+    softmax_scale: float
+    causal: bool
+    site: LayerSite
+    projection: ProjectionSlot = field(default_factory=ProjectionSlot, compare=False)
+    notices: WarnOnce = field(default=PROCESS, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise ConfigError(f"causal must be True or False, got {self.causal!r}")
+
+
+class Bound:
+    """An implementation with the selection it came from and a count of its calls."""
+
+    __slots__ = ("calls", "features", "impl", "selection")
+
+    def __init__(
+        self, selection: Selection, request: AttentionRequest, geometry: LayerGeometry
+    ) -> None:
+        cls = find_backend(selection.backend, request.environment.platform)
+        variant = next(v for v in cls.variants if v.name == selection.variant)
+        same_backend = selection.asked.backend is selection.backend
+        self.selection = selection
+        self.features = variant.features
+        self.calls = 0
+        self.impl: AttentionImpl = cls.get_impl_cls()(
+            geometry.num_heads,
+            geometry.head_size,
+            geometry.softmax_scale,
+            geometry.causal,
+            geometry.num_kv_heads,
+            config=selection.asked.config if same_backend else None,
+            variant=selection.variant,
+        )
+        self.impl.site = geometry.site
+        if isinstance(self.impl, ProjectedImpl):
+            self.impl.slot = geometry.projection
+        if isinstance(self.impl, NoticingImpl):
+            self.impl.notices = geometry.notices
+
+
+class Route:
+    """The implementation of one step range, and the ones that stand in for it.
+
+    Attributes:
+        steps: denoising steps it serves, or None for all.
+        primary: the implementation selection gave.
+        observers: implementations of later routes that look at the calls of this one.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_geometry",
+        "_request",
+        "_run",
+        "_substitutes",
+        "observers",
+        "primary",
+        "steps",
+    )
+
+    def __init__(
+        self,
+        steps: Steps | None,
+        asked: Asked,
+        request: AttentionRequest,
+        geometry: LayerGeometry,
+        *,
+        strict: bool,
+    ) -> None:
+        self.steps = steps
+        self.primary = _bind_first_that_imports(
+            lambda known: resolve(known, asked, strict=strict), request, geometry
+        )
+        warn_of_fallback(self.primary.selection)
+        self._asked = asked
+        self._request = request
+        self._geometry = geometry
+        self._substitutes: dict[tuple[frozenset[Feature], bool], Bound] = {}
+        self._run: tuple[object, ...] | None = None
+        self.observers: tuple[ObservingImpl, ...] = ()
+
+    def serves(self, context: ForwardContext) -> bool:
+        """Whether the running step is one of its steps.
+
+        Raises:
+            UsageError: that depends on how many steps the run has, which is unknown.
+        """
+        if not isinstance(self.steps, FirstSteps):
+            return self.steps is None or context.current_timestep in self.steps
+        if context.num_steps is None:
+            raise UsageError(
+                f"steps {self.steps} must be those of a run whose number of steps is known, got "
+                f"none; pass num_steps to set_forward_context, or give a number of steps above 1"
+            )
+        return self.steps.holds(context.current_timestep, context.num_steps)
+
+    def observe(
+        self, query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
+    ) -> None:
+        """Show a call to the observers."""
+        for observer in self.observers:
+            observer.observe(query, key, current_forward_context(), attn_mask)
+
+    def check_run(self, context: ForwardContext) -> None:
+        """Let the implementation refuse a run it does not fit, once, before any of its steps."""
+        run = (context.request_id, context.latent_grid, context.num_steps)
+        if run != self._run:
+            self.primary.impl.check_run(context)
+            self._run = run
+
+    def end_request(self, request_id: str) -> None:
+        """Let the implementations drop what they keep for a request."""
+        for bound in (self.primary, *self._substitutes.values()):
+            if isinstance(bound.impl, RememberingImpl):
+                bound.impl.end_request(request_id)
+
+    def honouring(self, *features: Feature, causal_in_mask: bool = False) -> Bound:
+        """Return the implementation for calls that need `features`.
+
+        Args:
+            *features: what the call needs beyond the layer's request.
+            causal_in_mask: the caller folded causality into its mask.
+
+        Raises:
+            UnsupportedBackendError: the call needs gradients and the backend that was asked for
+                has no backward, or no backend has the features.
+        """
+        needs = frozenset(features)
+        if not causal_in_mask and needs <= self.primary.features:
+            return self.primary
+        key = (needs, causal_in_mask)
+        if key not in self._substitutes:
+            self._substitutes[key] = self._substitute(needs, causal_in_mask=causal_in_mask)
+        return self._substitutes[key]
+
+    def entries(self) -> tuple[ReportEntry, tuple[ReportEntry, ...]]:
+        """Return what ran: the primary implementation, and the detours that were taken."""
+        steps = None if self.steps is None else str(self.steps)
+        selection, calls = self.primary.selection, self.primary.calls
+        densities = dict(self.primary.impl.densities())
+        detours = []
+        for bound in self._substitutes.values():
+            if bound.selection is selection:
+                calls += bound.calls
+                densities.update(bound.impl.densities())
+            elif bound.calls:
+                detours.append(
+                    ReportEntry(steps=steps, selection=bound.selection, calls=bound.calls)
+                )
+        entry = ReportEntry(
+            steps=steps,
+            selection=selection,
+            calls=calls,
+            densities=tuple(sorted(densities.items())),
+        )
+        return entry, tuple(detours)
+
+    def _substitute(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> Bound:
+        request, geometry = self._request, self._geometry
+        if causal_in_mask:
+            request = replace(request, needs=request.needs - {Feature.CAUSAL})
+            geometry = replace(geometry, causal=False)
+        selection = self.primary.selection
+        missing = needs - self.primary.features
+        if not missing:
+            return Bound(selection, request, geometry)
+        if Feature.BACKWARD in missing and _was_named(selection):
+            raise UnsupportedBackendError(
+                f"attention backend {selection.label} must not get inputs that require grad: it "
+                f"has no backward; call it under torch.no_grad() or choose another backend"
+            )
+        reason = f"{selection.label} has no {' and no '.join(sorted(str(f) for f in missing))}"
+        logger.info("%s; such calls run on another dense backend", reason)
+        return _bind_first_that_imports(
+            lambda known: dense_for(known, self._asked, *needs, reason=reason), request, geometry
+        )
+
+
+def bind(
+    schedule: AskedSchedule,
+    request: AttentionRequest,
+    geometry: LayerGeometry,
+    *,
+    strict: bool,
+) -> tuple[Route, ...]:
+    """Select and construct the implementations of a schedule.
+
+    Raises:
+        UnsupportedBackendError: see `resolve`.
+    """
+    routes = tuple(
+        Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule
+    )
+    for i, route in enumerate(routes):
+        later = (other.primary.impl for other in routes[i + 1 :])
+        route.observers = tuple(impl for impl in later if isinstance(impl, ObservingImpl))
+    return routes
+
+
+def route_at(routes: tuple[Route, ...], context: ForwardContext | None) -> Route:
+    """Return the route that serves the running step.
+
+    Raises:
+        UsageError: no denoiser call is running.
+        ConfigError: an implementation does not fit the run, even if for a later step.
+        UnsupportedBackendError: the same, for a kernel that was asked for.
+    """
+    if context is None:
+        raise UsageError(
+            "a schedule by denoising step must run inside a denoiser call, got none; wrap "
+            "the call in `with set_forward_context(step):`"
+        )
+    for route in routes:
+        route.check_run(context)
+    found = next(route for route in routes if route.serves(context))
+    if context.request_id is not None and context.is_last_step:
+        for route in routes:
+            if route is not found:
+                route.end_request(context.request_id)
+    return found
+
+
+def _bind_first_that_imports(
+    choose: Callable[[AttentionRequest], Selection],
+    request: AttentionRequest,
+    geometry: LayerGeometry,
+) -> Bound:
+    """Bind what `choose` selects, without the packages that turn out not to import.
+
+    Raises:
+        UnsupportedBackendError: a user named the backend and only broken packages provide it.
+    """
+    while True:
+        environment = replace(request.environment, broken=frozenset(_BROKEN.items()))
+        selection = choose(replace(request, environment=environment))
+        rejected = [r for r in selection.rejected if r.backend is selection.asked.backend]
+        broken = [reason for r in rejected for reason in r.reasons if _NOT_IMPORTED in reason]
+        if selection.fallback and broken:
+            raise UnsupportedBackendError(f"{rejected[0].backend}: {'; '.join(broken)}")
+        try:
+            return Bound(selection, request, geometry)
+        except (ImportError, OSError) as error:
+            if not _note_broken(selection, request, error):
+                raise
+
+
+def _note_broken(selection: Selection, request: AttentionRequest, error: Exception) -> bool:
+    """Remember which packages of a selection do not import; whether that says anything new."""
+    cls = find_backend(selection.backend, request.environment.platform)
+    variant = next(v for v in cls.variants if v.name == selection.variant)
+    modules = {probe.module for probe in variant.packages} - _BROKEN.keys()
+    for module in modules:
+        _BROKEN[module] = f"{_NOT_IMPORTED}: {error}; reinstall it for this torch"
+        logger.warning("%s %s", module, _BROKEN[module])
+    return bool(modules)
+
+
+def plannable_dtype(
+    schedule: AskedSchedule, request: AttentionRequest, *, strict: bool
+) -> torch.dtype:
+    """Return the dtype to plan with for a layer that is yet to learn its own.
+
+    That is the request's where every backend asked for takes it; else one they all take; else one
+    for which their fallbacks do.
+
+    Raises:
+        UnsupportedBackendError: the schedule cannot be served in any dtype.
+    """
+    served: list[torch.dtype] = []
+    refused: list[UnsupportedBackendError] = []
+    for dtype in _dtypes_of(schedule, request):
+        typed = replace(request, dtype=dtype)
+        try:
+            selections = [resolve(typed, asked, strict=strict) for _, asked in schedule]
+        except UnsupportedBackendError as error:
+            refused.append(error)
+            continue
+        if not any(selection.fallback for selection in selections):
+            return dtype
+        served.append(dtype)
+    if served:
+        return served[0]
+    # The backend's own dtypes come first: its refusal then gives the reasons a cast cannot mend.
+    raise refused[0]
+
+
+def _dtypes_of(schedule: AskedSchedule, request: AttentionRequest) -> list[torch.dtype]:
+    names = [asked.backend for _, asked in schedule if asked.backend is not None]
+    if len(names) < len(schedule):
+        names += [AttentionBackendEnum(name) for name in request.environment.priority]
+    declared = {
+        dtype
+        for name in names
+        for variant in find_backend(name, request.environment.platform).variants
+        for dtype in variant.dtypes
+    }
+    return sorted(declared, key=lambda dtype: (dtype is not request.dtype, str(dtype))) or [
+        request.dtype
+    ]
+
+
+def _was_named(selection: Selection) -> bool:
+    return selection.source.explicit and selection.asked.backend is selection.backend

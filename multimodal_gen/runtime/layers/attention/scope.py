@@ -15,10 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
-from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector, Steps
-from multimodal_gen.runtime.layers.attention.notices import PROCESS, Notices
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector, Steps
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
@@ -140,7 +139,7 @@ class SelectionScope:
     components: Mapping[str, Asked] = field(default_factory=lambda: MappingProxyType({}))
     rules: tuple[Rule, ...] = ()
     strict: bool = False
-    notices: Notices = field(default=PROCESS, compare=False, repr=False)
+    notices: WarnOnce = field(default=PROCESS, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be copied or pickled, and models with their layers can be.

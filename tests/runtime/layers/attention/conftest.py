@@ -6,11 +6,12 @@ from typing import ClassVar
 import pytest
 
 from multimodal_gen.runtime import platforms
-from multimodal_gen.runtime.layers.attention import binding, selector
+from multimodal_gen.runtime.layers.attention import schedule as binding
+from multimodal_gen.runtime.layers.attention import selector
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.runtime.platforms.cpu import CpuPlatform
+from multimodal_gen.runtime.platforms.devices import CpuPlatform
 
 
 def _forget() -> None:

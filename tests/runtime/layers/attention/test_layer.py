@@ -13,9 +13,8 @@ import torch
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes
-from multimodal_gen.runtime.layers.attention.compiled import _LAYERS
-from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector
+from multimodal_gen.runtime.layers.attention.custom_ops import _LAYERS
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.layers.attention.scope import (
     Asked,
@@ -193,7 +192,7 @@ def test_the_default_dtype_is_the_planned_one():
 
 
 def test_selection_is_not_on_the_path_of_a_call(two, monkeypatch):
-    from multimodal_gen.runtime.layers.attention import base
+    from multimodal_gen.runtime.layers.attention import attention_layer as base
 
     layer = LocalAttention(2, 8)
     q, k, v = make_qkv(1, 3, 2, 8)
@@ -528,7 +527,8 @@ def test_a_layer_shows_its_head_size_and_implementation(two):
 
 
 def test_the_names_other_models_import_are_where_they_look_for_them():
-    from multimodal_gen.runtime.layers.attention import layer, selector, varlen
+    from multimodal_gen.runtime.layers.attention import layer, selector
+    from multimodal_gen.runtime.layers.attention import masks as varlen
 
     for name in ("", "_from_lengths", "_from_ranges"):
         name = f"build_varlen_mask_meta{name}"

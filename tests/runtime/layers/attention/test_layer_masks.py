@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention, packed
+from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
+from multimodal_gen.runtime.layers.attention import attention_layer as packed
+from multimodal_gen.runtime.layers.attention.masks import build_varlen_mask_meta
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.varlen import build_varlen_mask_meta
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.fakes import ALL_FEATURES, PlainImpl, fake_backend
 from multimodal_gen.testing.inputs import make_qkv

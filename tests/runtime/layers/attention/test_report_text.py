@@ -4,11 +4,9 @@ import pytest
 
 from multimodal_gen.runtime.layers.attention.report import (
     AttentionReport,
+    Footnotes,
     LayerReport,
     ReportEntry,
-)
-from multimodal_gen.runtime.layers.attention.report_text import (
-    Footnotes,
     grouped,
     ranges,
     summary,

@@ -16,7 +16,7 @@ from multimodal_gen.runtime.layers.attention.request import (
     PackageProbe,
 )
 from multimodal_gen.runtime.platforms import DeviceCapability, PlatformEnum
-from multimodal_gen.runtime.platforms.cpu import CpuPlatform
+from multimodal_gen.runtime.platforms.devices import CpuPlatform
 
 PROBE = PackageProbe(
     module="exploding_attn.kernels.fast",

@@ -2,13 +2,13 @@
 
 import pytest
 
-from multimodal_gen.runtime.layers.attention.backends.video_sparse_attn import VideoSparseConfig
-from multimodal_gen.runtime.layers.attention.backends.vmoba_attn import VMoBAConfig
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
-from multimodal_gen.runtime.layers.attention.notices import Notices
+from multimodal_gen.runtime.layers.attention.config import IndexSelector
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.schedule import with_dense_parts
 from multimodal_gen.runtime.layers.attention.scope import AUTO, Asked, LayerSite, Source
+from multimodal_gen.runtime.layers.attention.sparse.vmoba.backend import VMoBAConfig
+from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 
@@ -72,7 +72,7 @@ def test_dense_layers_are_dense_in_every_step() -> None:
     ],
 )
 def test_the_pipeline_is_told_where_every_layer_is_dense(backend, config, given) -> None:
-    told = Notices()
+    told = WarnOnce()
     ask = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
     for layer in range(4):
         site = LayerSite(layer=layer, num_layers=4)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
-from multimodal_gen.runtime.layers.attention.index_selector import IndexSelector
+from multimodal_gen.runtime.layers.attention.config import IndexSelector
 from multimodal_gen.runtime.layers.attention.layer import (
     LocalAttention,
     UlyssesAttention,

@@ -8,8 +8,8 @@ from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.attention_config import scope_from_args
 from multimodal_gen.runtime.layers.attention.projecting import set_projection
+from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.varlen import (
+from multimodal_gen.runtime.layers.attention.masks import (
     build_varlen_mask_meta,
     build_varlen_mask_meta_from_lengths,
     build_varlen_mask_meta_from_ranges,

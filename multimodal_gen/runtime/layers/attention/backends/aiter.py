@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends._common import (
-    AlignedImpl,
-    refuse_grad,
-)
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.common import (
+    AlignedImpl,
+    refuse_grad,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,

@@ -5,22 +5,39 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from multimodal_gen.runtime.distributed.ring import RingCall
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant, needs_platform
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     PackageProbe,
 )
+from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.scope import LayerSite
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionImpl",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "GatedRingMethod",
+    "KeptKeysImpl",
+    "NoticingImpl",
+    "ObservingImpl",
+    "RememberingImpl",
+    "RingInputs",
+    "RingMethod",
+]
 
 
 class AttentionImpl(ABC):
@@ -251,3 +268,141 @@ class AttentionBackend(ABC):
         """Return why a supported backend should still not be chosen unasked; usually nothing."""
         del request
         return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RingInputs:
+    """What a rank holds of a sequence whose keys and values travel round a ring.
+
+    Attributes:
+        call: how the tokens are split, and the masks of all of them.
+        query: [B, prefix + S + suffix, H, D].
+        key: [B, S, Hkv, D].
+        value: [B, S, Hkv, D].
+        shared_key: keys that all ranks hold, [B, P, Hkv, D], or None.
+        shared_value: their values.
+        gate: weight of a coarse branch, [B, S, H, D], or None.
+    """
+
+    call: RingCall
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    shared_key: torch.Tensor | None
+    shared_value: torch.Tensor | None
+    gate: torch.Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> "RingInputs":
+        """Return the same inputs in another dtype."""
+
+        def cast(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(dtype)
+
+        return replace(
+            self,
+            query=self.query.to(dtype),
+            key=self.key.to(dtype),
+            value=self.value.to(dtype),
+            shared_key=cast(self.shared_key),
+            shared_value=cast(self.shared_value),
+            gate=cast(self.gate),
+        )
+
+
+class KeptKeysImpl(AttentionImpl):
+    """An implementation that leaves padding out of a part without waiting for the device."""
+
+    @abstractmethod
+    def forward_lse_kept(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as `forward_lse`, for the keys that `keep`, bool [B, Sk], leaves; not causal.
+
+        What the others hold, even NaN, has no influence.
+        """
+
+
+class RingMethod(AttentionImpl):
+    """An implementation whose variants may declare `ring` without `lse`."""
+
+    def against_ring(self) -> str | None:
+        """Return why this configuration cannot be part of a ring, or None."""
+        return None
+
+    @abstractmethod
+    def forward_in_ring(
+        self, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """Return attention of this rank's queries over the keys of all ranks.
+
+        Every rank of the ring calls it, without gradients.
+
+        Args:
+            inputs: what this rank holds.
+            context: the running denoiser call.
+
+        Returns:
+            [B, prefix + S + suffix, H, D], the gate's branch included. Rows of queries that see no
+            key are zero.
+        """
+
+
+class GatedRingMethod(RingMethod):
+    """A method with a coarse branch, which dense steps of its schedule keep."""
+
+    @abstractmethod
+    def add_coarse_in_ring(
+        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """Return `out`, [B, S, H, D], plus the gate times the coarse branch; may change `out`."""
+
+
+class NoticingImpl(AttentionImpl):
+    """An implementation with notices.
+
+    Attributes:
+        notices: of its pipeline, which the layer sets; of the process where there is no layer.
+    """
+
+    notices: WarnOnce = PROCESS
+
+
+class ObservingImpl(ABC):
+    """What an implementation has that looks at the dense steps before its own."""
+
+    @abstractmethod
+    def observe(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: ForwardContext | None,
+        attn_mask: torch.Tensor | None,
+    ) -> None:
+        """Look at a call before a dense backend serves it.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            context: the running denoiser call.
+            attn_mask: the mask as the layer was given it.
+        """
+
+
+class RememberingImpl(ABC):
+    """What an implementation has that keeps tensors for a request while it runs.
+
+    It drops them by itself in the last step of a request whose number of steps is known, if the
+    request gets there on this layer.
+    """
+
+    @abstractmethod
+    def end_request(self, request_id: str) -> None:
+        """Drop what is kept for a request that is over; others may still run.
+
+        Args:
+            request_id: as the contexts of its calls have it.
+        """

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.backends._common import refuse_grad, refuse_mask
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
 )
+from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad, refuse_mask
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
     Capability,

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends._common import (
-    AlignedImpl,
-    unit_stride,
-)
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.common import (
+    AlignedImpl,
+    unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,

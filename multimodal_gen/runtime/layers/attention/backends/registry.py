@@ -26,33 +26,33 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "multimodal_gen.attention_backends"
 
-_FOLDER = "multimodal_gen.runtime.layers.attention.backends"
+_FOLDER = "multimodal_gen.runtime.layers.attention"
 
 # Several classes under one name serve different platforms; the first is the one users mean.
 _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxyType(
     {
         AttentionBackendEnum.FA: (
-            "flash_attn:FlashAttentionBackend",
-            "xpu_flash_attn:XpuFlashAttentionBackend",
-            "musa_flash_attn:MusaFlashAttentionBackend",
-            "npu_flash_attn:NpuFlashAttentionBackend",
+            "backends.flash_attn:FlashAttentionBackend",
+            "backends.vendor_flash_attn:XpuFlashAttentionBackend",
+            "backends.vendor_flash_attn:MusaFlashAttentionBackend",
+            "backends.vendor_flash_attn:NpuFlashAttentionBackend",
         ),
-        AttentionBackendEnum.TORCH_SDPA: ("sdpa:SDPABackend",),
-        AttentionBackendEnum.TORCH_CUDNN_SDPA: ("sdpa:CudnnSDPABackend",),
-        AttentionBackendEnum.SAGE_ATTN: ("sage_attn:SageAttentionBackend",),
-        AttentionBackendEnum.SAGE_ATTN_3: ("sage_attn_3:SageAttention3Backend",),
-        AttentionBackendEnum.AITER: ("aiter:AiterBackend",),
-        AttentionBackendEnum.AITER_SAGE: ("aiter:AiterSageBackend",),
-        AttentionBackendEnum.FLEX_ATTN: ("flex_attn:FlexAttentionBackend",),
-        AttentionBackendEnum.FLASHINFER: ("flashinfer:FlashInferBackend",),
-        AttentionBackendEnum.XFORMERS: ("xformers:XFormersBackend",),
-        AttentionBackendEnum.TRITON_ATTN: ("triton_attn:TritonAttentionBackend",),
-        AttentionBackendEnum.SLIDING_TILE_ATTN: ("sliding_tile_attn:SlidingTileBackend",),
-        AttentionBackendEnum.VIDEO_SPARSE_ATTN: ("video_sparse_attn:VideoSparseBackend",),
-        AttentionBackendEnum.VMOBA_ATTN: ("vmoba_attn:VMoBABackend",),
-        AttentionBackendEnum.SLA_ATTN: ("sla_attn:SLABackend",),
-        AttentionBackendEnum.SAGE_SLA_ATTN: ("sage_sla_attn:SageSLABackend",),
-        AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("svg2_attn:SVG2Backend",),
+        AttentionBackendEnum.TORCH_SDPA: ("backends.sdpa:SDPABackend",),
+        AttentionBackendEnum.TORCH_CUDNN_SDPA: ("backends.sdpa:CudnnSDPABackend",),
+        AttentionBackendEnum.SAGE_ATTN: ("backends.sage_attn:SageAttentionBackend",),
+        AttentionBackendEnum.SAGE_ATTN_3: ("backends.sage_attn:SageAttention3Backend",),
+        AttentionBackendEnum.AITER: ("backends.aiter:AiterBackend",),
+        AttentionBackendEnum.AITER_SAGE: ("backends.aiter:AiterSageBackend",),
+        AttentionBackendEnum.FLEX_ATTN: ("backends.flex_attn:FlexAttentionBackend",),
+        AttentionBackendEnum.FLASHINFER: ("backends.flashinfer:FlashInferBackend",),
+        AttentionBackendEnum.XFORMERS: ("backends.xformers:XFormersBackend",),
+        AttentionBackendEnum.TRITON_ATTN: ("backends.triton_attn:TritonAttentionBackend",),
+        AttentionBackendEnum.SLIDING_TILE_ATTN: ("sparse.sta.backend:SlidingTileBackend",),
+        AttentionBackendEnum.VIDEO_SPARSE_ATTN: ("sparse.vsa.backend:VideoSparseBackend",),
+        AttentionBackendEnum.VMOBA_ATTN: ("sparse.vmoba.backend:VMoBABackend",),
+        AttentionBackendEnum.SLA_ATTN: ("sparse.sla.backend:SLABackend",),
+        AttentionBackendEnum.SAGE_SLA_ATTN: ("sparse.sla.sage:SageSLABackend",),
+        AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("sparse.svg2.backend:SVG2Backend",),
     }
 )
 
@@ -105,7 +105,7 @@ def current_environment() -> Environment:
 @cache
 def cpu_environment() -> Environment:
     """Return the environment of tensors that live on the CPU of this process."""
-    from multimodal_gen.runtime.platforms.cpu import CpuPlatform
+    from multimodal_gen.runtime.platforms.devices import CpuPlatform
 
     return Environment.of(CpuPlatform(), _probes())
 

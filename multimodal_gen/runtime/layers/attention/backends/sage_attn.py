@@ -1,39 +1,41 @@
-"""SageAttention: 8-bit queries and keys, by this package's own kernels or by others'."""
+"""SageAttention: 8-bit queries and keys, by this package's own kernels or others'; and version 3.
 
+Shapes: B batch, L tokens, H heads, D head size, Nq and Nk blocks.
+"""
+
+import importlib
+import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends._common import (
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.common import (
     AlignedImpl,
+    expand_kv,
     refuse_grad,
     unit_stride,
 )
-from multimodal_gen.runtime.layers.attention.backends._spas_sage import (
-    SPAS_SAGE,
-    SpasCall,
-    attend_spas_sage,
-    mask_blocks,
-)
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
     Capability,
     HeadSizes,
     Variant,
 )
-from multimodal_gen.runtime.layers.attention.backends.engine_variants import (
-    SPAS_SAGE_ATTN,
-    upstream_variant,
-)
-from multimodal_gen.runtime.layers.attention.backends.quantized import (
+from multimodal_gen.runtime.layers.attention.backends.engine import (
     ENGINE_KERNELS,
+    SPAS_SAGE_ATTN,
     QuantizedAttentionImpl,
     QuantizedBackend,
     quantized_variants,
     refuse_foreign_values,
+    upstream_variant,
     values_of,
     values_option,
 )
@@ -43,6 +45,105 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = [
+    "SPAS_SAGE",
+    "PackageImpl",
+    "SageAttention3Backend",
+    "SageAttention3Impl",
+    "SageAttentionBackend",
+    "SageAttentionImpl",
+    "SageAttnConfig",
+    "SpasCall",
+    "SpasImpl",
+    "attend_spas_sage",
+    "mask_blocks",
+]
+
+SPAS_SAGE = "spas_sage_attn"
+# Above every score, so that no product of weights and values is skipped.
+_SKIP_NOTHING = 1e6
+
+
+def mask_blocks(capability: tuple[int, int] | None) -> tuple[int, int]:
+    """Return queries and keys of the blocks that the kernel's mask is made of on a GPU."""
+    return (64, 128) if capability == (9, 0) else (128, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpasCall:
+    """What decides whether the kernel can serve a call.
+
+    Attributes:
+        label: the backend's name in errors.
+        queries: query tokens.
+        keys: key tokens.
+        heads: query heads.
+        kv_heads: key and value heads.
+        masked: whether keys are masked out or there is text, which the mask's blocks cannot tell.
+        causal: whether keys after the query are masked out.
+    """
+
+    label: str
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    masked: bool = False
+    causal: bool = False
+
+    def reasons(self) -> tuple[str, ...]:
+        """Return every reason the kernel cannot serve the call, requirement then actual."""
+        found = []
+        if self.masked:
+            found.append("needs sequences of video alone without masked keys, got others")
+        if self.causal:
+            found.append("has no causal variant of a mask")
+        if self.kv_heads != self.heads:
+            found.append(f"needs as many key heads as the {self.heads}, got {self.kv_heads}")
+        if min(self.queries, self.keys) < 128:
+            found.append(f"needs at least 128 tokens, got {min(self.queries, self.keys)}")
+        return tuple(found)
+
+
+def attend_spas_sage(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    scale: float,
+    call: SpasCall,
+) -> torch.Tensor:
+    """Return attention over the blocks of a mask, [B, L, H, D].
+
+    Args:
+        query: [B, L, H, D].
+        key: as `query`.
+        value: as `query`.
+        keep: bool [B, H, Nq, Nk] in blocks as `mask_blocks` tells, at least one in every row.
+        scale: factor of the scores.
+        call: what the call is.
+
+    Raises:
+        UnsupportedBackendError: the kernel cannot serve the call; lists the reasons.
+    """
+    reasons = call.reasons()
+    if reasons:
+        raise UnsupportedBackendError(
+            f"kernel {SPAS_SAGE} of {call.label} cannot serve this call: {'; '.join(reasons)}; "
+            f"use kernel=auto"
+        )
+    heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    out: torch.Tensor = importlib.import_module(SPAS_SAGE).block_sparse_sage2_attn_cuda(
+        *heads_first,
+        mask_id=keep.to(torch.int8).contiguous(),
+        scale=scale,
+        pvthreshd=_SKIP_NOTHING,
+        tensor_layout="HND",
+    )
+    return out.transpose(1, 2).to(query.dtype)
+
 
 _BASIC = frozenset({Feature.GQA, Feature.CAUSAL})
 _ENGINE = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.LSE, Feature.RING})
@@ -261,3 +362,66 @@ class SageAttentionBackend(QuantizedBackend):
         if values_of(config) == "e4m3":
             kernel = "triton"
         return tuple(v for v in cls.variants if v.name in _VARIANTS.get(kernel, (v.name,)))
+
+
+class SageAttention3Impl(AlignedImpl):
+    """Attention through `sageattn3.sageattn3_blackwell`.
+
+    The package always scales by D ** -0.5, wants as many key heads as query heads and smooths the
+    keys in the caller's memory; all of that is met here.
+    """
+
+    label = "sage_attn_3"
+    only_square = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        import sageattn3
+
+        self._sageattn = sageattn3.sageattn3_blackwell
+        self._query_factor = self.softmax_scale * math.sqrt(self.head_size)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        refuse_grad(self.label, query, key, value)
+        num_heads = query.shape[2]
+        if not math.isclose(self._query_factor, 1.0, rel_tol=1e-6):
+            query = query * self._query_factor
+        own_key = key.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        out: torch.Tensor = self._sageattn(
+            query.transpose(1, 2).contiguous(),
+            expand_kv(own_key, num_heads, dim=1).contiguous(),
+            expand_kv(value.transpose(1, 2), num_heads, dim=1).contiguous(),
+            is_causal=self.causal,
+        )
+        return out.transpose(1, 2), None
+
+
+class SageAttention3Backend(AttentionBackend):
+    """SageAttention 3."""
+
+    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN_3
+    summary: ClassVar[str] = "SageAttention 3: FP4 operands, for SM12x GPUs"
+    variants: ClassVar[tuple[Variant, ...]] = (
+        Variant(
+            name="sage3",
+            platforms=frozenset({PlatformEnum.CUDA}),
+            dtypes=HALF_DTYPES,
+            head_sizes=HeadSizes(listed=(64, 128)),
+            features=frozenset({Feature.GQA, Feature.CAUSAL}),
+            packages=(
+                PackageProbe(
+                    module="sageattn3",
+                    distribution="sageattn3",
+                    install="build sageattention3_blackwell/ of github.com/thu-ml/SageAttention",
+                ),
+            ),
+            capability=Capability(exact=((12, 0), (12, 1))),
+        ),
+    )
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """Return `SageAttention3Impl`."""
+        return SageAttention3Impl

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.runtime.layers.attention.backends._common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.common import (
     AlignedImpl,
     expand_kv,
     rows_that_see,
     unit_stride,
-)
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,

@@ -11,21 +11,24 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.runtime.layers.attention.backends._common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+    KeptKeysImpl,
 )
+from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
-from multimodal_gen.runtime.layers.attention.backends.dense_plan import dense_plan, drop_masked
-from multimodal_gen.runtime.layers.attention.backends.engine_variants import engine_variants
+from multimodal_gen.runtime.layers.attention.backends.engine import (
+    dense_plan,
+    drop_masked,
+    engine_variants,
+)
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
     Feature,
 )
-from multimodal_gen.runtime.layers.attention.ring_method import KeptKeysImpl
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:

@@ -4,15 +4,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends._common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.common import (
     AlignedImpl,
     expand_kv,
     refuse_grad,
     unit_stride,
-)
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,

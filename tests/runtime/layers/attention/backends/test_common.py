@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.backends._common import AlignedImpl
+from multimodal_gen.runtime.layers.attention.backends.common import AlignedImpl
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
 

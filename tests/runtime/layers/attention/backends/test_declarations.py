@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import RingMethod
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.flashinfer import FlashInferBackend
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends, backends_of
@@ -15,7 +16,6 @@ from multimodal_gen.runtime.layers.attention.request import (
     Environment,
     Feature,
 )
-from multimodal_gen.runtime.layers.attention.ring_method import RingMethod
 from multimodal_gen.runtime.platforms import DeviceCapability, PlatformEnum
 
 DECLARED = [

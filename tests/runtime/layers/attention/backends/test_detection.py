@@ -55,7 +55,7 @@ def test_a_namespace_left_by_flash_attention_4_is_not_flash_attention_2(tmp_path
 
 
 def test_a_package_that_is_absent_is_reported_with_its_install_line(request_on):
-    from multimodal_gen.runtime.layers.attention.backends.sage_attn_3 import SageAttention3Backend
+    from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttention3Backend
     from multimodal_gen.runtime.platforms import PlatformEnum
 
     request = request_on(PlatformEnum.CUDA, capability=(12, 0))

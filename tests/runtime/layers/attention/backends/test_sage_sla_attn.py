@@ -12,16 +12,16 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageErr
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends import _spas_sage
-from multimodal_gen.runtime.layers.attention.backends.sage_sla_attn import (
+from multimodal_gen.runtime.layers.attention.backends import sage_attn as _spas_sage
+from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.config_text import read_mapping
+from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.sla.sage import (
     SageSLABackend,
     SageSLAConfig,
     SageSLAImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.sla_attn import SLAConfig
-from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.config_source import read_mapping
-from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.inputs import QKV, make_qkv
@@ -311,7 +311,7 @@ def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
         assert mean.shape == (key.shape[0], key.shape[2], key.shape[3])
         return attention_reference(query, key, value, plan, scale=scale)[0]
 
-    module = "multimodal_gen.runtime.layers.attention.backends.sage_sla_attn.quantized_attention"
+    module = "multimodal_gen.runtime.layers.attention.sparse.sla.sage.quantized_attention"
     monkeypatch.setattr(module, exactly)
     qkv = inputs(RAGGED)
     options = {"topk_ratio": 0.3, "projection": projection()}

@@ -6,14 +6,10 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
-from multimodal_gen.runtime.layers.attention.backends.musa_flash_attn import (
-    MusaFlashAttentionBackend,
-)
-from multimodal_gen.runtime.layers.attention.backends.npu_flash_attn import (
-    NpuFlashAttentionBackend,
-)
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.backends.xpu_flash_attn import (
+from multimodal_gen.runtime.layers.attention.backends.vendor_flash_attn import (
+    MusaFlashAttentionBackend,
+    NpuFlashAttentionBackend,
     XpuFlashAttentionBackend,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature

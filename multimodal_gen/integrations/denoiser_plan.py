@@ -1,0 +1,321 @@
+"""Plans and carries out the takeover of one denoiser's attention modules."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from multimodal_gen.errors import NothingAppliedError, UsageError
+from multimodal_gen.integrations.components import Component, compute_dtype
+from multimodal_gen.integrations.forward_hooks import DenoiserHooks
+from multimodal_gen.integrations.guidance_branch import NamedCalls, OwnCalls
+from multimodal_gen.integrations.models import ModelAdapter, find_adapter
+from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
+from multimodal_gen.integrations.parallel.plan import ParallelPlan, is_split
+from multimodal_gen.integrations.processor_patch import (
+    CannotPatchError,
+    attach,
+    derive,
+    give_back,
+    stock_class,
+)
+from multimodal_gen.integrations.scopes import without_sparse
+from multimodal_gen.integrations.steps import StepTracker
+from multimodal_gen.integrations.trained_layers import (
+    attach_gate,
+    attach_projection,
+    find_gates,
+    find_projections,
+)
+from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.distributed.timing import TimeTaken
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Takeover:
+    """One attention module: its processor as found, and the one that replaces it."""
+
+    name: str
+    module: nn.Module
+    found: Any
+    replacement: Any
+    layer: ModuleAttention
+
+
+class DenoiserPlan:
+    """What `apply` will do to a denoiser; making it changes nothing.
+
+    Args:
+        component: the denoiser.
+        scope: what the user configured.
+        tracker: follows the pipeline's steps.
+        pipeline: the pipeline, or None for a bare model.
+        groups: the groups of this process where it is one of several ranks.
+
+    Raises:
+        UsageError: the model is attached already, under diffusers' context parallelism, or
+            scheduled by denoising steps that it does not tell; or ranks share its tokens, which
+            it has too few heads for.
+        NothingAppliedError: the model has attention modules, and none could be taken over.
+        UnsupportedBackendError: a requested backend cannot serve one of them.
+    """
+
+    def __init__(
+        self,
+        component: Component,
+        scope: SelectionScope,
+        tracker: StepTracker,
+        pipeline: Any = None,
+        groups: ParallelGroups | None = None,
+    ) -> None:
+        adapter = find_adapter(component.model)
+        self._component = component
+        self._known = adapter is not None
+        self._adapter = adapter or ModelAdapter(classes=())
+        self._scope, self._dropped = (scope, False) if adapter else without_sparse(scope)
+        self._failures: list[str] = []
+        self._installed = False
+        self._tracker = tracker
+        self._takeovers = tuple(self._plan())
+        if self._failures and not self._takeovers:
+            raise NothingAppliedError(
+                f"apply() must take over at least one attention module of "
+                f"{component.name} ({type(component.model).__name__}), it looked at "
+                f"{len(self._failures)}: {'; '.join(dict(Counter(self._failures)))}"
+            )
+        heads = [t.layer.num_heads for t in self._takeovers if is_split(t.layer.site.role)]
+        self._parallel = ParallelPlan(component, adapter, heads, groups, pipeline)
+        self._hooks = DenoiserHooks(
+            component.model,
+            self._adapter,
+            component.name,
+            tracker,
+            pipeline,
+            self._parallel.splitter,
+        )
+        self._refuse_steps()
+        self._gates = find_gates(component.model, dict(self._gated()))
+        projected = {t.name: t.layer.head_size for t in self._takeovers if t.layer.takes_projection}
+        self._projections = find_projections(component.model, projected)
+
+    @property
+    def layers(self) -> tuple[ModuleAttention, ...]:
+        """The layers, in the order of the model's modules."""
+        return tuple(takeover.layer for takeover in self._takeovers)
+
+    @property
+    def unsplit(self) -> str | None:
+        """Why all tokens stay on every rank although ranks share sequences, or None."""
+        return self._parallel.unsplit
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its tokens are split over ranks."""
+        return self._parallel.splitter is not None
+
+    def times(self) -> TimeTaken | None:
+        """Return what exchanges around the denoiser took, where there are several ranks."""
+        return self._parallel.times()
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader of the report should know."""
+        name, cls = self._component.name, type(self._component.model).__name__
+        if not self._known and self._takeovers:
+            dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
+            yield f"{name}: {cls} has no adapter, its latent grid is unknown{dense}"
+        if self._takeovers and not self._hooks.tells_steps:
+            yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
+        yield from self._parallel.notes()
+        if self._gates:
+            yield (
+                f"{name}: {len(self._gates)} layers weigh the coarse branch by the gates of the "
+                f"checkpoint"
+            )
+        if self._projections:
+            yield (
+                f"{name}: {len(self._projections)} layers project the linear branch as the "
+                f"checkpoint does"
+            )
+        for reason, count in Counter(self._failures).items():
+            yield f"{name}: {count} modules left alone, {reason}"
+        for takeover in self._takeovers if self._installed else ():
+            processor: object = takeover.module.processor
+            if processor is not takeover.replacement:
+                yield f"{name}: {takeover.name} got another processor after apply()"
+                continue
+            backend = getattr(takeover.replacement, "_attention_backend", None)
+            if backend is not takeover.layer:
+                yield f"{name}: {takeover.name} was handed to diffusers, its backend is {backend}"
+
+    def install(self, undo: ExitStack) -> None:
+        """Carry the plan out; `undo` takes the steps that take it back."""
+        model = self._component.model
+        for takeover in self._takeovers:
+            _register_like_stock(takeover)
+            takeover.module.processor = takeover.replacement
+            undo.callback(_restore, takeover)
+            if takeover.name in self._gates:
+                attach_gate(takeover.module, self._gates[takeover.name], undo)
+            if takeover.name in self._projections:
+                projection = self._projections[takeover.name]
+                attach_projection(takeover.module, projection, undo)
+                takeover.layer.project(projection)
+                undo.callback(takeover.layer.project, None)
+        if not self._takeovers:
+            return
+        self._installed = True
+        undo.callback(setattr, self, "_installed", False)
+        self._tracker.when_ended.append(self._end_request)
+        undo.callback(self._tracker.when_ended.remove, self._end_request)
+        undo.callback(self._hooks.end_context)
+        self._parallel.install_outside(undo)
+        before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
+        undo.callback(before.remove)
+        self._parallel.install(undo)
+        after = model.register_forward_hook(self._hooks.after, always_call=True)
+        undo.callback(after.remove)
+        # What a copy of an attached model has in place of `NamedCalls` is the class's own.
+        own = isinstance(vars(model).get("cache_context"), OwnCalls)
+        if hasattr(type(model), "cache_context") and (own or "cache_context" not in vars(model)):
+            vars(model)["cache_context"] = NamedCalls(model)
+            undo.callback(vars(model).pop, "cache_context", None)
+
+    def _end_request(self, request_id: str) -> None:
+        self._parallel.end_request()
+        for takeover in self._takeovers:
+            takeover.layer.end_request(request_id)
+
+    def _gated(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules whose processors can hand a gate to a layer that takes it."""
+        for takeover in self._takeovers:
+            cls = type(takeover.found)
+            known = _is_diffusers(cls) and cls.__name__ in self._adapter.gated
+            own_tokens = takeover.layer.site.role is AttentionRole.SELF
+            if known and own_tokens and takeover.layer.takes_gate:
+                yield takeover.name, takeover.module
+
+    def _refuse_steps(self) -> None:
+        if self._hooks.tells_steps:
+            return
+        for index, rule in enumerate(self._scope.rules):
+            if rule.steps is not None and any(rule.matches(x.layer.site) for x in self._takeovers):
+                raise UsageError(
+                    f"rules[{index}] must have no steps, got {rule.steps} for "
+                    f"{self._component.name}: calls of {type(self._component.model).__name__} "
+                    f"have no timestep, and there is no scheduler with a step_index; drop steps, "
+                    f"or name another component"
+                )
+
+    def _plan(self) -> Iterator[_Takeover]:
+        found = []
+        for path, module in self._component.model.named_modules():
+            processor = getattr(module, "processor", None)
+            if callable(processor):
+                name = path.replace("_orig_mod.", "")
+                self._check(name, processor)
+                found.append((name, module, processor, self._adapter.role_of(name, module)))
+        totals = Counter(role for *_, role in found)
+        indices: Counter[AttentionRole] = Counter()
+        for name, module, processor, role in found:
+            site = LayerSite(
+                name=name,
+                component=self._component.name,
+                role=role,
+                layer=indices[role],
+                num_layers=totals[role],
+            )
+            try:
+                takeover = self._take_over(site, module, processor)
+            except CannotPatchError as error:
+                self._failures.append(str(error))
+                continue
+            indices[role] += 1
+            yield takeover
+
+    def _take_over(self, site: LayerSite, module: nn.Module, processor: Any) -> _Takeover:
+        cls = type(processor)
+        stock = _is_diffusers(cls)
+        replacements = self._adapter.replacements.get(cls.__name__) if stock else None
+        derived = derive(cls, replacements)
+        geometry = attention_params(module)
+        if geometry is None:
+            raise CannotPatchError(f"{type(module).__name__} does not say its number of heads")
+        dtype = compute_dtype(module, self._component.model)
+        # A forward or a processor of the user's own may mean something else by its mask.
+        masks_padding = (
+            stock
+            and cls.__name__ in self._adapter.masks_padding
+            and _is_diffusers(type(self._component.model).forward)
+        )
+        layer = ModuleAttention(site, geometry, dtype, self._scope, masks_padding=masks_padding)
+        return _Takeover(
+            name=site.name,
+            module=module,
+            found=processor,
+            replacement=attach(processor, layer, derived),
+            layer=layer,
+        )
+
+    def _check(self, name: str, processor: Any) -> None:
+        if stock_class(processor) is not None:
+            raise UsageError(
+                f"target must not be attached twice, {self._component.name}.{name} already is; "
+                f"call remove() on its handle first"
+            )
+        if getattr(processor, "_parallel_config", None) is not None:
+            raise UsageError(
+                f"target must not use diffusers' context parallelism, {self._component.name}."
+                f"{name} does; apply() before, or without, enable_parallelism()"
+            )
+
+
+def _is_diffusers(code: Any) -> bool:
+    return str(code.__module__).startswith("diffusers.")
+
+
+def attention_params(module: nn.Module) -> AttentionParams | None:
+    """Read heads and sizes off an attention module of diffusers, or return None."""
+    heads = _whole(module, "heads", "num_heads")
+    queries = _whole(getattr(module, "to_q", None), "out_features")
+    width = _whole(module, "inner_dim") or queries
+    size = _whole(module, "head_dim", "dim_head") or (width // heads if heads and width else None)
+    if not heads or not size:
+        return None
+    keys = _whole(module, "inner_kv_dim") or _whole(getattr(module, "to_k", None), "out_features")
+    kv_heads = keys // size if keys and keys % size == 0 else heads
+    return AttentionParams(
+        num_heads=heads,
+        head_size=size,
+        num_kv_heads=kv_heads if heads % (kv_heads or heads + 1) == 0 else heads,
+    )
+
+
+def _whole(owner: object, *names: str) -> int | None:
+    values = (getattr(owner, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _restore(takeover: _Takeover) -> None:
+    # A processor set after apply() is the user's, and stays.
+    if takeover.module.processor is takeover.replacement:
+        takeover.module.processor = give_back(takeover.replacement)
+
+
+def _register_like_stock(takeover: _Takeover) -> None:
+    """Make the derived class known where diffusers' layer skipping looks the stock one up.
+
+    The registry is looked up by exact class, so an entry for a class of ours affects nothing else.
+    """
+    from diffusers.hooks._helpers import AttentionProcessorRegistry
+
+    stock = type(takeover.found)
+    try:
+        metadata = AttentionProcessorRegistry.get(stock)
+    except ValueError:
+        return
+    AttentionProcessorRegistry.register(type(takeover.replacement), metadata)

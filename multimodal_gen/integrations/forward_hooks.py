@@ -1,0 +1,196 @@
+"""Tells attention layers what they may know of each denoiser call, through `ForwardContext`.
+
+A forward pre-hook sets the context and a forward hook ends it, so it is there once per call. Both
+run outside of compiled graphs. torch calls no hook after a `KeyboardInterrupt`: what that leaves
+behind ends with the next call or with the hooks.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from multimodal_gen.integrations.guidance_branch import branch_name
+from multimodal_gen.integrations.hooks import untraced_hook
+from multimodal_gen.integrations.models import ModelAdapter, ModelCall
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.parallel.token_split import TokenSplitter
+from multimodal_gen.integrations.steps import Step, StepTracker
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    current_forward_context,
+    replace_forward_context,
+)
+
+_OPEN = "multimodal_gen.open_context"
+
+_BATCHED = "cond_uncond"
+
+# What the forward methods of diffusers call their timestep.
+_TIMESTEPS = ("timestep", "timesteps", "t", "timestep_ratio")
+
+
+class DenoiserHooks:
+    """The hooks of one denoiser.
+
+    Args:
+        model: the denoiser.
+        adapter: its family.
+        component: its name in the pipeline.
+        tracker: follows the pipeline's steps; the denoisers of a pipeline share one.
+        pipeline: the pipeline, or None for a bare model.
+        splitter: splits the tokens of a call over ranks, or None where they stay together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        adapter: ModelAdapter,
+        component: str,
+        tracker: StepTracker,
+        pipeline: Any = None,
+        splitter: TokenSplitter | None = None,
+    ) -> None:
+        self._adapter = adapter
+        self._component = component
+        self._tracker = tracker
+        self._pipeline = pipeline
+        self._splitter = splitter
+        self._config = getattr(model, "config", None)
+        self._names = [*inspect.signature(type(model).forward).parameters][1:]
+        self._timestep = next((name for name in _TIMESTEPS if name in self._names), None)
+        self._memo = WeakTensorKeyDictionary()
+        self.before = untraced_hook(self._before)
+        self.after = untraced_hook(self._after)
+
+    @property
+    def tells_steps(self) -> bool:
+        """Whether the denoising step of a call can be told."""
+        return self._timestep is not None or self._tracker.has_index
+
+    def end_context(self) -> None:
+        """End the context these hooks set in this thread, if it is there still.
+
+        With it end the contexts of calls inside of that call. Those around it stay.
+        """
+        if self._splitter is not None:
+            self._splitter.end()
+        context = current_forward_context()
+        while context is not None:
+            owner, context = context.cache.get(_OPEN, (None, None))
+            if owner is self:
+                replace_forward_context(context)
+                return
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the context; a forward pre-hook with keyword arguments."""
+        del module
+        self.end_context()
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
+        padding = self._adapter.padding(call)
+        step, timestep = self._locate(call, padding)
+        context = ForwardContext(
+            current_timestep=step.index,
+            timestep=timestep,
+            num_steps=step.num_steps,
+            latent_grid=self._adapter.grid(call),
+            text_span=self._adapter.text_span(call),
+            cfg_branch=self._branch(),
+            component=self._component,
+            request_id=step.request_id,
+        )
+        if padding is not None:
+            padding.store(context.cache)
+        if self._splitter is not None:
+            self._splitter.begin(call, context.text_span, context.cache)
+        context.cache[_OPEN] = self, current_forward_context()
+        replace_forward_context(context)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """End the context; a forward hook that is called after errors too."""
+        del module, args, output
+        self.end_context()
+
+    def _locate(self, call: ModelCall, padding: KeyPadding | None) -> tuple[Step, float | None]:
+        """Find the step and settle the padding, with one device synchronisation for both."""
+        value = call.arguments.get(self._timestep or "")
+        timestep = value if isinstance(value, torch.Tensor) else torch.tensor(float(value or 0))
+        # The tokens of an image to continue have timestep 0; the others have the step's.
+        facts = timestep.float().amax().reshape(1)
+        if padding is not None:
+            facts = torch.cat((facts, padding.facts().to(facts.device)))
+        number, *rest = facts.tolist()
+        if padding is not None:
+            padding.resolve(rest)
+        if value is None:
+            return self._tracker.locate_by_index(), None
+        scale = self._adapter.timestep_scale
+        step = self._tracker.locate(number, timestep.dtype, scale)
+        return step, number / scale
+
+    def _branch(self) -> str | None:
+        name = branch_name()
+        if name in ("cond", "uncond"):
+            return name
+        if name != _BATCHED and not self._adapter.batches_guidance:
+            return None
+        # Pipelines use the name for a batch of both branches without guidance, too.
+        guided = getattr(self._pipeline, "do_classifier_free_guidance", None)
+        if guided is None:
+            return "both" if name == _BATCHED else None
+        return "both" if guided else "cond"
+
+
+_END_OF_CALL = "maybe_free_model_hooks"
+
+
+class EndOfCall:
+    """Stands in for a pipeline's `maybe_free_model_hooks`.
+
+    A copy of the pipeline gets its class's own.
+    """
+
+    def __init__(self, pipeline: Any, ended: Callable[[], None]) -> None:
+        self._pipeline = pipeline
+        self._ended = ended
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Say that the call ended, and do what the pipeline does then."""
+        self._ended()
+        return getattr(type(self._pipeline), _END_OF_CALL)(self._pipeline, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # The copy of the pipeline is under construction and knows its copies by the memo.
+        return OwnEnd, (self._pipeline,)
+
+
+class OwnEnd:
+    """What `EndOfCall` copies to: the `maybe_free_model_hooks` of the pipeline's class."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the pipeline does at the end of a call."""
+        return getattr(type(self._pipeline), _END_OF_CALL)(self._pipeline, *args, **kwargs)
+
+
+def notice_end(pipeline: Any, ended: Callable[[], None], undo: ExitStack) -> None:
+    """Call `ended` at the end of every call of a pipeline that lets itself be noticed.
+
+    Args:
+        pipeline: the pipeline, or None.
+        ended: what to call.
+        undo: takes the step that takes it back.
+    """
+    own = getattr(type(pipeline), _END_OF_CALL, None)
+    # What somebody else put there stays; what a copy of an attached pipeline has is its class's.
+    if own is None or not isinstance(vars(pipeline).get(_END_OF_CALL), OwnEnd | None):
+        return
+    vars(pipeline)[_END_OF_CALL] = EndOfCall(pipeline, ended)
+    undo.callback(vars(pipeline).pop, _END_OF_CALL, None)

@@ -1,0 +1,106 @@
+"""Where in a denoiser's forward its tokens are split over ranks, and where they are gathered.
+
+Tensors are cut where modules outside of the transformer blocks hand them over, so that no hook is
+part of a block that is compiled on its own. Text stays whole: every rank has all of it, where the
+model puts it.
+
+A model without a plan of ours may have one for context parallelism in diffusers. Only the plan is
+used, none of diffusers' hooks. What can be followed is a plan that splits one kind of tokens and
+gathers them once; where text goes along with them, its order would be lost.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Cut", "SplitPlan", "own_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Tensors of which a rank keeps its tokens; tuples and lists of tensors are cut one by one.
+
+    Tensors with one entry on the axis are left alone: it holds for all tokens.
+
+    Attributes:
+        module: dotted name of the module, "" for the model; one part may be "*" for all of a list.
+        only_if: attribute of the module without which nothing is cut, or None.
+        argument: the argument to cut before the module runs, or None to cut what it returns.
+        index: which tensor of a tuple, or None for all of them.
+        dim: axis of the tokens.
+        dims: axes a tensor must have to be cut, or None for any number.
+        flat: the tokens lie on `dim` and all axes after it.
+        behind_text: text comes first on that axis.
+        may_end_early: tensors may have fewer tokens than the call: the last ones are missing.
+        is_count: it is no tensor but a number of leading tokens.
+    """
+
+    module: str
+    only_if: str | None = None
+    argument: str | None = None
+    index: int | None = None
+    dim: int = 1
+    dims: int | None = None
+    flat: bool = False
+    behind_text: bool = False
+    may_end_early: bool = False
+    is_count: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """How one model family is split.
+
+    Attributes:
+        tokens: number of tokens of a call (a `ModelCall`), or None when the call does not tell; no
+            function where the first tensor to be cut is to tell.
+        cuts: what is cut.
+        gather: module whose output [B, S, C] has all tokens again.
+    """
+
+    tokens: Callable[[Any], int | None] | None
+    cuts: tuple[Cut, ...]
+    gather: str = "proj_out"
+
+
+_TEXT = ("encoder_", "txt_")
+
+
+def own_plan(model: nn.Module) -> SplitPlan | str:
+    """Return the plan of a model's class, or why there is none that can be followed."""
+    entries: Any = getattr(model, "_cp_plan", None)
+    if not entries:
+        return "has no plan for it"
+    cuts: list[Cut] = []
+    gathers: list[str] = []
+    for module, entry in entries.items():
+        if isinstance(entry, Mapping):
+            cuts += _cuts(module, entry)
+        elif getattr(entry, "gather_dim", None) == 1:
+            gathers.append(module)
+        else:
+            return f"gathers {module} in a way that cannot be followed"
+    arguments = {cut.argument for cut in cuts if cut.argument is not None}
+    text = sorted(name for name in arguments if name.startswith(_TEXT))
+    if text:
+        return f"has a plan that splits text too ({', '.join(text)})"
+    if len(gathers) != 1:
+        return f"has a plan that gathers in {len(gathers)} places"
+    return SplitPlan(tokens=None, cuts=tuple(cuts), gather=gathers[0])
+
+
+def _cuts(module: str, entry: Mapping[Any, Any]) -> Iterator[Cut]:
+    for name, value in entry.items():
+        is_output = isinstance(name, int)
+        parts = [*value] if isinstance(value, (list, tuple)) else [value]
+        for i, part in enumerate(parts):
+            index = name if is_output else i if len(parts) > 1 else None
+            yield Cut(
+                module=module,
+                argument=None if is_output else name,
+                index=index,
+                dim=part.split_dim,
+                dims=part.expected_dims,
+            )

@@ -1,0 +1,341 @@
+"""An attention module of a stock model, and the layers that do its attention.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.integrations.parallel.token_split import TokenShare
+from multimodal_gen.runtime.distributed.timing import sum_of
+from multimodal_gen.runtime.layers.attention.layer import LocalAttention
+from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
+from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
+from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import SplitAttentionLayer
+from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import SplitCall
+
+
+class AttentionParams(NamedTuple):
+    """What a call must match to run on a layer built beforehand; a key `torch.compile` can trace.
+
+    Attributes:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads.
+        scale: factor on q k^T; None for `head_size ** -0.5`.
+        causal: bottom-right aligned causality.
+    """
+
+    num_heads: int
+    head_size: int
+    num_kv_heads: int
+    scale: float | None = None
+    causal: bool = False
+
+
+class StockAttention(LocalAttention, SplitAttentionLayer):
+    """`LocalAttention` that looks up what the denoiser call knows of its padding and its ranks.
+
+    It does so inside the opaque operator under `torch.compile`, so what it reads is never frozen
+    into a graph.
+
+    Attributes:
+        masks_padding: every mask of a call says which keys are padding and nothing else, so that
+            what is known of the padding may stand in for it.
+    """
+
+    masks_padding = False
+
+    def attend_fitting(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        mask_meta: VarlenMaskMeta | None = None,
+        *,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend as any layer does, to the valid keys alone where the padding is known."""
+        padding = self._padding(attn_mask, (key.shape[0], key.shape[1]), key.device)
+        if padding is not None and attn_mask is not None:
+            mask_meta = None
+            attn_mask = _mask_of(padding, like=attn_mask)
+            if padding.valid is not None and padding.valid < key.shape[1]:
+                # Rows of padded queries get an output that nothing reads: their keys stay cut off.
+                key, value = key[:, : padding.valid], value[:, : padding.valid]
+        return super().attend_fitting(query, key, value, attn_mask, mask_meta, gate=gate)
+
+    def attend_now(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend as `LocalAttention` does; a gate without a coarse branch has no effect.
+
+        That is how the stock model computes, and a backend may be forced on it at any time.
+        """
+        gate = gate if gate is not None and self.takes_gate else None
+        return super().attend_now(query, key, value, attn_mask, gate)
+
+    def attend_split(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        replicated: tuple[int, ...],
+        seq_lens: Sequence[int] | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend to the tokens of all ranks where the denoiser call splits them, else to these.
+
+        What all ranks have whole, such as text in cross-attention, is attended to on each.
+        """
+        del replicated, seq_lens
+        share = TokenShare.current()
+        rows = (query.shape[1], key.shape[1])
+        own_tokens = self.site.role is AttentionRole.SELF
+        if share is None or not own_tokens or rows != (share.joint_length, share.joint_length):
+            if share is not None and own_tokens and share.exact:
+                raise UsageError(
+                    f"{self.site.name} must attend to the {share.length} tokens of this rank, got "
+                    f"{rows[0]} queries and {rows[1]} keys; the plan of its model does not tell "
+                    f"what the others are, run it on one GPU"
+                )
+            return self.attend_now(query, key, value, attn_mask, gate)
+        gate = gate if gate is not None and self.takes_gate else None
+        keys = (key.shape[0], share.front + share.total + share.back)
+        padding = self._padding(attn_mask, keys, key.device)
+        dropped = 0
+        if padding is not None and padding.valid is not None:
+            # All that is masked is the end of the text: without it there is nothing to mask.
+            attn_mask, dropped = None, keys[1] - padding.valid
+            query, key, value = (x[:, : x.shape[1] - dropped] for x in (query, key, value))
+        text = (share.front, share.back - dropped, 0)
+        out = super().attend_split(query, key, value, attn_mask, text, share.lengths, gate)
+        return F.pad(out, (0, 0, 0, 0, 0, dropped)) if dropped else out
+
+    def whole_mask(self, call: SplitCall, mask: torch.Tensor) -> torch.Tensor:
+        """Return the mask of all keys of the sequence, without asking the ranks where it can."""
+        padding = self._padding(mask, (mask.shape[0], call.num_keys), mask.device)
+        if padding is None:
+            return super().whole_mask(call, mask)
+        return padding.keep() if mask.dim() == 2 else padding.keep_keys()
+
+    def _padding(
+        self, mask: torch.Tensor | None, keys: tuple[int, int], device: torch.device
+    ) -> KeyPadding | None:
+        """Return what is known of the padding of [B, Sk] keys, if `mask` tells nothing else."""
+        if mask is None or not self.masks_padding or not _masks_keys_alone(mask):
+            return None
+        return KeyPadding.current(self.site.role, keys, device)
+
+
+class ModuleAttention:
+    """The layers of one attention module: the one built for it, and one per unusual call.
+
+    Stock processors hand this object to the attention call as their `_attention_backend`.
+
+    Args:
+        site: where the module sits.
+        geometry: what its calls usually look like.
+        compute_dtype: dtype of its q, k and v.
+        scope: what the user configured.
+        also: what other calls may look like, as far as that is known.
+        masks_padding: see `StockAttention`.
+
+    Raises:
+        UnsupportedBackendError: the requested backend cannot serve the module.
+    """
+
+    def __init__(
+        self,
+        site: LayerSite,
+        geometry: AttentionParams,
+        compute_dtype: torch.dtype,
+        scope: SelectionScope,
+        also: tuple[AttentionParams, ...] = (),
+        *,
+        masks_padding: bool = False,
+    ) -> None:
+        self.site = site
+        self.num_heads = geometry.num_heads
+        self.head_size = geometry.head_size
+        self.num_kv_heads = geometry.num_kv_heads
+        self.scale = _scale(geometry.head_size, geometry.scale)
+        self.causal = geometry.causal
+        self._compute_dtype = compute_dtype
+        self._scope = scope
+        self._masks_padding = masks_padding
+        self._projection: nn.Linear | None = None
+        self.layer = self._build(geometry)
+        self.others: dict[AttentionParams, StockAttention] = {}
+        for other in also:
+            # Such a call may never come; one that does gets the error.
+            with suppress(UnsupportedBackendError):
+                self.others[_resolved(other)] = self._build(other)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of `query` over `key` and `value`.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, Dv].
+            attn_mask: as `LocalAttention.forward` takes it.
+            causal: top-left aligned causality, as PyTorch's attention defines it.
+            scale: factor on q k^T; None for `head_size ** -0.5`.
+            gate: [B, Sq, H, D] weight of the coarse branch, or None.
+
+        Returns:
+            [B, Sq, H, Dv].
+        """
+        if causal and query.shape[1] != key.shape[1]:
+            allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=key.device)
+            attn_mask = _intersect(allowed.tril()[None, None], attn_mask)
+            causal = False
+        usual = (
+            query.shape[2] == self.num_heads
+            and query.shape[3] == self.head_size
+            and key.shape[2] == self.num_kv_heads
+            and causal == self.causal
+            and _scale(query.shape[3], scale) == self.scale
+        )
+        layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
+        return layer.run_over_ranks(query, key, value, attn_mask, gate=gate)
+
+    @property
+    def takes_gate(self) -> bool:
+        """Whether a step of the schedule has a coarse branch that a gate weighs."""
+        return self.layer.takes_gate
+
+    @property
+    def takes_projection(self) -> bool:
+        """Whether a step of the schedule has a branch that a trained projection weighs."""
+        entries = self.layer.report().entries
+        return takes_projection(entry.selection.backend for entry in entries)
+
+    def end_request(self, request_id: str) -> None:
+        """Drop what is kept for a generation that is over."""
+        for layer in (self.layer, *self.others.values()):
+            layer.end_request(request_id)
+
+    def project(self, projection: nn.Linear | None) -> None:
+        """Set the projection of that branch, [D, D]; None for zero."""
+        for layer in (self.layer, *self.others.values()):
+            if layer.head_size == self.head_size:
+                set_projection(layer, projection)
+        self._projection = projection
+
+    def report(self) -> LayerReport:
+        """Return what ran, over all layers of the module."""
+        ran = [layer for layer in (self.layer, *self.others.values()) if layer.report().calls]
+        reports = [layer.report() for layer in ran or [self.layer]]
+        return replace(
+            reports[0],
+            entries=_merged(entry for report in reports for entry in report.entries),
+            detours=_merged(detour for report in reports for detour in report.detours),
+            times=sum_of(report.times for report in reports),
+        )
+
+    def _other(
+        self, query: torch.Tensor, key: torch.Tensor, *, causal: bool, scale: float | None
+    ) -> StockAttention:
+        geometry = AttentionParams(
+            num_heads=query.shape[2],
+            head_size=query.shape[3],
+            num_kv_heads=key.shape[2],
+            scale=_scale(query.shape[3], scale),
+            causal=causal,
+        )
+        if geometry not in self.others:
+            if torch.compiler.is_compiling():
+                raise UsageError(
+                    f"the attention calls of {self.site.name} must look as they did before "
+                    f"torch.compile, got {tuple(geometry)}; run one step before compiling"
+                )
+            self.others[geometry] = self._build(geometry)
+        return self.others[geometry]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _build(self, geometry: AttentionParams) -> StockAttention:
+        layer = StockAttention(
+            geometry.num_heads,
+            geometry.head_size,
+            geometry.num_kv_heads,
+            geometry.scale,
+            geometry.causal,
+            is_cross_attention=self.site.role is AttentionRole.CROSS,
+            compute_dtype=self._compute_dtype,
+            site=self.site,
+            scope=self._scope,
+        )
+        layer.masks_padding = self._masks_padding
+        if layer.head_size == self.head_size:
+            set_projection(layer, self._projection)
+        return layer
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of a model is a model of its own: it is not attached to anything.
+        return type(None), ()
+
+
+def _mask_of(padding: KeyPadding, like: torch.Tensor) -> torch.Tensor | None:
+    if padding.valid is not None:
+        return None
+    return padding.keep() if like.dim() == 2 else padding.keep_keys()
+
+
+def _masks_keys_alone(mask: torch.Tensor) -> bool:
+    """Whether a mask is the [B, Sk] of a `PairMask`, or one row for all queries."""
+    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[2] == 1)
+
+
+def _scale(head_size: int, scale: float | None) -> float:
+    return float(head_size**-0.5) if scale is None else scale
+
+
+def _resolved(geometry: AttentionParams) -> AttentionParams:
+    return geometry._replace(scale=_scale(geometry.head_size, geometry.scale))
+
+
+def _intersect(allowed: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is None:
+        return allowed
+    if mask.dtype is torch.bool:
+        return mask & allowed
+    return torch.where(allowed, mask, torch.finfo(mask.dtype).min)
+
+
+def _merged(entries: Iterable[ReportEntry]) -> tuple[ReportEntry, ...]:
+    """Return the entries, adding up the calls of those that say the same."""
+    calls: dict[ReportEntry, int] = {}
+    for entry in entries:
+        key = replace(entry, calls=0)
+        calls[key] = calls.get(key, 0) + entry.calls
+    return tuple(replace(entry, calls=count) for entry, count in calls.items())

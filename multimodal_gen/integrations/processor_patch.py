@@ -1,0 +1,442 @@
+"""Rebinds the attention call inside stock processor classes, leaving the rest of them as it is.
+
+A processor of diffusers projects, normalises and rotates q, k and v, then calls one attention
+function. A derived class keeps all of that: its methods are the stock ones on the same code, over
+a copy of their module's globals in which only that function is another one. Two spellings exist:
+
+- `dispatch_attention_fn(..., backend=self._attention_backend)` is a global to replace, in the
+  method and in functions of its module that it hands the backend to;
+- `F.scaled_dot_product_attention(...)` does not say whose call it is, so the method is compiled
+  from its source once more, with `self._attention_backend` as an additional first argument.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.module_attention import ModuleAttention
+from multimodal_gen.integrations.padding import PairMask
+from multimodal_gen.integrations.trained_layers import GatedValue
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+SDPA = "scaled_dot_product_attention"
+SDPA_HOOK = "_multimodal_gen_sdpa"
+LAYER = "_attention_backend"
+
+
+class CannotPatchError(Exception):
+    """A processor's attention call was not found, or cannot be replaced; the message says why."""
+
+
+def with_sdpa_hook(method: FunctionType, owner: str) -> CodeType:
+    """Compile a method from source with its attention calls given the processor's layer.
+
+    It is compiled inside a class named `owner`, by which Python spells its private names.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(method))
+    except OSError as error:
+        raise CannotPatchError(f"the source of {method.__qualname__} is not there") from error
+    tree = ast.parse(source)
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
+        raise CannotPatchError(f"{method.__qualname__} is not a plain method")
+    rewriter = _SdpaRewriter(definition.args.args[0].arg)
+    rewriter.visit(definition)
+    if not rewriter.count:
+        raise CannotPatchError(f"{method.__qualname__} does not call {SDPA} itself")
+    body = ast.parse(f"class {owner}: pass").body
+    assert isinstance(body[0], ast.ClassDef)
+    body[0].body, tree.body = [definition], body
+    ast.fix_missing_locations(tree)
+    ast.increment_lineno(tree, method.__code__.co_firstlineno - 1)
+    flags = method.__code__.co_flags & _future_flags()
+    module = compile(tree, method.__code__.co_filename, "exec", flags, dont_inherit=True)
+    return _code_inside(_code_inside(module, owner), method.__name__)
+
+
+def _code_inside(code: CodeType, name: str) -> CodeType:
+    return next(
+        const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name
+    )
+
+
+class _SdpaRewriter(ast.NodeTransformer):
+    """Turns `F.scaled_dot_product_attention(...)` into `hook(self._attention_backend, ...)`."""
+
+    def __init__(self, self_name: str) -> None:
+        self.self_name = self_name
+        self.count = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not (isinstance(node.func, ast.Attribute) and node.func.attr == SDPA):
+            return node
+        self.count += 1
+        owner = ast.Name(self.self_name, ast.Load())
+        layer = ast.Attribute(owner, LAYER, ast.Load())
+        node.func = ast.Name(SDPA_HOOK, ast.Load())
+        node.args.insert(0, layer)
+        return node
+
+
+def _future_flags() -> int:
+    import __future__
+
+    features = (getattr(__future__, name) for name in __future__.all_feature_names)
+    return sum({feature.compiler_flag for feature in features})
+
+
+_DISPATCH = "dispatch_attention_fn"
+_STOCK = "_multimodal_gen_stock"
+_REPLACED = "_multimodal_gen_replaced"
+_BEFORE = "_multimodal_gen_before"
+_OURS = frozenset({LAYER, _REPLACED, _BEFORE})
+
+
+def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
+    """Return a subclass of a processor class whose attention call takes an `ModuleAttention`.
+
+    Args:
+        stock: the processor's class.
+        replacements: further globals of its methods to replace, by name.
+
+    The same class comes back until a global that its methods use, or a method, is another object:
+    a helper patched later is honoured, and `torch.compile` has no new class to compile for.
+
+    Raises:
+        CannotPatchError: the class calls no attention function that can be replaced, or its
+            objects have no `__dict__`.
+    """
+    methods = dict(_attention_methods(stock))
+    if not methods:
+        raise CannotPatchError(f"{stock.__name__} calls neither {_DISPATCH} nor {SDPA}")
+    if not stock.__dictoffset__ or _slots(stock) - {LAYER}:
+        raise CannotPatchError(f"{stock.__name__} keeps its state in __slots__")
+    key = stock, tuple((replacements or {}).items())
+    used = _used(methods)
+    known = _DERIVED.get(key)
+    if known is None or not _same(known[0], used):
+        known = used, _derive(stock, methods, replacements or {})
+        _DERIVED[key] = known
+    return known[1]
+
+
+def stock_class(processor: object) -> type | None:
+    """Return the class that the class of `processor` was derived from, or None."""
+    stock: type | None = getattr(type(processor), _STOCK, None)
+    return stock
+
+
+def attach(processor: object, layer: ModuleAttention, derived: type) -> Any:
+    """Return a processor of the derived class with the state of `processor`, bound to `layer`."""
+    new: Any = object.__new__(derived)
+    new.__dict__.update(vars(processor))
+    new.__dict__[_REPLACED] = processor
+    new.__dict__[_BEFORE] = dict(vars(processor))
+    new.__dict__[LAYER] = layer
+    return new
+
+
+def give_back(replacement: Any) -> Any:
+    """Return the processor that `replacement` stands in for, with the state it has by now.
+
+    What was set on either of them since `attach` is kept; on the same name the replacement, which
+    is the one in use, has the last word.
+    """
+    found = vars(replacement)[_REPLACED]
+    state, before = vars(replacement), vars(replacement)[_BEFORE]
+    for name, value in state.items():
+        if name not in _OURS and (name not in before or before[name] is not value):
+            vars(found)[name] = value
+    for name in before.keys() - state.keys() - _OURS:
+        vars(found).pop(name, None)
+    return found
+
+
+# By processor class and replacements: what the derived class was made from, and the class. It
+# lives as long as the process, so that two pipelines share a class and what was compiled for it.
+_DERIVED: dict[Any, tuple[dict[str, Any], type]] = {}
+
+
+def _used(methods: Mapping[str, FunctionType]) -> dict[str, Any]:
+    """Return the methods and the globals they name; held, so that no identity is reused."""
+    used: dict[str, Any] = dict(methods)
+    for name, method in methods.items():
+        for used_name in set(_names(method.__code__)) & method.__globals__.keys():
+            used[f"{name}: {used_name}"] = method.__globals__[used_name]
+    return used
+
+
+def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return before.keys() == now.keys() and all(before[key] is now[key] for key in now)
+
+
+def _derive(
+    stock: type, methods: Mapping[str, FunctionType], replacements: Mapping[str, Any]
+) -> type:
+    namespace: dict[str, Any] = {
+        name: _rebind(method, replacements, _defining_class(stock, name))
+        for name, method in methods.items()
+    }
+    namespace.update(
+        {
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+            "__reduce_ex__": _reduce_to_stock,
+            "_attention_backend": None,
+            _STOCK: stock,
+        }
+    )
+    return type(stock.__name__, (stock,), namespace)
+
+
+def _attention_methods(stock: type) -> Iterator[tuple[str, FunctionType]]:
+    for name, method in inspect.getmembers(stock, inspect.isfunction):
+        if _mentions(method.__code__, SDPA) or _dispatch_names(method):
+            yield name, method
+
+
+def _dispatch_names(method: FunctionType) -> set[str]:
+    """Return the names under which a function's globals hold diffusers' dispatch function."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    names = set(_names(method.__code__))
+    return {name for name in names if method.__globals__.get(name) is dispatch_attention_fn}
+
+
+def _slots(stock: type) -> set[str]:
+    members = (vars(cls).items() for cls in stock.__mro__)
+    return {name for found in members for name, v in found if inspect.ismemberdescriptor(v)}
+
+
+def _defining_class(stock: type, name: str) -> str:
+    return next(cls.__name__ for cls in stock.__mro__ if name in vars(cls))
+
+
+def _rebind(method: FunctionType, replacements: Mapping[str, Any], owner: str) -> FunctionType:
+    _require_plain(method)
+    code = method.__code__
+    replaced = {**_dispatch_replaced(method), **_helpers(method), **replacements}
+    if _mentions(code, SDPA):
+        code = with_sdpa_hook(method, owner)
+        replaced[SDPA_HOOK] = sdpa
+    return _with_globals(method, code, replaced)
+
+
+def _helpers(method: FunctionType) -> dict[str, FunctionType]:
+    """Return the functions to which a method leaves calls of the dispatch function, rebound."""
+    named = {name: method.__globals__.get(name) for name in _names(method.__code__)}
+    helpers = {
+        name: function
+        for name, function in named.items()
+        if isinstance(function, FunctionType)
+        and function.__module__ == method.__module__
+        and _dispatch_names(function)
+    }
+    for function in helpers.values():
+        _require_plain(function)
+    return {
+        name: _with_globals(function, function.__code__, _dispatch_replaced(function))
+        for name, function in helpers.items()
+    }
+
+
+def _dispatch_replaced(function: FunctionType) -> dict[str, Any]:
+    return dict.fromkeys(_dispatch_names(function), dispatch)
+
+
+def _require_plain(function: FunctionType) -> None:
+    if hasattr(function, "__wrapped__") or function.__code__.co_freevars:
+        raise CannotPatchError(f"{function.__qualname__} is decorated or a closure")
+
+
+def _with_globals(
+    method: FunctionType, code: CodeType, replaced: Mapping[str, Any]
+) -> FunctionType:
+    """Return a function like `method` on `code`, over its globals with some of them replaced."""
+    # Dynamo looks globals up in the module called `__name__`, which would be the stock one, with
+    # the stock attention call. `__package__` stays: it is what relative imports go by.
+    scope = {key: value for key, value in method.__globals__.items() if key != "__name__"}
+    scope.update(replaced)
+    new = FunctionType(code, scope, method.__name__, method.__defaults__)
+    new.__kwdefaults__ = method.__kwdefaults__
+    new.__annotations__ = dict(method.__annotations__)
+    new.__qualname__ = method.__qualname__
+    new.__module__ = method.__module__
+    new.__doc__ = method.__doc__
+    return new
+
+
+def dispatch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: "torch.Tensor | GatedValue",
+    attn_mask: "torch.Tensor | PairMask | None" = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    attention_kwargs: dict[str, Any] | None = None,
+    *,
+    backend: Any = None,
+    parallel_config: Any = None,
+) -> torch.Tensor:
+    """Stand in for diffusers' `dispatch_attention_fn`, whose arguments and [B, S, H, D] it has.
+
+    A `backend` that is not ours was set by diffusers' own `set_attention_backend` after `apply`:
+    the later word counts, so the call goes to diffusers.
+
+    Raises:
+        UsageError: the call asks for something the layers do not do.
+    """
+    gate = value.gate if isinstance(value, GatedValue) else None
+    value = value.value if isinstance(value, GatedValue) else value
+    if not isinstance(backend, ModuleAttention):
+        mask = attn_mask.dense() if isinstance(attn_mask, PairMask) else attn_mask
+        return _stock_dispatch()(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            attention_kwargs=attention_kwargs,
+            backend=backend,
+            parallel_config=parallel_config,
+        )
+    _refuse_dropout(backend, dropout_p)
+    if parallel_config is not None:
+        raise UsageError(
+            f"context parallelism of diffusers must be off under apply(), got {parallel_config} "
+            f"in {backend.site.name}; remove() the handle, or do not enable parallelism"
+        )
+    if attention_kwargs:
+        raise UsageError(
+            f"attention_kwargs must be empty, got {sorted(attention_kwargs)} in "
+            f"{backend.site.name}: they belong to one of diffusers' own backends"
+        )
+    if isinstance(attn_mask, PairMask):
+        attn_mask = attn_mask.keep
+    elif attn_mask is not None and attn_mask.dim() == 2:
+        # [B, Sk] to diffusers, which masks keys alone; to the layers it masks queries too.
+        attn_mask = _over_keys(attn_mask)
+    return backend.attend(query, key, value, attn_mask, causal=is_causal, scale=scale, gate=gate)
+
+
+def _over_keys(mask: torch.Tensor) -> torch.Tensor:
+    """Return [B, Sk] as [B, 1, 1, Sk], for all layers of a denoiser call as the same tensor.
+
+    The layers know a mask they have packed by its identity.
+    """
+    context = None if torch.compiler.is_compiling() else current_forward_context()
+    if context is None:
+        return mask[:, None, None, :]
+    # The mask is kept beside its view, so that its id is not reused within the call.
+    _, view = context.cache.setdefault(
+        ("multimodal_gen.over_keys", id(mask)), (mask, mask[:, None, None, :])
+    )
+    same: torch.Tensor = view
+    return same
+
+
+def sdpa(
+    backend: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stand in for PyTorch's `scaled_dot_product_attention` in a processor's method.
+
+    Args:
+        backend: the processor's `_attention_backend`.
+        query: [B, H, Sq, D], or [B, Sq, D].
+        key: [B, Hkv, Sk, D], or [B, Sk, D].
+        value: as `key`.
+        attn_mask: broadcastable to [B, H, Sq, Sk].
+        dropout_p: must be 0.
+        is_causal: top-left aligned causality.
+        scale: factor on q k^T.
+        enable_gqa: whether Hkv may be smaller than H.
+
+    Returns:
+        The shape of `query`.
+
+    Raises:
+        UsageError: the call asks for something the layers do not do.
+    """
+    if not isinstance(backend, ModuleAttention):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    _refuse_dropout(backend, dropout_p)
+    if query.dim() == 3:
+        mask = None if attn_mask is None else attn_mask[..., None, :, :]
+        out = sdpa(
+            backend, query[:, None], key[:, None], value[:, None], mask, 0.0, is_causal, scale
+        )
+        return out[:, 0]
+    if attn_mask is not None and attn_mask.dim() < 4:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    out = backend.attend(query, key, value, attn_mask, causal=is_causal, scale=scale)
+    return out.transpose(1, 2)
+
+
+def _refuse_dropout(backend: ModuleAttention, dropout_p: float) -> None:
+    if dropout_p:
+        raise UsageError(
+            f"dropout_p must be 0.0 under apply(), got {dropout_p} in {backend.site.name}; "
+            f"attention kernels apply no dropout, call the model's eval()"
+        )
+
+
+def _stock_dispatch() -> Callable[..., torch.Tensor]:
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    function: Callable[..., torch.Tensor] = dispatch_attention_fn
+    return function
+
+
+def _reduce_to_stock(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Copy or pickle a derived processor as a stock one: copies of a model are not attached."""
+    del protocol
+    state = dict(vars(self))
+    replaced = state.pop(_REPLACED)
+    del state[_BEFORE]
+    if isinstance(state["_attention_backend"], ModuleAttention):
+        del state["_attention_backend"]
+        if "_attention_backend" in vars(replaced):
+            state["_attention_backend"] = vars(replaced)["_attention_backend"]
+    return _stock_processor, (stock_class(self), state)
+
+
+def _stock_processor(stock: type, state: dict[str, Any]) -> Any:
+    processor: Any = object.__new__(stock)
+    processor.__dict__.update(state)
+    return processor
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    return name in set(_names(code))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)

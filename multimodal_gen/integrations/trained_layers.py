@@ -1,0 +1,274 @@
+"""Trained layers of sparse methods, which diffusers drops when it loads a checkpoint.
+
+They are read again from the files the model came from, and live on the attention modules as long
+as the model is attached. Video Sparse Attention has a linear layer `to_gate_compress` per block,
+from the input of its self-attention to a weight per token and channel. Sparse-Linear Attention has
+a linear layer `proj_l` per self-attention, from the channels of a head to themselves; where it
+hangs depends on who trained it: on the attention module or on parts of it (`attn1.proj_l`,
+`attn1.attn_impl.proj_l`, `attn1.local_attn.proj_l`, `attn1.attn_op.local_attn.proj_l`), which may
+carry the name of the original Wan (`self_attn`).
+
+Shapes: B batch, S tokens, H heads, D head size.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.components import compute_dtype
+
+__all__ = [
+    "GATE",
+    "PROJECTION",
+    "GatedValue",
+    "StoredLayers",
+    "attach_child",
+    "attach_gate",
+    "attach_projection",
+    "find_gates",
+    "find_projections",
+    "model_folder",
+    "offload_hook",
+    "stored_layers",
+    "wan_projections",
+]
+
+
+class StoredLayers:
+    """The linear layers of one name in a folder of safetensors files.
+
+    Args:
+        files: the file of every parameter, by its key.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    def __contains__(self, prefix: object) -> bool:
+        return f"{prefix}.weight" in self._files
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Return what the keys of each layer begin with."""
+        return tuple(k.removesuffix(".weight") for k in self._files if k.endswith(".weight"))
+
+    def file(self, prefix: str) -> Path:
+        """Return the file of a layer's weight."""
+        return self._files[f"{prefix}.weight"]
+
+    def read(self, prefix: str, dtype: torch.dtype) -> nn.Linear:
+        """Return a layer, on the CPU and without gradients.
+
+        Args:
+            prefix: what its keys begin with.
+            dtype: dtype of the result.
+        """
+        from safetensors import safe_open
+
+        tensors = {}
+        for part in ("weight", "bias"):
+            key = f"{prefix}.{part}"
+            if key in self._files:
+                with safe_open(self._files[key], framework="pt") as file:
+                    tensors[part] = file.get_tensor(key).to(dtype)
+        inputs, outputs = tensors["weight"].shape[1], tensors["weight"].shape[0]
+        layer = nn.Linear(inputs, outputs, bias="bias" in tensors, device="meta")
+        layer.load_state_dict(tensors, assign=True)
+        return layer.requires_grad_(False)
+
+
+def stored_layers(folder: Path, name: str) -> StoredLayers:
+    """Find the layers called `name`; only the heads of the files are read."""
+    from safetensors import safe_open
+
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                if f".{key.rpartition('.')[0]}".endswith(f".{name}"):
+                    found.setdefault(key, path)
+    return StoredLayers(found)
+
+
+def model_folder(model: nn.Module) -> Path | None:
+    """Return the folder of this machine that a model of diffusers was loaded from, or None."""
+    config = getattr(model, "config", None)
+    name = config.get("_name_or_path") if isinstance(config, Mapping) else None
+    if not isinstance(name, str) or not name:
+        return None
+    folder = Path(name)
+    return folder if folder.is_dir() else None
+
+
+def offload_hook(module: nn.Module) -> Any:
+    """Return the hook by which accelerate offloads the layers of `module`, or None."""
+    return next((h for m in module.children() if (h := getattr(m, "_hf_hook", None))), None)
+
+
+def attach_child(module: nn.Module, name: str, child: nn.Module, undo: ExitStack) -> None:
+    """Make `child` part of `module`, on its device; `undo` takes the way back."""
+    hook = offload_hook(module)
+    if hook is not None:
+        from accelerate import cpu_offload
+
+        cpu_offload(child, execution_device=hook.execution_device)
+    else:
+        child.to(next(module.parameters()).device)
+    module.add_module(name, child)
+    undo.callback(delattr, module, name)
+
+
+GATE = "to_gate_compress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedValue:
+    """A value with the gate of its tokens; it offers only what processors do to a value.
+
+    Attributes:
+        value: [B, S, H * D], then [B, S, H, D].
+        gate: the same shape.
+    """
+
+    value: torch.Tensor
+    gate: torch.Tensor
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "GatedValue":
+        """Return both with the heads split off."""
+        value, gate = (x.unflatten(dim, sizes) for x in (self.value, self.gate))  # type: ignore[no-untyped-call]
+        return GatedValue(value=value, gate=gate)
+
+
+def wan_projections(
+    attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, "torch.Tensor | GatedValue"]:
+    """Stand in for the projections of Wan's processor: the value takes its gate along, if any."""
+    from diffusers.models.transformers.transformer_wan import _get_qkv_projections
+
+    query, key, value = _get_qkv_projections(attn, hidden_states, encoder_hidden_states)
+    project = getattr(attn, GATE, None)
+    if project is None:
+        return query, key, value
+    return query, key, GatedValue(value=value, gate=project(hidden_states))
+
+
+def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Linear]:
+    """Read the gates of attention modules from the files that a model was loaded from.
+
+    Args:
+        model: a model of diffusers.
+        modules: its attention modules, by dotted name.
+
+    Returns:
+        The gates by the name of their attention module; empty where the model comes from no
+        folder of this machine, or its files hold no gates.
+
+    Raises:
+        UsageError: a gate does not fit its module.
+    """
+    folder = model_folder(model)
+    if folder is None or not modules:
+        return {}
+    stored = stored_layers(folder, GATE)
+    gates = {}
+    for name, module in modules.items():
+        # In the block, as the method's own models have it, or beside the other projections.
+        owners = (name, name.rpartition(".")[0])
+        prefix = next((f"{o}.{GATE}" for o in owners if f"{o}.{GATE}" in stored), None)
+        if prefix is not None:
+            gates[name] = _read_gate(prefix, stored, module, compute_dtype(module, model))
+    return gates
+
+
+def attach_gate(module: nn.Module, gate: nn.Linear, undo: ExitStack) -> None:
+    """Make `gate` part of an attention module, on its device; `undo` takes the way back."""
+    attach_child(module, GATE, gate, undo)
+
+
+def _read_gate(
+    prefix: str, stored: StoredLayers, module: nn.Module, dtype: torch.dtype
+) -> nn.Linear:
+    gate = stored.read(prefix, dtype)
+    reference = getattr(module, "to_q", None)
+    wanted = (getattr(reference, "out_features", None), getattr(reference, "in_features", None))
+    if tuple(gate.weight.shape) != wanted:
+        raise UsageError(
+            f"{prefix}.weight in {stored.file(prefix)} must be {list(wanted)}, as the query's "
+            f"projection, got {list(gate.weight.shape)}; the file belongs to another model"
+        )
+    return gate
+
+
+PROJECTION = "proj_l"
+
+# What other code calls the self-attention of a block.
+_ALIASES = ("self_attn",)
+
+
+def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn.Linear]:
+    """Read the projections of attention modules from the files that a model was loaded from.
+
+    Args:
+        model: a model of diffusers.
+        sizes: channels per head of its attention modules, by dotted name.
+
+    Returns:
+        The projections that are not zero, in fp32, by the name of their attention module; empty
+        where the model comes from no folder of this machine, or its files hold none.
+
+    Raises:
+        UsageError: a projection does not fit its module.
+    """
+    folder = model_folder(model)
+    if folder is None or not sizes:
+        return {}
+    stored = stored_layers(folder, PROJECTION)
+    found: dict[str, nn.Linear] = {}
+    for prefix in stored.prefixes():
+        name = _owner(prefix, sizes)
+        if name is None:
+            continue
+        projection = _read_projection(prefix, stored, sizes[name])
+        # Zero is what training starts from: then there is nothing to add.
+        if any(bool(p.any()) for p in projection.parameters()):
+            found[name] = projection
+    return found
+
+
+def attach_projection(module: nn.Module, projection: nn.Linear, undo: ExitStack) -> None:
+    """Make `projection` part of an attention module, on its device; `undo` takes the way back.
+
+    Where accelerate offloads layer by layer it stays on the GPU instead: it is small, and its
+    weights are used without a call that would fetch them.
+    """
+    hook = offload_hook(module)
+    if hook is None:
+        attach_child(module, PROJECTION, projection, undo)
+    else:
+        projection.to(hook.execution_device)
+
+
+def _owner(prefix: str, names: Iterable[str]) -> str | None:
+    """Return the attention module that a stored projection belongs to, or None."""
+    for name in names:
+        block = name.rpartition(".")[0]
+        owners = (name, *(f"{block}.{alias}" for alias in _ALIASES))
+        if any(prefix.startswith(f"{owner}.") for owner in owners):
+            return name
+    return None
+
+
+def _read_projection(prefix: str, stored: StoredLayers, head_size: int) -> nn.Linear:
+    projection = stored.read(prefix, torch.float32)
+    if tuple(projection.weight.shape) != (head_size, head_size):
+        raise UsageError(
+            f"{prefix}.weight in {stored.file(prefix)} must be {[head_size, head_size]}, channels "
+            f"of a head to channels of a head, got {list(projection.weight.shape)}; the file "
+            f"belongs to another model"
+        )
+    return projection

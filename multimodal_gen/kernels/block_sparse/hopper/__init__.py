@@ -1,1 +1,0 @@
-"""The Gluon provider: SM90, warp-specialised, TMA and asynchronous tensor cores."""

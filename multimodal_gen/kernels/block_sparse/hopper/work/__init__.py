@@ -1,1 +1,0 @@
-"""What a program of the SM90 kernel works on."""

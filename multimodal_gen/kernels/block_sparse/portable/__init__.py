@@ -1,1 +1,0 @@
-"""The Triton provider: SM80 and later, ROCm, and Triton's interpreter."""

@@ -1,1 +1,0 @@
-"""Lists of what the SM90 kernel loads."""

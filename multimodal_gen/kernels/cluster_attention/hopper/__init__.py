@@ -1,1 +1,0 @@
-"""Attention of clusters to clusters on SM90."""

@@ -1,1 +1,0 @@
-"""The SM90 kernel, in Gluon."""

@@ -1,1 +1,0 @@
-"""Work and loads of the SM90 kernel."""

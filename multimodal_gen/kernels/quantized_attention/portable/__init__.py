@@ -1,1 +1,0 @@
-"""The kernel for every GPU since SM80, in Triton."""

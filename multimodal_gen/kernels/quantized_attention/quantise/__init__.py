@@ -1,1 +1,0 @@
-"""The pass that makes 8-bit queries, keys and values."""

@@ -1,0 +1,364 @@
+"""Quantises queries, keys and values in one pass over them, into slots; see `slots`.
+
+Queries: rotated, then int8, x = round(127 q / max|q|) of every row. Keys: the mean over the
+sequence is subtracted, rotated, then int8, one scale for a tile of keys. Values: e4m3, transposed
+to [D, keys], one scale for a tile of keys; or, for 16-bit products, copied into slots.
+
+The rotation is a product with 1 and -1, which 16 bits hold, on the tensor cores: exact but for the
+order of its fp32 sums. Keys and mean are rotated one by one, as their difference would not fit into
+16 bits; its factor 1 / sqrt(n) goes into the scales.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, rotation
+from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
+
+MEAN_CHUNKS = 64
+MEAN_ROWS = 64
+Q_ROWS = 64
+
+
+@triton.jit
+def _rows(
+    slot, b, h, start_ptr, length_ptr, start_b, start_h, length_b, length_h, size, slots, total,
+    num, STARTS: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of slots, which all belong to one block, and which of them are real."""
+    block = tl.minimum(tl.min(slot, 0) // slots, num - 1)
+    inside = slot - block * slots
+    start = block * size
+    if STARTS:
+        start = tl.load(start_ptr + b * start_b + h * start_h + block)
+    length = tl.minimum(total - start, size)
+    if LENGTHS:
+        length = tl.load(length_ptr + b * length_b + h * length_h + block)
+    real = inside < length
+    return tl.where(real, start + inside, 0).to(tl.int64), real
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads",
+        "tiles",
+        "size",
+        "slots",
+        "total",
+        "num",
+        "s_b",
+        "s_h",
+        "l_b",
+        "l_h",
+    ]
+)
+def _mean_kernel(
+    k_ptr, sum_ptr, start_ptr, length_ptr, k_b, k_s, k_h, k_d, s_b, s_h, l_b, l_h,
+    heads, tiles, size, slots, total, num,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STARTS: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Grid [chunks, B * Hkv]: sums over the rows of every chunk-th tile, [B * Hkv, chunks, D]."""
+    head = tl.program_id(1)
+    b = (head // heads).to(tl.int64)
+    h = head % heads
+    d = tl.arange(0, DP)
+    k_ptr += b * k_b + h * k_h
+    sums = tl.zeros([ROWS, DP], tl.float32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, real = _rows(
+            tile * ROWS + tl.arange(0, ROWS), b, h, start_ptr, length_ptr, s_b, s_h, l_b, l_h,
+            size, slots, total, num, STARTS, LENGTHS,
+        )  # fmt: skip
+        mask = real[:, None] & (d < D)[None, :]
+        ptrs = k_ptr + row[:, None] * k_s + d[None, :] * k_d
+        sums += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    out = sum_ptr + (head * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * D + d
+    tl.store(out, tl.sum(sums, 0), mask=d < D)
+
+
+@triton.jit
+def _int8(x):
+    """Round half up."""
+    return tl.floor(x + 0.5).to(tl.int8)
+
+
+@triton.jit
+def to_e4m3(x, UPCAST: tl.constexpr):
+    """Round to e4m3. The interpreter's own cast truncates, so there x is rounded first."""
+    if UPCAST:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        tiny = tl.floor(x * 512.0 + 0.5) / 512.0
+        x = tl.where(tl.abs(x) < 0.015625, tiny, bits.to(tl.float32, bitcast=True))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _rotate(x, matrix, UPCAST: tl.constexpr):
+    """Return the product of 16-bit x [rows, DP] and the matrix [DP, DP], fp32."""
+    if UPCAST:
+        return tl.dot(x.to(tl.float32), matrix.to(tl.float32), input_precision="ieee")
+    return tl.dot(x, matrix)
+
+
+@triton.jit
+def _tile_of_keys(
+    ptr, row, real, stride_s, stride_d, mean_ptr, matrix, place, out_ptr, scale_ptr, factor,
+    D: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Quantise a tile of keys; the mean [DP] is rotated already."""
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
+    x = _rotate(x, matrix, UPCAST) - tl.load(mean_ptr + d)[None, :]
+    x = tl.where(real[:, None], x, 0.0)
+    most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-20)
+    tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)))
+    tl.store(scale_ptr, most * (factor / 127.0))
+
+
+@triton.jit
+def _tile_of_values(
+    ptr, row, real, stride_s, stride_d, slot, slots, out_ptr, scale_ptr,
+    D: tl.constexpr, DP: tl.constexpr, COPY: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Quantise and transpose a tile of values, or copy it."""
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
+    if COPY:
+        tl.store(out_ptr + slot.to(tl.int64)[:, None] * DP + d[None, :], x)
+    else:
+        x = x.to(tl.float32)
+        most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-12)
+        x = to_e4m3(x * (448.0 / most), UPCAST)
+        tl.store(out_ptr + d.to(tl.int64)[:, None] * slots + slot[None, :], tl.trans(x))
+        tl.store(scale_ptr, most / 448.0)
+
+
+@triton.jit
+def _tile_of_queries(
+    ptr, row, real, stride_s, stride_d, mean_ptr, matrix, place, out_ptr, scale_ptr, shift_ptr,
+    scale, factor, D: tl.constexpr, DP: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Quantise a tile of queries; the mean [DP] of their keys is rotated already."""
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
+    x = _rotate(x, matrix, UPCAST)
+    most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
+    tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)[:, None]))
+    tl.store(scale_ptr + place, most * (factor * scale * (1.4426950408889634 / 127.0)))
+    if SHIFT:
+        mean = tl.load(mean_ptr + d)
+        tl.store(shift_ptr + place, factor * factor * scale * tl.sum(x * mean[None, :], 1))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "kv_heads", "batch", "q_tiles", "kv_tiles", "q_size", "q_slots", "q_total",
+        "q_num", "kv_size", "kv_slots", "kv_total", "kv_num",
+        "qs_b", "qs_h", "ql_b", "ql_h", "ks_b", "ks_h", "kl_b", "kl_h",
+    ]
+)  # fmt: skip
+def _quantise_kernel(
+    q_ptr, k_ptr, v_ptr, mean_ptr, matrix_ptr,
+    q8_ptr, q_scale_ptr, shift_ptr, k8_ptr, k_scale_ptr, v8_ptr, v_scale_ptr,
+    q_start_ptr, q_length_ptr, kv_start_ptr, kv_length_ptr,
+    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
+    qs_b, qs_h, ql_b, ql_h, ks_b, ks_h, kl_b, kl_h,
+    batch, heads, kv_heads, q_tiles, kv_tiles,
+    q_size, q_slots, q_total, q_num, kv_size, kv_slots, kv_total, kv_num,
+    scale, factor,
+    Q_ROWS: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
+    KV_STARTS: tl.constexpr, KV_LENGTHS: tl.constexpr,
+    SHIFT: tl.constexpr, E4M3: tl.constexpr, PERMUTED: tl.constexpr, COPY: tl.constexpr,
+    STEPS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: groups of STEPS tiles of one head; those of keys and values first, then of queries."""
+    pid = tl.program_id(0)
+    kv_groups, q_groups = tl.cdiv(kv_tiles, STEPS), tl.cdiv(q_tiles, STEPS)
+    kv_programs = batch * kv_heads * kv_groups
+    d = tl.arange(0, DP)
+    # Every program reads it: it stays in the cache nearest to the cores.
+    matrix = tl.load(matrix_ptr + d[:, None] * DP + d[None, :], eviction_policy="evict_last")
+    if pid < kv_programs:
+        group = pid % kv_groups
+        h = pid // kv_groups % kv_heads
+        b = (pid // kv_groups // kv_heads).to(tl.int64)
+        head = b * kv_heads + h
+        for step in range(STEPS):
+            # The last group may do the last tile again.
+            tile = tl.minimum(group * STEPS + step, kv_tiles - 1)
+            slot = tile * BN + tl.arange(0, BN)
+            row, real = _rows(
+                slot, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h, kv_size, kv_slots,
+                kv_total, kv_num, KV_STARTS, KV_LENGTHS,
+            )  # fmt: skip
+            _tile_of_keys(
+                k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, mean_ptr + head * DP, matrix,
+                head * kv_tiles * BN + slot, k8_ptr, k_scale_ptr + head * kv_tiles + tile, factor,
+                D, DP, UPCAST,
+            )  # fmt: skip
+            if E4M3 or COPY:
+                key = tl.arange(0, BN)
+                if PERMUTED:
+                    # Positions 4t to 4t + 3 of 16 hold the keys 2t, 2t + 1, 2t + 8 and 2t + 9.
+                    key = key // 16 * 16 + key % 16 // 4 * 2 + key % 2 + key % 4 // 2 * 8
+                row, real = _rows(
+                    tile * BN + key, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h,
+                    kv_size, kv_slots, kv_total, kv_num, KV_STARTS, KV_LENGTHS,
+                )  # fmt: skip
+                _tile_of_values(
+                    v_ptr + b * v_b + h * v_h, row, real, v_s, v_d, slot, kv_tiles * BN,
+                    v8_ptr + head * DP * (kv_tiles * BN), v_scale_ptr + head * kv_tiles + tile,
+                    D, DP, COPY, UPCAST,
+                )  # fmt: skip
+    else:
+        pid -= kv_programs
+        group = pid % q_groups
+        h = pid // q_groups % heads
+        b = (pid // q_groups // heads).to(tl.int64)
+        head = b * heads + h
+        kv_head = b * kv_heads + h // (heads // kv_heads)
+        for step in range(STEPS):
+            tile = tl.minimum(group * STEPS + step, q_tiles - 1)
+            slot = tile * Q_ROWS + tl.arange(0, Q_ROWS)
+            row, real = _rows(
+                slot, b, h, q_start_ptr, q_length_ptr, qs_b, qs_h, ql_b, ql_h, q_size, q_slots,
+                q_total, q_num, Q_STARTS, Q_LENGTHS,
+            )  # fmt: skip
+            _tile_of_queries(
+                q_ptr + b * q_b + h * q_h, row, real, q_s, q_d, mean_ptr + kv_head * DP, matrix,
+                head * q_tiles * Q_ROWS + slot, q8_ptr, q_scale_ptr, shift_ptr, scale, factor,
+                D, DP, SHIFT, UPCAST,
+            )  # fmt: skip
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU in this process."""
+    return not isinstance(_quantise_kernel, triton.runtime.JITFunction)
+
+
+_launch_mean, _launch_quantise = Launcher(_mean_kernel), Launcher(_quantise_kernel)
+
+
+def key_mean(k: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Return the mean of the keys that lie in blocks: fp32 [B, Hkv, D].
+
+    Args:
+        k: [B, Sk, Hkv, D], any strides.
+        slots: slots of the keys, in tiles of a multiple of 64.
+    """
+    batch, _, heads, head_size = k.shape
+    tiles = slots.total // MEAN_ROWS
+    chunks = min(MEAN_CHUNKS, tiles)
+    sums = torch.empty((batch, heads, chunks, head_size), dtype=torch.float32, device=k.device)
+    bounds, strides = _bounds(slots.blocks, batch, heads, sums)
+    blocks = slots.blocks
+    _launch_mean(
+        (chunks, batch * heads),
+        k, sums, *bounds, *k.stride(), *strides,
+        heads, tiles, blocks.size, slots.size, blocks.total, blocks.num,
+        ROWS=MEAN_ROWS, D=head_size, DP=64 if head_size <= 64 else 128,
+        STARTS=blocks.starts is not None, LENGTHS=blocks.lengths is not None, num_warps=4,
+    )  # fmt: skip
+    if blocks.lengths is None:
+        return sums.sum(2) / blocks.total
+    return sums.sum(2) / blocks.lengths.sum(-1, keepdim=True).clamp_min(1)
+
+
+def quantise(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_slots: Slots,
+    kv_slots: Slots,
+    *,
+    scale: float,
+    mean: torch.Tensor,
+    shift: bool,
+    e4m3: bool,
+    permuted: bool,
+    copied: torch.dtype | None = None,
+) -> Packed:
+    """Quantise one call's tensors in two launches; only a process's first call waits.
+
+    Args:
+        q: [B, Sq, H, D], any strides.
+        k: [B, Sk, Hkv, D], any strides.
+        v: [B, Sk, Hkv, D], any strides.
+        q_slots: slots of the queries.
+        kv_slots: slots of keys and values; their tile is the tile of the scales.
+        scale: factor of the scores.
+        mean: what is subtracted from the keys, fp32 [B, Hkv, D].
+        shift: whether the lse will be wanted.
+        e4m3: whether values become 8 bits.
+        permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
+        copied: dtype to which 16-bit values are copied into slots; None leaves them as they are
+            where their blocks lie in slots already.
+    """
+    batch, _, heads, head_size = q.shape
+    kv_heads = k.shape[2]
+    width = 64 if head_size <= 64 else 128
+    tile = quantise_tile(kv_slots.tile)
+    q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
+    copy = not e4m3 and (copied is not None or not kv_slots.in_place)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    q8 = new(batch, heads, q_slots.total, width, dtype=torch.int8)
+    k8 = new(batch, kv_heads, kv_slots.total, width, dtype=torch.int8)
+    q_scale = new(batch, heads, q_slots.total)
+    shifts = new(batch, heads, q_slots.total) if shift else q_scale
+    k_scale = new(batch, kv_heads, kv_tiles)
+    v8, v_scale = v, k_scale
+    if e4m3:
+        v8 = new(batch, kv_heads, width, kv_slots.total, dtype=torch.float8_e4m3fn)
+        v_scale = torch.empty_like(k_scale)
+    elif copy:
+        v8 = new(batch, kv_heads, kv_slots.total, width, dtype=copied or v.dtype)
+    bounds, strides = _bounds(q_slots.blocks, batch, heads, k8)
+    kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, k8)
+    groups = kv_heads * -(-kv_tiles // tile.steps) + heads * -(-q_tiles // tile.steps)
+    # Any precision will do: what is subtracted is also what is added to lse.
+    mean = mean @ rotation(width, torch.float32, q.device)[:head_size]
+    _launch_quantise(
+        (batch * groups,),
+        q, k, v, mean, rotation(width, q.dtype, q.device),
+        q8, q_scale, shifts, k8, k_scale, v8, v_scale, *bounds, *kv_bounds,
+        *q.stride(), *k.stride(), *v.stride(), *strides, *kv_strides,
+        batch, heads, kv_heads, q_tiles, kv_tiles,
+        q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
+        kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num,
+        scale, width**-0.5,
+        Q_ROWS=Q_ROWS, BN=kv_slots.tile, D=head_size, DP=width,
+        Q_STARTS=q_slots.blocks.starts is not None, Q_LENGTHS=q_slots.blocks.lengths is not None,
+        KV_STARTS=kv_slots.blocks.starts is not None,
+        KV_LENGTHS=kv_slots.blocks.lengths is not None,
+        SHIFT=shift, E4M3=e4m3, PERMUTED=permuted and e4m3, COPY=copy,
+        STEPS=tile.steps, UPCAST=interpreted(), num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    v8 = v8.transpose(1, 2)[..., :head_size] if copy else v8
+    return Packed(
+        q=q8, q_scale=q_scale, shift=shifts, k=k8, k_scale=k_scale, v=v8, v_scale=v_scale,
+        q_slots=q_slots.size, keys=kv_slots.tile,
+    )  # fmt: skip
+
+
+def _bounds(
+    blocks: Blocks, batch: int, heads: int, absent: torch.Tensor
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Return starts and lengths as the kernel takes them, and their strides."""
+    tensors = [
+        absent if t is None else t.expand(batch, heads, -1).contiguous()
+        for t in (blocks.starts, blocks.lengths)
+    ]
+    return tensors, [stride for t in tensors for stride in t.stride()[:2]]

@@ -1,1 +1,0 @@
-"""Moving tokens where every head has an order of its own."""

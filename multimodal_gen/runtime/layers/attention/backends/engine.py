@@ -1,0 +1,405 @@
+"""The package's own engines, block-sparse and 8-bit, as attention backends declare and call them.
+
+Their kernels need nothing beyond torch and the Triton that comes with it; a method's upstream
+package is one more variant where it is installed.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.quantized_attention.api import Values, quantized_attention
+from multimodal_gen.kernels.quantized_attention.providers import has_e4m3
+from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.common import (
+    attend_to_nothing,
+    refuse_grad,
+    refuse_mask,
+)
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    ALL_ROLES,
+    HALF_DTYPES,
+    Capability,
+    HeadSizes,
+    Variant,
+)
+from multimodal_gen.runtime.layers.attention.backends.flash_attn import FLASH_ATTN_4
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    AttentionRole,
+    Feature,
+    PackageProbe,
+)
+from multimodal_gen.runtime.platforms import PlatformEnum
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = [
+    "BF16_ONLY",
+    "CUDA_ONLY",
+    "ENGINE_KERNELS",
+    "FASTVIDEO_KERNEL",
+    "SELF_ONLY",
+    "SPAS_SAGE_ATTN",
+    "TRITON",
+    "TRITON_WITH_GLUON",
+    "QuantizedAttentionImpl",
+    "QuantizedBackend",
+    "dense_plan",
+    "drop_masked",
+    "engine_variants",
+    "quantized_variants",
+    "refuse_foreign_values",
+    "upstream_variant",
+    "values_of",
+    "values_option",
+]
+
+SELF_ONLY = frozenset({AttentionRole.SELF})
+CUDA_ONLY = frozenset({PlatformEnum.CUDA})
+BF16_ONLY = frozenset({torch.bfloat16})
+
+TRITON = PackageProbe(module="triton", distribution="triton", install="pip install triton")
+# Gluon is experimental: its interface changes with every minor release.
+TRITON_WITH_GLUON = PackageProbe(
+    module="triton",
+    distribution="triton",
+    install="pip install 'triton==3.6.*'",
+    minimum="3.6",
+    below="3.7",
+)
+FASTVIDEO_KERNEL = PackageProbe(
+    module="fastvideo_kernel",
+    distribution="fastvideo-kernel",
+    install="pip install fastvideo-kernel einops",
+)
+SPAS_SAGE_ATTN = PackageProbe(
+    module="spas_sage_attn",
+    distribution="spas_sage_attn",
+    install="pip install git+https://github.com/thu-ml/SpargeAttn.git --no-build-isolation",
+)
+
+_HEAD_SIZES = HeadSizes(minimum=32, maximum=256, multiple_of=16)
+_HOPPER = Capability(exact=((9, 0),))
+
+
+def engine_variants(features: Iterable[Feature]) -> tuple[Variant, ...]:
+    """Return the block-sparse engine's kernels, fastest first, each with `features`.
+
+    Args:
+        features: what the method can honour on every kernel.
+    """
+    shared = frozenset(features)
+    return (
+        Variant(
+            name="gluon",
+            platforms=CUDA_ONLY,
+            dtypes=HALF_DTYPES,
+            head_sizes=HeadSizes(minimum=32, maximum=128, multiple_of=16),
+            features=shared,
+            packages=(TRITON_WITH_GLUON,),
+            capability=_HOPPER,
+            roles=SELF_ONLY,
+        ),
+        Variant(
+            name="fa4",
+            platforms=CUDA_ONLY,
+            dtypes=HALF_DTYPES,
+            head_sizes=HeadSizes(listed=(64, 96, 128)),
+            features=shared,
+            packages=(FLASH_ATTN_4,),
+            capability=Capability(exact=((9, 0), (10, 0))),
+            roles=SELF_ONLY,
+        ),
+        Variant(
+            name="triton",
+            platforms=frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM}),
+            dtypes=HALF_DTYPES,
+            head_sizes=_HEAD_SIZES,
+            features=shared,
+            packages=(TRITON,),
+            capability=Capability(minimum=(8, 0)),
+            roles=SELF_ONLY,
+        ),
+        Variant(
+            name="reference",
+            platforms=frozenset(PlatformEnum),
+            dtypes=HALF_DTYPES | {torch.float32},
+            head_sizes=_HEAD_SIZES,
+            features=shared | {Feature.BACKWARD},
+            roles=SELF_ONLY,
+        ),
+    )
+
+
+def upstream_variant(
+    name: str,
+    *packages: PackageProbe,
+    head_sizes: tuple[int, ...] = (64, 128),
+    capability: Capability = _HOPPER,
+) -> Variant:
+    """Return the declaration of a method's own package: bfloat16 self attention on CUDA.
+
+    Args:
+        name: short name for reports and for the `kernel` parameter.
+        *packages: packages that must all be installed.
+        head_sizes: head sizes its kernel takes.
+        capability: compute capabilities its kernel runs on.
+    """
+    return Variant(
+        name=name,
+        platforms=CUDA_ONLY,
+        dtypes=BF16_ONLY,
+        head_sizes=HeadSizes(listed=head_sizes),
+        features=frozenset(),
+        packages=packages,
+        capability=capability,
+        roles=SELF_ONLY,
+    )
+
+
+@lru_cache(maxsize=128)
+def dense_plan(
+    num_queries: int,
+    num_keys: int,
+    q_size: int,
+    kv_size: int,
+    causal: bool,
+    device: torch.device,
+) -> BlockPlan:
+    """Return the plan of dense attention on regular blocks; the last 128 are cached.
+
+    A new plan is waited for, so that any stream may read what is cached.
+
+    Args:
+        num_queries: Sq.
+        num_keys: Sk.
+        q_size: queries per block.
+        kv_size: keys per block.
+        causal: whether keys after the query are dropped.
+        device: where the tensors lie.
+    """
+    with torch.inference_mode(False):
+        plan = BlockPlan.dense(
+            Blocks.regular(num_queries, q_size),
+            Blocks.regular(num_keys, kv_size),
+            device,
+            causal=causal,
+        )
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+    return plan
+
+
+def drop_masked(
+    key: torch.Tensor, value: torch.Tensor, plan: BlockPlan, attn_mask: torch.Tensor, label: str
+) -> tuple[torch.Tensor, torch.Tensor, BlockPlan]:
+    """Move the kept keys of every sample to its front; does not wait for the device.
+
+    Args:
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, D].
+        plan: a plan of `dense_plan`.
+        attn_mask: bool [B|1, 1, 1, Sk], True where a key is kept.
+        label: who asks, for messages.
+
+    Returns:
+        Keys and values in the new order, and the plan whose blocks end with each sample's kept
+        keys.
+
+    Raises:
+        UsageError: the plan is causal.
+    """
+    if plan.causal:
+        refuse_mask(attn_mask, f"causal {label}")
+    keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
+    index = torch.argsort(~keep, dim=1, stable=True).int()
+    key, value = gather_tokens((key, value), index)
+    kv = plan.kv
+    starts = torch.arange(kv.num, dtype=torch.int32, device=keep.device) * kv.size
+    lengths = (keep.sum(1, dtype=torch.int32).view(-1, 1, 1) - starts).clamp(0, kv.size)
+    ragged = Blocks.ragged(starts.view(1, 1, -1), lengths, total=kv.total, size=kv.size)
+    return key, value, replace(plan, kv=ragged)
+
+
+ENGINE_KERNELS = ("gluon", "triton", "reference")
+"""Kernels of the 8-bit engine, fastest first."""
+
+_QUANTIZED_HEAD_SIZES = HeadSizes(minimum=16, maximum=128, multiple_of=8)
+_BLOCK = 128
+
+
+def quantized_variants(
+    features: Iterable[Feature], roles: frozenset[AttentionRole] = ALL_ROLES
+) -> tuple[Variant, ...]:
+    """Return the engine's GPU kernels, fastest first, each with `features`.
+
+    Args:
+        features: what the method can honour on every kernel.
+        roles: layer roles it serves.
+    """
+    portable = Variant(
+        name="triton",
+        platforms=CUDA_ONLY,
+        dtypes=HALF_DTYPES,
+        head_sizes=_QUANTIZED_HEAD_SIZES,
+        features=frozenset(features),
+        packages=(TRITON,),
+        capability=Capability(minimum=(8, 0)),
+        roles=roles,
+    )
+    hopper = replace(
+        portable,
+        name="gluon",
+        packages=(TRITON_WITH_GLUON,),
+        capability=Capability(exact=((9, 0),)),
+    )
+    return hopper, portable
+
+
+def values_option() -> Any:
+    """Declare the parameter `values` of a backend on the engine."""
+    return option("16-bit", "what built-in kernels round weights and values to; e4m3 is less exact")
+
+
+def values_of(config: BackendConfig | None) -> Values:
+    """Return the parameter `values` of a configuration."""
+    values: Values = getattr(config, "values", "16-bit")
+    return values
+
+
+def refuse_foreign_values(kernel: str, values: Values, backend: str, *own: str) -> None:
+    """Raise `ConfigError` where `values` was given for a kernel of somebody else.
+
+    Args:
+        kernel: the parameter `kernel`.
+        values: the parameter `values`.
+        backend: the backend's name, for the message.
+        *own: what `kernel` is called where it is one of this package.
+    """
+    if values != "16-bit" and kernel not in ("auto", *own):
+        raise ConfigError(
+            f"`values` of {backend} must be 16-bit with `kernel` {kernel}, whose values are its "
+            f"package's own, got {values}; leave `kernel` out, or give {' or '.join(own)}"
+        )
+
+
+class QuantizedBackend(AttentionBackend):
+    """A backend on the engine, whose own kernels take the parameter `values`."""
+
+    @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return the variants that the parameters leave: e4m3 values leave the engine's."""
+        left = super().variants_for(config)
+        return tuple(v for v in left if v.name in ENGINE_KERNELS or values_of(config) == "16-bit")
+
+    @classmethod
+    def choose_variant(
+        cls,
+        request: AttentionRequest,
+        config: BackendConfig | None = None,
+        *,
+        only: Callable[[Variant], bool] | None = None,
+    ) -> Variant | None:
+        """Return the variant that serves `request`, if the GPU has the values asked for."""
+        if _values_reasons(request, config):
+            return None
+        return super().choose_variant(request, config, only=only)
+
+    @classmethod
+    def unsupported_reasons(
+        cls, request: AttentionRequest, config: BackendConfig | None = None
+    ) -> tuple[str, ...]:
+        """Return what is missing; that the GPU lacks the values asked for is reason enough."""
+        return _values_reasons(request, config) or super().unsupported_reasons(request, config)
+
+
+def _values_reasons(request: AttentionRequest, config: BackendConfig | None) -> tuple[str, ...]:
+    environment = request.environment
+    capability = environment.capability
+    asked = values_of(config) == "e4m3" and getattr(config, "kernel", "auto") != "reference"
+    if not asked or environment.platform is not PlatformEnum.CUDA or capability is None:
+        return ()
+    if has_e4m3("cuda", capability):
+        return ()
+    return (
+        f"needs compute capability >= 8.9 for `values` e4m3, this GPU has "
+        f"{capability.as_version_str()}; use values=16-bit",
+    )
+
+
+class QuantizedAttentionImpl(AttentionImpl):
+    """Attention over a plan of every block; see `AttentionImpl` for the arguments.
+
+    Attributes:
+        label: the backend's name in errors.
+    """
+
+    label = "sage_attn"
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: "ForwardContext | None" = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward`; the mask is bool [B, 1, 1, Sk]."""
+        del context
+        refuse_grad(self.label, query, key, value)
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)[0]
+        plan = _plan(query, key, self.causal)
+        if attn_mask is not None:
+            key, value, plan = drop_masked(key, value, plan, attn_mask, self.label)
+        out = quantized_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.variant or "auto",
+            values=values_of(self.config),
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def forward_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionImpl.forward_lse`."""
+        refuse_grad(self.label, query, key, value)
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)
+        plan = _plan(query, key, self.causal)
+        out, lse = quantized_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.variant or "auto",
+            values=values_of(self.config),
+            return_lse=True,
+        )
+        return out, lse
+
+
+def _plan(query: torch.Tensor, key: torch.Tensor, causal: bool) -> BlockPlan:
+    q_size = 64 if query.shape[1] <= 64 else _BLOCK
+    return dense_plan(query.shape[1], key.shape[1], q_size, _BLOCK, causal, query.device)

@@ -1,1 +1,0 @@
-"""Sparse-Linear Attention without its sparse branch: block map, linear branch, projection."""

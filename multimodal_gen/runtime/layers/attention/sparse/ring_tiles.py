@@ -1,0 +1,465 @@
+"""Tiles in a ring: every rank holds a part of the sequence, which may cut tiles.
+
+Where a part cuts a tile, it holds a shorter block of it, and what its tokens attend to is the sum
+of what they attend to in every part. A rank brings its tokens into tile order once, before they
+travel. Of every part it is given it then does the blocks that its queries keep. Text attends to
+everything and is attended to by all, whether it lies in parts or on all ranks.
+
+Shapes: B batch, S tokens of a part, H heads, D head size, N tiles of the grid, n tiles that have
+tokens in a part.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
+from multimodal_gen.runtime.distributed.collectives import ExchangeRowsWork
+from multimodal_gen.runtime.distributed.groups import Group
+from multimodal_gen.runtime.distributed.ring import KeyPart, PartMerger, RingCall, ring_attention
+from multimodal_gen.runtime.distributed.timing import attending
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import RingInputs
+from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
+from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    TiledSequence,
+    layout_of,
+    masked_keys,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = [
+    "Chunk",
+    "Engine",
+    "PlanOf",
+    "Reach",
+    "attend_in_ring",
+    "chunks_of",
+    "ring_layout",
+    "text_chunk",
+    "tiles_held",
+    "whole_chunks",
+    "whole_tiles_only",
+]
+
+_Grid = tuple[int, int, int]
+
+# Rows and keys of a block where everything is attended to: what the engine is fastest with.
+_DENSE_BLOCK = 384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """The tokens of one rank in tiles; shared between callers, not to be written to.
+
+    Attributes:
+        keys: the video tokens tile by tile, then text; its index counts from the first token.
+        queries: blocks of the video tokens alone; None where there are none.
+        num_video: how many tokens are of the video; the first ones of `keys`.
+        tiles: int64 [n], the tiles that have tokens here, in increasing order.
+        starts: int32 [n], where their tokens start in `keys`.
+        lengths: int32 [n], how many there are.
+        block_of: int32 [N], the block that holds tokens of a tile, -1 for none.
+        in_order: whether tokens lie in the order of the sequence.
+    """
+
+    keys: TiledSequence
+    queries: Blocks | None
+    num_video: int
+    tiles: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    block_of: torch.Tensor
+    in_order: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reach:
+    """Which keys of other ranks the queries of each rank keep, where the grid alone tells.
+
+    Attributes:
+        rows: int64, rows of this rank's tiles that others need, those for the first rank first.
+        leaving: how many of them are for each rank.
+        coming: how many rows of each rank this one needs.
+        plan: what this rank's queries keep of them; None for nothing.
+    """
+
+    rows: torch.Tensor
+    leaving: tuple[int, ...]
+    coming: tuple[int, ...]
+    plan: BlockPlan | None
+
+
+def ring_layout(inputs: RingInputs, context: ForwardContext | None, backend: str) -> SequenceLayout:
+    """Find the video in a sequence that is split over a ring.
+
+    Args:
+        inputs: what this rank holds.
+        context: the running denoiser call.
+        backend: who asks, for messages.
+
+    Raises:
+        UsageError: the latent grid is unknown or does not fit, video tokens are on all ranks, or
+            there are other keys than queries.
+    """
+    call = inputs.call
+    total, shared = sum(call.lengths), call.prefix + call.suffix
+    keys = 0 if inputs.shared_key is None else inputs.shared_key.shape[1]
+    if call.num_queries not in (None, call.lengths[call.group.index]) or keys != shared:
+        raise UsageError(
+            f"{backend} must have a query for every key in a ring, got other numbers of them; use "
+            f"--ring-degree 1, or run such layers on a dense backend"
+        )
+    layout = layout_of(total + shared, total + shared, context, backend)
+    if layout.start < call.prefix or layout.start + layout.num_video > call.prefix + total:
+        raise UsageError(
+            f"{backend} must have the video among the {total} tokens that ranks share, behind "
+            f"{call.prefix} that all hold, got a video that starts at {layout.start} and has "
+            f"{layout.num_video} tokens; set text_span to where text is"
+        )
+    return layout
+
+
+def chunks_of(
+    layout: SequenceLayout, call: RingCall, tile: _Grid, device: torch.device
+) -> tuple[Chunk | None, ...]:
+    """Return what every rank of a ring holds; None for those without tokens.
+
+    Args:
+        layout: where the video lies in the sequence.
+        call: how its tokens are split.
+        tile: tokens per tile along (time, height, width).
+        device: where the tensors lie.
+    """
+    stops = [call.prefix + sum(call.lengths[: i + 1]) for i in range(len(call.lengths))]
+    return tuple(
+        _chunk(layout.grid, layout.start, stop - length, stop, tile, device) if length else None
+        for length, stop in zip(call.lengths, stops, strict=True)
+    )
+
+
+def whole_chunks(call: RingCall, device: torch.device) -> tuple[Chunk | None, ...]:
+    """Return what every rank of a ring holds for methods that attend to everything just now."""
+    return tuple(text_chunk(length, device) if length else None for length in call.lengths)
+
+
+def text_chunk(length: int, device: torch.device, size: int = _DENSE_BLOCK) -> Chunk:
+    """Return tokens without video, which everything attends to, in blocks of `size`."""
+    return _chunk((1, 1, 1), length, 0, length, (1, 1, size), device)
+
+
+@lru_cache(maxsize=256)
+def _chunk(
+    grid: _Grid, video_start: int, first: int, stop: int, tile: _Grid, device: torch.device
+) -> Chunk:
+    """Return the tokens [first, stop) of a sequence whose video starts at `video_start`."""
+    order = tile_order(grid, tile, "cpu")
+    # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
+    with torch.inference_mode(False), torch.device("cpu"):
+        here = order.order + (video_start - first)  # counted from the chunk's first token
+        inside = (here >= 0) & (here < stop - first)
+        video = here[inside]
+        tile_of = torch.repeat_interleave(torch.arange(len(order.starts)), order.lengths)
+        counts = torch.bincount(tile_of[inside], minlength=len(order.starts))
+        tiles = counts.nonzero().flatten()
+        block_of = torch.full_like(counts, -1).index_copy_(0, tiles, torch.arange(len(tiles)))
+        is_text = torch.ones(stop - first, dtype=torch.bool).index_fill_(0, video.long(), False)
+        index = torch.cat((video, is_text.nonzero().flatten()))
+        lengths = counts[tiles]
+        starts = lengths.cumsum(0) - lengths
+        pieces = torch.arange(len(video), stop - first, order.largest)
+        rest = (stop - first - pieces).clamp_max(order.largest)
+        bounds = [torch.cat(pair) for pair in ((starts, pieces), (lengths, rest))]
+        moved = [x.to(device, torch.int32) for x in (index, *bounds, block_of)]
+        in_order = bool((index == torch.arange(len(index))).all())
+        present = tiles.to(device)
+    uniform = bool((lengths == order.largest).all())
+    keys = TiledSequence(
+        order=tile_order(grid, tile, device),
+        index=moved[0],
+        blocks=_blocks(moved[1], moved[2], stop - first, order.largest, uniform=uniform),
+        num_tiles=len(tiles),
+    )
+    starts, lengths = (bound[: len(tiles)] for bound in moved[1:3])
+    queries = None
+    if len(video):
+        queries = _blocks(starts, lengths, len(video), order.largest, uniform=uniform)
+    return Chunk(
+        keys=keys,
+        queries=queries,
+        num_video=len(video),
+        tiles=present,
+        starts=starts,
+        lengths=lengths,
+        block_of=moved[3],
+        in_order=in_order,
+    )
+
+
+def _blocks(
+    starts: torch.Tensor, lengths: torch.Tensor, total: int, size: int, *, uniform: bool
+) -> Blocks:
+    """Return blocks without gaps, of which all but the last are of one size where `uniform`."""
+    if uniform:
+        return Blocks.regular(total, size)
+    return Blocks.ragged(starts, lengths, total=total, size=size)
+
+
+def tiles_held(indices: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what lists of tiles become where only a chunk's keys are at hand.
+
+    Does not wait for the device.
+
+    Args:
+        indices: int32 [B|1, H|1, Nq, K], tiles of the grid, increasing along every row.
+        chunk: the keys.
+
+    Returns:
+        indices int32 [B|1, H|1, Nq, K'] into the chunk's blocks, its text included, and counts
+        int32 [B|1, H|1, Nq], which may be 0.
+    """
+    block = chunk.block_of[indices.long()]
+    held = block >= 0
+    num_tiles, text = chunk.keys.num_tiles, chunk.keys.num_text_blocks
+    room = min(indices.shape[-1], num_tiles) + text
+    # What is not here goes to one slot that is cut off again.
+    slot = torch.where(held, held.cumsum(-1) - 1, room)
+    lists = block.new_zeros((*block.shape[:-1], room + 1)).scatter_(-1, slot, block)
+    counts = held.sum(-1, keepdim=True)
+    if text:
+        every = torch.arange(text, device=block.device)
+        behind = counts + every
+        lists.scatter_(-1, behind, (every + num_tiles).int().expand_as(behind))
+    return lists[..., :room], (counts.squeeze(-1) + text).int()
+
+
+def whole_tiles_only(kernel: str) -> str | None:
+    """Return why a kernel that somebody asked for cannot serve chunks, or None."""
+    return "kernel fa4 takes whole tiles only, and chunks cut them" if kernel == "fa4" else None
+
+
+PlanOf = Callable[[Chunk], BlockPlan | None]
+# Computes q, k, v and a plan to out and lse.
+Engine = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan], tuple[torch.Tensor, torch.Tensor]
+]
+
+# Rows of a query block where everything is attended to.
+_DENSE_ROWS = (64, 128, 384)
+
+
+def attend_in_ring(
+    inputs: RingInputs,
+    chunks: Sequence[Chunk | None],
+    plan_of: PlanOf,
+    *,
+    scale: float,
+    kernel: str = "auto",
+    queries: Chunk | None = None,
+    engine: Engine | None = None,
+    reach: Reach | None = None,
+) -> torch.Tensor:
+    """Attend by a plan of tiles: into tile order, once round the ring, and back.
+
+    Args:
+        inputs: what this rank holds.
+        chunks: the tokens of every rank, from `chunks_of` or `whole_chunks`.
+        plan_of: gives the plan of this rank's video queries over the keys of a chunk, its text
+            included, or None where they keep none of them. Other queries attend to every key.
+        scale: factor of the scores.
+        kernel: provider of the block-sparse engine.
+        queries: this rank's tokens in the tiles of queries, where those of keys are others.
+        engine: what computes the plans, where that is not the block-sparse engine.
+        reach: which keys ranks send each other instead of passing all of them round, where the
+            sequence has no text and no mask; None for the ring.
+
+    Returns:
+        [B, prefix + S + suffix, H, D] in the order of the sequence. Queries that see no key are
+        zero.
+    """
+    call = inputs.call
+    held = {
+        owner: _hold(chunk, call.keep_of(owner))
+        for owner, chunk in enumerate(chunks)
+        if chunk is not None
+    }
+    here, mine = held.get(call.group.index), queries or chunks[call.group.index]
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if here is not None:
+        key, value = here.ordered(key, value)
+    order, rows = None, slice(0, 0)
+    if mine is not None and mine.num_video:
+        rows = slice(call.prefix, call.prefix + mine.num_video)
+        order = None if mine.in_order else _query_order(mine, call.prefix, call.suffix)
+    if order is not None:
+        (query,) = gather_tokens((query,), order)
+    dense = partial(_block_sparse, scale=scale, kernel=kernel)
+    parts = _Parts(plan_of=plan_of, engine=engine or dense, dense=dense, held=held, queries=rows)
+    shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if inputs.shared_key is not None and inputs.shared_value is not None:
+        text = _hold(text_chunk(inputs.shared_key.shape[1], query.device), call.shared_keep)
+        parts.shared = text
+        shared = text.ordered(inputs.shared_key, inputs.shared_value)
+    if reach is not None:
+        out = _attend_to_reached(query, key, value, call.group, parts, reach)
+    else:
+        plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
+        out = ring_attention(query, key, value, *shared, parts.attend, plain)
+    if order is None:
+        return out
+    result = torch.empty_like(out)
+    scatter_tokens(out, order, result)
+    return result
+
+
+def _attend_to_reached(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: Group,
+    parts: "_Parts",
+    reach: Reach,
+) -> torch.Tensor:
+    """Attend to this rank's keys while those of others are under way, then to all of them."""
+    under_way = ExchangeRowsWork(group, (key, value), reach.rows, reach.leaving, reach.coming)
+    merger, rows = PartMerger(query, value.shape[3]), slice(0, query.shape[1])
+    with attending(query.device):
+        own = KeyPart(key=key, value=value, owner=group.index)
+        merger.add(rows, *parts.attend(query, own))
+    key, value = under_way.arrived()
+    with attending(query.device):
+        if reach.plan is not None:
+            merger.add(rows, *parts.engine(query, key, value, reach.plan))
+        return merger.result()[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Held:
+    """The keys of a chunk as they travel: masked ones behind the others of their block.
+
+    Attributes:
+        chunk: the chunk.
+        blocks: what its blocks hold of kept keys.
+        index: the order the keys travel in, int32 [S] or [B, S].
+        keep: bool [B, S], or None.
+    """
+
+    chunk: Chunk
+    blocks: Blocks
+    index: torch.Tensor
+    keep: torch.Tensor | None
+
+    def ordered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the chunk's keys and values as they travel."""
+        if self.keep is not None:
+            # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
+            key, value = (zero_masked_rows(x, self.keep) for x in (key, value))
+        elif self.chunk.in_order:
+            return key, value
+        key, value = gather_tokens((key, value), self.index)
+        return key, value
+
+    def kept(self, plan: BlockPlan) -> BlockPlan:
+        """Return a plan over the chunk's keys without those that are masked."""
+        return plan if self.keep is None else replace(plan, kv=self.blocks)
+
+
+def _hold(chunk: Chunk, keep: torch.Tensor | None) -> _Held:
+    if keep is None:
+        return _Held(chunk=chunk, blocks=chunk.keys.blocks, index=chunk.keys.index, keep=None)
+    index, blocks = masked_keys(chunk.keys, keep)
+    return _Held(chunk=chunk, blocks=blocks, index=index, keep=keep)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Parts:
+    """Computes the parts of one call.
+
+    Attributes:
+        plan_of: see `attend_in_ring`.
+        engine: what computes the plans.
+        dense: what computes attention to everything.
+        held: the keys of every rank that has any.
+        queries: rows of this rank's video tokens.
+        shared: the keys that all ranks hold.
+    """
+
+    plan_of: PlanOf
+    engine: Engine
+    dense: Engine
+    held: dict[int, _Held]
+    queries: slice
+    shared: _Held | None = None
+
+    def attend(self, query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a part; see `AttendPart`."""
+        if part.owner is None:
+            assert self.shared is not None, "the ring yields them only where there are any"
+            return self._to_all(query, part, self.shared)
+        theirs = self.held[part.owner]
+        first, stop = self.queries.start, self.queries.stop
+        if first == stop:
+            return self._to_all(query, part, theirs)
+        video = self._by_plan(query[:, first:stop], part, theirs)
+        if stop - first == query.shape[1]:
+            return video
+        texts = [self._to_all(x, part, theirs) for x in (query[:, :first], query[:, stop:])]
+        outs, stats = zip(texts[0], video, texts[1], strict=True)
+        return torch.cat(outs, dim=1), torch.cat(stats, dim=2)
+
+    def _by_plan(
+        self, query: torch.Tensor, part: KeyPart, theirs: _Held
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = self.plan_of(theirs.chunk)
+        if plan is None:
+            return attend_to_nothing(query, part.value)
+        return self.engine(query, part.key, part.value, theirs.kept(plan))
+
+    def _to_all(
+        self, query: torch.Tensor, part: KeyPart, theirs: _Held
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not query.shape[1]:
+            return attend_to_nothing(query, part.value)
+        plan = _plan_of_all(query.shape[1], theirs.chunk)
+        return self.dense(query, part.key, part.value, theirs.kept(plan))
+
+
+def _block_sparse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = block_sparse_attention(
+        query, key, value, plan, scale=scale, return_lse=True, kernel=kernel
+    )
+    return out, lse
+
+
+@lru_cache(maxsize=128)
+def _query_order(mine: Chunk, prefix: int, suffix: int) -> torch.Tensor:
+    """Return the order of a rank's queries: its tokens in tiles between those that all hold."""
+    index = mine.keys.index
+    total = prefix + len(index)
+    with torch.inference_mode(False):
+        before = torch.arange(prefix, dtype=torch.int32, device=index.device)
+        after = torch.arange(total, total + suffix, dtype=torch.int32, device=index.device)
+        return torch.cat((before, index + prefix, after))
+
+
+@lru_cache(maxsize=256)
+def _plan_of_all(num_queries: int, theirs: Chunk) -> BlockPlan:
+    size = next((rows for rows in _DENSE_ROWS if num_queries <= rows), _DENSE_ROWS[-1])
+    with torch.inference_mode(False):
+        return BlockPlan.dense(
+            Blocks.regular(num_queries, size), theirs.keys.blocks, theirs.keys.index.device
+        )

@@ -1,0 +1,204 @@
+"""Sparse-Linear Attention whose sparse branch multiplies queries and keys in 8 bits.
+
+Block map, linear branch and projection are those of `sla_attn`. Text attends in 16 bits.
+
+Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.quantized_attention.api import quantized_attention
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    HALF_DTYPES,
+    Capability,
+    HeadSizes,
+    Variant,
+)
+from multimodal_gen.runtime.layers.attention.backends.engine import (
+    ENGINE_KERNELS,
+    SELF_ONLY,
+    SPAS_SAGE_ATTN,
+    QuantizedBackend,
+    quantized_variants,
+    refuse_foreign_values,
+    upstream_variant,
+    values_of,
+    values_option,
+)
+from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
+    SPAS_SAGE,
+    SpasCall,
+    attend_spas_sage,
+    mask_blocks,
+)
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAImpl
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+
+_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SageSLAConfig(SparseConfig):
+    """Parameters of `sage_sla_attn`: those of `sla_attn`, with 8-bit scores.
+
+    Attributes:
+        topk_ratio: share of key blocks that get 8-bit attention; at least one block always does.
+        feature_map: feature map of the linear branch.
+        BLKQ: tokens per query block.
+        BLKK: tokens per key block.
+        use_bf16: bfloat16 inputs to the quantisation, else float16.
+        linear_branch: linear attention over `all` tokens, or over `unselected` blocks only.
+        kernel: which kernel runs; `auto` takes the fastest one supported.
+        values: what the package's own kernels round weights and values to: "16-bit", or "e4m3",
+            which is a third to half as exact, needs compute capability 8.9 on a GPU, and is the
+            slower one on 9.0.
+
+    Raises:
+        ConfigError: `values` is e4m3 and `kernel` is spas_sage_attn.
+    """
+
+    topk_ratio: float = option(0.5, "share of key blocks with 8-bit attention", ge=0, le=1)
+    feature_map: Literal["softmax", "elu", "relu"] = option(
+        "softmax", "feature map of the linear branch"
+    )
+    BLKQ: Literal[64, 128] = option(128, "tokens per query block")
+    BLKK: Literal[64, 128] = option(64, "tokens per key block")
+    use_bf16: bool = option(True, "bfloat16 inputs to the quantisation, else float16")
+    linear_branch: Literal["all", "unselected"] = option(
+        "all", "tokens of the linear branch: all, or those of unselected blocks"
+    )
+    kernel: Literal["auto", "gluon", "triton", "reference", "spas_sage_attn"] = option(
+        "auto", "kernel that runs"
+    )
+    values: Literal["16-bit", "e4m3"] = values_option()
+
+    def check(self) -> None:
+        """SpargeAttn takes no `values`."""
+        refuse_foreign_values(self.kernel, self.values, "sage_sla_attn", *ENGINE_KERNELS)
+
+
+class SageSLABackend(QuantizedBackend):
+    """Sparse-Linear Attention with 8-bit scores."""
+
+    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_SLA_ATTN
+    summary: ClassVar[str] = "Sparse-Linear Attention: 8-bit scores, and 16-bit values by default"
+    config_cls: ClassVar[type[SageSLAConfig]] = SageSLAConfig
+    variants: ClassVar[tuple[Variant, ...]] = (
+        *quantized_variants(_FEATURES, SELF_ONLY),
+        Variant(
+            name="reference",
+            platforms=frozenset(PlatformEnum),
+            dtypes=HALF_DTYPES | {torch.float32},
+            head_sizes=HeadSizes(minimum=16, maximum=128, multiple_of=8),
+            features=_FEATURES,
+            roles=SELF_ONLY,
+        ),
+        replace(
+            upstream_variant(
+                SPAS_SAGE,
+                SPAS_SAGE_ATTN,
+                capability=Capability(exact=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))),
+            ),
+            dtypes=HALF_DTYPES,
+        ),
+    )
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """Return the implementation."""
+        return SageSLAImpl
+
+
+class SageSLAImpl(SLAImpl):
+    """Sparse-Linear Attention of one layer, its sparse branch on 8 bits."""
+
+    backend = AttentionBackendEnum.SAGE_SLA_ATTN
+    config_cls: ClassVar[type[SparseConfig]] = SageSLAConfig
+
+    @property
+    def by_upstream(self) -> bool:
+        """Whether the authors' package computes everything: it has a sparse branch alone."""
+        return False
+
+    def attend_blocks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        means: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the sparse branch; see `SLAImpl.attend_blocks`.
+
+        The mean of the block means stands for that of the keys: any will do that is close to what
+        they have in common.
+        """
+        refuse_grad(str(self.backend), query, key, value)
+        if SPAS_SAGE in (self.options.kernel, self.variant):
+            return self._attend_spas_sage(query, key, value, plan)
+        out = quantized_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.variant or self.options.kernel,
+            values=values_of(self.config),
+            mean=means.mean(2).float(),
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def attend_part(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sparse branch over some of the keys; see `SLAImpl.attend_part`."""
+        out, lse = quantized_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            return_lse=True,
+            kernel=self.variant or self.options.kernel,
+            values=values_of(self.config),
+        )
+        return out, lse
+
+    def _attend_spas_sage(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+    ) -> torch.Tensor:
+        on_cuda = query.device.type == "cuda"
+        wanted = mask_blocks(torch.cuda.get_device_capability(query.device) if on_cuda else None)
+        if (plan.q.size, plan.kv.size) != wanted:
+            raise UnsupportedBackendError(
+                f"kernel {SPAS_SAGE} of {self.backend} needs BLKQ={wanted[0]} and BLKK={wanted[1]} "
+                f"on this GPU, got {plan.q.size} and {plan.kv.size}"
+            )
+        call = SpasCall(
+            label=str(self.backend),
+            queries=query.shape[1],
+            keys=key.shape[1],
+            heads=query.shape[2],
+            kv_heads=key.shape[2],
+            masked=not (plan.q.is_regular and plan.kv.is_regular),
+        )
+        keep = _block_mask(plan, query.shape[0], query.shape[2])
+        return attend_spas_sage(query, key, value, keep, scale=self.softmax_scale, call=call)
+
+
+def _block_mask(plan: BlockPlan, batch: int, heads: int) -> torch.Tensor:
+    """Return the blocks that a plan keeps, bool [B, H, Nq, Nk]; every row keeps as many."""
+    shape = (batch, heads, plan.q.num, plan.kv.num)
+    indices = plan.indices.long().expand(batch, heads, -1, -1)
+    keep = torch.zeros(shape, dtype=torch.bool, device=plan.device)
+    return keep.scatter_(-1, indices, True)

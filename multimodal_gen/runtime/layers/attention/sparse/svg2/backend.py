@@ -1,0 +1,374 @@
+"""Sparse VideoGen 2: queries and keys are clustered; clusters attend to their best clusters.
+
+k-means clusters the video's queries and keys of every head apart. A cluster of queries attends to
+the clusters of keys that carry most of the attention its centroid would give them. Text is
+attended to by everything, and attends to everything.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.cluster_attention.plan import (
+    cluster_weights,
+    kept_clusters,
+    kept_pairs,
+)
+from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+    ObservingImpl,
+    RememberingImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.declaration import Capability, Variant
+from multimodal_gen.runtime.layers.attention.backends.engine import (
+    TRITON,
+    engine_variants,
+    upstream_variant,
+)
+from multimodal_gen.runtime.layers.attention.config import (
+    BackendConfig,
+    SparseConfig,
+    first_of,
+    option,
+)
+from multimodal_gen.runtime.layers.attention.request import (
+    AttentionRequest,
+    Feature,
+    PackageProbe,
+)
+from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
+from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import (
+    CentroidCache,
+    Centroids,
+    ClusteredCall,
+    attend_clusters,
+    clustered_call,
+)
+from multimodal_gen.runtime.layers.attention.sparse.svg2.upstream import (
+    UPSTREAM,
+    attend_upstream,
+    refuse_upstream,
+    upstream_reasons,
+)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    attend_rows,
+    hand_over,
+    run_in_turns,
+    sequence_layout,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+
+_SVG = PackageProbe(
+    module=UPSTREAM,
+    distribution="svg",
+    install="see https://github.com/svg-project/Sparse-VideoGen",
+)
+_FLASH_KMEANS = PackageProbe(
+    module="flash_kmeans", distribution="flash-kmeans", install="pip install flash-kmeans"
+)
+_KMEANS_PACKAGES = MappingProxyType({"triton": TRITON, "flash_kmeans": _FLASH_KMEANS})
+_GPUS = frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SVG2Config(SparseConfig):
+    """Parameters of `sparse_video_gen_2_attn`.
+
+    Steps start from the centroids of the step before where calls have a `request_id`, as those of
+    pipelines do; without one, each starts from random centroids.
+
+    Attributes:
+        svg2_num_q_centroids: clusters of queries per head.
+        svg2_num_k_centroids: clusters of keys per head.
+        svg2_top_p_kmeans: attention mass to keep per query cluster, as estimated from centroids; 1
+            equals dense attention.
+        svg2_min_kc_ratio: least share of key clusters to keep.
+        svg2_kmeans_iter_init: k-means iterations from random centroids.
+        svg2_kmeans_iter_step: k-means iterations from the previous step's centroids.
+        svg2_zero_step_kmeans_init: cluster in the dense steps too, so that the first sparse step
+            starts warm.
+        svg2_first_layers_fp: first layers that stay dense: a share up to 1, a number above.
+        svg2_first_times_fp: first steps that stay dense: a share up to 1, a number above.
+        kernel: which kernel runs; `auto` takes the fastest one supported.
+        kmeans_kernel: which k-means runs. `flash_kmeans` waits for the device in every iteration.
+
+    Raises:
+        ConfigError: `svg2_first_layers_fp` or `svg2_first_times_fp` is above 1 and no whole number.
+    """
+
+    first_dense: ClassVar[tuple[str, str]] = ("svg2_first_times_fp", "svg2_first_layers_fp")
+
+    svg2_num_q_centroids: int = option(300, "clusters of queries per head", ge=1)
+    svg2_num_k_centroids: int = option(1000, "clusters of keys per head", ge=1)
+    svg2_top_p_kmeans: float = option(0.9, "attention mass to keep", ge=0, le=1)
+    svg2_min_kc_ratio: float = option(0.1, "least share of key clusters to keep", ge=0, le=1)
+    svg2_kmeans_iter_init: int = option(50, "k-means iterations from random centroids", ge=1)
+    svg2_kmeans_iter_step: int = option(2, "k-means iterations from the last centroids", ge=0)
+    svg2_zero_step_kmeans_init: bool = option(False, "cluster in the dense steps too")
+    svg2_first_layers_fp: float = option(
+        0.03, "first layers that stay dense: a share up to 1, a number above", ge=0
+    )
+    svg2_first_times_fp: float = option(
+        0.2, "first steps that stay dense: a share up to 1, a number above", ge=0
+    )
+    kernel: Literal["auto", "gluon", "triton", "reference", "svg"] = option(
+        "auto", "kernel that runs"
+    )
+    kmeans_kernel: Literal["auto", "triton", "flash_kmeans", "reference"] = option(
+        "auto", "k-means that runs"
+    )
+
+    def check(self) -> None:
+        """Steps and layers above 1 are counted."""
+        for name in self.first_dense:
+            value: float = getattr(self, name)
+            if value > 1 and not value.is_integer():
+                raise ConfigError(
+                    f"`{name}` of sparse_video_gen_2_attn must be a share from 0 to 1 or a whole "
+                    f"number above, got {value:g}"
+                )
+
+    def dense_first(self) -> tuple[float, float]:
+        """Return the first steps and layers that stay dense; see `SparseConfig.dense_first`."""
+        return self.svg2_first_times_fp, self.svg2_first_layers_fp
+
+
+class SVG2Backend(AttentionBackend):
+    """Sparse VideoGen 2."""
+
+    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+    summary: ClassVar[str] = "Sparse VideoGen 2: clusters of queries attend to clusters of keys"
+    config_cls: ClassVar[type[SVG2Config]] = SVG2Config
+    packages: ClassVar[tuple[PackageProbe, ...]] = (_FLASH_KMEANS,)
+    variants: ClassVar[tuple[Variant, ...]] = (
+        *(v for v in engine_variants((Feature.GQA, Feature.KEY_MASK)) if v.name != "fa4"),
+        upstream_variant(
+            UPSTREAM, _SVG, head_sizes=(64, 128, 256), capability=Capability(minimum=(8, 0))
+        ),
+    )
+
+    @classmethod
+    def choose_variant(
+        cls,
+        request: AttentionRequest,
+        config: BackendConfig | None = None,
+        *,
+        only: Callable[[Variant], bool] | None = None,
+    ) -> Variant | None:
+        """Return the variant that serves `request`, if the k-means that was asked for does too."""
+        if _kmeans_reasons(request, config):
+            return None
+        return super().choose_variant(request, config, only=only)
+
+    @classmethod
+    def unsupported_reasons(
+        cls, request: AttentionRequest, config: BackendConfig | None = None
+    ) -> tuple[str, ...]:
+        """Return what is missing, of the k-means that was asked for too."""
+        reasons = _kmeans_reasons(request, config)
+        if reasons and super().choose_variant(request, config) is not None:
+            return reasons
+        return (*super().unsupported_reasons(request, config), *reasons)
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """Return the implementation."""
+        return SVG2Impl
+
+
+def _kmeans_reasons(request: AttentionRequest, config: BackendConfig | None) -> tuple[str, ...]:
+    """Return why the k-means that `config` asks for cannot run where `request` does."""
+    name = getattr(config, "kmeans_kernel", "auto")
+    probe, environment = _KMEANS_PACKAGES.get(name), request.environment
+    if probe is None:
+        return ()
+    reasons = [probe.unsupported_reason(environment)]
+    if environment.platform not in _GPUS:
+        reasons.append(f"needs a GPU, this is {environment.platform}")
+    return tuple(f"kmeans_kernel {name} {reason}" for reason in reasons if reason)
+
+
+class SVG2Impl(SparseImpl, ObservingImpl, RememberingImpl):
+    """Sparse VideoGen 2 of one layer; remembers the centroids of the step before.
+
+    Raises:
+        UnsupportedBackendError: the kernel that was asked for cannot serve the layer.
+    """
+
+    backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+    config_cls: ClassVar[type[SparseConfig]] = SVG2Config
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self._config = config if isinstance(config, SVG2Config) else SVG2Config()
+        self._centroids = CentroidCache()
+        refuse_upstream(self._upstream_reasons(), what="layer")
+
+    def check_run(self, context: ForwardContext) -> None:
+        """Refuse text that the kernel that was asked for cannot serve; warn if no step is sparse.
+
+        Raises:
+            UnsupportedBackendError: a sparse step would be refused.
+        """
+        super().check_run(context)
+        text = 0 if context.text_span is None else context.text_span.length
+        refuse_upstream(self._upstream_reasons(text), what="run")
+
+    def end_request(self, request_id: str) -> None:
+        """Drop the centroids of a request; see `RememberingImpl.end_request`."""
+        self._centroids.end(request_id)
+
+    def _upstream_reasons(self, text: int = 0) -> tuple[str, ...]:
+        if self._config.kernel != UPSTREAM:
+            return ()
+        return upstream_reasons(
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.softmax_scale,
+            text=text,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention of clusters to clusters; see `SparseImpl.attend`."""
+        with torch.no_grad():
+            queries, keys = self._cluster(query, key, layout, context, keep)
+            kept = self._select(queries, keys)
+            call = clustered_call(queries, keys, kept, layout, keep)
+            self.record(context, _density(call, layout, keep))
+        out = query.new_empty((*query.shape[:3], value.shape[3]))
+        for span in (slice(layout.start), slice(layout.start + layout.num_video, None)):
+            if out[:, span].shape[1]:
+                rows = query[:, span]
+                out[:, span] = attend_rows(rows, key, value, keep, self.softmax_scale)
+        if self._config.kernel == UPSTREAM:
+            attend_upstream(query, key, value, call, keep, out, scale=self.softmax_scale)
+        else:
+            attend_clusters(
+                query,
+                key,
+                value,
+                call,
+                out,
+                scale=self.softmax_scale,
+                kernel=self._config.kernel,
+            )
+        return out
+
+    def observe(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: ForwardContext | None,
+        attn_mask: torch.Tensor | None,
+    ) -> None:
+        """Cluster in a dense step, if that was asked for; see `ObservingImpl.observe`."""
+        if not self._config.svg2_zero_step_kmeans_init:
+            return
+        if context is not None and (context.request_id is None or context.is_last_step):
+            return  # nobody will start from them
+        layout = sequence_layout(query, key, context, str(self.backend))
+        assert context is not None, "a layout needs a context"
+        keep = None
+        if attn_mask is not None and tuple(attn_mask.shape) == (key.shape[0], key.shape[1]):
+            # As in `normalise_mask`, the other kinds of mask promise finite tokens.
+            floating = attn_mask.dtype.is_floating_point
+            keep = attn_mask >= 0 if floating else attn_mask != 0
+        with torch.no_grad():
+            self._cluster(query, key, layout, context, keep)
+
+    def _cluster(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        layout: SequenceLayout,
+        context: ForwardContext,
+        keep: torch.Tensor | None,
+    ) -> tuple[Clusters, Clusters]:
+        """Cluster the video, from where the step before left it."""
+        config, step = self._config, context.current_timestep
+        video = slice(layout.start, layout.start + layout.num_video)
+        branch = self._centroids.branch(context)
+        before = self._centroids.find(branch, step)
+        known = (None, None) if before is None else (before.query, before.key)
+        kept = None if keep is None else keep[:, video]
+        sides: dict[str, Clusters] = {}
+
+        def cluster(side: str, x: torch.Tensor, num: int, warm: torch.Tensor | None) -> None:
+            sides[side] = self._cluster_side(x[:, video], num, warm, kept)
+
+        run_in_turns(
+            (
+                partial(cluster, "query", query, config.svg2_num_q_centroids, known[0]),
+                partial(cluster, "key", key, config.svg2_num_k_centroids, known[1]),
+            ),
+            query.device,
+        )
+        queries, keys = sides["query"], sides["key"]
+        for clusters in sides.values():
+            hand_over(clusters.centroids, clusters.order, clusters.starts, clusters.counts)
+        # In the dtype of the tokens: two branches of a model of 40 layers hold much already.
+        q_centroids, k_centroids = (x.centroids.to(query.dtype) for x in (queries, keys))
+        if before is None:  # keys that are kept together then lie together
+            k_centroids = by_similarity(k_centroids)
+        found = Centroids(step=step, query=q_centroids, key=k_centroids)
+        self._centroids.keep(branch, found, context.num_steps)
+        return queries, keys
+
+    def _cluster_side(
+        self, x: torch.Tensor, num: int, known: torch.Tensor | None, keep: torch.Tensor | None
+    ) -> Clusters:
+        config = self._config
+        shape = (x.shape[0], x.shape[2], min(num, x.shape[1]), x.shape[3])
+        iterations = config.svg2_kmeans_iter_step
+        if known is None or known.shape != shape:
+            known = by_similarity(initial_centroids(x, num, keep=keep))
+            iterations = config.svg2_kmeans_iter_init
+        return kmeans(x, known, iterations=iterations, keep=keep, kernel=config.kmeans_kernel)
+
+    def _select(self, queries: Clusters, keys: Clusters) -> torch.Tensor:
+        """Return which clusters attend to which, bool [B, H, Cq, Ck]."""
+        config, num = self._config, keys.counts.shape[2]
+        weights = cluster_weights(
+            queries.centroids, keys.centroids, keys.counts, scale=self.softmax_scale
+        )
+        return kept_clusters(
+            weights,
+            top_p=config.svg2_top_p_kmeans,
+            min_count=first_of(config.svg2_min_kc_ratio, num),
+        )
+
+
+def _density(
+    call: ClusteredCall, layout: SequenceLayout, keep: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the share of pairs attended to, a tensor [] that nobody waited for."""
+    batch, heads = call.keep.shape[:2]
+    kept = kept_pairs(call.keep, call.queries.counts, call.keys.counts)
+    # Filled on the device: a copy would wait for it.
+    keys = torch.full_like(kept, layout.num_keys * batch)
+    if keep is not None:
+        keys = keep.sum().double()
+    others = layout.num_queries - layout.num_video
+    pairs = kept / heads + others * keys
+    return pairs / (layout.num_queries * keys).clamp_min(1.0)

@@ -1,0 +1,365 @@
+"""How V-MoBA cuts the tokens of a video into chunks, and attention over those a query selects.
+
+Shapes: B batch, S tokens, V video tokens, Sk keys, H heads, D head size, N chunks, G groups of
+chunks; q/k suffix = query/key side.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Literal
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
+from multimodal_gen.kernels.row_choice.api import (
+    ChunkGroups,
+    SortedRows,
+    chunk_groups,
+    merge_parts,
+    move_rows,
+    sort_rows,
+)
+from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    TiledSequence,
+    attend_rows,
+    masked_keys,
+    run_in_turns,
+    tiled_sequence,
+)
+
+__all__ = [
+    "ChunkCall",
+    "ChunkKind",
+    "Partition",
+    "attend_all",
+    "attend_chunks",
+    "chunk_kind",
+    "chunk_shape",
+    "partition",
+    "select",
+]
+
+ChunkKind = Literal["temporal", "spatial", "st"]
+_Grid = tuple[int, int, int]
+
+
+def chunk_kind(layer: int, first: int, cycle: tuple[int, int, int]) -> ChunkKind:
+    """Return the kind of chunk that a layer has.
+
+    Args:
+        layer: index of the layer.
+        first: the layer that the cycles begin at.
+        cycle: temporal, spatial and spatio-temporal layers of a cycle, in this order.
+    """
+    place = (layer - first) % sum(cycle)
+    if place < cycle[0]:
+        return "temporal"
+    return "spatial" if place < cycle[0] + cycle[1] else "st"
+
+
+def chunk_shape(kind: ChunkKind, size: tuple[int, ...], grid: _Grid) -> _Grid:
+    """Return a chunk's tokens along time, height and width, at most those of the grid.
+
+    Args:
+        kind: what `size` means.
+        size: frames; height and width; or time, height and width.
+        grid: (T, H, W) of the video.
+    """
+    full = {
+        "temporal": (size[0], grid[1], grid[2]),
+        "spatial": (grid[0], *size[-2:]),
+        "st": size,
+    }[kind]
+    t, h, w = (min(pair) for pair in zip(full, grid, strict=True))
+    return t, h, w
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Partition:
+    """The chunks of a video; shared between callers, not to be written to.
+
+    Attributes:
+        keys: the keys, chunk by chunk, then everything else; a block for each chunk, and one for
+            the rest if there is any.
+        own: int32 [V], the chunk of every token of the video, in the order of the sequence.
+        in_order: whether the sequence already lies chunk by chunk.
+    """
+
+    keys: TiledSequence
+    own: torch.Tensor
+    in_order: bool
+
+    @property
+    def num_chunks(self) -> int:
+        """N."""
+        return len(self.keys.order.starts)
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether there are keys that are not of the video."""
+        return self.keys.blocks.num > self.num_chunks
+
+    def key_blocks(
+        self, groups: ChunkGroups, heads: int, keep: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Blocks]:
+        """Return where every key comes from, and the key blocks of all groups of all heads.
+
+        Args:
+            groups: how the chunks are grouped.
+            heads: query heads.
+            keep: bool [B, Sk], keys that may be attended to; None for all.
+
+        Returns:
+            The index, int32 [Sk] or [B, Sk]; and for head h * G + g the chunks of group g, those
+            it lacks being empty, then the keys that are not of the video, if any.
+        """
+        index, blocks = self.keys.index, self.keys.blocks
+        if keep is not None:
+            index, blocks = masked_keys(self.keys, keep)
+        starts, lengths = (_grouped(x, self, groups) for x in blocks.bounds(index.device))
+        return index, Blocks.ragged(
+            starts.repeat(1, heads, 1),
+            lengths.repeat(1, heads, 1),
+            total=blocks.total,
+            size=blocks.size,
+        )
+
+
+def _grouped(bound: torch.Tensor, chunks: Partition, groups: ChunkGroups) -> torch.Tensor:
+    """Arrange starts or lengths [B|1, 1, N (+ 1)] by group: [B|1, G, size (+ 1)]."""
+    num = chunks.num_chunks
+    missing = groups.num * groups.size - num
+    by_group = torch.nn.functional.pad(bound[:, 0, :num], (0, missing))
+    by_group = by_group.view(-1, groups.num, groups.size)
+    if not chunks.has_rest:
+        return by_group
+    rest = bound[:, 0, num:].unsqueeze(1).expand(-1, groups.num, -1)
+    return torch.cat((by_group, rest), dim=2)
+
+
+def partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Partition:
+    """Return the chunks of a video; the last 64 are cached.
+
+    Args:
+        layout: where the video lies.
+        chunk: tokens of a chunk along (time, height, width); those at the edges may be smaller.
+        device: where the tensors lie.
+    """
+    return _partition(layout, chunk, device)
+
+
+@lru_cache(maxsize=64)
+def _partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Partition:
+    keys = tiled_sequence(layout, layout.num_keys, chunk, device)
+    order = keys.order
+    video, rest = layout.num_video, layout.num_keys - layout.num_video
+    with torch.inference_mode(False), torch.device("cpu"):
+        starts, lengths = order.starts.cpu(), order.lengths.cpu()
+        own = torch.empty(video, dtype=torch.int32)
+        chunks = torch.arange(len(starts), dtype=torch.int32)
+        own[order.order.cpu().long()] = chunks.repeat_interleave(lengths)
+        if rest:
+            starts = torch.cat((starts, torch.tensor([video], dtype=torch.int32)))
+            lengths = torch.cat((lengths, torch.tensor([rest], dtype=torch.int32)))
+        blocks = Blocks.ragged(
+            starts.to(device),
+            lengths.to(device),
+            total=layout.num_keys,
+            size=max(order.largest, rest),
+        )
+        positions = torch.arange(layout.num_keys, dtype=torch.int32)
+        in_order = bool((keys.index.cpu() == positions).all())
+        return Partition(keys=replace(keys, blocks=blocks), own=own.to(device), in_order=in_order)
+
+
+# What the copies of a few heads may take, two of which are under way at once. Every few heads are
+# eight launches, and on hosts of which some took 0.7 ms and more for those, the GPU waits: 12 heads
+# of 32,760 tokens in six turns took 6.2 ms, in two 3.9 (H200, 2026-11).
+_BYTES_AT_ONCE = 640 << 20
+# Pairs of queries and keys of a few heads, for the same reason: for these, twice as many bytes.
+_PAIRS_AT_ONCE = 2e9
+_DENSE_BLOCK = 384  # rows of a query block where everything is attended to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkCall:
+    """One call of a layer.
+
+    Attributes:
+        query: [B, Sq, H, D] in the order of the sequence.
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, D].
+        layout: where the video lies.
+        chunks: its chunks.
+        rule: how queries choose among them.
+        scale: factor of the scores.
+        kernel: provider of the block-sparse engine.
+        keep: bool [B, Sk], keys that may be attended to; None for all.
+        groups: how the chunks are grouped; None for what suits the sizes.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    layout: SequenceLayout
+    chunks: Partition
+    rule: Rule
+    scale: float
+    kernel: str = "auto"
+    keep: torch.Tensor | None = None
+    groups: ChunkGroups | None = None
+
+    @property
+    def video(self) -> slice:
+        """Where the video's queries lie."""
+        return slice(self.layout.start, self.layout.start + self.layout.num_video)
+
+    @property
+    def rest(self) -> tuple[slice, ...]:
+        """Where the other queries lie."""
+        spans = (slice(0, self.video.start), slice(self.video.stop, self.layout.num_queries))
+        return tuple(span for span in spans if span.start < span.stop)
+
+    def density(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Return the share of pairs attended to, [], given the `pairs` of video queries and keys.
+
+        Masked keys that are not of the video are taken for others.
+        """
+        batch, queries, heads, _ = self.query.shape
+        keys, video = self.key.shape[1], self.layout.num_video
+        others = video * (keys - video) + (queries - video) * keys
+        return (pairs.double() / (batch * heads) + others) / (queries * keys)
+
+
+def select(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the video's queries select, and how many pairs that is; see `select_chunks`."""
+    order = call.chunks.keys.order
+    means = chunk_means(
+        call.key,
+        order.starts,
+        order.lengths,
+        size=order.largest,
+        index=call.chunks.keys.index,
+        keep=call.keep,
+    )
+    # The video lies at the same positions on both sides, so its masked keys are queries, too.
+    keep = None if call.keep is None else call.keep[:, call.video]
+    query = call.query[:, call.video]
+    return select_chunks(query, means, call.chunks.own, call.rule, keep=keep)
+
+
+def attend_chunks(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of a call, and the share of pairs attended to; waits for nothing.
+
+    Queries of the video attend to the chunks they select and to all keys that are not of the
+    video; other queries to everything. Works on a few heads at a time, which bounds the memory.
+
+    Returns:
+        [B, Sq, H, D] in the order of the sequence, zero where a query sees no key; and float64 [].
+    """
+    query, key = call.query, call.key
+    heads, kv_heads = query.shape[2], key.shape[2]
+    group = heads // kv_heads
+    groups = call.groups or chunk_groups(call.chunks.num_chunks, call.layout.num_video)
+    bits, pairs = select(call)
+    out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
+    rows = sort_rows(bits, groups, block=_block_rows(call), extra=call.chunks.has_rest)
+    passes = _passes(call, groups)
+    at_once = (passes[0].stop - passes[0].start) * group
+    keys = call.chunks.key_blocks(groups, at_once, call.keep)
+    orders = _orders(rows.counts, len(passes))
+
+    def attend_rest(span: slice) -> None:
+        out[:, span] = attend_rows(query[:, span], key, call.value, call.keep, call.scale)
+
+    def attend(part: slice, order: torch.Tensor) -> None:
+        q_slice = slice(part.start * group, part.stop * group)
+        _attend_heads(call, rows.of_heads(q_slice), order, keys, part, out[:, :, q_slice])
+
+    calls = [*(partial(attend_rest, span) for span in call.rest)]
+    calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
+    run_in_turns(calls, query.device)
+    return out, call.density(pairs)
+
+
+def _attend_heads(
+    call: ChunkCall,
+    rows: SortedRows,
+    order: torch.Tensor,
+    keys: tuple[torch.Tensor, Blocks],
+    part: slice,
+    out: torch.Tensor,
+) -> None:
+    """Write the attention of the video's queries to `out`, for a few key heads."""
+    key, value = call.key[:, :, part], call.value[:, :, part]
+    index, blocks = keys
+    group = call.query.shape[2] // call.key.shape[2]
+    query = call.query[:, call.video, part.start * group : part.stop * group]
+    if not call.chunks.in_order or call.keep is not None:
+        key, value = gather_tokens((key, value), index)
+    plan = BlockPlan(
+        indices=rows.indices,
+        counts=rows.counts,
+        q=Blocks.padded(rows.lengths, rows.room // rows.counts.shape[2]),
+        kv=blocks,
+        row_bits=rows.bits.unsqueeze(-1),
+        order=order,
+    )
+    parts, lse = block_sparse_attention(
+        move_rows(query, rows),
+        key,
+        value,
+        plan,
+        scale=call.scale,
+        return_lse=True,
+        kernel=call.kernel,
+    )
+    merge_parts(parts, lse, rows, out[:, call.video])
+
+
+def _block_rows(call: ChunkCall) -> int:
+    """Return the rows of a query block that suit the kernel that will run."""
+    copied = not call.chunks.in_order or call.keep is not None
+    keys = () if copied else (call.key, call.value)
+    return rows_for_choice(call.query, call.kernel, keys)
+
+
+def _orders(counts: torch.Tensor, passes: int) -> tuple[torch.Tensor, ...]:
+    """Return the order in which each pass starts its query blocks, those with most keys first.
+
+    Args:
+        counts: int32 [B, H * G, Nq].
+        passes: how many passes share the heads evenly.
+    """
+    by_pass = counts.reshape(len(counts), passes, -1).transpose(0, 1).reshape(passes, -1)
+    return by_pass.argsort(dim=1, descending=True, stable=True).int().unbind()
+
+
+def _passes(call: ChunkCall, groups: ChunkGroups) -> list[slice]:
+    """Return the key heads in equal shares with small copies, but enough to keep the GPU busy."""
+    query, kv_heads = call.query, call.key.shape[2]
+    size = query.element_size()
+    copies = 2 * size * (query.numel() * groups.num + call.key.numel()) // kv_heads
+    pairs = query.shape[0] * query.shape[1] * call.key.shape[1] * query.shape[2] // kv_heads
+    most = _BYTES_AT_ONCE / max(copies, 1)
+    shares = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    small, large = (max(n for n in shares if n <= max(m, 1)) for m in (most, 2 * most))
+    busy = next((n for n in shares if n * pairs >= _PAIRS_AT_ONCE), kv_heads)
+    at_once = max(small, min(busy, large))
+    return [slice(h, h + at_once) for h in range(0, kv_heads, at_once)]
+
+
+def attend_all(call: ChunkCall) -> torch.Tensor:
+    """Return dense attention, by the engine where no key is masked; see `attend_chunks`."""
+    query, key, value = call.query, call.key, call.value
+    if call.keep is not None:
+        return attend_rows(query, key, value, call.keep, call.scale)
+    q_blocks, kv_blocks = (Blocks.regular(x.shape[1], _DENSE_BLOCK) for x in (query, key))
+    plan = BlockPlan.dense(q_blocks, kv_blocks, query.device)
+    out = block_sparse_attention(query, key, value, plan, scale=call.scale, kernel=call.kernel)
+    assert isinstance(out, torch.Tensor)
+    return out

@@ -1,1 +1,0 @@
-"""Parts of Sparse VideoGen 2."""

@@ -1,1 +1,0 @@
-"""What Video Sparse Attention needs besides its backend: the authors' own kernels."""

@@ -1,0 +1,192 @@
+"""The platforms that come with the package."""
+
+from typing import ClassVar
+
+from multimodal_gen.runtime.platforms.interface import (
+    AttentionBackendEnum,
+    DeviceCapability,
+    Platform,
+    PlatformEnum,
+)
+
+
+class MpsPlatform(Platform):
+    """Apple GPUs: always SDPA."""
+
+    name: ClassVar[PlatformEnum] = PlatformEnum.MPS
+    device_type: ClassVar[str] = "mps"
+    always: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
+
+    def is_available(self) -> bool:
+        """Whether torch sees an Apple GPU."""
+        import torch
+
+        return torch.backends.mps.is_available()
+
+    def attention_priority(
+        self, capability: DeviceCapability | None
+    ) -> tuple[AttentionBackendEnum, ...]:
+        """SDPA is all there is."""
+        del capability
+        return (AttentionBackendEnum.TORCH_SDPA,)
+
+
+class XpuPlatform(Platform):
+    """Intel GPUs: their own FlashAttention for fp16 and bf16 at its head sizes, else SDPA."""
+
+    name: ClassVar[PlatformEnum] = PlatformEnum.XPU
+    device_type: ClassVar[str] = "xpu"
+    dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
+
+    def is_available(self) -> bool:
+        """Whether torch is built with XPU support and sees a device."""
+        import torch
+
+        return hasattr(torch, "xpu") and torch.xpu.is_available()
+
+    def attention_priority(
+        self, capability: DeviceCapability | None
+    ) -> tuple[AttentionBackendEnum, ...]:
+        """Prefer FlashAttention."""
+        del capability
+        return (
+            AttentionBackendEnum.FA,
+            AttentionBackendEnum.TORCH_SDPA,
+        )
+
+
+class RocmPlatform(Platform):
+    """AMD GPUs: FlashAttention where installed, else SDPA; AITER when asked for."""
+
+    name: ClassVar[PlatformEnum] = PlatformEnum.ROCM
+    device_type: ClassVar[str] = "cuda"
+
+    def is_available(self) -> bool:
+        """Whether torch is built with HIP and sees a GPU."""
+        import torch
+
+        return torch.version.hip is not None and torch.cuda.is_available()
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability:
+        """Return the GPU generation as torch reports it (gfx942 is (9, 4))."""
+        import torch
+
+        return DeviceCapability(*torch.cuda.get_device_capability(device_id))
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        """Return the GPU's marketing name."""
+        import torch
+
+        return torch.cuda.get_device_name(device_id)
+
+    def attention_priority(
+        self, capability: DeviceCapability | None
+    ) -> tuple[AttentionBackendEnum, ...]:
+        """Prefer FlashAttention."""
+        del capability
+        return (AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA)
+
+
+class CudaPlatform(Platform):
+    """NVIDIA GPUs: the kernel that was measured to be the fastest, else SDPA."""
+
+    name: ClassVar[PlatformEnum] = PlatformEnum.CUDA
+    device_type: ClassVar[str] = "cuda"
+
+    def is_available(self) -> bool:
+        """Whether torch is built with CUDA and sees a GPU."""
+        import torch
+
+        return torch.version.cuda is not None and torch.cuda.is_available()
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability:
+        """Return the compute capability."""
+        import torch
+
+        return DeviceCapability(*torch.cuda.get_device_capability(device_id))
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        """Return the GPU's marketing name."""
+        import torch
+
+        return torch.cuda.get_device_name(device_id)
+
+    def attention_priority(
+        self, capability: DeviceCapability | None
+    ) -> tuple[AttentionBackendEnum, ...]:
+        """Prefer our own kernel on SM90 and FlashAttention from SM80 on; others take SDPA."""
+        if capability is None or capability.major < 8 or capability.major == 12:
+            return (AttentionBackendEnum.TORCH_SDPA,)
+        packaged = (AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA)
+        if capability == DeviceCapability(9, 0):
+            return (AttentionBackendEnum.TRITON_ATTN, *packaged)
+        return packaged
+
+
+class NpuPlatform(Platform):
+    """Ascend NPUs: SDPA; the NPU's own FlashAttention for ring attention or when asked for."""
+
+    name: ClassVar[PlatformEnum] = PlatformEnum.NPU
+    device_type: ClassVar[str] = "npu"
+    dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
+
+    def is_available(self) -> bool:
+        """Whether torch_npu is loaded and sees a device."""
+        import torch
+
+        npu = getattr(torch, "npu", None)
+        return npu is not None and bool(npu.is_available())
+
+    def attention_priority(
+        self, capability: DeviceCapability | None
+    ) -> tuple[AttentionBackendEnum, ...]:
+        """Prefer SDPA; ring attention needs a log-sum-exp, which only FlashAttention has here."""
+        del capability
+        return (
+            AttentionBackendEnum.TORCH_SDPA,
+            AttentionBackendEnum.FA,
+        )
+
+
+class MusaPlatform(Platform):
+    """Moore Threads GPUs: FlashAttention where installed, else SDPA; SageAttention on request."""
+
+    name: ClassVar[PlatformEnum] = PlatformEnum.MUSA
+    device_type: ClassVar[str] = "musa"
+    dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
+
+    def is_available(self) -> bool:
+        """Whether torch_musa is loaded and sees a device."""
+        import torch
+
+        musa = getattr(torch, "musa", None)
+        return musa is not None and bool(musa.is_available())
+
+    def attention_priority(
+        self, capability: DeviceCapability | None
+    ) -> tuple[AttentionBackendEnum, ...]:
+        """Prefer FlashAttention."""
+        del capability
+        return (
+            AttentionBackendEnum.FA,
+            AttentionBackendEnum.TORCH_SDPA,
+        )
+
+
+class CpuPlatform(Platform):
+    """The CPU: SDPA."""
+
+    name: ClassVar[PlatformEnum] = PlatformEnum.CPU
+    device_type: ClassVar[str] = "cpu"
+    dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
+
+    def is_available(self) -> bool:
+        """Always."""
+        return True
+
+    def attention_priority(
+        self, capability: DeviceCapability | None
+    ) -> tuple[AttentionBackendEnum, ...]:
+        """SDPA is all there is."""
+        del capability
+        return (AttentionBackendEnum.TORCH_SDPA,)

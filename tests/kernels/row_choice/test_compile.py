@@ -1,0 +1,29 @@
+"""The kernels compile for SM90 without a GPU, through their launchers: no spills, no warnings.
+
+A stand-in driver answers for the GPU, so what is compiled is what a launch would compile.
+test_compiler.py runs these tests in a process of their own.
+"""
+
+import pytest
+import torch
+
+from tests.kernels.compiling import Compiler, needs_triton, silent
+
+pytestmark = [needs_triton, silent]
+
+
+@pytest.mark.parametrize(("head_size", "size"), [(64, 4), (128, 6), (128, 8)])
+def test_the_sort_and_the_merge_do_not_spill(compiler: Compiler, head_size: int, size: int) -> None:
+    from multimodal_gen.kernels.row_choice.row_choice_kernel import (
+        merge_parts,
+        move_rows,
+        sort_rows,
+    )
+
+    query = torch.empty(1, 640, 4, head_size, dtype=torch.bfloat16)
+    rows = sort_rows(torch.zeros(1, 4, 640, 3).int(), 72, size, True, 128)
+    parts = move_rows(query, rows["position"], rows["used"], 640)
+    lse = torch.empty(parts.shape[:3])
+    merge_parts(parts, lse.transpose(1, 2), rows["position"], rows["used"], query)
+    assert len(compiler.kernels) == 7
+    compiler.assert_clean()

@@ -1,0 +1,157 @@
+"""Layers that exchange their heads in chunks, against one process, and the times they report."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.layers.attention import USPAttention
+from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.processes import own
+from tests.runtime.layers.attention.sequence_parallel.test_sparse import (
+    SPARSE,
+    check_sparse,
+    sparse_layer,
+)
+from tests.runtime.layers.attention.sequence_parallel.test_split_layers import TEXTS, stretches
+
+SIZE = 8
+
+
+def count_messages(run):
+    """Return how many exchanges of heads `run` makes."""
+    real, count = torch.distributed.all_to_all_single, 0
+
+    def counted(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return real(*args, **kwargs)
+
+    torch.distributed.all_to_all_single = counted
+    try:
+        run()
+    finally:
+        torch.distributed.all_to_all_single = real
+    return count
+
+
+def in_chunks(count):
+    return use_parallel_groups(replace(parallel_groups(), head_chunks=count))
+
+
+def check_chunks(lengths, heads, text, chunks, messages):
+    front, key_front, after = stretches(text)
+    total = sum(lengths)
+    whole = make_qkv(2, front + total + after, heads, SIZE, num_keys=key_front + total + after)
+    layer = USPAttention(heads, SIZE)
+    with use_parallel_groups(None):
+        want = layer(*whole, **text)
+    fronts = (front, key_front, key_front)
+    local = [own(x, lengths, f, after) for x, f in zip(whole, fronts, strict=True)]
+    with in_chunks(chunks), torch.inference_mode():
+        out = layer(*local, **text)
+        assert layer.report().calls == 2
+        assert count_messages(lambda: layer(*local, **text)) == messages
+    torch.testing.assert_close(out, own(want, lengths, front, after))
+
+
+def check_whole_calls(lengths):
+    """Masks, gradients and shared key heads come in one piece."""
+    whole = make_qkv(2, sum(lengths), 4, SIZE)
+    local = [own(x, lengths) for x in whole]
+    layer, grouped = USPAttention(4, SIZE), USPAttention(4, SIZE, 2)
+    mask = torch.ones(local[0].shape[:2], dtype=torch.bool)
+    key, value = (x[:, :, :2] for x in local[1:])
+    tracked = [x.clone().requires_grad_() for x in local]
+    with in_chunks(2):
+        assert count_messages(lambda: layer(*local, mask)) == 2
+        assert count_messages(lambda: layer(*tracked)) == 2
+        assert count_messages(lambda: grouped(local[0], key, value)) == 2
+
+
+def check_measured_chunks(backend, messages):
+    """Groups that are told nothing exchange heads in as many chunks as was measured to win."""
+    assert parallel_groups().head_chunks is None
+    layer = sparse_layer(backend, SPARSE.get(backend), 4)
+    local = [own(x, (100, 92)) for x in make_qkv(1, 192, 4, 32)]
+    with torch.no_grad(), set_forward_context(0, latent_grid=(4, 6, 8), num_steps=2):
+        assert count_messages(lambda: layer(*local)) == messages
+
+
+def check_sparse_chunks(backend, lengths, heads):
+    with in_chunks(2):
+        check_sparse(backend, SPARSE[backend], lengths, heads)
+
+
+def times_of(lengths, chunks):
+    """Return the report of a layer that ran twice, and of one that another rank never meets."""
+    local = [own(x, lengths) for x in make_qkv(1, sum(lengths), 4, SIZE)]
+    layer = USPAttention(4, SIZE, prefix="blocks.0.attn")
+    alone = USPAttention(4, SIZE, skip_sequence_parallel=True)
+    assert layer.report().times is None
+    with in_chunks(chunks):
+        for _ in range(2):
+            layer(*local)
+            alone(*local)
+    with use_parallel_groups(None):
+        before = alone.report().times
+        alone(*local)
+    assert alone.report().times == before
+    report = AttentionReport(layers=(layer.report(), alone.report()))
+    return report.as_dict(), report.summary()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_chunks_of_heads_compute_what_whole_calls_do(four_ranks, text):
+    for lengths, heads in (((2, 2, 2, 2), 8), ((3, 0, 4, 1), 13)):
+        # A cross-like call sends q apart from k and v only where their lengths differ.
+        four_ranks.run(Mesh(ulysses=4), check_chunks, lengths, heads, TEXTS[text], 2, 4)
+
+
+def test_there_are_no_more_chunks_than_heads_on_a_rank(two_ranks):
+    two_ranks.run(Mesh(ulysses=2), check_chunks, (5, 2), 5, {}, 4, 4)
+    two_ranks.run(Mesh(ulysses=2), check_chunks, (5, 2), 3, {}, 4, 2)
+    two_ranks.run(Mesh(ulysses=2), check_chunks, (4, 4), 16, {}, 4, 8)
+
+
+def test_calls_that_cannot_be_cut_into_chunks_come_in_one(two_ranks):
+    two_ranks.run(Mesh(ulysses=2), check_whole_calls, (4, 3))
+
+
+@pytest.mark.parametrize(("backend", "messages"), [("sliding_tile_attn", 4), ("torch_sdpa", 2)])
+def test_chunks_are_those_that_were_measured_to_win(two_ranks, backend, messages):
+    two_ranks.run(Mesh(ulysses=2), check_measured_chunks, backend, messages)
+
+
+@pytest.mark.parametrize("backend", ["sliding_tile_attn", "sla_attn", "sparse_video_gen_2_attn"])
+def test_sparse_backends_take_chunks_of_heads(two_ranks, backend):
+    two_ranks.run(Mesh(ulysses=2), check_sparse_chunks, backend, (100, 92), 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chunks"), [(Mesh(ulysses=2), 1), (Mesh(ulysses=2), 2), (Mesh(ring=2), 1)], ids=str
+)
+def test_a_report_tells_communication_from_attention(two_ranks, mesh, chunks):
+    for data, summary in two_ranks.run(mesh, times_of, (40, 30), chunks):
+        split, alone = (layer["times"] for layer in data["layers"])
+        assert split["communication_ms"] > 0
+        assert split["attention_ms"] > 0
+        assert alone["communication_ms"] == 0
+        assert alone["attention_ms"] > 0
+        total = split["communication_ms"] + alone["communication_ms"]
+        assert data["times"]["communication_ms"] == pytest.approx(total, abs=2e-3)
+        assert "time on this rank: 0.0" in summary
+
+
+def test_one_process_reports_no_times():
+    layer = USPAttention(2, SIZE)
+    layer(*make_qkv(1, 4, 2, SIZE))
+    report = AttentionReport(layers=(layer.report(),))
+    assert report.times is None
+    assert "times" not in report.as_dict()
+    assert "time on this rank" not in report.summary()
+    assert sparse_layer("sla_attn", SPARSE["sla_attn"], 2).report().times is None

@@ -1,0 +1,593 @@
+"""Sparse-Linear Attention through the layer, against its definition written down with loops."""
+
+import logging
+import math
+import sys
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention import warn_once as notices
+from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.config_text import read_mapping
+from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
+from multimodal_gen.runtime.layers.attention.scope import (
+    Asked,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
+from multimodal_gen.runtime.layers.attention.sparse.sla.backend import (
+    SLABackend,
+    SLAConfig,
+    SLAImpl,
+)
+from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import centred, kept_blocks
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.kernels.linear_attention.naive import assert_added, naive_linear
+
+HEADS, HEAD_SIZE = 4, 32
+SCALE = HEAD_SIZE**-0.5
+WHOLE, RAGGED = (4, 8, 16), (5, 7, 13)  # 512 = 4 * 128 tokens; 455 = 7 * 64 + 7
+TEXTS = {
+    "no text": None,
+    "text first": TextSpan(start=0, length=70),
+    "text last": TextSpan(start=math.prod(RAGGED), length=70),
+}
+
+
+def config(**parameters):
+    return build_config(SLAConfig, parameters, backend="sla_attn")
+
+
+def layer(*, kv_heads=None, dtype=torch.float32, projection=None, scale=None, **parameters):
+    asked = Asked(
+        source=Source.COMMAND_LINE,
+        backend=AttentionBackendEnum.SLA_ATTN,
+        config=config(**parameters),
+    )
+    attention = LocalAttention(
+        HEADS,
+        HEAD_SIZE,
+        kv_heads,
+        softmax_scale=scale,
+        compute_dtype=dtype,
+        site=LayerSite(name="blocks.0.attn1", layer=0),
+        scope=SelectionScope(default=asked),
+    )
+    set_projection(attention, projection)
+    return attention
+
+
+def projection(seed=0, bias=True):
+    linear = nn.Linear(HEAD_SIZE, HEAD_SIZE, bias=bias)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in linear.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * HEAD_SIZE**-0.5
+    return linear.requires_grad_(False)
+
+
+def inputs(grid, *, text=None, batch=2, kv_heads=HEADS, dtype=torch.float32, seed=0):
+    """Return inputs whose blocks have means of their own, so that scores differ by much."""
+    tokens = math.prod(grid) + (text.length if text else 0)
+    query, key, value = make_qkv(batch, tokens, HEADS, HEAD_SIZE, num_kv_heads=kv_heads, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for x in (query, key):
+        for start in range(0, tokens, 16):
+            x[:, start : start + 16] += torch.randn(
+                batch, 1, x.shape[2], HEAD_SIZE, generator=generator
+            )
+    return QKV(*(x.to(dtype) for x in (query, key, value)))
+
+
+class Naive:
+    """The method by its definition, one query block of one head at a time, in float64."""
+
+    def __init__(self, qkv, grid, q_size, kv_size, ratio, text=None, keep=None):
+        query, key, _ = qkv
+        batch, tokens, heads, _ = query.shape
+        start = text.stop if text and text.start == 0 else 0
+        video = list(range(start, start + math.prod(grid)))
+        self.text = [t for t in range(key.shape[1]) if t not in set(video)]
+        self.video = video
+        q_blocks = [video[i : i + q_size] for i in range(0, len(video), q_size)]
+        k_blocks = [video[i : i + kv_size] for i in range(0, len(video), kv_size)]
+        self.kept = max(1, math.floor(ratio * len(k_blocks) + 1e-9))
+        group = heads // key.shape[2]
+        self.mask = torch.zeros(batch, heads, tokens, key.shape[1], dtype=torch.bool)
+        self.unselected = torch.zeros_like(self.mask)
+        self.everything = torch.zeros_like(self.mask)
+        self.everything[:, :, video] = True
+        for b, h in product(range(batch), range(heads)):
+            of = set(range(key.shape[1])) if keep is None else set(keep[b].nonzero()[:, 0].tolist())
+            mean_q = [self.mean(query, b, [t for t in blk if t in of], h) for blk in q_blocks]
+            # Centred in fp32, then rounded to the inputs' dtype before they are compared.
+            seen = [[t for t in blk if t in of] for blk in k_blocks]
+            all_keys = key[b, [t for blk in seen for t in blk], h // group].float().mean(0)
+            mean_k = [
+                (key[b, blk, h // group].float().mean(0) - all_keys).to(key.dtype).double()
+                for blk in seen
+            ]
+            for i, rows in enumerate(q_blocks):
+                scores = [float(mean_q[i] @ k) for k in mean_k]
+                order = sorted(range(len(scores)), key=lambda j, s=scores: (-s[j], j))
+                chosen = [t for j in order[: self.kept] for t in k_blocks[j]]
+                left = [t for j in order[self.kept :] for t in k_blocks[j]]
+                for row in rows:
+                    self.mask[b, h, row, chosen + self.text] = True
+                    self.unselected[b, h, row, left] = True
+            self.mask[b, h, self.text] = True
+        if keep is not None:
+            for mask in (self.mask, self.unselected, self.everything):
+                mask &= keep[:, None, None, :]
+
+    @staticmethod
+    def mean(x, b, tokens, h):
+        return x[b, tokens, h].double().mean(dim=0).to(x.dtype).double()
+
+
+def run(attention, qkv, grid, *, text=None, step=0, mask=None):
+    with set_forward_context(step, latent_grid=grid, text_span=text):
+        return attention(*qkv, mask)
+
+
+def check(qkv, out, naive, linear=None, *, feature_map="softmax", unselected=False, sparse=None):
+    """Assert that `out` errs within the budget of its sparse branch, plus that of the linear one.
+
+    Args:
+        qkv: the inputs.
+        out: what the layer returned.
+        naive: the definition.
+        linear: the projection, or None for zero.
+        feature_map: of the linear branch.
+        unselected: whether that covers unselected blocks only.
+        sparse: what the layer returned without a projection, which is checked first.
+    """
+    plain = out if sparse is None else sparse
+    assert_within_error_budget(plain, *qkv, scale=SCALE, mask=naive.mask)
+    if linear is None:
+        return
+    seen = naive.unselected if unselected else naive.everything
+    branch, size = naive_linear(*qkv, seen, feature_map, linear.weight, linear.bias)
+    rows = naive.video
+    assert_added(out[:, rows], plain[:, rows], branch[:, rows], size[:, rows])
+    assert torch.equal(out[:, naive.text], plain[:, naive.text])
+
+
+# Every grid and every ratio with all sizes of blocks, and with all numbers of heads.
+SPARSE = [
+    (grid, sizes, (HEADS, 2, 1)[(i + j) % 3], ratio)
+    for i, sizes in enumerate([(128, 64), (64, 64), (64, 128)])
+    for j, (grid, ratio) in enumerate(product((WHOLE, RAGGED), (0.0, 0.3)))
+]
+
+
+@pytest.mark.parametrize(("grid", "sizes", "kv_heads", "ratio"), SPARSE, ids=str)
+def test_the_sparse_branch_attends_to_the_best_blocks(grid, sizes, kv_heads, ratio):
+    qkv = inputs(grid, kv_heads=kv_heads, batch=1)
+    attention = layer(kv_heads=kv_heads, topk_ratio=ratio, BLKQ=sizes[0], BLKK=sizes[1])
+    check(qkv, run(attention, qkv, grid), Naive(qkv, grid, *sizes, ratio))
+
+
+# Every place of the text with every feature map and with both branches.
+LINEAR = [
+    (where, feature_map, ("all", "unselected")[(i + j) % 2])
+    for i, where in enumerate(TEXTS)
+    for j, feature_map in enumerate(("softmax", "elu", "relu"))
+]
+
+
+@pytest.mark.parametrize(("where", "feature_map", "branch"), LINEAR)
+def test_the_linear_branch_is_projected_and_added_to_the_video(where, feature_map, branch):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text, kv_heads=2)
+    options = {"topk_ratio": 0.3, "feature_map": feature_map, "linear_branch": branch}
+    linear = projection()
+    out = run(layer(kv_heads=2, projection=linear, **options), qkv, RAGGED, text=text)
+    sparse = run(layer(kv_heads=2, **options), qkv, RAGGED, text=text)
+    naive = Naive(qkv, RAGGED, 128, 64, 0.3, text)
+    unselected = branch == "unselected"
+    check(qkv, out, naive, linear, feature_map=feature_map, unselected=unselected, sparse=sparse)
+
+
+@pytest.mark.parametrize("where", TEXTS)
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_text_attends_to_everything_and_everything_attends_to_text(where, ratio):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text)
+    out = run(layer(topk_ratio=ratio), qkv, RAGGED, text=text)
+    check(qkv, out, Naive(qkv, RAGGED, 128, 64, ratio, text))
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_ratio_one_is_dense_attention(where):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text, kv_heads=2)
+    attention = layer(kv_heads=2, topk_ratio=1.0)
+    out = run(attention, qkv, RAGGED, text=text)
+    assert_within_error_budget(out, *qkv, scale=SCALE)
+    assert attention.attn_impl.densities() == {0: 1.0}
+
+
+def test_at_ratio_one_nothing_is_unselected_and_the_bias_is_left():
+    qkv = inputs(RAGGED)
+    linear = projection()
+    options = {"topk_ratio": 1.0, "linear_branch": "unselected"}
+    plain = run(layer(**options), qkv, RAGGED)
+    out = run(layer(projection=linear, **options), qkv, RAGGED)
+    torch.testing.assert_close(out, plain + linear.bias)
+
+
+def test_a_ratio_that_rounds_to_no_block_still_keeps_one():
+    qkv = inputs(WHOLE)
+    attention = layer(topk_ratio=0.01)
+    check(qkv, run(attention, qkv, WHOLE), Naive(qkv, WHOLE, 128, 64, 0.01))
+    assert attention.attn_impl.densities() == {0: 1 / 8}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "blocks", "expected"),
+    # Rounded down: 0.29 * 100 is 28.999... in binary.
+    [(0.1, 512, 51), (0.05, 512, 25), (0.29, 100, 29), (0.0, 9, 1), (1.0, 9, 9), (0.5, 1, 1)],
+)
+def test_the_number_of_kept_blocks(ratio, blocks, expected):
+    assert kept_blocks(ratio, blocks) == expected
+
+
+@given(
+    offset=st.floats(-1e3, 1e3),
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=6),
+)
+@settings(deadline=None, max_examples=50)
+def test_what_all_keys_have_in_common_does_not_matter(offset, lengths):
+    means = torch.randn(1, 1, len(lengths), 8, generator=torch.Generator().manual_seed(1)).double()
+    counts = torch.tensor([lengths])
+    plain, moved = (centred(x, counts, torch.float64) for x in (means, means + offset))
+    torch.testing.assert_close(plain, moved, rtol=0, atol=1e-11 * (1 + abs(offset)))
+
+
+def test_an_offset_of_all_keys_does_not_cost_precision():
+    """In bfloat16 it would: the offset is 200 times what tells the blocks apart."""
+    qkv = inputs(WHOLE, batch=1)
+    far = QKV(qkv.query.bfloat16(), (qkv.key + 200).bfloat16(), qkv.value.bfloat16())
+    out = run(layer(topk_ratio=0.25, dtype=torch.bfloat16), far, WHOLE)
+    check(far, out, Naive(far, WHOLE, 128, 64, 0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("branch", ["all", "unselected"])
+def test_half_precision_is_right(dtype, branch):
+    qkv = inputs(RAGGED, dtype=dtype)
+    linear = projection()
+    options = {
+        "topk_ratio": 0.3,
+        "dtype": dtype,
+        "use_bf16": dtype is torch.bfloat16,
+        "linear_branch": branch,
+    }
+    out = run(layer(projection=linear, **options), qkv, RAGGED)
+    sparse = run(layer(**options), qkv, RAGGED)
+    naive = Naive(qkv, RAGGED, 128, 64, 0.3)
+    check(qkv, out, naive, linear, unselected=branch == "unselected", sparse=sparse)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "use_bf16", "computed"),
+    [
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.bfloat16, False, torch.float16),
+        (torch.float16, True, torch.bfloat16),
+        (torch.float32, True, torch.float32),
+    ],
+)
+def test_use_bf16_names_the_dtype_of_16_bit_calls(dtype, use_bf16, computed, monkeypatch):
+    seen = []
+    attend = SLAImpl.attend_blocks
+
+    def spy(self, query, key, value, *rest):
+        seen.extend(x.dtype for x in (query, key, value))
+        return attend(self, query, key, value, *rest)
+
+    monkeypatch.setattr(SLAImpl, "attend_blocks", spy)
+    qkv = inputs(WHOLE, dtype=dtype)
+    out = run(layer(dtype=dtype, use_bf16=use_bf16), qkv, WHOLE)
+    assert seen == [computed] * 3
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("branch", ["all", "unselected"])
+def test_masked_text_is_in_neither_branch_and_may_hold_anything(branch):
+    text = TEXTS["text last"]
+    query, key, value = inputs(RAGGED, text=text)
+    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
+    keep[0, -40:] = False
+    keep[1, text.start + 3 : text.start + 20] = False
+    keep[1, 100:110] = False
+    rows = keep[..., None, None]
+    naive = Naive(QKV(query, key, value), RAGGED, 128, 64, 0.3, text, keep)
+    naive.mask &= keep[:, None, :, None]
+    dirty = QKV(*(x.masked_fill(~rows, torch.nan) for x in (query, key, value)))
+    options = {"topk_ratio": 0.3, "linear_branch": branch}
+    sparse = run(layer(**options), dirty, RAGGED, text=text, mask=keep)
+    assert_within_error_budget(sparse, query, key, value, scale=SCALE, mask=naive.mask)
+    linear = projection()
+    out = run(layer(projection=linear, **options), dirty, RAGGED, text=text, mask=keep)
+    seen = naive.unselected if branch == "unselected" else naive.everything
+    branch_out, size = naive_linear(query, key, value, seen, "softmax", linear.weight, linear.bias)
+    branch_out, size = (torch.where(rows, x, 0.0)[:, naive.video] for x in (branch_out, size))
+    assert_added(out[:, naive.video], sparse[:, naive.video], branch_out, size)
+
+
+def test_a_block_that_is_all_padding_takes_no_others_place():
+    query, key, value = inputs(RAGGED)
+    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
+    keep[:, 192:256] = False  # the fourth of eight blocks of keys
+    # Centred, a mean of zero scores above all others.
+    query, key = query.abs(), -key.abs()
+    out = run(layer(topk_ratio=0.875), QKV(query, key, value), RAGGED, mask=keep)
+    mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
+    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
+
+
+def test_dropped_text_keys_leave_longer_queries():
+    text = TEXTS["text last"]
+    query, key, value = inputs(RAGGED, text=text)
+    some = slice(0, text.start + 9)
+    qkv = QKV(query, key[:, some], value[:, some])
+    naive = Naive(qkv, RAGGED, 128, 64, 0.3, text)
+    naive.mask[:, :, naive.video[-1] + 1 :] = True
+    out = run(layer(topk_ratio=0.3), qkv, RAGGED, text=text)
+    assert_within_error_budget(out, *qkv, scale=SCALE, mask=naive.mask)
+
+
+def test_samples_do_not_mix():
+    qkv = inputs(RAGGED, batch=3)
+    attention = layer(topk_ratio=0.3, projection=projection())
+    together = run(attention, qkv, RAGGED)
+    for b in range(3):
+        alone = run(attention, QKV(*(x[b : b + 1] for x in qkv)), RAGGED)
+        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_another_scale_is_used():
+    qkv = inputs(WHOLE)
+    out = run(layer(topk_ratio=0.3, scale=0.05), qkv, WHOLE)
+    naive = Naive(qkv, WHOLE, 128, 64, 0.3)
+    assert_within_error_budget(out, *qkv, scale=0.05, mask=naive.mask)
+
+
+def test_equal_scores_keep_the_first_blocks():
+    query, key, value = inputs(WHOLE)
+    out = run(layer(topk_ratio=0.25), QKV(torch.zeros_like(query), key, value), WHOLE)
+    expected = value[:, :128].mean(dim=1, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("branch", ["all", "unselected"])
+def test_gradients_flow_through_both_branches(branch):
+    grid = (2, 8, 12)
+    q, k, v = (x.requires_grad_() for x in inputs(grid, batch=1))
+    linear = projection().requires_grad_(True)
+    options = {"topk_ratio": 0.4, "BLKQ": 64, "linear_branch": branch, "kernel": "reference"}
+    out = run(layer(projection=linear, **options), QKV(q, k, v), grid)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    found = torch.autograd.grad(out, (q, k, v, linear.weight), upstream)
+
+    naive = Naive(QKV(*(x.detach() for x in (q, k, v))), grid, 64, 64, 0.4)
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v, linear.weight)]
+    dq, dk, dv, dw = doubles
+    scores = SCALE * torch.einsum("bqhd,bkhd->bhqk", dq, dk)
+    weights = scores.masked_fill(~naive.mask, -math.inf).softmax(-1)
+    exact = torch.einsum("bhqk,bkhd->bqhd", weights, dv)
+    pairs = torch.einsum("bqhd,bkhd->bhqk", dq.softmax(-1), dk.softmax(-1))
+    pairs = pairs * (naive.unselected if branch == "unselected" else naive.everything)
+    total = torch.einsum("bhqk,bkhd->bqhd", pairs, dv)
+    total = total / (1e-5 + pairs.sum(-1)).transpose(1, 2).unsqueeze(-1)
+    wanted = torch.autograd.grad(exact + total @ dw.mT, doubles, upstream.double())
+    for mine, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-3, atol=1e-4)
+
+
+def test_the_report_has_the_density_of_every_step():
+    qkv = inputs(WHOLE)
+    attention = layer(topk_ratio=0.25)
+    for step in (0, 4):
+        run(attention, qkv, WHOLE, step=step)
+    (entry,) = attention.report().entries
+    assert entry.densities == ((0, 0.25), (4, 0.25))
+
+
+def test_the_density_of_joint_sequences_counts_text():
+    text = TEXTS["text last"]
+    attention = layer(topk_ratio=0.3)
+    run(attention, inputs(RAGGED, text=text, batch=1), RAGGED, text=text)
+    video, total = math.prod(RAGGED), math.prod(RAGGED) + text.length
+    wanted = (video * (2 / 8 * video + 70) + 70 * total) / total**2
+    assert attention.attn_impl.densities()[0] == pytest.approx(wanted)
+
+
+def test_dense_steps_run_on_the_dense_backend():
+    qkv = inputs(RAGGED)
+    attention = layer(topk_ratio=0.0, dense_steps="0-2", projection=projection())
+    assert_within_error_budget(run(attention, qkv, RAGGED, step=1), *qkv, scale=SCALE)
+    run(attention, qkv, RAGGED, step=3)
+    dense, sparse = attention.report().entries
+    assert (dense.calls, sparse.calls) == (1, 1)
+    assert not dense.selection.backend.is_sparse
+
+
+def test_a_grid_that_does_not_fit_is_refused_with_numbers():
+    qkv = inputs(WHOLE)
+    with pytest.raises(UsageError, match=r"must get sequences that hold .*\(4, 8, 17\).* 512 quer"):
+        run(layer(), qkv, (4, 8, 17))
+    with pytest.raises(UsageError, match=r"sla_attn must know the latent grid"):
+        run(layer(), qkv, None)
+
+
+def test_a_missing_projection_is_warned_of_once_and_named(caplog):
+    notices.PROCESS._said.clear()
+    qkv = inputs(WHOLE)
+    with caplog.at_level(logging.WARNING):
+        run(layer(topk_ratio=0.25), qkv, WHOLE)
+        run(layer(topk_ratio=0.25), qkv, WHOLE)
+    (record,) = caplog.records
+    assert "no trained proj_l: its linear branch is zero" in record.getMessage()
+    assert "the best 25 % of the key blocks alone" in record.getMessage()
+
+
+def test_one_block_that_is_kept_anyway_is_called_that(caplog):
+    notices.PROCESS._said.clear()
+    run(layer(topk_ratio=0.0), inputs(WHOLE), WHOLE)
+    (record,) = caplog.records
+    assert "every query attends to the best key block alone" in record.getMessage()
+
+
+@pytest.mark.parametrize("options", [{"topk_ratio": 1.0}, {"projection": projection()}], ids=str)
+def test_nothing_is_lost_and_nothing_warned_of(options, caplog):
+    notices.PROCESS._said.clear()
+    with caplog.at_level(logging.WARNING):
+        run(layer(**options), inputs(WHOLE), WHOLE)
+    assert not caplog.records
+
+
+def test_without_a_projection_no_state_is_computed(monkeypatch):
+    from multimodal_gen.runtime.layers.attention.sparse.sla import blocks as branch
+
+    monkeypatch.setattr(branch, "key_state", lambda *_, **__: pytest.fail("computed a state"))
+    qkv = inputs(WHOLE)
+    out = run(layer(topk_ratio=0.25), qkv, WHOLE)
+    check(qkv, out, Naive(qkv, WHOLE, 128, 64, 0.25))
+
+
+def test_a_projection_may_be_set_after_the_first_call():
+    qkv = inputs(WHOLE)
+    attention = layer(topk_ratio=0.25)
+    before = run(attention, qkv, WHOLE)
+    set_projection(attention, projection())
+    after = run(attention, qkv, WHOLE)
+    set_projection(attention, None)
+    assert (after - before).abs().max() > 0.1
+    assert torch.equal(run(attention, qkv, WHOLE), before)
+
+
+def test_a_projection_of_another_size_is_refused():
+    with pytest.raises(UsageError, match=r"`linear` must map 32 channels to 32, .* \[16, 16\]"):
+        layer(projection=nn.Linear(16, 16))
+
+
+def test_only_methods_with_a_projection_take_one():
+    assert takes_projection([AttentionBackendEnum.TORCH_SDPA, AttentionBackendEnum.SLA_ATTN])
+    assert not takes_projection([AttentionBackendEnum.TORCH_SDPA])
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_the_kernel_parameter_leaves_the_kernel_it_names(name):
+    left = [v.name for v in SLABackend.variants_for(config(kernel=name))]
+    assert left == ([v.name for v in SLABackend.variants] if name == "auto" else [name])
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"topk_ratio": 1.5}, {"BLKQ": 32}, {"feature_map": "gelu"}], ids=str
+)
+def test_parameters_out_of_range_are_refused(parameters):
+    (name,) = parameters
+    with pytest.raises(ConfigError, match=name):
+        config(**parameters)
+
+
+class Upstream(nn.Module):
+    """Stands in for the authors' operator: shares its interface, returns the values' mean."""
+
+    def __init__(self, head_dim, **options):
+        super().__init__()
+        self.asked = (head_dim, options)
+        self.proj_l = nn.Linear(head_dim, head_dim)
+        nn.init.zeros_(self.proj_l.weight)
+        nn.init.zeros_(self.proj_l.bias)
+        self.calls = []
+        Upstream.last = self
+
+    def forward(self, q, k, v):
+        assert all(x.is_contiguous() for x in (q, k, v))
+        self.calls.append(tuple(q.shape))
+        return v.mean(2, keepdim=True).expand_as(v) + self.proj_l(v)
+
+
+@pytest.fixture
+def upstream(monkeypatch):
+    """The authors' package, importable, on a layer built without asking for a GPU."""
+    module = ModuleType("sparse_linear_attention")
+    module.SparseLinearAttention = Upstream
+    monkeypatch.setitem(sys.modules, "sparse_linear_attention", module)
+
+    def make(linear=None, **parameters):
+        settings = config(kernel="sparse_linear_attention", **parameters)
+        impl = SLAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, variant="sparse_linear_attention")
+        impl.slot = type(impl.slot)()
+        impl.slot.fill(linear, HEAD_SIZE)
+        return impl
+
+    return make
+
+
+def test_upstream_gets_the_parameters_and_the_projection(upstream):
+    linear = projection()
+    qkv = inputs(WHOLE)
+    impl = upstream(linear, topk_ratio=0.25, feature_map="elu", use_bf16=False)
+    with set_forward_context(0, latent_grid=WHOLE) as _, torch.no_grad():
+        from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+        out = impl.forward(*qkv, current_forward_context())
+    options = {"topk": 0.25, "feature_map": "elu", "BLKQ": 128, "BLKK": 64, "use_bf16": False}
+    assert Upstream.last.asked == (HEAD_SIZE, options)
+    assert Upstream.last.calls == [(2, HEADS, 512, HEAD_SIZE)]
+    value = qkv.value
+    torch.testing.assert_close(out, value.mean(1, keepdim=True) + linear(value))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "kv_heads", "reason"),
+    [
+        ({"linear_branch": "unselected"}, None, HEADS, "needs linear_branch=all, got unselected"),
+        ({}, TEXTS["text last"], HEADS, "needs sequences without text, got 70 text tokens"),
+        ({}, None, 2, "needs as many key heads as the 4, got 2"),
+        ({"topk_ratio": 0.01}, None, HEADS, "needs a topk_ratio that keeps a block of 8"),
+    ],
+)
+def test_what_upstream_cannot_do_is_refused_with_the_reason(
+    upstream, parameters, text, kv_heads, reason
+):
+    from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+    qkv = inputs(RAGGED, text=text, kv_heads=kv_heads)
+    impl = upstream(**{"topk_ratio": 0.3, **parameters})
+    with (
+        set_forward_context(0, latent_grid=RAGGED, text_span=text),
+        pytest.raises(UnsupportedBackendError, match=f"sparse_linear_attention.*{reason}"),
+    ):
+        impl.forward(*qkv, current_forward_context())
+
+
+CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
+
+
+def test_the_settings_of_the_paper_load_and_run():
+    (file,) = (CONFIGS / "sla_attn").iterdir()
+    raw = read_mapping(file)
+    assert (file.name, raw["linear_branch"]) == ("paper.yaml", "unselected")
+    qkv = inputs(WHOLE, batch=1)
+    check(qkv, run(layer(**raw), qkv, WHOLE), Naive(qkv, WHOLE, 64, 64, 0.05))
+    attention, large = layer(**raw), (10, 16, 16)  # 40 blocks of 64 tokens
+    run(attention, inputs(large, batch=1), large)
+    assert attention.attn_impl.densities() == {0: 2 / 40}

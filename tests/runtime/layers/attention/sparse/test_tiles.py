@@ -1,0 +1,127 @@
+"""Attention over tiles of a sequence is attention over the sequence."""
+
+import pytest
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    attend_tiled,
+    sequence_layout,
+    tiled_sequence,
+    tiled_video,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext, TextSpan
+from multimodal_gen.testing.reference import reference_attention
+
+CPU = torch.device("cpu")
+TILE = (2, 2, 2)
+LAYOUTS = {
+    "video alone": SequenceLayout(grid=(4, 4, 6), start=0, num_queries=96, num_keys=96),
+    "ragged": SequenceLayout(grid=(3, 5, 3), start=0, num_queries=45, num_keys=45),
+    "text behind": SequenceLayout(grid=(2, 4, 2), start=0, num_queries=29, num_keys=29),
+    "text before": SequenceLayout(grid=(3, 2, 3), start=11, num_queries=29, num_keys=29),
+    "text on both sides": SequenceLayout(grid=(3, 2, 3), start=5, num_queries=35, num_keys=35),
+    "padded text dropped": SequenceLayout(grid=(3, 2, 3), start=0, num_queries=31, num_keys=20),
+}
+
+
+def draw(layout: SequenceLayout, kv_heads: int = 4) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(layout.num_queries, 4), (layout.num_keys, kv_heads), (layout.num_keys, kv_heads)]
+    return tuple(
+        torch.randn(2, tokens, heads, 16, generator=generator, dtype=torch.float64)
+        for tokens, heads in shapes
+    )
+
+
+def attend_densely(
+    layout: SequenceLayout,
+    inputs: tuple[torch.Tensor, ...],
+    keep: torch.Tensor | None = None,
+    *,
+    with_text: bool = False,
+) -> torch.Tensor:
+    queries = tiled_video(layout, TILE, CPU)
+    if with_text:
+        queries = tiled_sequence(layout, layout.num_queries, TILE, CPU)
+    keys = tiled_sequence(layout, layout.num_keys, TILE, CPU)
+    plan = BlockPlan.dense(queries.blocks, keys.blocks, CPU)
+    return attend_tiled(
+        *inputs, queries, keys, lambda heads: plan, scale=0.25, kernel="reference", keep=keep
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("with_text", [False, True])
+def test_a_plan_that_keeps_everything_is_dense_attention(
+    name: str, kv_heads: int, with_text: bool
+) -> None:
+    inputs = draw(LAYOUTS[name], kv_heads)
+    expected, _ = reference_attention(*inputs, scale=0.25)
+    out = attend_densely(LAYOUTS[name], inputs, with_text=with_text)
+    torch.testing.assert_close(out, expected)
+
+
+def test_no_text_means_one_index_for_both_sides() -> None:
+    layout = LAYOUTS["ragged"]
+    queries, keys = tiled_video(layout, TILE, CPU), tiled_sequence(layout, 45, TILE, CPU)
+    assert queries.index is keys.index
+    assert queries.rest == ()
+    assert tiled_video(LAYOUTS["text on both sides"], TILE, CPU).rest == (
+        slice(0, 5),
+        slice(23, 35),
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_masked_keys_have_no_influence(name: str) -> None:
+    layout = LAYOUTS[name]
+    q, k, v = draw(layout)
+    keep = torch.rand(2, layout.num_keys, generator=torch.Generator().manual_seed(1)) < 0.6
+    keep[1, : layout.start + 8] = False  # whole tiles without a key
+    expected, _ = reference_attention(q, k, v, scale=0.25, mask=keep[:, None, None, :])
+    torch.testing.assert_close(attend_densely(layout, (q, k, v), keep), expected)
+
+
+def test_the_tiled_order_is_every_token_once_video_first() -> None:
+    layout = LAYOUTS["text on both sides"]
+    side = tiled_sequence(layout, layout.num_keys, TILE, CPU)
+    assert sorted(side.index.tolist()) == list(range(35))
+    assert all(5 <= token < 23 for token in side.index[:18].tolist())
+    assert side.num_tiles == 2 * 1 * 2
+    assert side.num_text_blocks == 3  # 17 tokens in blocks of 8
+    assert side.index[18:].tolist() == [*range(5), *range(23, 35)]
+
+
+def test_tiles_that_divide_the_grid_are_regular_blocks() -> None:
+    layout = LAYOUTS["text behind"]
+    assert tiled_sequence(layout, 29, TILE, CPU).blocks.is_regular
+    ragged = LAYOUTS["ragged"]
+    assert not tiled_sequence(ragged, 45, TILE, CPU).blocks.is_regular
+
+
+def test_the_layout_follows_the_context() -> None:
+    q, k, _ = draw(LAYOUTS["text before"])
+    context = ForwardContext(
+        current_timestep=0, latent_grid=(3, 2, 3), text_span=TextSpan(start=0, length=11)
+    )
+    assert sequence_layout(q, k, context, "a method") == LAYOUTS["text before"]
+
+
+@pytest.mark.parametrize("context", [None, ForwardContext(current_timestep=0)])
+def test_an_unknown_grid_is_an_error_that_says_how_to_tell_it(
+    context: ForwardContext | None,
+) -> None:
+    q, k, _ = draw(LAYOUTS["ragged"])
+    with pytest.raises(UsageError, match=r"a method must know the latent grid .* got none; run"):
+        sequence_layout(q, k, context, "a method")
+
+
+def test_a_sequence_too_short_for_the_grid_is_an_error_with_numbers() -> None:
+    q, k, _ = draw(LAYOUTS["ragged"])
+    context = ForwardContext(current_timestep=0, latent_grid=(3, 5, 4))
+    with pytest.raises(UsageError, match=r"60 tokens at least, got 45 queries and 45 keys"):
+        sequence_layout(q, k, context, "a method")
