@@ -9,8 +9,6 @@
         NothingAppliedError                    `apply` found no attention it could take over
         MissingDependencyError (ImportError)   an optional package is not installed
       RankError (RuntimeError)                 another rank failed, hangs or does something else
-      NotInThisBuildError (NotImplementedError)
-                                               the name is known, the feature has not landed yet
 
 Messages read "`<name>` must <rule>, got <value>", then the remedy.
 The command line prints a `MultimodalGenError` as one line and exits with status 2, or 1 for a
@@ -25,7 +23,6 @@ __all__ = [
     "ConfigError",
     "MissingDependencyError",
     "MultimodalGenError",
-    "NotInThisBuildError",
     "NothingAppliedError",
     "RankError",
     "UnsupportedBackendError",
@@ -72,10 +69,6 @@ class RankError(MultimodalGenError, RuntimeError):
     def __init__(self, message: str = "", among: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.among = among
-
-
-class NotInThisBuildError(MultimodalGenError, NotImplementedError):
-    """The name exists so that configurations stay valid, but this build cannot run it."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

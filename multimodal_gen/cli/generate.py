@@ -127,12 +127,10 @@ def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
     from multimodal_gen.integrations.diffusers import apply
     from multimodal_gen.runtime.distributed.groups import parallel_groups
     from multimodal_gen.runtime.layers.attention.rules import (
-        refuse_not_in_this_build,
         scope_from_args,
     )
 
     scope = scope_from_args(args)
-    refuse_not_in_this_build(scope)
     # On several ranks, all of them would compute all of what diffusers ships.
     nothing_asked = not (explicit or scope.default or scope.components or scope.rules)
     as_shipped = nothing_asked and parallel_groups() is None

@@ -222,13 +222,11 @@ def search(options: SearchOptions) -> None:
     from multimodal_gen.integrations.diffusers import apply
     from multimodal_gen.runtime.generator.window_search import WindowSearch
     from multimodal_gen.runtime.layers.attention.rules import (
-        refuse_not_in_this_build,
         scope_from_args,
     )
 
     args = _search_args(options)
     scope = scope_from_args(args)
-    refuse_not_in_this_build(scope)
     windows = [_sizes("--window", text) for text in options.window or ()]
     work = WindowSearch(args, _prompts(options), options.output, windows)
     total = len(work.prompts)

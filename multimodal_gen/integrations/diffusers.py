@@ -32,7 +32,6 @@ from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.rules import (
-    refuse_not_in_this_build,
     scope_from,
 )
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
@@ -156,7 +155,7 @@ def apply(
         UsageError: the target is no pipeline or model, or is attached already; or ranks are to
             share the tokens of denoisers none of which can be split.
         ConfigError: a setting cannot be read or does not fit its backend.
-        UnsupportedBackendError: a requested backend is not in this build, or cannot serve a layer.
+        UnsupportedBackendError: a requested backend cannot serve a layer.
         ComponentAttentionBackendNotAppliedError: a component override, or a rule,
             reaches no attention layer.
         NothingAppliedError: no attention module of a denoiser could be taken over.
@@ -173,7 +172,6 @@ def apply(
         raise UsageError("scope must be given alone, got further settings beside it")
     # A pipeline is told what it should know, whatever others were told before.
     scope = replace(scope, notices=WarnOnce())
-    refuse_not_in_this_build(scope)
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
     tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))

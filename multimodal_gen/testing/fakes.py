@@ -93,7 +93,6 @@ def fake_backend(
     *,
     impl: type[AttentionImpl] = PlainImpl,
     features: Iterable[Feature] = ALL_FEATURES,
-    not_in_this_build: str | None = None,
     variant: str | None = None,
     **declared: Any,
 ) -> type[AttentionBackend]:
@@ -103,7 +102,6 @@ def fake_backend(
         name: the backend's name; a new one is registered.
         impl: what `get_impl_cls` returns.
         features: features of its only variant.
-        not_in_this_build: why it cannot run, or None.
         variant: name of its variant; default `name`.
         **declared: further fields of the variant; by default it serves every platform, floating
             dtype and head size.
@@ -117,13 +115,11 @@ def fake_backend(
         **declared,
     }
     only_variant = Variant(**fields)
-    missing = not_in_this_build
 
     class Fake(AttentionBackend):
         backend = AttentionBackendEnum.register_plugin_name(name)
         summary = f"stand-in for {name}"
         variants = (only_variant,)
-        not_in_this_build = missing
 
         @classmethod
         def get_impl_cls(cls) -> type[AttentionImpl]:

@@ -107,7 +107,7 @@ def usable() -> Iterator[tuple[type[AttentionBackend], Variant]]:
     environment = current_environment()
     for name in all_backends():
         backend = find_backend(name, environment.platform)
-        if name.is_sparse or backend.not_in_this_build:
+        if name.is_sparse:
             continue
         for variant in backend.variants:
             if not variant.unsupported_reasons(request_for(variant)):

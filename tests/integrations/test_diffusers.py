@@ -19,7 +19,6 @@ from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.guidance_branch import NamedCalls
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
-from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseBackend
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
 from tests.integrations.conftest import generate
@@ -441,18 +440,6 @@ SPARSE_REQUESTS = pytest.mark.parametrize(
     ],
     ids=lambda settings: next(iter(settings)),
 )
-
-
-@SPARSE_REQUESTS
-def test_an_unknown_model_does_not_hide_that_a_backend_is_not_in_this_build(settings, monkeypatch):
-    model = unknown_model()
-    processors = model.attn_processors
-    monkeypatch.setattr(VideoSparseBackend, "not_in_this_build", "it is not in this build yet")
-    with pytest.raises(
-        UnsupportedBackendError, match=r"got video_sparse_attn: .* not in this build"
-    ):
-        apply(model, **settings)
-    assert model.attn_processors == processors
 
 
 @SPARSE_REQUESTS

@@ -1,10 +1,6 @@
 """Attention layers and the selection of their backends."""
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-)
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.layer import (
     LocalAttention,
     UlyssesAttention,
@@ -15,8 +11,6 @@ from multimodal_gen.runtime.layers.attention.selector import get_attn_backend
 
 __all__ = [
     "AttentionBackend",
-    "AttentionMetadata",
-    "AttentionMetadataBuilder",
     "LocalAttention",
     "USPAttention",
     "UlyssesAttention",

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 
 import torch
 
-from multimodal_gen.errors import ConfigError, NotInThisBuildError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.schedule import LayerGeometry
 
@@ -125,16 +125,16 @@ def check_no_replicated(*replicated: torch.Tensor | None) -> None:
 
 
 def check_split(has_prefix: bool, pre_exchanged: bool) -> None:
-    """Refuse what has no meaning, or is not there yet, where tokens are split over ranks."""
+    """Refuse what cannot be honoured where tokens are split over ranks."""
     if has_prefix:
         raise UsageError(
             "q_prefix, k_prefix and v_prefix must be None where tokens are split over ranks; put "
             "tokens that all ranks hold in front and count them in num_replicated_prefix"
         )
     if pre_exchanged:
-        raise NotInThisBuildError(
-            "qkv_pre_all_to_all must be False where tokens are split over ranks: taking heads that "
-            "were exchanged before is not in this build yet"
+        raise UsageError(
+            "qkv_pre_all_to_all must be False where tokens are split over ranks: heads that were "
+            "exchanged before cannot be taken; pass the tokens of this rank"
         )
 
 

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from multimodal_gen.errors import ConfigError, UnsupportedBackendError, nearest
+from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
@@ -40,7 +40,7 @@ from multimodal_gen.runtime.server_args import (
     parse_component_key,
 )
 
-__all__ = ["refuse_not_in_this_build", "scope_from", "scope_from_args"]
+__all__ = ["scope_from", "scope_from_args"]
 
 _RawConfig = str | os.PathLike[str] | Mapping[str, object]
 
@@ -124,25 +124,6 @@ def scope_from(
     )
 
 
-def refuse_not_in_this_build(scope: SelectionScope) -> None:
-    """Refuse a scope whose backends cannot run yet, before anything expensive is done for it.
-
-    Raises:
-        UnsupportedBackendError: a backend asked for is not in this build.
-    """
-    asked = [scope.default, *scope.components.values()]
-    backends = [ask.backend for ask in asked if ask] + [rule.backend for rule in scope.rules]
-    for backend in backends:
-        if backend is None:
-            continue
-        missing = find_backend(backend, current_platform().name).not_in_this_build
-        if missing:
-            raise UnsupportedBackendError(
-                f"attention backend must be one that runs in this build, got {backend}: {missing}. "
-                f"`sglang attention list` shows what runs here"
-            )
-
-
 def _asked(backend: AttentionBackendEnum | None, config: BackendConfig | None) -> Asked | None:
     if backend is None:
         return None
@@ -155,7 +136,7 @@ def _config(
     *,
     name: str,
 ) -> BackendConfig | None:
-    """Return the configuration of `backend`; its defaults are checked too, if it can run."""
+    """Return the configuration of `backend`; its defaults are checked too."""
     if backend is None:
         return None
     cls = find_backend(backend, current_platform().name)
@@ -165,8 +146,6 @@ def _config(
                 f"{name} must be a {cls.config_cls.__name__} for {backend}, got {short(raw)}"
             )
         return raw
-    if raw is None and cls.not_in_this_build:
-        return None
     mapping = {} if raw is None else read_mapping(raw, name=name)
     return build_config(cls.config_cls, mapping, backend=str(backend))
 

@@ -141,8 +141,6 @@ def _sparse_config(asked: Asked, platform: PlatformEnum) -> SparseConfig | None:
     config = asked.config
     if config is None:
         cls = find_backend(asked.backend, platform)
-        if cls.not_in_this_build:
-            return None
         config = cls.config_cls()
     return config if isinstance(config, SparseConfig) else None
 

@@ -173,8 +173,6 @@ def _resolve(request: AttentionRequest, asked: Asked, strict: bool) -> Selection
     if not reasons:
         return _chosen(cls, request, asked, _why(asked), config=asked.config)
     rejected = (Rejected(backend=asked.backend, reasons=reasons),)
-    if cls.not_in_this_build:
-        raise _refused(request, asked, rejected)
     excuse = _excuse(asked.backend, request, asked, strict)
     if excuse is not None:
         return _because(_automatic(request, asked, rejected), excuse)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal_gen.errors import ConfigError, UnsupportedBackendError
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.rules import (
-    refuse_not_in_this_build,
     scope_from,
     scope_from_args,
 )
@@ -21,7 +20,6 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
     decide,
 )
-from multimodal_gen.runtime.layers.attention.sparse.vmoba.backend import VMoBABackend
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -278,27 +276,3 @@ def test_an_arbitrary_structured_configuration_is_read_or_refused(config):
         return
     assert isinstance(scope, SelectionScope)
     assert len(scope.rules) == len(config.get("rules") or ())
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"attention_backend": "vmoba_attn"},
-        {"component_attention_backends": {"transformer.self": "vmoba_attn"}},
-        {"attention_config": {"rules": [{"steps": "3-", "backend": "vmoba_attn"}]}},
-    ],
-)
-def test_a_backend_that_is_not_in_this_build_is_refused_wherever_it_is_named(asked, monkeypatch):
-    monkeypatch.setattr(VMoBABackend, "not_in_this_build", "V-MoBA is not in this build yet")
-    scope = scope_from(**asked)
-    with pytest.raises(
-        UnsupportedBackendError, match=r"got vmoba_attn: V-MoBA is not in this build yet\."
-    ):
-        refuse_not_in_this_build(scope)
-
-
-def test_a_scope_of_dense_backends_is_not_refused():
-    scope = scope_from(
-        attention_config={"backend": "auto", "rules": [{"role": "cross", "backend": "torch_sdpa"}]}
-    )
-    assert refuse_not_in_this_build(scope) is None

@@ -331,15 +331,6 @@ def test_a_sparse_backend_that_cannot_serve_self_attention_is_refused(use_backen
         resolve(request(), asked(STA))
 
 
-@pytest.mark.parametrize("role", list(AttentionRole), ids=str)
-@pytest.mark.parametrize("platform", ["cuda", "cpu"])
-def test_a_backend_that_is_not_in_this_build_is_an_error_everywhere(use_backends, platform, role):
-    absent = fake_backend("sliding_tile_attn", not_in_this_build="is not in this build")
-    use_backends(absent, fake_backend("torch_sdpa"), fake_backend("fa"))
-    with pytest.raises(UnsupportedBackendError, match=r"sliding_tile_attn: is not in this build"):
-        resolve(request(platform, role=role), asked(STA))
-
-
 def test_resolving_twice_gives_the_same_selection(dense):
     dense()
     first = resolve(request(), asked(SAGE))

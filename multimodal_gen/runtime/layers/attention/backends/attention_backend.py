@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionBackend",
     "AttentionImpl",
-    "AttentionMetadata",
-    "AttentionMetadataBuilder",
     "GatedRingMethod",
     "KeptKeysImpl",
     "NoticingImpl",
@@ -151,25 +149,6 @@ class AttentionImpl(ABC):
         raise NotImplementedError(f"{type(self).__name__} declares no varlen")
 
 
-@dataclass
-class AttentionMetadata:
-    """What a backend derives once per denoiser call and shares between layers.
-
-    Attributes:
-        current_timestep: index of the denoising step.
-    """
-
-    current_timestep: int
-
-
-class AttentionMetadataBuilder(ABC):
-    """Builds a backend's metadata from the forward context; never synchronises with the device."""
-
-    @abstractmethod
-    def build(self, context: "ForwardContext") -> AttentionMetadata:
-        """Return the metadata for one denoiser call."""
-
-
 class AttentionBackend(ABC):
     """One backend: its declaration, its configuration and the class layers call.
 
@@ -179,7 +158,6 @@ class AttentionBackend(ABC):
         variants: kernel libraries behind it, best first.
         config_cls: its configuration dataclass.
         packages: packages that its configuration may demand, beside those of the variants.
-        not_in_this_build: why the backend cannot run yet, or None.
     """
 
     backend: ClassVar[AttentionBackendEnum]
@@ -187,7 +165,6 @@ class AttentionBackend(ABC):
     variants: ClassVar[tuple[Variant, ...]]
     config_cls: ClassVar[type[BackendConfig]] = BackendConfig
     packages: ClassVar[tuple[PackageProbe, ...]] = ()
-    not_in_this_build: ClassVar[str | None] = None
 
     @classmethod
     def get_enum(cls) -> AttentionBackendEnum:
@@ -198,16 +175,6 @@ class AttentionBackend(ABC):
     @abstractmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return the implementation; the only place that may import optional packages."""
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[AttentionMetadata]:
-        """Return the metadata class."""
-        return AttentionMetadata
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder] | None:
-        """Return the metadata builder, or None when the backend needs no metadata."""
-        return None
 
     @classmethod
     def get_supported_head_sizes(cls) -> tuple[int, ...]:
@@ -244,8 +211,6 @@ class AttentionBackend(ABC):
         variants for other GPUs where some are for the request's GPU. Where none serves the
         platform, that is the only reason given: no remedy changes it.
         """
-        if cls.not_in_this_build:
-            return (cls.not_in_this_build,)
         if cls.choose_variant(request, config) is not None:
             return ()
         variants = cls.variants_for(config)

@@ -363,7 +363,7 @@ def test_a_call_that_one_rank_refuses_fails_everywhere(two_ranks, mesh, case, me
         ("count", "UsageError", "num_replicated_prefix must be in [0, 4], got 9"),
         ("lengths", "UsageError", "seq_lens must not be combined with masks or replicated tokens"),
         ("part", "UsageError", "q_prefix, k_prefix and v_prefix must be given together, missing"),
-        ("exchanged", "NotInThisBuildError", "qkv_pre_all_to_all must be False where tokens are"),
+        ("exchanged", "UsageError", "qkv_pre_all_to_all must be False where tokens are"),
         ("meta", "UsageError", "attn_mask_meta must be what build_varlen_mask_meta returns"),
     ],
 )
