@@ -11,7 +11,8 @@ from torch import nn
 from multimodal_gen.errors import NothingAppliedError, UsageError
 from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks
-from multimodal_gen.integrations.guidance_branch import NamedCalls, OwnCalls
+from multimodal_gen.integrations.guidance_branch import note_branch_names
+from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.models import ModelAdapter, find_adapter
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.parallel.plan import ParallelPlan, is_split
@@ -20,7 +21,6 @@ from multimodal_gen.integrations.processor_patch import (
     attach,
     derive,
     give_back,
-    stock_class,
 )
 from multimodal_gen.integrations.scopes import without_sparse
 from multimodal_gen.integrations.steps import StepTracker
@@ -179,11 +179,7 @@ class DenoiserPlan:
         self._parallel.install(undo)
         after = model.register_forward_hook(self._hooks.after, always_call=True)
         undo.callback(after.remove)
-        # What a copy of an attached model has in place of `NamedCalls` is the class's own.
-        own = isinstance(vars(model).get("cache_context"), OwnCalls)
-        if hasattr(type(model), "cache_context") and (own or "cache_context" not in vars(model)):
-            vars(model)["cache_context"] = NamedCalls(model)
-            undo.callback(vars(model).pop, "cache_context", None)
+        note_branch_names(model, undo)
 
     def _end_request(self, request_id: str) -> None:
         self._parallel.end_request()
@@ -262,7 +258,7 @@ class DenoiserPlan:
         )
 
     def _check(self, name: str, processor: Any) -> None:
-        if stock_class(processor) is not None:
+        if isinstance(processor, StandIn):
             raise UsageError(
                 f"target must not be attached twice, {self._component.name}.{name} already is; "
                 f"call remove() on its handle first"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multimodal_gen.integrations.guidance_branch import branch_name
-from multimodal_gen.integrations.hooks import untraced_hook
+from multimodal_gen.integrations.hooks import own_method, replace_method, untraced_hook
 from multimodal_gen.integrations.models import ModelAdapter, ModelCall
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
@@ -146,51 +146,20 @@ class DenoiserHooks:
         return "both" if guided else "cond"
 
 
-_END_OF_CALL = "maybe_free_model_hooks"
-
-
-class EndOfCall:
-    """Stands in for a pipeline's `maybe_free_model_hooks`.
-
-    A copy of the pipeline gets its class's own.
-    """
-
-    def __init__(self, pipeline: Any, ended: Callable[[], None]) -> None:
-        self._pipeline = pipeline
-        self._ended = ended
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Say that the call ended, and do what the pipeline does then."""
-        self._ended()
-        return getattr(type(self._pipeline), _END_OF_CALL)(self._pipeline, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # The copy of the pipeline is under construction and knows its copies by the memo.
-        return OwnEnd, (self._pipeline,)
-
-
-class OwnEnd:
-    """What `EndOfCall` copies to: the `maybe_free_model_hooks` of the pipeline's class."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the pipeline does at the end of a call."""
-        return getattr(type(self._pipeline), _END_OF_CALL)(self._pipeline, *args, **kwargs)
-
-
 def notice_end(pipeline: Any, ended: Callable[[], None], undo: ExitStack) -> None:
     """Call `ended` at the end of every call of a pipeline that lets itself be noticed.
+
+    Calls of diffusers' pipelines end with `maybe_free_model_hooks`. Others, and calls that fail,
+    end for the layers with the next generation, or when their handle is told so or removed.
 
     Args:
         pipeline: the pipeline, or None.
         ended: what to call.
         undo: takes the step that takes it back.
     """
-    own = getattr(type(pipeline), _END_OF_CALL, None)
-    # What somebody else put there stays; what a copy of an attached pipeline has is its class's.
-    if own is None or not isinstance(vars(pipeline).get(_END_OF_CALL), OwnEnd | None):
-        return
-    vars(pipeline)[_END_OF_CALL] = EndOfCall(pipeline, ended)
-    undo.callback(vars(pipeline).pop, _END_OF_CALL, None)
+
+    def maybe_free_model_hooks(*args: Any, **kwargs: Any) -> Any:
+        ended()
+        return own_method(pipeline, "maybe_free_model_hooks")(*args, **kwargs)
+
+    replace_method(pipeline, "maybe_free_model_hooks", maybe_free_model_hooks, undo)

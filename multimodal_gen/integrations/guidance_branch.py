@@ -1,13 +1,15 @@
-"""The names pipelines give to the calls of their denoiser, by `cache_context`."""
+"""Which branch of classifier-free guidance a call of a denoiser is, as its pipeline calls it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
 
-__all__ = ["NamedCalls", "OwnCalls", "branch_name"]
+from multimodal_gen.integrations.hooks import own_method, replace_method
+
+__all__ = ["branch_name", "note_branch_names"]
 
 # The name of the running call; per thread, like the context of attention layers.
 _BRANCH: ContextVar[str | None] = ContextVar("multimodal_gen_branch", default=None)
@@ -19,36 +21,21 @@ def branch_name() -> str | None:
     return None if name is None else name.removeprefix("pred_")
 
 
-class NamedCalls:
-    """Stands in for a model's `cache_context` and notes the name of the call.
+def note_branch_names(model: nn.Module, undo: ExitStack) -> None:
+    """Note the names that pipelines give to calls of a denoiser, by its `cache_context`.
 
-    A copy of the model gets its class's own.
+    Args:
+        model: the denoiser.
+        undo: takes the step that takes it back.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
     @contextmanager
-    def __call__(self, name: str, **kwargs: Any) -> Iterator[None]:
-        """Enter the model's own `cache_context` with the name noted."""
+    def cache_context(name: str, **kwargs: Any) -> Iterator[None]:
         token = _BRANCH.set(name)
         try:
-            with type(self._model).cache_context(self._model, name, **kwargs):  # type: ignore[attr-defined]
+            with own_method(model, "cache_context")(name, **kwargs):
                 yield
         finally:
             _BRANCH.reset(token)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # The copy of the model is under construction and knows its copies by the model's memo.
-        return OwnCalls, (self._model,)
-
-
-class OwnCalls:
-    """What `NamedCalls` copies to: the `cache_context` of the model's class."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, name: str, **kwargs: Any) -> Any:
-        """Enter the model's own `cache_context`."""
-        return type(self._model).cache_context(self._model, name, **kwargs)  # type: ignore[attr-defined]
+    replace_method(model, "cache_context", cache_context, undo)

@@ -1,22 +1,48 @@
-"""Hooks on modules that `torch.compile` does not trace, and that copies of a module do not run."""
+"""What `apply` puts into models and pipelines: hooks, and stand-ins for methods and objects.
+
+All of it is a `StandIn`: that is the one reason why copies of attached models are stock models.
+"""
 
 import functools
+import operator
 from collections.abc import Callable
+from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 import torch
 
-__all__ = ["Hook", "no_hook", "untraced_hook"]
+__all__ = ["Hook", "StandIn", "do_nothing", "own_method", "replace_method", "untraced_hook"]
 
 
-class Hook(functools.partial[Any]):
-    """A hook without a Python frame of its own, which `torch.compile` would try to trace.
+class StandIn:
+    """Something of this package in an attached model or pipeline.
 
-    In a copy of the model it does nothing: copies are not attached.
+    A copy of the model, by `copy.deepcopy` or pickle, has something else in its place.
     """
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return no_hook, ()
+    __slots__ = ()
+
+    def in_copies(self) -> Any:
+        """Return what a copy has here; what that refers to is copied along."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Copy or pickle as the value of `in_copies`."""
+        del protocol
+        # Unpickling a tuple's first entry takes nothing but Python.
+        return operator.getitem, ((self.in_copies(),), 0)
+
+
+class Hook(StandIn, functools.partial[Any]):
+    """A hook without a Python frame of its own, which `torch.compile` would try to trace.
+
+    In a copy of the model it does nothing.
+    """
+
+    def in_copies(self) -> Callable[..., None]:
+        """Return a hook that does nothing."""
+        return do_nothing
 
 
 def untraced_hook(function: Callable[..., Any]) -> Hook:
@@ -25,10 +51,47 @@ def untraced_hook(function: Callable[..., Any]) -> Hook:
     return Hook(untraced(function))
 
 
-def no_hook() -> Callable[..., None]:
-    """Return what a hook is in a copy of its module: nothing."""
-    return _do_nothing
-
-
-def _do_nothing(*args: object, **kwargs: object) -> None:
+def do_nothing(*args: object, **kwargs: object) -> None:
+    """Do what a hook of an attached model does in its copies."""
     del args, kwargs
+
+
+class _Method(StandIn):
+    """A function in place of a method of one object."""
+
+    def __init__(self, owner: object, name: str, function: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def in_copies(self) -> MethodType:
+        return own_method(self._owner, self._name)
+
+
+def own_method(owner: object, name: str) -> MethodType:
+    """Return the method of an object's class, bound to it, whatever the object has instead."""
+    return MethodType(getattr(type(owner), name), owner)
+
+
+def replace_method(owner: object, name: str, function: Callable[..., Any], undo: ExitStack) -> None:
+    """Put a function in place of a method of one object, if its class has that method.
+
+    What somebody else put there stays; what a copy of an attached object has there is its class's.
+
+    Args:
+        owner: the object.
+        name: the method.
+        function: called without the object.
+        undo: takes the step that takes it back.
+    """
+    own = getattr(type(owner), name, None)
+    if own is None:
+        return
+    attributes = vars(owner)
+    if name in attributes and attributes[name] != own_method(owner, name):
+        return
+    attributes[name] = _Method(owner, name, function)
+    undo.callback(attributes.pop, name, None)

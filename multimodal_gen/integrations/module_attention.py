@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenShare
 from multimodal_gen.runtime.distributed.timing import sum_of
@@ -146,7 +147,7 @@ class StockAttention(LocalAttention, SplitAttentionLayer):
         return KeyPadding.current(self.site.role, keys, device)
 
 
-class ModuleAttention:
+class ModuleAttention(StandIn):
     """The layers of one attention module: the one built for it, and one per unusual call.
 
     Stock processors hand this object to the attention call as their `_attention_backend`.
@@ -300,9 +301,8 @@ class ModuleAttention:
             set_projection(layer, self._projection)
         return layer
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # A copy of a model is a model of its own: it is not attached to anything.
-        return type(None), ()
+    def in_copies(self) -> None:
+        """Return nothing: a copy of a model is not attached to anything."""
 
 
 def _mask_of(padding: KeyPadding, like: torch.Tensor) -> torch.Tensor | None:

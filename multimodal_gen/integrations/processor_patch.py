@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import ModuleAttention
 from multimodal_gen.integrations.padding import PairMask
 from multimodal_gen.integrations.trained_layers import GatedValue
@@ -94,7 +95,6 @@ def _future_flags() -> int:
 
 
 _DISPATCH = "dispatch_attention_fn"
-_STOCK = "_multimodal_gen_stock"
 _REPLACED = "_multimodal_gen_replaced"
 _BEFORE = "_multimodal_gen_before"
 _OURS = frozenset({LAYER, _REPLACED, _BEFORE})
@@ -126,12 +126,6 @@ def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
         known = used, _derive(stock, methods, replacements or {})
         _DERIVED[key] = known
     return known[1]
-
-
-def stock_class(processor: object) -> type | None:
-    """Return the class that the class of `processor` was derived from, or None."""
-    stock: type | None = getattr(type(processor), _STOCK, None)
-    return stock
 
 
 def attach(processor: object, layer: ModuleAttention, derived: type) -> Any:
@@ -190,12 +184,11 @@ def _derive(
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
-            "__reduce_ex__": _reduce_to_stock,
-            "_attention_backend": None,
-            _STOCK: stock,
+            "in_copies": _unpatched,
+            LAYER: None,
         }
     )
-    return type(stock.__name__, (stock,), namespace)
+    return type(stock.__name__, (StandIn, stock), namespace)
 
 
 def _attention_methods(stock: type) -> Iterator[tuple[str, FunctionType]]:
@@ -412,21 +405,16 @@ def _stock_dispatch() -> Callable[..., torch.Tensor]:
     return function
 
 
-def _reduce_to_stock(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """Copy or pickle a derived processor as a stock one: copies of a model are not attached."""
-    del protocol
+def _unpatched(self: Any) -> Any:
+    """Return a stock processor with the state of a derived one: copies are not attached."""
     state = dict(vars(self))
     replaced = state.pop(_REPLACED)
     del state[_BEFORE]
-    if isinstance(state["_attention_backend"], ModuleAttention):
-        del state["_attention_backend"]
-        if "_attention_backend" in vars(replaced):
-            state["_attention_backend"] = vars(replaced)["_attention_backend"]
-    return _stock_processor, (stock_class(self), state)
-
-
-def _stock_processor(stock: type, state: dict[str, Any]) -> Any:
-    processor: Any = object.__new__(stock)
+    if isinstance(state[LAYER], ModuleAttention):
+        del state[LAYER]
+        if LAYER in vars(replaced):
+            state[LAYER] = vars(replaced)[LAYER]
+    processor: Any = object.__new__(type(replaced))
     processor.__dict__.update(state)
     return processor
 

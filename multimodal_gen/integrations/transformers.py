@@ -6,7 +6,6 @@ layer of ours carries it as an attribute. A module without one, of another model
 configuration object, runs transformers' own SDPA under that name.
 """
 
-import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.components import Component, compute_dtype
+from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
@@ -27,7 +27,7 @@ _LAYER = "_multimodal_gen_attention"
 _IMPLEMENTATION = "_attn_implementation_internal"
 
 
-class _Name(str):
+class _Name(StandIn, str):
     """`NAME` in a configuration; copied or pickled, it is the name it took the place of."""
 
     __slots__ = ("earlier",)
@@ -40,12 +40,9 @@ class _Name(str):
         name.earlier = earlier
         return name
 
-    def __deepcopy__(self, memo: object) -> Any:
-        del memo
+    def in_copies(self) -> object:
+        """Return the name it took the place of."""
         return self.earlier
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.earlier,)
 
 
 class EncoderPlan:

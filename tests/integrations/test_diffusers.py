@@ -16,7 +16,7 @@ from multimodal_gen.errors import (
     UsageError,
 )
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.guidance_branch import NamedCalls
+from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -247,12 +247,12 @@ def test_an_impossible_backend_changes_nothing(fresh):
 
 
 def test_a_failure_half_way_takes_everything_back(fresh, monkeypatch):
-    from multimodal_gen.integrations import denoiser_plan as takeover
+    from multimodal_gen.integrations import denoiser_plan
 
-    def fail(model):
+    def fail(model, undo):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(takeover, "NamedCalls", fail)
+    monkeypatch.setattr(denoiser_plan, "note_branch_names", fail)
     pipe = fresh("wan")
     before = state_of(pipe)
     with pytest.raises(RuntimeError, match="planted"):
@@ -533,10 +533,10 @@ def test_a_copy_keeps_nothing_of_ours(fresh):
     with apply(pipe):
         for copied in (copy.deepcopy(pipe.transformer), pickle.dumps(pipe.transformer)):
             model = pickle.loads(copied) if isinstance(copied, bytes) else copied
-            assert not isinstance(vars(model)["cache_context"], NamedCalls)
-            assert vars(model)["cache_context"]._model is model
+            assert not isinstance(vars(model)["cache_context"], StandIn)
+            assert vars(model)["cache_context"].__self__ is model
             with model.cache_context("cond"), apply(model):
-                assert isinstance(vars(model)["cache_context"], NamedCalls)
+                assert isinstance(vars(model)["cache_context"], StandIn)
             assert "cache_context" not in vars(model)
         config = pipe.text_encoder.config
         assert config._attn_implementation == "multimodal_gen"

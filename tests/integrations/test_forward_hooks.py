@@ -11,7 +11,8 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.forward_hooks import DenoiserHooks, EndOfCall, notice_end
+from multimodal_gen.integrations.forward_hooks import DenoiserHooks, notice_end
+from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import StockAttention
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan, current_forward_context
@@ -449,4 +450,4 @@ def test_what_somebody_else_put_there_stays():
 def test_pipelines_that_do_not_tell_are_left_alone(pipe):
     with ExitStack() as undo:
         notice_end(pipe, ended_in_vain, undo)
-        assert not any(isinstance(x, EndOfCall) for x in getattr(pipe, "__dict__", {}).values())
+        assert not any(isinstance(x, StandIn) for x in getattr(pipe, "__dict__", {}).values())

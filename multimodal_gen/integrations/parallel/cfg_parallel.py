@@ -19,6 +19,7 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.guidance_branch import branch_name
+from multimodal_gen.integrations.hooks import StandIn, own_method
 from multimodal_gen.runtime.distributed.groups import HandshakeState, ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress, handshake
 from multimodal_gen.runtime.distributed.timing import Times
@@ -438,7 +439,7 @@ def take_turns(model: nn.Module, turns: SequentialCfg, undo: ExitStack) -> None:
     undo.callback(_put_back, model, stand_in, before)
 
 
-class _Forward:
+class _Forward(StandIn):
     """What a denoiser has in place of its `forward`.
 
     A copy of the model gets its class's own.
@@ -471,8 +472,8 @@ class _Forward:
         """Compute all calls from now on: somebody else holds on to this object."""
         self._stopped = True
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _OwnForward, (self._model,)
+    def in_copies(self) -> Callable[..., Any]:
+        return own_method(self._model, "forward")
 
 
 def _form(latent: object) -> tuple[object, ...] | None:
@@ -482,17 +483,6 @@ def _form(latent: object) -> tuple[object, ...] | None:
     kind = latent.device.type
     cast = torch.get_autocast_dtype(kind) if autocasts(kind) else None
     return tuple(latent.shape), latent.dtype, latent.device, cast
-
-
-class _OwnForward:
-    """What the stand-in copies to: the `forward` of the model's class."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a call."""
-        return type(self._model).forward(self._model, *args, **kwargs)
 
 
 def _put_back(model: nn.Module, stand_in: _Forward, before: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.hooks import no_hook
+from multimodal_gen.integrations.hooks import StandIn, do_nothing
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
@@ -302,15 +302,14 @@ class _Running:
         return self.settle(sizes[0]) if sizes else None
 
 
-class _Hook:
+class _Hook(StandIn):
     """A hook that `torch.compile` may trace, and that a copy of its module does not run."""
 
     def __init__(self, running: _Running) -> None:
         self.running = running
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        # Copies of a model are not attached.
-        return no_hook, ()
+    def in_copies(self) -> Callable[..., None]:
+        return do_nothing
 
 
 class _Gather(_Hook):
