@@ -579,7 +579,7 @@ def test_what_upstream_cannot_do_is_refused_with_the_reason(
         impl.forward(*qkv, current_forward_context())
 
 
-CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 
 
 def test_the_settings_of_the_paper_load_and_run():

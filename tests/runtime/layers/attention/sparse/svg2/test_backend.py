@@ -547,7 +547,7 @@ def test_causal_layers_are_refused():
         )
 
 
-CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 # The settings of the authors' scripts and of the paper: clusters of queries and keys, dense steps
 # of 50 and dense layers of 40.
 SETTINGS = {

@@ -517,7 +517,7 @@ def test_the_last_temporal_chunk_may_be_short_for_the_authors_kernel(package):
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
 
 
-CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 # The authors' settings: latent grid, and how many chunks of each kind they cut it in.
 PAPER = {
     "vmoba_attn.yaml": ((21, 30, 52), (7, 24, 72)),
