@@ -9,22 +9,20 @@ Values are JSON where they read as JSON (numbers, true, lists), otherwise text.
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.plain_values import MalformedError, as_mapping, read_value, short
+from multimodal_gen.runtime.server_args import component_mapping
 
 __all__ = ["fold_dotted"]
 
 _CONFIG = "--attention-config"
 _COMPONENTS = "--component-attention-backends"
 _FLAGS = MappingProxyType({_CONFIG: _CONFIG, "-ac": _CONFIG, _COMPONENTS: _COMPONENTS})
-
-_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_WORDS = MappingProxyType({"true": True, "false": False, "null": None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def _put(root: dict[str, Any], use: _Use) -> None:
     if last in node:
         what = "has dotted flags below it" if isinstance(node[last], dict) else "is given twice"
         raise ConfigError(f"{use.typed} must be given once, but it {what}; remove one")
-    node[last] = _Leaf(_typed(use))
+    node[last] = _Leaf(_value(use))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,58 +149,27 @@ def _listed(node: Any, where: str) -> Any:
     return [children[key] for key in wanted]
 
 
-def _typed(use: _Use) -> Any:
-    text = use.value.strip()
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
+def _value(use: _Use) -> object:
     try:
-        if _NUMBER.fullmatch(text):
-            return float(text) if set(text) & set(".eE") else int(text)
-        if text[:1] in ("[", "{", '"'):
-            return json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{use.typed} must be text or JSON, got {use.value!r}: {error}") from None
-    return use.value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is given twice")
-    return found
+        return read_value(use.value)
+    except MalformedError as error:
+        raise ConfigError(
+            f"{use.typed} must be text or JSON, got {short(use.value)}: {error}"
+        ) from None
 
 
 def _fold_components(uses: list[_Use]) -> str:
     if len(uses) == 1 and uses[0].path is None:
         return uses[0].value
-    pairs: list[tuple[str, Any]] = []
+    pairs: list[tuple[object, object]] = []
     for use in uses:
-        if use.path is not None:
-            if not use.path:
-                raise ConfigError(f"{use.typed} must have a component's name after the dot")
+        if use.path is None:
+            pairs += component_mapping(use.value, name=use.typed).items()
+        elif use.path:
             pairs.append((use.path, use.value))
         else:
-            pairs += _plain_pairs(use)
-    # Written by hand, because a dict would lose the repeated keys that are to be refused.
-    members = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in pairs)
-    return "{" + ", ".join(members) + "}"
-
-
-def _plain_pairs(use: _Use) -> list[tuple[str, Any]]:
-    if use.value.lstrip().startswith("{"):
-        try:
-            pairs: list[tuple[str, Any]] = json.loads(use.value, object_pairs_hook=list)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{use.typed} must be component=backend pairs or a JSON object, got "
-                f"{use.value!r}: {error}"
-            ) from None
-        return pairs
-    split = [part.partition("=") for part in use.value.split(",")] if use.value.strip() else []
-    for key, equals, _ in split:
-        if not equals:
-            raise ConfigError(
-                f"{use.typed} must be component=backend pairs or a JSON object, got {key!r} in "
-                f"{use.value!r}"
-            )
-    return [(key, backend) for key, _, backend in split]
+            raise ConfigError(f"{use.typed} must have a component's name after the dot")
+    try:
+        return json.dumps(as_mapping(pairs))
+    except MalformedError as error:
+        raise ConfigError(f"{_COMPONENTS} must name every component once; {error}") from None

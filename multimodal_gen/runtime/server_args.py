@@ -4,9 +4,8 @@ Importing this module imports neither torch nor diffusers.
 """
 
 import importlib.metadata
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -14,12 +13,14 @@ from typing import Any
 
 from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.runtime.frozen_mapping import frozen
+from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_pairs
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 __all__ = [
     "ServerArgs",
     "as_flag",
     "check_exclusive",
+    "component_mapping",
     "parse_attention_backend",
     "parse_component_backends",
     "parse_component_key",
@@ -240,13 +241,40 @@ def parse_component_backends(
         ConfigError: malformed text, a bad or repeated key, an unknown role or backend.
     """
     found: _ComponentBackends = {}
-    for key, backend in _component_pairs(value, name):
+    for key, backend in component_mapping(value, name=name).items():
         component = parse_component_key(key, name=name)
         if component in found:
             raise ConfigError(f"{name} must name {component!r} once, got it twice")
         if not isinstance(backend, (str, AttentionBackendEnum, type(None))):
             raise ConfigError(f"{name} must give {component!r} a backend's name, got {backend!r}")
         found[component] = parse_attention_backend(backend, name=f"{name}: {component}")
+    return found
+
+
+def component_mapping(value: object, *, name: str) -> Mapping[object, object]:
+    """Return what `value` says of components, with keys and values as they were written.
+
+    Args:
+        value: a mapping, a JSON object or `a=x,b=y`; None and empty text say nothing.
+        name: the flag or argument it came from, for messages.
+
+    Raises:
+        ConfigError: malformed text, or a repeated key.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {value!r}")
+    text = value.strip()
+    try:
+        found = read_json(text) if text[:1] == "{" else read_pairs(text) if text else {}
+    except MalformedError as error:
+        raise ConfigError(
+            f"{name} must be component=backend pairs, a JSON object or a mapping; {error}"
+        ) from None
+    assert isinstance(found, dict), "what opens like an object is one"
     return found
 
 
@@ -313,37 +341,6 @@ def check_exclusive(
         raise ConfigError(
             f"{parameters} needs {of_backend}, which says whose parameters they are; add it"
         )
-
-
-def _component_pairs(value: object, name: str) -> Iterable[tuple[object, object]]:
-    if value is None:
-        return []
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {value!r}")
-    if value.lstrip().startswith("{"):
-        return _json_pairs(value, name)
-    pairs = [part.partition("=") for part in value.split(",")] if value.strip() else []
-    for key, equals, backend in pairs:
-        if not equals or not backend.strip():
-            raise ConfigError(
-                f"{name} must be component=backend pairs, a JSON object or a mapping, "
-                f"got {key + equals!r} in {value!r}"
-            )
-    return [(key, backend) for key, _, backend in pairs]
-
-
-def _json_pairs(text: str, name: str) -> Iterable[tuple[object, object]]:
-    try:
-        # Pairs instead of a dict, so that repeated keys can be refused.
-        pairs: list[tuple[object, object]] = json.loads(text, object_pairs_hook=list)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{name} must be component=backend pairs, a JSON object or a mapping, got {text!r}: "
-            f"{error}"
-        ) from None
-    return pairs
 
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:

@@ -17,7 +17,6 @@ float; a list is accepted for a tuple.
 import dataclasses
 import hashlib
 import math
-import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -37,6 +36,7 @@ from typing import (
 )
 
 from multimodal_gen.errors import ConfigError, nearest
+from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
     "BackendConfig",
@@ -264,18 +264,6 @@ def read_selector(value: object, name: str) -> IndexSelector:
         except ValueError:  # more digits than Python converts
             pass
     raise ConfigError(f"{name} must be {_NAMES[IndexSelector]}, got {short(value)}")
-
-
-def short(value: object) -> str:
-    """Return `repr(value)`, shortened to what fits in a one-line message."""
-    try:
-        return _REPR.repr(value)
-    except (ValueError, RecursionError):  # an int too long to print, a list inside itself
-        return f"something of type {type(value).__name__}"
-
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
 
 
 def _convert(value: object, annotation: Any, bounds: Parameter, label: str) -> object:

@@ -25,11 +25,11 @@ from multimodal_gen.runtime.layers.attention.config import (
     IndexSelector,
     build_config,
     read_selector,
-    short,
 )
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import Asked, Rule, SelectionScope, Source
+from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.runtime.server_args import (
     ServerArgs,

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.layers.attention.config import short
 from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import read_text, write_text
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     Window,
@@ -34,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     tile_count,
 )
 from multimodal_gen.runtime.managers.generation import Generation, current_generation
+from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
     "NEGATIVE",

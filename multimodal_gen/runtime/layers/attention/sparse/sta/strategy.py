@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention.config import short
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     AXES,
     Window,
     tile_density,
 )
+from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
     "Strategy",

@@ -1,0 +1,213 @@
+"""Plain values from text: JSON, `k=v,k=v` or bare words, the same values from all of them.
+
+Numbers (`-1`, `1e-3`, `.5`), true, false and null in any case, quoted or bare text, lists. Nothing
+is ever executed or turned into an object. Repeated keys and numbers that are not finite are
+refused. Importing this module needs the standard library only.
+"""
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterable
+from types import MappingProxyType
+
+__all__ = [
+    "MAX_DEPTH",
+    "MalformedError",
+    "as_mapping",
+    "read_json",
+    "read_pairs",
+    "read_scalar",
+    "read_value",
+    "short",
+]
+
+MAX_DEPTH = 32
+
+
+class MalformedError(Exception):
+    """The text cannot be read; the message says which part and why."""
+
+
+def read_json(text: str) -> object:
+    """Return the value of a JSON text; raises MalformedError."""
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=as_mapping,
+            parse_constant=_refuse_constant,
+            parse_float=_number,
+            parse_int=_number,
+        )
+    except RecursionError:
+        raise MalformedError(f"values must nest at most {MAX_DEPTH} levels deep") from None
+    except json.JSONDecodeError as error:
+        near = short(text[max(error.pos - 10, 0) : error.pos + 20])
+        raise MalformedError(
+            f"cannot read JSON near {near}: {error.msg} (line {error.lineno}, column {error.colno})"
+        ) from None
+
+
+def as_mapping(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
+    """Return the mapping of these pairs.
+
+    Raises:
+        MalformedError: a key repeats, or is itself a list or a mapping.
+    """
+    found: dict[object, object] = {}
+    for key, value in pairs:
+        if isinstance(key, (list, dict)):
+            raise MalformedError(f"keys must be names, got {short(key)}")
+        if key in found:
+            raise MalformedError(f"{short(key)} must be given once, got it twice")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(text: str) -> object:
+    raise MalformedError(f"numbers must be finite, got {text}")
+
+
+# Numbers and words, the same in every form
+
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
+_WORDS = MappingProxyType({"true": True, "false": False, "null": None})
+
+
+def read_scalar(text: str) -> object:
+    """Return the number, bool or None that bare `text` spells, or the text itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _NOT_FINITE.fullmatch(text):
+        return _refuse_constant(text)
+    return _number(text) if _FLOAT.fullmatch(text) else text
+
+
+def read_value(text: str) -> object:
+    """Return what `text` spells: JSON where it opens like JSON, else a scalar or the text itself.
+
+    Raises:
+        MalformedError: it opens like JSON and is none, or is a number that cannot be kept.
+    """
+    bare = text.strip()
+    if bare[:1] in ("[", "{", '"'):
+        return read_json(bare)
+    value = read_scalar(bare)
+    return text if isinstance(value, str) else value
+
+
+def _number(text: str) -> object:
+    if _INTEGER.fullmatch(text):
+        try:
+            return int(text)
+        except ValueError:  # Python refuses thousands of digits
+            raise MalformedError(f"{short(text)} has too many digits") from None
+    number = float(text)
+    return number if math.isfinite(number) else _refuse_constant(text)
+
+
+def read_pairs(text: str) -> object:
+    """Return the mapping `k=v,k=v` spells; raises MalformedError."""
+    return _Pairs(text).read()
+
+
+class _Pairs:
+    """Reads `k=v,k=v`; commas inside quotes and lists do not split."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def read(self) -> object:
+        pairs = [self._pair()]
+        while self.at < len(self.text):
+            self.at += 1  # the comma
+            pairs.append(self._pair())
+        return as_mapping(pairs)
+
+    def _pair(self) -> tuple[str, object]:
+        start = self.at
+        key = self._until(",=").strip()
+        if not self._next("="):
+            hint = " (put values that hold commas in quotes)" if start else ""
+            raise MalformedError(f"{short(key)} is not a pair k=v{hint}")
+        if not key:
+            raise MalformedError(f"there is no name before {short(self.text[start:][:20])}")
+        self.at += 1
+        value = self._value(",", 0)
+        self._blank()
+        if self.at < len(self.text) and not self._next(","):
+            raise MalformedError(f"cannot read {short(self._until(','))} after `{key}`'s value")
+        return key, value
+
+    def _value(self, ends: str, depth: int) -> object:
+        self._blank()
+        if self._next("["):
+            return self._list(depth + 1)
+        if self._next("\"'"):
+            return self._quoted()
+        if self._next("{"):
+            raise MalformedError(
+                f"mappings inside k=v are not accepted, got {short(self.text[self.at :])}; "
+                f"write the whole as JSON"
+            )
+        text = self._until(ends).strip()
+        if not text:
+            raise MalformedError(f"there is no value at the end of {short(self.text[: self.at])}")
+        return read_scalar(text)
+
+    def _list(self, depth: int) -> object:
+        if depth > MAX_DEPTH:
+            raise MalformedError(f"lists must nest at most {MAX_DEPTH} levels deep")
+        start = self.at
+        self.at += 1
+        items: list[object] = []
+        self._blank()
+        while not self._next("]"):
+            items.append(self._value(",]", depth))
+            self._blank()
+            if self._next(","):
+                self.at += 1
+            elif not self._next("]"):
+                raise MalformedError(f"the list {short(self.text[start:])} has no end")
+        self.at += 1
+        return items
+
+    def _quoted(self) -> str:
+        start, quote = self.at, self.text[self.at]
+        match = re.compile(rf"{quote}((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL).match(
+            self.text, start
+        )
+        if match is None:
+            raise MalformedError(f"the text {short(self.text[start:])} has no closing {quote}")
+        self.at = match.end()
+        # A backslash protects a quote or itself and is plain otherwise, as in Windows paths.
+        return re.sub(r"\\([\\\"'])", r"\1", match[1])
+
+    def _next(self, characters: str) -> bool:
+        return self.at < len(self.text) and self.text[self.at] in characters
+
+    def _until(self, ends: str) -> str:
+        start = self.at
+        while self.at < len(self.text) and self.text[self.at] not in ends:
+            self.at += 1
+        return self.text[start : self.at]
+
+    def _blank(self) -> None:
+        while self._next(" \t\r\n"):
+            self.at += 1
+
+
+def short(value: object) -> str:
+    """Return `repr(value)`, shortened to what fits in a one-line message."""
+    try:
+        return _REPR.repr(value)
+    except (ValueError, RecursionError):  # an int too long to print, a list inside itself
+        return f"something of type {type(value).__name__}"
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
