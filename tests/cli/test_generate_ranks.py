@@ -202,7 +202,7 @@ def test_ctrl_c_while_ranks_run_leaves_no_half_written_file(
         raise KeyboardInterrupt
 
     out.mkdir()
-    monkeypatch.setattr(launch, "start_ranks", be_interrupted)
+    monkeypatch.setattr(launch, "launch_ranks", be_interrupted)
     line = command(tiny_pipeline("wan"), out, "--num-gpus", "2", "--prompt", "a", *WAN)
     done = sglang(*line)
     assert (done.code, done.out, done.err) == (130, "", "interrupted; no file was written\n")
@@ -284,7 +284,7 @@ def test_what_cannot_be_done_is_one_line_before_any_rank_starts(
     flags, message, sglang, tiny_pipeline, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "start_ranks", None)
+    monkeypatch.setattr(launch, "launch_ranks", None)
     done = sglang(*command(tiny_pipeline("wan"), tmp_path / "out", "--prompt", "a", *WAN), *flags)
     assert done.code == 2
     (line,) = done.err.splitlines()

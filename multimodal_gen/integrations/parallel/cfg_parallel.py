@@ -72,7 +72,7 @@ class CfgRanks:
         self.times = Times()
         self._group = groups.cfg
         # They agree among themselves, as the ranks of a sequence do.
-        self._agreeing = replace(groups, control=groups.cfg_control, agreements=HandshakeState())
+        self._agreeing = replace(groups, control=groups.cfg_control, handshakes=HandshakeState())
 
     @property
     def branch(self) -> int:
@@ -90,7 +90,7 @@ class CfgRanks:
         """
         own = own.contiguous()
         facts = {"shape": tuple(own.shape), "dtype": own.dtype, **facts}
-        handshake(self._agreeing, call, facts, (), turn=turn)
+        handshake(self._agreeing, call, facts, (), progress=turn)
         received = [torch.empty_like(own) for _ in self._group.ranks]
         with self.times.exchanging(own.device):
             dist.all_gather(received, own, group=self._group.handle)

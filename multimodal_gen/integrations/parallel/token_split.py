@@ -163,7 +163,7 @@ def _gather(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     }
     on_cpu = x.device.type == "cpu"
     refusal = _refusal(x, lengths[groups.sequence.index], groups.rank)
-    handshake(groups, "gathering of tokens", facts, (), refusal, turn=next_turn(), wait=on_cpu)
+    handshake(groups, "gathering of tokens", facts, (), refusal, progress=next_turn(), wait=on_cpu)
     context = current_forward_context()
     times = None if context is None else context.cache.get(_TIMES)
     with recording(times):

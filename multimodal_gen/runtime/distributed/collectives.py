@@ -217,7 +217,7 @@ class ScatterHeadsWork:
             coming = _buffer(like, batch, [(rows, plan.width(me)) for rows in plan.rows])
             self._message = _Message(sent, blocks, *coming, plan.group)
 
-    def arrived(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, prefix + sum S + suffix, h, D], not contiguous."""
         plan, me = self._plan, self._plan.group.index
         with exchanging(self._message.received.device):
@@ -242,7 +242,7 @@ class GatherHeadsWork:
             shapes = [(plan.rows[me], plan.width(rank)) for rank in range(plan.group.size)]
             self._message = _Message(sent, blocks, *_buffer(like, batch, shapes), plan.group)
 
-    def arrived(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, rows, H, D]."""
         with exchanging(self._message.received.device):
             blocks = self._blocks()
@@ -251,7 +251,7 @@ class GatherHeadsWork:
                 for i, spans in enumerate(self._plan.spans)
             )
 
-    def arrive_in(self, out: torch.Tensor) -> None:
+    def wait_into(self, out: torch.Tensor) -> None:
         """Write the heads of the only tensor, each of which is on one rank, to [B, rows, H, D]."""
         with exchanging(out.device):
             for (block,), span in zip(self._blocks(), self._plan.spans[0], strict=True):
@@ -311,7 +311,7 @@ class ExchangeRowsWork:
                 received = _buffer(x, batch, [(count, width) for count in coming])
                 self._messages.append(_Message(sent, blocks, *received, group))
 
-    def arrived(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, sum coming, H, D], those of the first rank first, contiguous."""
         with exchanging(self._messages[0].received.device):
             return tuple(
@@ -448,7 +448,7 @@ def scatter_heads_async(
 ) -> ScatterHeadsWork:
     """Do as `scatter_heads`, without gradients and without waiting for what comes.
 
-    Kernels that are launched before `arrived` run while data travel.
+    Kernels that are launched before `wait` run while data travel.
     """
     return ScatterHeadsWork(ExchangePlan.of(tensors, spans, lengths, group), tensors)
 
@@ -527,19 +527,19 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: ExchangePlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.plan = plan
-        return ScatterHeadsWork(plan, tensors).arrived()
+        return ScatterHeadsWork(plan, tensors).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *GatherHeadsWork(ctx.plan, grads).arrived()
+        return None, *GatherHeadsWork(ctx.plan, grads).wait()
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: ExchangePlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.plan = plan
-        return GatherHeadsWork(plan, tensors).arrived()
+        return GatherHeadsWork(plan, tensors).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ScatterHeadsWork(ctx.plan, grads).arrived()
+        return None, *ScatterHeadsWork(ctx.plan, grads).wait()

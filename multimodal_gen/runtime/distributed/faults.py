@@ -1,9 +1,9 @@
-"""What is said when a run of several ranks fails: the error of the rank at fault, once per host.
+"""What a run of several ranks reports when it fails: the error of the rank at fault, once per host.
 
 A rank that fails takes the others with it: their exchanges break off, or wait in vain. All ranks
-therefore tell each other why they end, through the store they met at, which needs no exchange. An
-error of a rank's own is said at once. One that follows from another rank's waits for that rank to
-speak; where none does, those that have not answered at all are named.
+therefore record why they end in the store they met at, which needs no exchange. An error of a
+rank's own is recorded at once. One that follows from another rank's waits for that rank's; where
+none comes, the ranks that have not answered at all are named.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ __all__ = ["FailureReport", "FailureStore", "follows_from_another"]
 
 # How much later than the first rank another one may notice that a third has gone.
 _GRACE_S = 5.0
-# How long the other ranks stay, so that the one at fault ends first.
-_STAY_S = 10.0
-# How long a rank may go on after the run is over.
+# How long the other ranks linger, so that the one at fault ends first.
+_LINGER_S = 10.0
+# How long a rank may go on after the run has failed.
 _STUCK_S = 15.0
 _POLL_S = 0.05
-_BEAT_S = 1.0
+_HEARTBEAT_S = 1.0
 _EXCHANGING = ("torch.distributed.", "multimodal_gen.runtime.distributed.")
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
@@ -56,22 +56,23 @@ def follows_from_another(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """What a rank that fails has to say.
+    """What a rank that ends has to report.
 
     Attributes:
-        text: a sentence that names the rank at fault; None where another rank of this host says it.
-        mine: the sentence is about the error of this rank, or found out by it.
-        stay_s: seconds to stay, so that the launcher sees the rank at fault end first, and the
-            ranks of other hosts hear why.
+        text: a sentence that names the rank at fault; None where another rank of this host
+            reports it.
+        is_own: the sentence is about the error of this rank, or found out by it.
+        linger_s: seconds to wait before the process ends, so that the launcher sees the rank at
+            fault end first, and the ranks of other hosts read why.
     """
 
     text: str | None
-    mine: bool
-    stay_s: float = 0.0
+    is_own: bool
+    linger_s: float = 0.0
 
 
 class FailureStore:
-    """Where the ranks of a run tell each other why they end.
+    """Where the ranks of a run record why they end.
 
     Args:
         store: a store of torch.distributed that every rank reaches, whatever state its exchanges
@@ -85,7 +86,7 @@ class FailureStore:
     def __init__(
         self, store: Any, rank: int, num_ranks: int, timeout: float, *, host: str = ""
     ) -> None:
-        self._store = dist.PrefixStore("faults", store)  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("failures", store)  # type: ignore[attr-defined]
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout = timeout
@@ -97,8 +98,8 @@ class FailureStore:
         )
 
     @classmethod
-    def meet(cls, timeout: float) -> "FailureStore":
-        """Return the board of the ranks that torchrun, or `start_ranks`, started.
+    def connect(cls, timeout: float) -> "FailureStore":
+        """Return the store of the ranks that torchrun, or `launch_ranks`, started.
 
         Raises:
             RankError: the process that keeps the store cannot be reached.
@@ -121,31 +122,34 @@ class FailureStore:
         """How many there are."""
         return self._num_ranks
 
-    def verdict(self, error: BaseException) -> FailureReport:
-        """Tell of an error that ends this rank; return what this rank has to say."""
+    def report(self, error: BaseException) -> FailureReport:
+        """Record an error that ends this rank; return what this rank has to report."""
         try:
-            return self._heard(self._said_of(error))
+            return self._report_of(self._record(error))
         except RuntimeError:  # the process that kept the store has ended
-            return FailureReport(text=self._own(error), mine=True)
+            return FailureReport(text=self._describe(error), is_own=True)
 
     @contextlib.contextmanager
-    def watched(
+    def watching(
         self,
         end: Callable[[str | None], None],
-        lost: Callable[[], BaseException | None] = lambda: None,
-        told: Callable[[], int] = lambda: 0,
+        pending_error: Callable[[], BaseException | None] = lambda: None,
+        num_sent: Callable[[], int] = lambda: 0,
     ) -> Iterator[None]:
-        """Show the others that this process lives, and notice when the run is over.
+        """Show the others that this process lives, and notice when the run has failed.
 
         Args:
-            end: ends this process; called from another thread, with what it has to say or None,
-                where the run is over and the `with` block goes on nevertheless: it is stuck.
-            lost: asked for an error that ends the run and that the `with` block does not notice
-                where it is stuck; without waiting, and from another thread.
-            told: asked how many messages this rank has sent to others, which tells who is behind.
+            end: ends this process; called from another thread, with what it has to report or None,
+                where the run has failed and the `with` block goes on nevertheless: it is stuck.
+            pending_error: asked for an error that ends the run and that the `with` block does not
+                notice where it is stuck; without waiting, and from another thread.
+            num_sent: asked how many messages this rank has sent to others, which tells who is
+                behind.
         """
         done = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(done, end, lost, told), daemon=True)
+        thread = threading.Thread(
+            target=self._watch, args=(done, end, pending_error, num_sent), daemon=True
+        )
         thread.start()
         try:
             yield
@@ -162,46 +166,47 @@ class FailureStore:
         if self._rank == 0:
             self._store.set("done", "")
             # Should this process keep the store, it is to outlive what the others ask of it.
-            self._wait_for(lambda: self._store.add("followed", 0) >= self._num_ranks - 1, _STAY_S)
+            left = self._num_ranks - 1
+            self._wait_for(lambda: self._store.add("left", 0) >= left, _LINGER_S)
             return
         beats = -1
         while not self._wait_for(lambda: self._store.check(["done"]), self._timeout):
-            before, beats = beats, self._store.add("beats/0", 0)
+            before, beats = beats, self._store.add("heartbeats/0", 0)
             if beats == before:
                 raise RankError(
                     f"rank 0 must finish what the ranks computed, it gave no sign of life for "
                     f"{self._timeout:g} s"
                 )
-        self._store.add("followed", 1)
+        self._store.add("left", 1)
 
     def _watch(
         self,
         done: threading.Event,
         end: Callable[[str | None], None],
-        lost: Callable[[], BaseException | None],
-        told: Callable[[], int],
+        pending_error: Callable[[], BaseException | None],
+        num_sent: Callable[[], int],
     ) -> None:
-        while self._goes_on(told()):
-            if done.wait(_BEAT_S):
+        while self._beat(num_sent()):
+            if done.wait(_HEARTBEAT_S):
                 return
-            error = lost()
+            error = pending_error()
             if error is not None:
                 with contextlib.suppress(RuntimeError):
-                    self._said_of(error)
+                    self._record(error)
         # Where the store is gone, the run is over too, and nobody is left to say why.
         if done.wait(_STUCK_S):
             return
         text: str | None = None
         with contextlib.suppress(RuntimeError):
-            text = self._heard(json.loads(self._store.get("said"))).text
+            text = self._report_of(json.loads(self._store.get("failure"))).text
         end(text)
 
-    def _goes_on(self, told: int) -> bool:
+    def _beat(self, num_sent: int) -> bool:
         """Show that this process lives, and how far it is; return whether the run goes on."""
         try:
-            self._store.set(f"told/{self._rank}", str(told))
-            self._store.add(f"beats/{self._rank}", 1)
-            return not self._store.check(["said"])
+            self._store.set(f"sent/{self._rank}", str(num_sent))
+            self._store.add(f"heartbeats/{self._rank}", 1)
+            return not self._store.check(["failure"])
         except RuntimeError:
             return False
 
@@ -213,53 +218,53 @@ class FailureStore:
             time.sleep(_POLL_S)
         return there
 
-    def _heard(self, said: dict[str, Any]) -> FailureReport:
-        """Return what this rank has to say of what is said."""
-        if said["rank"] == self._rank:
+    def _report_of(self, failure: dict[str, Any]) -> FailureReport:
+        """Return what this rank has to report of the failure on record."""
+        if failure["rank"] == self._rank:
             several = self._store.add("hosts", 0) > 1
-            return FailureReport(
-                text=said["text"], mine=True, stay_s=3 * _BEAT_S if several else 0.0
-            )
-        elsewhere = said["host"] != self._host
-        speaks = elsewhere and self._store.add(f"spoken/{self._host}", 1) == 1
+            linger = 3 * _HEARTBEAT_S if several else 0.0
+            return FailureReport(text=failure["text"], is_own=True, linger_s=linger)
+        elsewhere = failure["host"] != self._host
+        reports = elsewhere and self._store.add(f"reported/{self._host}", 1) == 1
         return FailureReport(
-            text=said["text"] if speaks else None, mine=False, stay_s=0.0 if elsewhere else _STAY_S
+            text=failure["text"] if reports else None,
+            is_own=False,
+            linger_s=0.0 if elsewhere else _LINGER_S,
         )
 
-    def _say(self, text: str) -> dict[str, Any]:
-        """Say something unless another rank has spoken; return what is said, and by whom."""
-        mine = json.dumps({"rank": self._rank, "host": self._host, "text": text})
-        said: dict[str, Any] = json.loads(self._store.compare_set("said", "", mine))
-        return said
-
-    def _said_of(self, error: BaseException) -> dict[str, Any]:
-        """Tell of an error unless another rank has spoken; return what is said, and by whom."""
+    def _record(self, error: BaseException) -> dict[str, Any]:
+        """Record an error unless another rank has; return the failure on record."""
         if not follows_from_another(error):
-            return self._say(self._own(error))
-        first = self._store.add("lost", 1) == 1
-        self._store.set(f"lost/{self._rank}", "")
-        # The first to notice speaks where the rank at fault does not; the others hear it then.
+            return self._record_text(self._describe(error))
+        first = self._store.add("waiting", 1) == 1
+        self._store.set(f"waiting/{self._rank}", "")
+        # The first to notice speaks where the rank at fault does not; the others read it then.
         patience = _GRACE_S if first else 2 * _GRACE_S
-        self._wait_for(lambda: self._store.check(["said"]), patience)
+        self._wait_for(lambda: self._store.check(["failure"]), patience)
         among = getattr(error, "among", ()) or tuple(range(self._num_ranks))
-        return self._say((self._silent(among) if first else None) or self._own(error))
+        return self._record_text((self._silent(among) if first else None) or self._describe(error))
 
-    def _own(self, error: BaseException) -> str:
+    def _record_text(self, text: str) -> dict[str, Any]:
+        own = json.dumps({"rank": self._rank, "host": self._host, "text": text})
+        failure: dict[str, Any] = json.loads(self._store.compare_set("failure", "", own))
+        return failure
+
+    def _describe(self, error: BaseException) -> str:
         return f"{self._name(self._rank)}: {_in_one_line(error)}"
 
     def _silent(self, among: tuple[int, ...]) -> str | None:
-        """Name the ranks that have not told of any error: of those, who sent fewest messages."""
-        silent = [rank for rank in among if not self._store.check([f"lost/{rank}"])]
+        """Name the ranks that have recorded no error: of those, who sent the fewest messages."""
+        silent = [rank for rank in among if not self._store.check([f"waiting/{rank}"])]
         if not silent:
             return None
-        told = {rank: self._told(rank) for rank in silent}
-        behind = [rank for rank in silent if told[rank] == min(told.values())]
+        sent = {rank: self._num_sent(rank) for rank in silent}
+        behind = [rank for rank in silent if sent[rank] == min(sent.values())]
         names = ", ".join(self._name(rank) for rank in behind)
         return f"{names}: no answer within {self._timeout:g} s, or the connection was lost"
 
-    def _told(self, rank: int) -> int:
-        known = self._store.check([f"told/{rank}"])
-        return int(self._store.get(f"told/{rank}")) if known else 0
+    def _num_sent(self, rank: int) -> int:
+        known = self._store.check([f"sent/{rank}"])
+        return int(self._store.get(f"sent/{rank}")) if known else 0
 
     def _name(self, rank: int) -> str:
         with contextlib.suppress(RuntimeError):

@@ -65,17 +65,17 @@ class Group:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HandshakeState:
-    """What a rank knows of what others tell it; see `agreement.agree`.
+    """What the ranks of a group know of each other's calls; see `handshake.handshake`.
 
     Attributes:
-        known: what all said in calls of a kind.
+        agreed: what all sent before calls of a kind.
         pending: messages under way that nobody has looked at.
-        told: how many messages this rank has sent.
+        num_sent: how many messages this rank has sent.
     """
 
-    known: dict[Any, Any] = field(default_factory=dict)
+    agreed: dict[Any, Any] = field(default_factory=dict)
     pending: list[Any] = field(default_factory=list)
-    told: int = 0
+    num_sent: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,7 +94,7 @@ class ParallelGroups:
         head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most, so that
             they travel while other chunks are computed; None for what was measured to be best.
         owns_world: the world was joined for these groups, and is left with them.
-        agreements: what the ranks of `control` have told each other.
+        handshakes: what the ranks of `control` know of each other's calls.
     """
 
     mesh: Mesh
@@ -107,7 +107,7 @@ class ParallelGroups:
     cfg_control: Group
     head_chunks: int | None = None
     owns_world: bool = False
-    agreements: HandshakeState = field(default_factory=HandshakeState)
+    handshakes: HandshakeState = field(default_factory=HandshakeState)
 
     @property
     def place(self) -> Place:
@@ -345,7 +345,7 @@ def join_parallel(
     """
     check_same_on_ranks(degrees)
     mesh = plan_mesh(world_size=dist.get_world_size(), gpus_per_host=ranks_per_host(), **degrees)
-    # On an accelerator a stuck exchange is to be found by the ranks' agreement, which says more.
+    # On an accelerator a stuck exchange is to be found by the ranks' handshake, which says more.
     exchange = rank_timeout * (2 if device_type == "cuda" else 1)
     groups = build_groups(
         mesh,

@@ -1,11 +1,11 @@
-"""Ranks tell each other what they are about to exchange.
+"""A handshake before every exchange: ranks compare what they are about to do.
 
 Ranks that disagree (a mask here, none there; other shapes) would wait for each other for ever, or
 read each other's numbers as something else. Instead all of them raise, within a bounded time.
 
 Every call sends one message, on the CPU, in a group of its own. The first call of a kind waits for
 the messages of the others, as do all calls whose data is on the CPU. Later ones on an accelerator
-do not: what they hear is looked at in the next call, while the exchange is still queued or stuck.
+do not: what comes is looked at in the next call, while the exchange is still queued or stuck.
 
 Calls that are alike in everything are told apart by how far a rank is in its denoising
 (`Progress`), so that a rank which left one out is found.
@@ -28,9 +28,9 @@ __all__ = ["Progress", "handshake", "pending_error"]
 
 _MESSAGE_BYTES = 4096
 # Behind them a message has its `Progress`, which changes where the rest of it does not.
-_TURN = struct.Struct("=3q")
+_PROGRESS = struct.Struct("=3q")
 _UNKNOWN = -1
-_TURN_NAMES = ("denoising step", "denoiser call", "number of exchanges in this denoiser call")
+_PROGRESS_NAMES = ("denoising step", "denoiser call", "number of exchanges in this denoiser call")
 # What a refusal may take of them in UTF-8; JSON spells a control character with six bytes.
 _REFUSAL_BYTES = 600
 _SKIPPED = "; a rank left a call out, and all have to make the same ones"
@@ -59,7 +59,7 @@ def handshake(
     lengths: tuple[int, ...],
     refusal: MultimodalGenError | None = None,
     *,
-    turn: Progress | None = None,
+    progress: Progress | None = None,
     wait: bool = True,
 ) -> tuple[tuple[int, ...], ...]:
     """Return `lengths` of every rank of the sequence, once all of them make the same call.
@@ -71,39 +71,42 @@ def handshake(
         lengths: what may differ.
         refusal: why this rank cannot make the call, or None. The others are told, then it is
             raised.
-        turn: how far this rank is, which has to be the same on every rank, too; None where nothing
-            tells.
-        wait: hear the others before a call of a known kind, too.
+        progress: how far this rank is, which has to be the same on every rank, too; None where
+            nothing tells.
+        wait: wait for the others before a call of a known kind, too.
 
     Raises:
-        UsageError: a fact or the turn differs between ranks; raised on all of them.
+        UsageError: a fact or the progress differs between ranks; raised on all of them.
         RankError: a rank makes another call, refuses, or does not answer in time; or lengths
             changed that a call took for granted.
     """
-    error = _look_at_pending(groups)
+    error = _check_pending(groups)
     if error is not None:
         raise error
-    turn = turn or Progress()
+    progress = progress or Progress()
     kind = (call, *facts.items(), lengths)
-    agreements = groups.agreements
-    known = agreements.known.get(kind)
-    said = known[0] if known and refusal is None else _message(call, facts, lengths, refusal)
-    hearing = _Hearing(groups.control, said + _TURN.pack(*turn), call)
-    agreements.told += 1
+    state = groups.handshakes
+    agreed: _Agreed | None = state.agreed.get(kind)
+    if agreed is None or refusal is not None:
+        message = _message(call, facts, lengths, refusal)
+    else:
+        message = agreed.message
+    gather = _Gather(groups.control, message + _PROGRESS.pack(*progress), call)
+    state.num_sent += 1
     if refusal is not None:
         with contextlib.suppress(RankError):
-            hearing.wait(_REFUSAL_TIMEOUT)
+            gather.wait(_REFUSAL_TIMEOUT)
         raise refusal
-    if known and not wait:
-        agreements.pending.append((hearing, turn, *known[1:]))
-        return known[2]
-    heard = hearing.wait()
-    if known and heard == _at(turn, known[1]):
-        return known[2]
-    messages = _split(heard)
-    agreed = _verdict(groups.control, messages)
-    agreements.known[kind] = (said, [message for message, _ in messages], agreed)
-    return agreed
+    if agreed is not None and not wait:
+        state.pending.append((gather, progress, agreed))
+        return agreed.lengths
+    received = gather.wait()
+    if agreed is not None and received == agreed.at(progress):
+        return agreed.lengths
+    messages = _split(received)
+    all_lengths = _compare_messages(groups.control, messages)
+    state.agreed[kind] = _Agreed(message, [own for own, _ in messages], all_lengths)
+    return all_lengths
 
 
 def pending_error(groups: ParallelGroups) -> MultimodalGenError | None:
@@ -112,55 +115,67 @@ def pending_error(groups: ParallelGroups) -> MultimodalGenError | None:
     A rank never gets there that waits for its device, and that for another which is not coming, or
     which does something else.
     """
-    for hearing, *expected in tuple(groups.agreements.pending):
-        error = _error_of(groups, hearing, *expected) if hearing.is_over() else None
+    for gather, *expected in tuple(groups.handshakes.pending):
+        error = _error_of(groups, gather, *expected) if gather.is_over() else None
         if error is not None:
             return error
     return None
 
 
-def _look_at_pending(groups: ParallelGroups) -> MultimodalGenError | None:
-    """Return why a call that did not wait should not have been made; waits for what was said."""
-    while groups.agreements.pending:
-        error = _error_of(groups, *groups.agreements.pending.pop())
+class _Agreed(NamedTuple):
+    """What was sent before calls of one kind.
+
+    Attributes:
+        message: this rank's message.
+        messages: those of all ranks.
+        lengths: the lengths of every rank.
+    """
+
+    message: bytes
+    messages: list[bytes]
+    lengths: tuple[tuple[int, ...], ...]
+
+    def at(self, progress: Progress) -> bytes:
+        """Return what is received when all ranks send the same again, and are as far."""
+        packed = _PROGRESS.pack(*progress)
+        return b"".join(message + packed for message in self.messages)
+
+
+def _check_pending(groups: ParallelGroups) -> MultimodalGenError | None:
+    """Return why a call that did not wait should not have been made; waits for what was sent."""
+    while groups.handshakes.pending:
+        error = _error_of(groups, *groups.handshakes.pending.pop())
         if error is not None:
             return error
     return None
 
 
 def _error_of(
-    groups: ParallelGroups,
-    hearing: "_Hearing",
-    turn: Progress,
-    known: list[bytes],
-    lengths: tuple[tuple[int, ...], ...],
+    groups: ParallelGroups, gather: "_Gather", progress: Progress, agreed: _Agreed
 ) -> MultimodalGenError | None:
-    """Return what is wrong with what was said in a call of a known kind, once it is heard."""
+    """Return what is wrong with what was sent before a call of a known kind, once it is here."""
     try:
-        heard = hearing.wait()
-        if heard == _at(turn, known):
+        received = gather.wait()
+        if received == agreed.at(progress):
             return None
-        found = _verdict(groups.control, _split(heard))
+        found = _compare_messages(groups.control, _split(received))
     except MultimodalGenError as error:
         return error
     return RankError(
-        f"lengths must be those ranks had in earlier calls of the same kind, {lengths}, got "
-        f"{found}; pass seq_lens where they change"
+        f"lengths must be those ranks had in earlier calls of the same kind, {agreed.lengths}, "
+        f"got {found}; pass seq_lens where they change"
     )
 
 
-def _at(turn: Progress, messages: list[bytes]) -> bytes:
-    """Return what is heard when all ranks say what they said before, at this turn."""
-    packed = _TURN.pack(*turn)
-    return b"".join(message + packed for message in messages)
-
-
-def _split(heard: bytearray) -> list[tuple[bytes, Progress]]:
-    """Return every rank's message, and its turn."""
-    size = _MESSAGE_BYTES + _TURN.size
-    ends = range(_MESSAGE_BYTES, len(heard), size)
+def _split(received: bytearray) -> list[tuple[bytes, Progress]]:
+    """Return every rank's message, and how far it is."""
+    size = _MESSAGE_BYTES + _PROGRESS.size
+    ends = range(_MESSAGE_BYTES, len(received), size)
     return [
-        (bytes(heard[end - _MESSAGE_BYTES : end]), Progress(*_TURN.unpack_from(heard, end)))
+        (
+            bytes(received[end - _MESSAGE_BYTES : end]),
+            Progress(*_PROGRESS.unpack_from(received, end)),
+        )
         for end in ends
     ]
 
@@ -188,20 +203,20 @@ def _cut(text: str) -> str:
     return text.encode(errors="replace")[:_REFUSAL_BYTES].decode(errors="ignore")
 
 
-class _Hearing:
+class _Gather:
     """A message that was sent, and those of all ranks, under way.
 
     Args:
         group: who takes part.
-        said: the message, as long as everybody's.
+        message: as long as everybody's.
         call: what it is about, for errors.
 
     Raises:
         RankError: it could not be sent.
     """
 
-    def __init__(self, group: Group, said: bytes, call: str) -> None:
-        self._heard = bytearray(len(said) * len(group.ranks))
+    def __init__(self, group: Group, message: bytes, call: str) -> None:
+        self._received = bytearray(len(message) * len(group.ranks))
         self._among = group.ranks
         self._failure = (
             f"the other ranks of {list(group.ranks)} must make the same call, {call}, got no "
@@ -209,17 +224,17 @@ class _Hearing:
         )
         self._work: Any = None
         if group.handle is None:
-            self._heard[:] = said
+            self._received[:] = message
             return
-        sent = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        received = [*torch.frombuffer(self._heard, dtype=torch.uint8).view(-1, len(said))]
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        received = [*torch.frombuffer(self._received, dtype=torch.uint8).view(-1, len(message))]
         try:
             self._work = dist.all_gather(received, sent, group=group.handle, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from None
 
     def wait(self, timeout: timedelta | None = None) -> bytearray:
-        """Return what all ranks said, one after another.
+        """Return what all ranks sent, one after another.
 
         Raises:
             RankError: not all of them did, in time.
@@ -229,7 +244,7 @@ class _Hearing:
                 self._work.wait(*([] if timeout is None else [timeout]))
         except RuntimeError as error:
             raise self._lost(error) from None
-        return self._heard
+        return self._received
 
     def is_over(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -240,9 +255,11 @@ class _Hearing:
         return RankError(f"{self._failure} ({first_line})", self._among)
 
 
-def _verdict(group: Group, said: list[tuple[bytes, Progress]]) -> tuple[tuple[int, ...], ...]:
+def _compare_messages(
+    group: Group, received: list[tuple[bytes, Progress]]
+) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of every rank, or raise where ranks disagree."""
-    messages: list[dict[str, Any]] = [json.loads(message) for message, _ in said]
+    messages: list[dict[str, Any]] = [json.loads(message) for message, _ in received]
     for rank, message in zip(group.ranks, messages, strict=True):
         if message["refusal"]:
             raise RankError(f"rank {rank} cannot run {message['call']}: {message['refusal']}")
@@ -250,8 +267,8 @@ def _verdict(group: Group, said: list[tuple[bytes, Progress]]) -> tuple[tuple[in
     call = messages[0]["call"]
     for name in {name: None for message in messages for name in message["facts"]}:
         _compare(name, [message["facts"].get(name) for message in messages], group, call)
-    turns = zip(*(turn for _, turn in said), strict=True)
-    for name, numbers in zip(_TURN_NAMES, turns, strict=True):
+    progress = zip(*(each for _, each in received), strict=True)
+    for name, numbers in zip(_PROGRESS_NAMES, progress, strict=True):
         _compare(name, ["unknown" if n == _UNKNOWN else n for n in numbers], group, call, _SKIPPED)
     return tuple(tuple(message["lengths"]) for message in messages)
 

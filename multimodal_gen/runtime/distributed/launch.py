@@ -99,42 +99,42 @@ def run_rank(work: Callable[[int], None], *, timeout: float) -> None:
     Raises:
         RankError: the other ranks cannot be reached.
     """
-    board = FailureStore.meet(timeout)
+    failures = FailureStore.connect(timeout)
     _be_easy_to_end()
-    if board.rank:
+    if failures.rank:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
     try:
-        with board.watched(_end_stuck, _unnoticed_error, _messages):
-            work(board.num_ranks)
-            board.finish()
+        with failures.watching(_end_stuck, _pending_error, _num_sent):
+            work(failures.num_ranks)
+            failures.finish()
     except Exception as error:
-        _end(board, error)
+        _end(failures, error)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _unnoticed_error() -> MultimodalGenError | None:
+def _pending_error() -> MultimodalGenError | None:
     groups = parallel_groups()
     return None if groups is None else pending_error(groups)
 
 
-def _messages() -> int:
+def _num_sent() -> int:
     groups = parallel_groups()
-    return 0 if groups is None else groups.agreements.told
+    return 0 if groups is None else groups.handshakes.num_sent
 
 
-def _end(board: FailureStore, error: Exception) -> NoReturn:
-    """Say what ended the run, unless another rank of this host does, and end this process."""
+def _end(failures: FailureStore, error: Exception) -> NoReturn:
+    """Report what ended the run, unless another rank of this host does, and end this process."""
     if isinstance(error, BrokenPipeError):
         get_error_handler().record_exception(error)
         _exit(1)  # nobody reads what is printed any more
-    verdict = board.verdict(error)
-    if verdict.text is not None:
+    report = failures.report(error)
+    if report.text is not None:
         defect = not isinstance(error, MultimodalGenError) and not follows_from_another(error)
-        trace = traceback.format_exception(error) if verdict.mine and defect else []
-        _tell(verdict.text, trace)
-    time.sleep(verdict.stay_s)
+        trace = traceback.format_exception(error) if report.is_own and defect else []
+        _print_error(report.text, trace)
+    time.sleep(report.linger_s)
     get_error_handler().record_exception(error)
     usage = isinstance(error, MultimodalGenError) and not isinstance(error, RankError)
     _exit(2 if usage else 1)
@@ -143,12 +143,12 @@ def _end(board: FailureStore, error: Exception) -> NoReturn:
 def _end_stuck(text: str | None) -> None:
     """End this process, which does not notice that the run is over."""
     if text is not None:
-        _tell(text)
+        _print_error(text)
     get_error_handler().record_exception(RankError("another rank ended the run"))
     _exit(1)
 
 
-def _tell(text: str, trace: Sequence[str] = ()) -> None:
+def _print_error(text: str, trace: Sequence[str] = ()) -> None:
     lines = (line.rstrip() for line in (f"error: {text}", *trace))
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()

@@ -327,7 +327,7 @@ class _Ring(torch.autograd.Function):
     ) -> torch.Tensor:
         merger = PartMerger(query, value.shape[-1])
 
-        for owner, (k, v) in _travel(call, key, value, shared=(shared_key, shared_value)):
+        for owner, (k, v) in _rotate(call, key, value, shared=(shared_key, shared_value)):
             for rows, part in _parts(call, owner, k, v):
                 with attending(query.device):
                     merger.add(rows, *attend(query[:, rows], part))
@@ -344,8 +344,8 @@ class _Ring(torch.autograd.Function):
         delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         shared_grads: list[torch.Tensor | None] = [None, None]
-        home = _Home(call, key, value)
-        for owner, (k, v) in _travel(call, key, value, shared=(shared_key, shared_value)):
+        gradients = _GradientRing(call, key, value)
+        for owner, (k, v) in _rotate(call, key, value, shared=(shared_key, shared_value)):
             grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)]
             for rows, part in _parts(call, owner, k, v):
                 by_part = part_attention_backward(
@@ -362,8 +362,8 @@ class _Ring(torch.autograd.Function):
             if owner is None:
                 shared_grads = [x.to(key.dtype) for x in grads]
             else:
-                home.send(owner, grads)
-        grad_key, grad_value = home.arrived()
+                gradients.send(owner, grads)
+        grad_key, grad_value = gradients.wait()
         return (
             None,
             None,
@@ -384,7 +384,7 @@ def _parts(
             yield rows, KeyPart(key=key, value=value, causal=causal, keep=keep, owner=owner)
 
 
-def _travel(
+def _rotate(
     call: RingCall,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -398,44 +398,44 @@ def _travel(
     group, here = call.group, (key, value)
     for step in range(group.size):
         owner = (group.index - step) % group.size
-        under_way = None
+        transfer = None
         if step + 1 < group.size:
             coming = call.lengths[(owner - 1) % group.size]
-            under_way = Transfer(group, here, [_shape(x, coming) for x in (key, value)])
+            transfer = Transfer(group, here, [_shape(x, coming) for x in (key, value)])
         if step == 0 and shared[0] is not None and shared[1] is not None:
             yield None, (shared[0], shared[1])
         yield owner, here
-        if under_way is not None:
-            here = under_way.wait()
+        if transfer is not None:
+            here = transfer.wait()
 
 
-class _Home:
+class _GradientRing:
     """Takes the gradients of keys and values along until they are back where the tokens live."""
 
     def __init__(self, call: RingCall, key: torch.Tensor, value: torch.Tensor) -> None:
         self._call = call
         self._like = (key, value)
-        self._under_way: Transfer | None = None
+        self._transfer: Transfer | None = None
         self._arrived: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def send(self, owner: int, grads: list[torch.Tensor]) -> None:
         """Add the gradients of a rank's tokens to what came with them, and send them on."""
         group = self._call.group
         total = (grads[0], grads[1])
-        if self._under_way is not None:
-            before = self.arrived()
+        if self._transfer is not None:
+            before = self.wait()
             total = (total[0] + before[0], total[1] + before[1])
         if group.size == 1:
             self._arrived = total
             return
         length = self._call.lengths[(owner - 1) % group.size]
-        self._under_way = Transfer(group, total, [_shape(x, length) for x in self._like])
+        self._transfer = Transfer(group, total, [_shape(x, length) for x in self._like])
 
-    def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what came last; after a whole round that is this rank's."""
-        if self._under_way is not None:
-            self._arrived = self._under_way.wait()
-            self._under_way = None
+        if self._transfer is not None:
+            self._arrived = self._transfer.wait()
+            self._transfer = None
         assert self._arrived is not None
         return self._arrived
 

@@ -1,4 +1,4 @@
-"""What is said when ranks fail, on boards that threads share."""
+"""What is said when ranks fail, in stores that threads share."""
 
 import contextlib
 import threading
@@ -17,20 +17,20 @@ NO_ANSWER = RankError("the others must make the same call, got no answer")
 
 
 @pytest.fixture
-def boards(monkeypatch):
+def stores(monkeypatch):
     monkeypatch.setattr(faults, "_GRACE_S", 0.5)
     store = dist.HashStore()
     return [FailureStore(store, rank, 4, timeout=1, host=f"host {rank // 2}") for rank in range(4)]
 
 
-def verdicts(boards, errors):
+def reports(stores, errors):
     with ThreadPoolExecutor() as threads:
-        return [(v.text, v.mine) for v in threads.map(FailureStore.verdict, boards, errors)]
+        return [(v.text, v.is_own) for v in threads.map(FailureStore.report, stores, errors)]
 
 
-def test_only_the_rank_at_fault_speaks_on_its_host_and_one_rank_on_others(boards) -> None:
+def test_only_the_rank_at_fault_speaks_on_its_host_and_one_rank_on_others(stores) -> None:
     oom = UsageError("the device\n  ran out of memory")
-    said = verdicts(boards, [NO_ANSWER, oom, NO_ANSWER, NO_ANSWER])
+    said = reports(stores, [NO_ANSWER, oom, NO_ANSWER, NO_ANSWER])
     text, mine = said[1]
     assert mine
     assert text.startswith("rank 1 (pid ")
@@ -39,8 +39,8 @@ def test_only_the_rank_at_fault_speaks_on_its_host_and_one_rank_on_others(boards
     assert sorted(said[2:], key=str) == [(text, False), (None, False)]
 
 
-def test_of_ranks_with_the_same_error_one_speaks_on_each_host(boards) -> None:
-    said = verdicts(boards, [UsageError("mask must be the same on all ranks")] * 4)
+def test_of_ranks_with_the_same_error_one_speaks_on_each_host(stores) -> None:
+    said = reports(stores, [UsageError("mask must be the same on all ranks")] * 4)
     texts = [text for text, _ in said if text is not None]
     assert len(texts) == 2
     assert texts[0] == texts[1]
@@ -48,49 +48,49 @@ def test_of_ranks_with_the_same_error_one_speaks_on_each_host(boards) -> None:
     assert sum(mine for _, mine in said) == 1
 
 
-def test_ranks_that_wait_in_vain_name_the_one_that_does_not(boards) -> None:
-    said = verdicts([boards[0], boards[2], boards[3]], [NO_ANSWER] * 3)
+def test_ranks_that_wait_in_vain_name_the_one_that_does_not(stores) -> None:
+    said = reports([stores[0], stores[2], stores[3]], [NO_ANSWER] * 3)
     texts = {text for text, _ in said if text is not None}
     (text,) = texts
     assert text.startswith("rank 1 (pid ")
     assert text.endswith("): no answer within 1 s, or the connection was lost")
 
 
-def test_of_the_ranks_that_are_silent_only_those_that_were_waited_for_are_named(boards) -> None:
+def test_of_the_ranks_that_are_silent_only_those_that_were_waited_for_are_named(stores) -> None:
     missed = RankError("the others must make the same call, got no answer", among=(0, 1))
-    (text, _) = verdicts(boards[:1], [missed])[0]
+    (text, _) = reports(stores[:1], [missed])[0]
     assert text.startswith("rank 1 (pid ")
     assert "rank 2" not in text
 
 
-def test_of_the_ranks_that_are_silent_those_that_are_behind_are_named(boards, monkeypatch) -> None:
-    monkeypatch.setattr(faults, "_BEAT_S", 0.05)
+def test_of_the_ranks_that_are_silent_those_that_are_behind_are_named(stores, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "_HEARTBEAT_S", 0.05)
     with contextlib.ExitStack() as watching:
-        for board, told in zip(boards, (8, 7, 8, 8), strict=True):
-            watching.enter_context(board.watched(no_end, told=lambda told=told: told))
+        for store, num_sent in zip(stores, (8, 7, 8, 8), strict=True):
+            watching.enter_context(store.watching(no_end, num_sent=lambda n=num_sent: n))
         time.sleep(0.5)
-        text = boards[0].verdict(NO_ANSWER).text
+        text = stores[0].report(NO_ANSWER).text
     assert text.startswith("rank 1 (pid ")
     assert "rank 2" not in text
 
 
-def test_a_rank_of_another_host_says_what_it_heard_before_it_noticed(boards, monkeypatch) -> None:
-    monkeypatch.setattr(faults, "_BEAT_S", 0.05)
-    with boards[2].watched(no_end):
-        text = boards[0].verdict(UsageError("no memory")).text
+def test_a_rank_of_another_host_says_what_it_heard_before_it_noticed(stores, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "_HEARTBEAT_S", 0.05)
+    with stores[2].watching(no_end):
+        text = stores[0].report(UsageError("no memory")).text
         time.sleep(0.5)
-    assert boards[2].verdict(NO_ANSWER).text == text
-    assert boards[3].verdict(NO_ANSWER).text is None
+    assert stores[2].report(NO_ANSWER).text == text
+    assert stores[3].report(NO_ANSWER).text is None
 
 
-def test_a_network_that_fails_between_living_ranks_is_told_as_it_is(boards) -> None:
-    said = verdicts(boards, [NO_ANSWER] * 4)
+def test_a_network_that_fails_between_living_ranks_is_told_as_it_is(stores) -> None:
+    said = reports(stores, [NO_ANSWER] * 4)
     (text,) = {text for text, _ in said if text is not None}
     assert text.endswith("): the others must make the same call, got no answer")
 
 
-def test_a_defect_is_named_by_its_type(boards) -> None:
-    assert boards[0].verdict(KeyError("x")).text.endswith("): KeyError: 'x'")
+def test_a_defect_is_named_by_its_type(stores) -> None:
+    assert stores[0].report(KeyError("x")).text.endswith("): KeyError: 'x'")
 
 
 class _Gone:
@@ -102,41 +102,41 @@ class _Gone:
     check = set = add
 
 
-def test_without_the_store_every_rank_speaks_for_itself(boards) -> None:
-    boards[0]._store = _Gone()
-    assert boards[0].verdict(NO_ANSWER).text == f"rank 0: {NO_ANSWER}"
+def test_without_the_store_every_rank_speaks_for_itself(stores) -> None:
+    stores[0]._store = _Gone()
+    assert stores[0].report(NO_ANSWER).text == f"rank 0: {NO_ANSWER}"
 
 
 def no_end(text) -> None:
     raise AssertionError("nothing is stuck")
 
 
-def test_ranks_wait_for_a_slow_first_rank_until_it_is_done(boards, monkeypatch) -> None:
-    monkeypatch.setattr(faults, "_BEAT_S", 0.1)
+def test_ranks_wait_for_a_slow_first_rank_until_it_is_done(stores, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "_HEARTBEAT_S", 0.1)
 
     def lead():
-        with boards[0].watched(no_end):
+        with stores[0].watching(no_end):
             time.sleep(2.5)  # longer than the timeout
             done = time.monotonic()
-            boards[0].finish()
+            stores[0].finish()
         return done
 
     with ThreadPoolExecutor() as threads:
         led = threads.submit(lead)
-        followed = [threads.submit(board.finish) for board in boards[1:]]
+        followed = [threads.submit(store.finish) for store in stores[1:]]
         assert [follower.result() for follower in followed] == [None] * 3
         assert time.monotonic() >= led.result()
 
 
-def test_a_first_rank_that_shows_no_life_is_given_up(boards) -> None:
+def test_a_first_rank_that_shows_no_life_is_given_up(stores) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0 must finish .* gave no sign of life for 1 s"):
-        boards[1].finish()
+        stores[1].finish()
     assert time.monotonic() - start < 10
 
 
-def test_a_rank_that_is_stuck_when_the_run_is_over_is_ended(boards, monkeypatch) -> None:
-    for name in ("_BEAT_S", "_STUCK_S"):
+def test_a_rank_that_is_stuck_when_the_run_is_over_is_ended(stores, monkeypatch) -> None:
+    for name in ("_HEARTBEAT_S", "_STUCK_S"):
         monkeypatch.setattr(faults, name, 0.1)
     ended, words = threading.Event(), []
 
@@ -144,14 +144,14 @@ def test_a_rank_that_is_stuck_when_the_run_is_over_is_ended(boards, monkeypatch)
         words.append(text)
         ended.set()
 
-    with boards[2].watched(end):
-        text = boards[0].verdict(UsageError("no")).text
+    with stores[2].watching(end):
+        text = stores[0].report(UsageError("no")).text
         assert ended.wait(10)
     assert words == [text]
 
 
-def test_a_rank_that_is_stuck_ends_for_an_error_it_does_not_notice(boards, monkeypatch) -> None:
-    for name in ("_BEAT_S", "_STUCK_S"):
+def test_a_rank_that_is_stuck_ends_for_an_error_it_does_not_notice(stores, monkeypatch) -> None:
+    for name in ("_HEARTBEAT_S", "_STUCK_S"):
         monkeypatch.setattr(faults, name, 0.1)
     ended, words, errors = threading.Event(), [], [None, NO_ANSWER]
 
@@ -159,7 +159,7 @@ def test_a_rank_that_is_stuck_ends_for_an_error_it_does_not_notice(boards, monke
         words.append(text)
         ended.set()
 
-    with boards[2].watched(end, lambda: errors.pop(0)):
+    with stores[2].watching(end, lambda: errors.pop(0)):
         assert ended.wait(10)
     (text,) = words
     assert text.startswith("rank 0 (pid ")

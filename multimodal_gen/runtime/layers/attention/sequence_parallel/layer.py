@@ -119,7 +119,7 @@ class SplitAttentionLayer(AttentionLayer):
         """
         groups = parallel_groups()
         if split and groups is not None and not torch.compiler.is_compiling():
-            handshake(groups, self._name_of_calls(), {}, (), refusal, turn=next_turn())
+            handshake(groups, self._name_of_calls(), {}, (), refusal, progress=next_turn())
         return refusal
 
     def _name_of_calls(self) -> str:
@@ -271,7 +271,7 @@ class SplitAttentionLayer(AttentionLayer):
             facts,
             (rows.query, rows.key),
             _gate_refusal(gate, query),
-            turn=next_turn(),
+            progress=next_turn(),
             wait=query.device.type == "cpu",
         )
         lengths, key_lengths = (tuple(count[i] for count in counts) for i in range(2))

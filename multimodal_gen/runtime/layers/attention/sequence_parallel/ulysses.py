@@ -194,7 +194,7 @@ class SplitCall:
             coming = [scatter_heads_async(*q), scatter_heads_async(*kv)]
 
         def arrived() -> HeadsOfRank:
-            q, k, v = (x for message in coming for x in message.arrived())
+            q, k, v = (x for message in coming for x in message.wait())
             return HeadsOfRank(
                 front=self._own_heads(front),
                 tokens=(q, k, v),
@@ -362,5 +362,5 @@ def attend_in_chunks(
         leaving.append(chunk.start_tokens(part))
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     for tokens in leaving:
-        tokens.arrive_in(out)
+        tokens.wait_into(out)
     return out

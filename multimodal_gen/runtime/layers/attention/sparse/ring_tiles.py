@@ -332,7 +332,7 @@ def _attend_to_reached(
     with attending(query.device):
         own = KeyPart(key=key, value=value, owner=group.index)
         merger.add(rows, *parts.attend(query, own))
-    key, value = under_way.arrived()
+    key, value = under_way.wait()
     with attending(query.device):
         if reach.plan is not None:
             merger.add(rows, *parts.engine(query, key, value, reach.plan))
