@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from multimodal_gen.integrations.denoiser_context import DenoiserContext
 from multimodal_gen.integrations.guidance_branch import branch_name
 from multimodal_gen.integrations.hooks import own_method, replace_method, untraced_hook
 from multimodal_gen.integrations.models import ModelAdapter, ModelCall
@@ -21,12 +22,9 @@ from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
 from multimodal_gen.integrations.steps import Step, StepTracker
 from multimodal_gen.runtime.managers.forward_context import (
-    ForwardContext,
     current_forward_context,
     replace_forward_context,
 )
-
-_OPEN = "multimodal_gen.open_context"
 
 _BATCHED = "cond_uncond"
 
@@ -81,8 +79,9 @@ class DenoiserHooks:
             self._splitter.end()
         context = current_forward_context()
         while context is not None:
-            owner, context = context.cache.get(_OPEN, (None, None))
-            if owner is self:
+            ours = context if isinstance(context, DenoiserContext) else None
+            context = None if ours is None else ours.outer
+            if ours is not None and ours.hooks is self:
                 replace_forward_context(context)
                 return
 
@@ -94,21 +93,23 @@ class DenoiserHooks:
         call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
         padding = self._adapter.padding(call)
         step, timestep = self._locate(call, padding)
-        context = ForwardContext(
+        grid, text = self._adapter.grid(call), self._adapter.text_span(call)
+        splitter = self._splitter
+        context = DenoiserContext(
             current_timestep=step.index,
             timestep=timestep,
             num_steps=step.num_steps,
-            latent_grid=self._adapter.grid(call),
-            text_span=self._adapter.text_span(call),
+            latent_grid=grid,
+            text_span=text,
             cfg_branch=self._branch(),
             component=self._component,
             request_id=step.request_id,
+            call_number=None if splitter is None else splitter.begin(call, text),
+            padding=padding,
+            split=None if splitter is None else splitter.split,
+            hooks=self,
+            outer=current_forward_context(),
         )
-        if padding is not None:
-            padding.store(context.cache)
-        if self._splitter is not None:
-            self._splitter.begin(call, context.text_span, context.cache)
-        context.cache[_OPEN] = self, current_forward_context()
         replace_forward_context(context)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:

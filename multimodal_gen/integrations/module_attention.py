@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.integrations.denoiser_context import current_denoiser_context, current_padding
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.padding import KeyPadding
-from multimodal_gen.integrations.parallel.token_split import TokenShare
 from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
@@ -108,7 +108,9 @@ class StockAttention(LocalAttention, SplitAttentionLayer):
         What all ranks have whole, such as text in cross-attention, is attended to on each.
         """
         del replicated, seq_lens
-        share = TokenShare.current()
+        context = current_denoiser_context()
+        split = None if context is None else context.split
+        share = None if split is None else split.share
         rows = (query.shape[1], key.shape[1])
         own_tokens = self.site.role is AttentionRole.SELF
         if share is None or not own_tokens or rows != (share.joint_length, share.joint_length):
@@ -144,7 +146,7 @@ class StockAttention(LocalAttention, SplitAttentionLayer):
         """Return what is known of the padding of [B, Sk] keys, if `mask` tells nothing else."""
         if mask is None or not self.masks_padding or not _masks_keys_alone(mask):
             return None
-        return KeyPadding.current(self.site.role, keys, device)
+        return current_padding(self.site.role, keys, device)
 
 
 class ModuleAttention(StandIn):

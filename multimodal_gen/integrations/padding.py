@@ -13,9 +13,6 @@ import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.managers.forward_context import current_forward_context
-
-_SLOT = "multimodal_gen.key_padding"
 
 
 class KeyPadding:
@@ -94,24 +91,12 @@ class KeyPadding:
             self._keep_keys = self.keep()[:, None, None, :]
         return self._keep_keys
 
-    def store(self, cache: dict[object, object]) -> None:
-        """Make it known to the layers of a denoiser call, through `ForwardContext.cache`."""
-        cache[_SLOT] = self
-
-    @staticmethod
-    def current(
-        role: AttentionRole, keys: tuple[int, int], device: torch.device
-    ) -> "KeyPadding | None":
-        """Return the running call's padding where it describes (B, Sk) keys on a device."""
-        context = current_forward_context()
-        padding = None if context is None else context.cache.get(_SLOT)
-        if not isinstance(padding, KeyPadding) or padding.role is not role:
-            return None
-        if not padding._usable or padding.shape != keys:
-            return None
+    def describes(self, role: AttentionRole, keys: tuple[int, int], device: torch.device) -> bool:
+        """Whether it tells the padding of (B, Sk) keys on a device, in modules of a role."""
+        if self.role is not role or not self._usable or self.shape != keys:
+            return False
         # An offloaded pipeline may keep its masks elsewhere; the model brought its own along.
-        near = padding.valid is not None or padding._text.device == device
-        return padding if near else None
+        return self.valid is not None or self._text.device == device
 
 
 class PairMask:

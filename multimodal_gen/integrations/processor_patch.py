@@ -334,12 +334,7 @@ def _over_keys(mask: torch.Tensor) -> torch.Tensor:
     context = None if torch.compiler.is_compiling() else current_forward_context()
     if context is None:
         return mask[:, None, None, :]
-    # The mask is kept beside its view, so that its id is not reused within the call.
-    _, view = context.cache.setdefault(
-        ("multimodal_gen.over_keys", id(mask)), (mask, mask[:, None, None, :])
-    )
-    same: torch.Tensor = view
-    return same
+    return context.cache.get(mask, "over keys", lambda: mask[:, None, None, :])
 
 
 def sdpa(

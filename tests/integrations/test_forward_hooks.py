@@ -1,5 +1,3 @@
-"""."""
-
 import copy
 import math
 import pickle

@@ -1,19 +1,22 @@
-"""."""
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.denoiser_context import DenoiserContext, current_padding
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.padding import FunctionalWithPairMask, KeyPadding, PairMask
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.managers.forward_context import set_forward_context, use_forward_context
 
 
 def current(role, key):
-    return KeyPadding.current(role, (key.shape[0], key.shape[1]), key.device)
+    return current_padding(role, (key.shape[0], key.shape[1]), key.device)
+
+
+def knowing(padding):
+    return use_forward_context(DenoiserContext(current_timestep=0, padding=padding))
 
 
 def padding_of(rows, role=AttentionRole.SELF, **kwargs):
@@ -55,9 +58,9 @@ def test_text_that_the_model_sorts_is_masked_as_sorted():
 def test_it_speaks_of_keys_of_its_role_and_size_only():
     padding = padding_of([[1, 0]], before=3)
     key = torch.zeros(1, 5, 2, 4)
-    with set_forward_context(0) as context:
+    with set_forward_context(0):
         assert current(AttentionRole.SELF, key) is None
-        padding.store(context.cache)
+    with knowing(padding):
         assert current(AttentionRole.SELF, key) is padding
         assert current(AttentionRole.CROSS, key) is None
         assert current(AttentionRole.SELF, key[:, :4]) is None
@@ -66,15 +69,13 @@ def test_it_speaks_of_keys_of_its_role_and_size_only():
 
 def test_a_sample_without_any_key_is_left_to_the_models_mask():
     padding = padding_of([[0, 0], [1, 1]])
-    with set_forward_context(0) as context:
-        padding.store(context.cache)
+    with knowing(padding):
         assert current(AttentionRole.SELF, torch.zeros(2, 2, 1, 4)) is None
 
 
 def test_a_mask_on_another_device_is_left_to_the_model():
     padding = padding_of([[1, 1], [1, 0]], before=1)
-    with set_forward_context(0) as context:
-        padding.store(context.cache)
+    with knowing(padding):
         assert current(AttentionRole.SELF, torch.zeros(2, 3, 1, 4)) is padding
         key = torch.zeros(2, 3, 1, 4, device="meta")
         assert current(AttentionRole.SELF, key) is None
@@ -90,8 +91,7 @@ def test_attention_is_that_of_the_models_own_mask(rows):
     padding = padding_of(rows, before=4)
     mask = padding.keep_keys()
     expected = layer.attend(query, key, value, mask)
-    with set_forward_context(0) as context:
-        padding.store(context.cache)
+    with knowing(padding):
         out = layer.attend(query, key, value, mask)
         plain = layer.attend(query, key, value)
     assert (out - expected).abs().max() <= 1e-6
@@ -111,8 +111,7 @@ def test_a_mask_that_says_more_than_the_padding_is_kept(rows, stock):
         LayerSite(), geometry, torch.float32, SelectionScope(), masks_padding=stock and rows > 1
     )
     expected = layer.attend(query, key, value, mask)
-    with set_forward_context(0) as context:
-        padding_of([[1, 1, 1], [1, 1, 0]], before=4).store(context.cache)
+    with knowing(padding_of([[1, 1, 1], [1, 1, 0]], before=4)):
         out = layer.attend(query, key, value, mask)
     assert torch.equal(out, expected)
 

@@ -118,8 +118,8 @@ class ParallelPlan:
 
     def times(self) -> TimeTaken | None:
         """Return what exchanges around the denoiser took, or None where there were none."""
-        parts = (self.splitter, self._ranks)
-        return sum_of(part.times.taken() for part in parts if part is not None)
+        split = None if self.splitter is None else self.splitter.split
+        return sum_of(part.times.taken() for part in (split, self._ranks) if part is not None)
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""

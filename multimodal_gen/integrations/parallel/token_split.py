@@ -3,136 +3,35 @@
 `torch.compile` may trace the hooks, as a module they hang on may be compiled on its own. What they
 read is set anew for every call. Gathering is one opaque operator to it.
 
-B batch, S tokens of all ranks, C channels.
+B batch, S tokens, C channels.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.denoiser_context import (
+    TokenShare,
+    TokenSplit,
+    current_denoiser_context,
+    share_tokens,
+)
 from multimodal_gen.integrations.hooks import StandIn, do_nothing
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
 from multimodal_gen.runtime.distributed.handshake import handshake
-from multimodal_gen.runtime.distributed.timing import Times, recording
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import next_turn, number_call
-from multimodal_gen.runtime.managers.forward_context import TextSpan, current_forward_context
+from multimodal_gen.runtime.distributed.timing import recording
+from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import next_turn
+from multimodal_gen.runtime.managers.forward_context import TextSpan
 
-__all__ = ["TokenShare", "TokenSplitter", "gather_sequence", "share_tokens", "time_gathering"]
-
-_SHARE = "multimodal_gen.token_share"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenShare:
-    """The split of one denoiser call.
-
-    Attributes:
-        lengths: tokens of each rank; they add up to S.
-        index: this rank among them.
-        front: text tokens in front of them in joint attention, on all ranks.
-        back: such tokens behind them.
-        exact: self-attention over anything else than these is an error.
-    """
-
-    lengths: tuple[int, ...]
-    index: int
-    front: int = 0
-    back: int = 0
-    exact: bool = False
-
-    @property
-    def total(self) -> int:
-        """S."""
-        return sum(self.lengths)
-
-    @property
-    def start(self) -> int:
-        """The first token of this rank."""
-        return sum(self.lengths[: self.index])
-
-    @property
-    def length(self) -> int:
-        """How many tokens this rank has."""
-        return self.lengths[self.index]
-
-    @property
-    def joint_length(self) -> int:
-        """Rows of this rank in joint attention: its tokens and the text."""
-        return self.front + self.length + self.back
-
-    def of_leading(self, count: int) -> int:
-        """Return how many of the first `count` tokens this rank has."""
-        return min(max(count - self.start, 0), self.length)
-
-    def take(self, x: torch.Tensor, dim: int, *, text: int = 0) -> torch.Tensor:
-        """Return the tokens of this rank, with `text` positions in front of all tokens kept.
-
-        A tensor may end before the last token: then this rank has what there is of its part.
-        It is contiguous, as what blocks return is: a compiled block serves its own output too.
-        """
-        start = min(text + self.start, x.shape[dim])
-        own = x.narrow(dim, start, min(self.length, x.shape[dim] - start))
-        return torch.cat((x.narrow(dim, 0, text), own), dim) if text else own.contiguous()
-
-    def store(self, cache: dict[object, object]) -> None:
-        """Make it known to the layers of a denoiser call, through `ForwardContext.cache`."""
-        cache[_SHARE] = self
-
-    @staticmethod
-    def current() -> "TokenShare | None":
-        """Return the split of the running denoiser call, or None where there is none."""
-        context = current_forward_context()
-        share = None if context is None else context.cache.get(_SHARE)
-        return share if isinstance(share, TokenShare) else None
-
-
-def share_tokens(
-    total: int, num_ranks: int, index: int, text: TextSpan | None, *, exact: bool = False
-) -> TokenShare:
-    """Split tokens over ranks as evenly as they can be, in order.
-
-    Args:
-        total: how many tokens there are.
-        num_ranks: ranks to split them over.
-        index: this rank.
-        text: where text is in joint attention, or None when there is none.
-        exact: see `TokenShare`.
-
-    Raises:
-        UsageError: a rank would have no token.
-    """
-    if total < num_ranks:
-        raise UsageError(
-            f"a denoiser call must have a token for each of the {num_ranks} ranks that share it, "
-            f"got {total} tokens; use fewer ranks or a larger size"
-        )
-    size, larger = divmod(total, num_ranks)
-    length = text.length if text else 0
-    in_front = text is not None and text.start == 0
-    return TokenShare(
-        lengths=tuple(size + (rank < larger) for rank in range(num_ranks)),
-        index=index,
-        front=length if in_front else 0,
-        back=0 if in_front else length,
-        exact=exact,
-    )
-
-
-_TIMES = "multimodal_gen.gathering_times"
-
-
-def time_gathering(times: Times, cache: dict[object, object]) -> None:
-    """Count what gathering takes in the denoiser call that has `cache`."""
-    cache[_TIMES] = times
+__all__ = ["TokenSplitter", "gather_sequence"]
 
 
 def gather_sequence(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -164,9 +63,9 @@ def _gather(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     on_cpu = x.device.type == "cpu"
     refusal = _refusal(x, lengths[groups.sequence.index], groups.rank)
     handshake(groups, "gathering of tokens", facts, (), refusal, progress=next_turn(), wait=on_cpu)
-    context = current_forward_context()
-    times = None if context is None else context.cache.get(_TIMES)
-    with recording(times):
+    context = current_denoiser_context()
+    split = None if context is None else context.split
+    with recording(None if split is None else split.times):
         whole = all_gather_tokens(x.transpose(1, -1), lengths, groups.sequence)
     return whole.transpose(1, -1).contiguous()
 
@@ -204,7 +103,7 @@ class TokenSplitter:
         groups: the groups of this process, of which several ranks share a sequence.
 
     Attributes:
-        times: what gathering takes.
+        split: the split of the running call.
 
     Raises:
         UsageError: the model has no such modules.
@@ -214,9 +113,8 @@ class TokenSplitter:
         self._model = model
         self._plan = plan
         self._group = groups.sequence
-        self._running = _Running()
         self._calls = 0
-        self.times = Times()
+        self.split = TokenSplit()
         self._cuts = tuple(
             (cut, module)
             for cut in plan.cuts
@@ -225,37 +123,34 @@ class TokenSplitter:
         )
         (self._gathered,) = _find(model, plan.gather)
 
-    def begin(self, call: Any, text: TextSpan | None, cache: dict[object, object]) -> None:
-        """Settle the split of a call (a `ModelCall`) and make it known to its layers."""
-        time_gathering(self.times, cache)
-        number_call(cache, self._calls)
+    def begin(self, call: Any, text: TextSpan | None) -> int:
+        """Settle the split of a call (a `ModelCall`); return how many came before it."""
+        number = self._calls
         self._calls += 1
-        self._running.settle = functools.partial(self._settle, text, cache)
+        self.split.settle = functools.partial(self._settle, text)
         if self._plan.tokens is None:
-            return
+            return number
         tokens = self._plan.tokens(call)
         if tokens is None:
             raise UsageError(
                 f"a call of {type(self._model).__name__} must tell its latent size where ranks "
                 f"share its tokens, got none; run it on one GPU"
             )
-        self._settle(text, cache, tokens)
+        self._settle(text, tokens)
+        return number
 
     def end(self) -> None:
         """Say that the call is over."""
-        self._running.share = self._running.settle = None
+        self.split.share = self.split.settle = None
 
     def end_request(self) -> None:
         """Take note that a generation is over."""
         self._calls = 0
 
-    def _settle(
-        self, text: TextSpan | None, cache: dict[object, object], tokens: int
-    ) -> TokenShare:
+    def _settle(self, text: TextSpan | None, tokens: int) -> TokenShare:
         group, exact = self._group, self._plan.tokens is None
         share = share_tokens(tokens, group.size, group.index, text, exact=exact)
-        share.store(cache)
-        self._running.share = share
+        self.split.share = share
         return share
 
     def install(self, undo: ExitStack) -> None:
@@ -264,49 +159,26 @@ class TokenSplitter:
         hooks: dict[Any, _ArgumentCut] = {}
         for cut, module in self._cuts:
             if cut.argument is None:
-                handle = module.register_forward_hook(_OutputCut(cut, self._running))
+                handle = module.register_forward_hook(_OutputCut(cut, self.split))
             else:
                 names = [*inspect.signature(type(module).forward).parameters][1:]
                 if cut.argument not in names:
                     continue
                 position = names.index(cut.argument)
-                new = _ArgumentCut(cut, cut.argument, position, self._running)
+                new = _ArgumentCut(cut, cut.argument, position, self.split)
                 hook = hooks.setdefault((cut, position), new)
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             undo.callback(handle.remove)
-        gather = _Gather(self._running, self._plan.gather)
+        gather = _Gather(self.split, self._plan.gather)
         undo.callback(self._gathered.register_forward_hook(gather).remove)
         undo.callback(self.end)
-
-
-class _Running:
-    """The split of the running call.
-
-    Attributes:
-        share: who has which tokens; None between calls, and until it is settled.
-        settle: settles it for so many tokens; None between calls.
-    """
-
-    share: TokenShare | None = None
-    settle: Callable[[int], TokenShare] | None = None
-
-    def share_of(self, cut: Cut, value: Any) -> TokenShare | None:
-        """Return the split, which an argument or output settles if nothing did before."""
-        if self.share is not None or self.settle is None:
-            return self.share
-        tensors = value if isinstance(value, (tuple, list)) else (value,)
-        fitting = (
-            x for x in tensors if isinstance(x, torch.Tensor) and cut.dims in (None, x.dim())
-        )
-        sizes = [x.shape[cut.dim] for x in fitting]
-        return self.settle(sizes[0]) if sizes else None
 
 
 class _Hook(StandIn):
     """A hook that `torch.compile` may trace, and that a copy of its module does not run."""
 
-    def __init__(self, running: _Running) -> None:
-        self.running = running
+    def __init__(self, split: TokenSplit) -> None:
+        self.split = split
 
     def in_copies(self) -> Callable[..., None]:
         return do_nothing
@@ -315,12 +187,12 @@ class _Hook(StandIn):
 class _Gather(_Hook):
     """A forward hook that gathers what a module returns."""
 
-    def __init__(self, running: _Running, name: str) -> None:
-        super().__init__(running)
+    def __init__(self, split: TokenSplit, name: str) -> None:
+        super().__init__(split)
         self.name = name
 
     def __call__(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        share = self.running.share
+        share = self.split.share
         if share is None:
             return output
         if output.requires_grad and torch.is_grad_enabled():
@@ -335,14 +207,14 @@ class _Gather(_Hook):
 class _CutHook(_Hook):
     """A hook that keeps this rank's tokens of tensors."""
 
-    def __init__(self, cut: Cut, running: _Running) -> None:
-        super().__init__(running)
+    def __init__(self, cut: Cut, split: TokenSplit) -> None:
+        super().__init__(split)
         self.cut = cut
 
     def keep(self, value: Any) -> Any:
         """Return this rank's part of an argument or output."""
         cut = self.cut
-        share = self.running.share_of(cut, value)
+        share = self._share_of(value)
         if share is None:
             return value
         if isinstance(value, torch.Tensor):
@@ -353,6 +225,18 @@ class _CutHook(_Hook):
                 _keep(cut, share, x) if i in wanted else x for i, x in enumerate(value)
             )
         return share.of_leading(value) if cut.is_count else value
+
+    def _share_of(self, value: Any) -> TokenShare | None:
+        """Return the split, which an argument or output settles if nothing did before."""
+        split, cut = self.split, self.cut
+        if split.share is not None or split.settle is None:
+            return split.share
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        fitting = (
+            x for x in tensors if isinstance(x, torch.Tensor) and cut.dims in (None, x.dim())
+        )
+        sizes = [x.shape[cut.dim] for x in fitting]
+        return split.settle(sizes[0]) if sizes else None
 
 
 class _OutputCut(_CutHook):
@@ -365,8 +249,8 @@ class _OutputCut(_CutHook):
 class _ArgumentCut(_CutHook):
     """A forward pre-hook that cuts an argument."""
 
-    def __init__(self, cut: Cut, name: str, position: int, running: _Running) -> None:
-        super().__init__(cut, running)
+    def __init__(self, cut: Cut, name: str, position: int, split: TokenSplit) -> None:
+        super().__init__(cut, split)
         self.name = name
         self.position = position
 

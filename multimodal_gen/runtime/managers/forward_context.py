@@ -4,11 +4,16 @@ The context is set once per denoiser call, never per layer, and lives in a `Cont
 and nested calls do not see each other's.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,28 @@ class TextSpan:
         return self.start + self.length
 
 
+class TensorCache:
+    """What the layers of a call derive from the same tensor, such as the packing of a mask.
+
+    It holds the tensors, so that no other one gets the identity of one it knows. A tensor that was
+    changed in place counts as another one.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, tuple[torch.Tensor, Any]] = {}
+
+    def get(self, tensor: torch.Tensor, use: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` gives, which is called once per tensor and use."""
+        version = 0 if tensor.is_inference() else tensor._version
+        key = (id(tensor), version, use)
+        if key not in self._values:
+            self._values[key] = (tensor, make())
+        value: T = self._values[key][1]
+        return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
     """One denoiser call.
@@ -45,7 +72,9 @@ class ForwardContext:
         component: pipeline component that runs, e.g. "transformer_2".
         request_id: identifies the generation, so that caches of two requests never mix; without
             one, nothing is carried from step to step.
-        cache: room for values shared by the layers of this call, e.g. packed-mask indices.
+        call_number: the denoiser's calls of this request before this one, or None when unknown.
+        exchanges: counts the exchanges of layers with other ranks in this call.
+        cache: what the layers of this call derive from tensors they share.
     """
 
     current_timestep: int
@@ -58,7 +87,9 @@ class ForwardContext:
     cfg_branch: str | None = None
     component: str | None = None
     request_id: str | None = None
-    cache: dict[Any, Any] = field(default_factory=dict)
+    call_number: int | None = None
+    exchanges: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+    cache: TensorCache = field(default_factory=TensorCache, compare=False, repr=False)
 
     @property
     def is_last_step(self) -> bool:

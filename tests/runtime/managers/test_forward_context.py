@@ -1,9 +1,11 @@
 import threading
 
 import pytest
+import torch
 
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
+    TensorCache,
     TextSpan,
     current_forward_context,
     get_forward_context,
@@ -56,10 +58,22 @@ def test_an_exception_ends_the_context():
 
 
 def test_each_call_has_a_cache_of_its_own():
+    mask = torch.ones(2)
     with set_forward_context(0) as first:
-        first.cache["key"] = 1
+        assert first.cache.get(mask, "a use", lambda: 1) == 1
+        assert first.cache.get(mask, "a use", lambda: 2) == 1
     with set_forward_context(0) as second:
-        assert second.cache == {}
+        assert second.cache.get(mask, "a use", lambda: 3) == 3
+
+
+def test_what_is_derived_from_a_tensor_is_kept_by_tensor_version_and_use():
+    cache, mask = TensorCache(), torch.ones(2)
+    assert cache.get(mask, "sum", lambda: mask.sum().item()) == 2
+    assert cache.get(mask, "first", lambda: mask[0].item()) == 1
+    mask.zero_()
+    assert cache.get(mask, "sum", lambda: mask.sum().item()) == 0
+    for value in range(8):  # each freed at once, were it not held
+        assert cache.get(torch.full((1,), value), "sum", lambda value=value: value) == value
 
 
 def test_a_field_that_does_not_exist_is_refused():

@@ -110,14 +110,9 @@ def _shared_meta(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
     context = current_forward_context()
     if context is None:
         return build_varlen_mask_meta(mask.keep)
-    # The mask is kept beside its packing, so that its id is not reused within the call. One mask
-    # may be broadcast over calls of different batch sizes.
-    version = 0 if attn_mask.is_inference() else attn_mask._version
-    slot = ("varlen", id(attn_mask), version, mask.keep.shape[0])
-    if slot not in context.cache:
-        context.cache[slot] = (attn_mask, build_varlen_mask_meta(mask.keep))
-    meta: VarlenMaskMeta = context.cache[slot][1]
-    return meta
+    # One mask may be broadcast over calls of different batch sizes.
+    use = ("packing", mask.keep.shape[0])
+    return context.cache.get(attn_mask, use, lambda: build_varlen_mask_meta(mask.keep))
 
 
 class AttentionLayer(nn.Module):

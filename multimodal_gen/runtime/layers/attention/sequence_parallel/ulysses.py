@@ -42,16 +42,7 @@ __all__ = [
     "attend_in_chunks",
     "next_turn",
     "num_chunks",
-    "number_call",
 ]
-
-_CALL = "multimodal_gen.denoiser_call"
-_EXCHANGES = "multimodal_gen.exchanges"
-
-
-def number_call(cache: dict[object, object], number: int) -> None:
-    """Make known which call of its request a denoiser call is, through `ForwardContext.cache`."""
-    cache[_CALL] = number
 
 
 def next_turn() -> Progress:
@@ -59,9 +50,8 @@ def next_turn() -> Progress:
     context = current_forward_context()
     if context is None:
         return Progress()
-    exchange: int = context.cache.get(_EXCHANGES, 0)
-    context.cache[_EXCHANGES] = exchange + 1
-    call: int = context.cache.get(_CALL, Progress().call)
+    call = Progress().call if context.call_number is None else context.call_number
+    exchange = next(context.exchanges)
     return Progress(step=context.current_timestep, call=call, exchange=exchange)
 
 
@@ -256,13 +246,8 @@ class SplitCall:
         context = current_forward_context()
         if context is None:
             return self._gather_mask(mask)
-        # The mask is kept beside the result, so that its id is not reused within the call.
-        version = 0 if mask.is_inference() else mask._version
-        slot = ("split mask", id(mask), version, self.key_lengths, self.rows)
-        if slot not in context.cache:
-            context.cache[slot] = (mask, self._gather_mask(mask))
-        gathered: torch.Tensor = context.cache[slot][1]
-        return gathered
+        use = ("all keys", self.key_lengths, self.rows)
+        return context.cache.get(mask, use, lambda: self._gather_mask(mask))
 
     def _gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
         rows = self.rows

@@ -11,7 +11,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.handshake import Progress
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import next_turn, number_call
+from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import next_turn
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv
 
@@ -22,8 +22,7 @@ def message_of(calls, left_out):
     qkv = make_qkv(1, 6, 4, 8)
     try:
         for number, (step, branch, exchanges) in enumerate(calls):
-            with set_forward_context(step, cfg_branch=branch) as context:
-                number_call(context.cache, number)
+            with set_forward_context(step, cfg_branch=branch, call_number=number):
                 for exchange in range(exchanges):
                     if parallel_groups().rank == 0 or (number, exchange) != left_out:
                         layer(*qkv)
@@ -70,13 +69,13 @@ def test_recomputed_calls_count_on_all_ranks_alike(two_ranks):
 
 def test_exchanges_are_counted_in_a_denoiser_call_only():
     assert next_turn() == next_turn() == Progress()
-    with set_forward_context(5) as context:
+    with set_forward_context(5):
+        assert next_turn() == Progress(step=5, exchange=0)
+    with set_forward_context(5, call_number=6):
         assert [next_turn(), next_turn()] == [
-            Progress(step=5, exchange=0),
-            Progress(step=5, exchange=1),
+            Progress(step=5, call=6, exchange=0),
+            Progress(step=5, call=6, exchange=1),
         ]
-        with set_forward_context(5) as inner:
-            number_call(inner.cache, 7)
+        with set_forward_context(5, call_number=7):
             assert next_turn() == Progress(step=5, call=7, exchange=0)
-        number_call(context.cache, 6)
         assert next_turn() == Progress(step=5, call=6, exchange=2)

@@ -1,0 +1,161 @@
+"""What attention layers in a stock model may know of the denoiser call that runs.
+
+S tokens of all ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.distributed.timing import Times
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    TextSpan,
+    current_forward_context,
+)
+
+__all__ = [
+    "DenoiserContext",
+    "TokenShare",
+    "TokenSplit",
+    "current_denoiser_context",
+    "current_padding",
+    "share_tokens",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShare:
+    """The split of one denoiser call.
+
+    Attributes:
+        lengths: tokens of each rank; they add up to S.
+        index: this rank among them.
+        front: text tokens in front of them in joint attention, on all ranks.
+        back: such tokens behind them.
+        exact: self-attention over anything else than these is an error.
+    """
+
+    lengths: tuple[int, ...]
+    index: int
+    front: int = 0
+    back: int = 0
+    exact: bool = False
+
+    @property
+    def total(self) -> int:
+        """S."""
+        return sum(self.lengths)
+
+    @property
+    def start(self) -> int:
+        """The first token of this rank."""
+        return sum(self.lengths[: self.index])
+
+    @property
+    def length(self) -> int:
+        """How many tokens this rank has."""
+        return self.lengths[self.index]
+
+    @property
+    def joint_length(self) -> int:
+        """Rows of this rank in joint attention: its tokens and the text."""
+        return self.front + self.length + self.back
+
+    def of_leading(self, count: int) -> int:
+        """Return how many of the first `count` tokens this rank has."""
+        return min(max(count - self.start, 0), self.length)
+
+    def take(self, x: torch.Tensor, dim: int, *, text: int = 0) -> torch.Tensor:
+        """Return the tokens of this rank, with `text` positions in front of all tokens kept.
+
+        A tensor may end before the last token: then this rank has what there is of its part.
+        It is contiguous, as what blocks return is: a compiled block serves its own output too.
+        """
+        start = min(text + self.start, x.shape[dim])
+        own = x.narrow(dim, start, min(self.length, x.shape[dim] - start))
+        return torch.cat((x.narrow(dim, 0, text), own), dim) if text else own.contiguous()
+
+
+def share_tokens(
+    total: int, num_ranks: int, index: int, text: TextSpan | None, *, exact: bool = False
+) -> TokenShare:
+    """Split tokens over ranks as evenly as they can be, in order.
+
+    Args:
+        total: how many tokens there are.
+        num_ranks: ranks to split them over.
+        index: this rank.
+        text: where text is in joint attention, or None when there is none.
+        exact: see `TokenShare`.
+
+    Raises:
+        UsageError: a rank would have no token.
+    """
+    if total < num_ranks:
+        raise UsageError(
+            f"a denoiser call must have a token for each of the {num_ranks} ranks that share it, "
+            f"got {total} tokens; use fewer ranks or a larger size"
+        )
+    size, larger = divmod(total, num_ranks)
+    length = text.length if text else 0
+    in_front = text is not None and text.start == 0
+    return TokenShare(
+        lengths=tuple(size + (rank < larger) for rank in range(num_ranks)),
+        index=index,
+        front=length if in_front else 0,
+        back=0 if in_front else length,
+        exact=exact,
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class TokenSplit:
+    """How ranks share the tokens of one denoiser, call by call.
+
+    Attributes:
+        share: who has which tokens; None between calls, and until it is settled.
+        settle: settles it for so many tokens; None between calls.
+        times: what gathering takes.
+    """
+
+    share: TokenShare | None = None
+    settle: Callable[[int], TokenShare] | None = None
+    times: Times = field(default_factory=Times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenoiserContext(ForwardContext):
+    """One call of a stock denoiser.
+
+    Attributes:
+        padding: which keys are padding, or None when there is none, or nothing tells.
+        split: how ranks share the tokens, or None where they stay together.
+        hooks: the hooks that set this context.
+        outer: the context around it, or None.
+    """
+
+    padding: KeyPadding | None = None
+    split: TokenSplit | None = None
+    hooks: object = None
+    outer: ForwardContext | None = None
+
+
+def current_denoiser_context() -> DenoiserContext | None:
+    """Return the context of the running call of a stock denoiser, or None outside of any."""
+    context = current_forward_context()
+    return context if isinstance(context, DenoiserContext) else None
+
+
+def current_padding(
+    role: AttentionRole, keys: tuple[int, int], device: torch.device
+) -> KeyPadding | None:
+    """Return the running call's padding where it describes (B, Sk) keys on a device."""
+    context = current_denoiser_context()
+    padding = None if context is None else context.padding
+    known = padding is not None and padding.describes(role, keys, device)
+    return padding if known else None
