@@ -2,20 +2,22 @@
 
 Numbers (`-1`, `1e-3`, `.5`), true, false and null in any case, quoted or bare text, lists. Nothing
 is ever executed or turned into an object. Repeated keys and numbers that are not finite are
-refused. Importing this module needs the standard library only.
+refused. Read values can be frozen. Importing this module needs the standard library only.
 """
 
 import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 __all__ = [
     "MAX_DEPTH",
+    "FrozenMapping",
     "MalformedError",
     "as_mapping",
+    "frozen",
     "read_json",
     "read_pairs",
     "read_scalar",
@@ -211,3 +213,43 @@ def short(value: object) -> str:
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
+
+
+class FrozenMapping(Mapping[str, object]):
+    """A read-only copy of a mapping; what it holds is frozen too.
+
+    Args:
+        items: mapping to copy.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, object]) -> None:
+        self._items = {key: frozen(value) for key, value in items.items()}
+
+    def __getitem__(self, key: str) -> object:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[type["FrozenMapping"], tuple[dict[str, object]]]:
+        return type(self), (dict(self),)
+
+
+def frozen(value: object) -> object:
+    """Return `value` with its mappings frozen and its lists as tuples, at every depth."""
+    if isinstance(value, Mapping):
+        return FrozenMapping(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(frozen(item) for item in value)
+    return value

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.errors import ConfigError, nearest
-from multimodal_gen.runtime.frozen_mapping import frozen
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_pairs
+from multimodal_gen.runtime.plain_values import MalformedError, frozen, read_json, read_pairs
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 __all__ = [
