@@ -1,4 +1,4 @@
-"""Plans and carries out the takeover of one denoiser's attention modules."""
+"""What `apply` does to one denoiser: planned first, then carried out."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,14 +13,15 @@ from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks
 from multimodal_gen.integrations.guidance_branch import note_branch_names
 from multimodal_gen.integrations.hooks import StandIn
-from multimodal_gen.integrations.models import ModelAdapter, find_adapter
+from multimodal_gen.integrations.models.adapter import ModelAdapter
+from multimodal_gen.integrations.models.registry import find_adapter
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.parallel.plan import ParallelPlan, is_split
 from multimodal_gen.integrations.processor_patch import (
     CannotPatchError,
-    attach,
-    derive,
-    give_back,
+    patch,
+    patched_class,
+    unpatch,
 )
 from multimodal_gen.integrations.scopes import without_sparse
 from multimodal_gen.integrations.steps import StepTracker
@@ -37,7 +38,7 @@ from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionSc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Takeover:
+class _PatchedModule:
     """One attention module: its processor as found, and the one that replaces it."""
 
     name: str
@@ -81,14 +82,14 @@ class DenoiserPlan:
         self._failures: list[str] = []
         self._installed = False
         self._tracker = tracker
-        self._takeovers = tuple(self._plan())
-        if self._failures and not self._takeovers:
+        self._patched = tuple(self._plan())
+        if self._failures and not self._patched:
             raise NothingAppliedError(
                 f"apply() must take over at least one attention module of "
                 f"{component.name} ({type(component.model).__name__}), it looked at "
                 f"{len(self._failures)}: {'; '.join(dict(Counter(self._failures)))}"
             )
-        heads = [t.layer.num_heads for t in self._takeovers if is_split(t.layer.site.role)]
+        heads = [m.layer.num_heads for m in self._patched if is_split(m.layer.site.role)]
         self._parallel = ParallelPlan(component, adapter, heads, groups, pipeline)
         self._hooks = DenoiserHooks(
             component.model,
@@ -100,18 +101,18 @@ class DenoiserPlan:
         )
         self._refuse_steps()
         self._gates = find_gates(component.model, dict(self._gated()))
-        projected = {t.name: t.layer.head_size for t in self._takeovers if t.layer.takes_projection}
+        projected = {m.name: m.layer.head_size for m in self._patched if m.layer.takes_projection}
         self._projections = find_projections(component.model, projected)
 
     @property
     def layers(self) -> tuple[ModuleAttention, ...]:
         """The layers, in the order of the model's modules."""
-        return tuple(takeover.layer for takeover in self._takeovers)
+        return tuple(patched.layer for patched in self._patched)
 
     @property
-    def unsplit(self) -> str | None:
+    def unsplit_reason(self) -> str | None:
         """Why all tokens stay on every rank although ranks share sequences, or None."""
-        return self._parallel.unsplit
+        return self._parallel.unsplit_reason
 
     @property
     def is_split(self) -> bool:
@@ -125,10 +126,10 @@ class DenoiserPlan:
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""
         name, cls = self._component.name, type(self._component.model).__name__
-        if not self._known and self._takeovers:
+        if not self._known and self._patched:
             dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
             yield f"{name}: {cls} has no adapter, its latent grid is unknown{dense}"
-        if self._takeovers and not self._hooks.tells_steps:
+        if self._patched and not self._hooks.tells_steps:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
         yield from self._parallel.notes()
         if self._gates:
@@ -143,30 +144,30 @@ class DenoiserPlan:
             )
         for reason, count in Counter(self._failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
-        for takeover in self._takeovers if self._installed else ():
-            processor: object = takeover.module.processor
-            if processor is not takeover.replacement:
-                yield f"{name}: {takeover.name} got another processor after apply()"
+        for patched in self._patched if self._installed else ():
+            processor: object = patched.module.processor
+            if processor is not patched.replacement:
+                yield f"{name}: {patched.name} got another processor after apply()"
                 continue
-            backend = getattr(takeover.replacement, "_attention_backend", None)
-            if backend is not takeover.layer:
-                yield f"{name}: {takeover.name} was handed to diffusers, its backend is {backend}"
+            backend = getattr(patched.replacement, "_attention_backend", None)
+            if backend is not patched.layer:
+                yield f"{name}: {patched.name} was handed to diffusers, its backend is {backend}"
 
     def install(self, undo: ExitStack) -> None:
         """Carry the plan out; `undo` takes the steps that take it back."""
         model = self._component.model
-        for takeover in self._takeovers:
-            _register_like_stock(takeover)
-            takeover.module.processor = takeover.replacement
-            undo.callback(_restore, takeover)
-            if takeover.name in self._gates:
-                attach_gate(takeover.module, self._gates[takeover.name], undo)
-            if takeover.name in self._projections:
-                projection = self._projections[takeover.name]
-                attach_projection(takeover.module, projection, undo)
-                takeover.layer.project(projection)
-                undo.callback(takeover.layer.project, None)
-        if not self._takeovers:
+        for patched in self._patched:
+            _register_like_stock(patched)
+            patched.module.processor = patched.replacement
+            undo.callback(_restore, patched)
+            if patched.name in self._gates:
+                attach_gate(patched.module, self._gates[patched.name], undo)
+            if patched.name in self._projections:
+                projection = self._projections[patched.name]
+                attach_projection(patched.module, projection, undo)
+                patched.layer.project(projection)
+                undo.callback(patched.layer.project, None)
+        if not self._patched:
             return
         self._installed = True
         undo.callback(setattr, self, "_installed", False)
@@ -183,23 +184,23 @@ class DenoiserPlan:
 
     def _end_request(self, request_id: str) -> None:
         self._parallel.end_request()
-        for takeover in self._takeovers:
-            takeover.layer.end_request(request_id)
+        for patched in self._patched:
+            patched.layer.end_request(request_id)
 
     def _gated(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules whose processors can hand a gate to a layer that takes it."""
-        for takeover in self._takeovers:
-            cls = type(takeover.found)
+        for patched in self._patched:
+            cls = type(patched.found)
             known = _is_diffusers(cls) and cls.__name__ in self._adapter.gated
-            own_tokens = takeover.layer.site.role is AttentionRole.SELF
-            if known and own_tokens and takeover.layer.takes_gate:
-                yield takeover.name, takeover.module
+            own_tokens = patched.layer.site.role is AttentionRole.SELF
+            if known and own_tokens and patched.layer.takes_gate:
+                yield patched.name, patched.module
 
     def _refuse_steps(self) -> None:
         if self._hooks.tells_steps:
             return
         for index, rule in enumerate(self._scope.rules):
-            if rule.steps is not None and any(rule.matches(x.layer.site) for x in self._takeovers):
+            if rule.steps is not None and any(rule.matches(x.layer.site) for x in self._patched):
                 raise UsageError(
                     f"rules[{index}] must have no steps, got {rule.steps} for "
                     f"{self._component.name}: calls of {type(self._component.model).__name__} "
@@ -207,7 +208,7 @@ class DenoiserPlan:
                     f"or name another component"
                 )
 
-    def _plan(self) -> Iterator[_Takeover]:
+    def _plan(self) -> Iterator[_PatchedModule]:
         found = []
         for path, module in self._component.model.named_modules():
             processor = getattr(module, "processor", None)
@@ -226,18 +227,18 @@ class DenoiserPlan:
                 num_layers=totals[role],
             )
             try:
-                takeover = self._take_over(site, module, processor)
+                patched = self._patch(site, module, processor)
             except CannotPatchError as error:
                 self._failures.append(str(error))
                 continue
             indices[role] += 1
-            yield takeover
+            yield patched
 
-    def _take_over(self, site: LayerSite, module: nn.Module, processor: Any) -> _Takeover:
+    def _patch(self, site: LayerSite, module: nn.Module, processor: Any) -> _PatchedModule:
         cls = type(processor)
         stock = _is_diffusers(cls)
         replacements = self._adapter.replacements.get(cls.__name__) if stock else None
-        derived = derive(cls, replacements)
+        patched = patched_class(cls, replacements)
         geometry = attention_params(module)
         if geometry is None:
             raise CannotPatchError(f"{type(module).__name__} does not say its number of heads")
@@ -249,11 +250,11 @@ class DenoiserPlan:
             and _is_diffusers(type(self._component.model).forward)
         )
         layer = ModuleAttention(site, geometry, dtype, self._scope, masks_padding=masks_padding)
-        return _Takeover(
+        return _PatchedModule(
             name=site.name,
             module=module,
             found=processor,
-            replacement=attach(processor, layer, derived),
+            replacement=patch(processor, layer, patched),
             layer=layer,
         )
 
@@ -296,22 +297,22 @@ def _whole(owner: object, *names: str) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _restore(takeover: _Takeover) -> None:
+def _restore(patched: _PatchedModule) -> None:
     # A processor set after apply() is the user's, and stays.
-    if takeover.module.processor is takeover.replacement:
-        takeover.module.processor = give_back(takeover.replacement)
+    if patched.module.processor is patched.replacement:
+        patched.module.processor = unpatch(patched.replacement)
 
 
-def _register_like_stock(takeover: _Takeover) -> None:
+def _register_like_stock(patched: _PatchedModule) -> None:
     """Make the derived class known where diffusers' layer skipping looks the stock one up.
 
     The registry is looked up by exact class, so an entry for a class of ours affects nothing else.
     """
     from diffusers.hooks._helpers import AttentionProcessorRegistry
 
-    stock = type(takeover.found)
+    stock = type(patched.found)
     try:
         metadata = AttentionProcessorRegistry.get(stock)
     except ValueError:
         return
-    AttentionProcessorRegistry.register(type(takeover.replacement), metadata)
+    AttentionProcessorRegistry.register(type(patched.replacement), metadata)

@@ -1,7 +1,7 @@
 """`apply`: does the attention of a stock diffusers pipeline or model with this package's layers.
 
 Each attention module keeps its processor's code; only the attention call in it is replaced
-(`rebinding.py`). Nothing outside the target changes: not diffusers' global backend, no other
+(`processor_patch.py`). Nothing outside the target changes: not diffusers' global backend, no other
 pipeline. `AttentionHandle.remove` puts the very same objects back.
 
 A copy of an attached model, by `copy.deepcopy` or pickle, computes as a stock one; of this package
@@ -23,7 +23,7 @@ from multimodal_gen.errors import NothingAppliedError, UsageError
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
 from multimodal_gen.integrations.forward_hooks import notice_end
-from multimodal_gen.integrations.parallel.plan import refuse_unsplit
+from multimodal_gen.integrations.parallel.plan import none_can_be_split
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.transformers import EncoderPlan
@@ -184,7 +184,7 @@ def apply(
             f"apply() must find attention modules to take over, it looked at "
             f"{looked_at or 'no model at all'} and found none that it can"
         )
-    _refuse_unsplit(denoisers)
+    _require_split(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     return AttentionHandle(plans, notes, scope.notices, tracker, pipeline)
 
@@ -204,8 +204,8 @@ def _plan(
     return tuple(plans), tuple(notes)
 
 
-def _refuse_unsplit(denoisers: list[DenoiserPlan]) -> None:
+def _require_split(denoisers: list[DenoiserPlan]) -> None:
     groups = parallel_groups()
-    reasons = [plan.unsplit for plan in denoisers if plan.unsplit is not None]
+    reasons = [plan.unsplit_reason for plan in denoisers if plan.unsplit_reason is not None]
     if groups is not None and reasons and not any(plan.is_split for plan in denoisers):
-        raise refuse_unsplit(reasons, groups)
+        raise none_can_be_split(reasons, groups)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from multimodal_gen.integrations.denoiser_context import DenoiserContext
 from multimodal_gen.integrations.guidance_branch import branch_name
 from multimodal_gen.integrations.hooks import own_method, replace_method, untraced_hook
-from multimodal_gen.integrations.models import ModelAdapter, ModelCall
+from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
 from multimodal_gen.integrations.steps import Step, StepTracker

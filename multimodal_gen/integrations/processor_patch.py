@@ -1,4 +1,4 @@
-"""Rebinds the attention call inside stock processor classes, leaving the rest of them as it is.
+"""Replaces the attention call inside stock processor classes, leaving the rest of them as it is.
 
 A processor of diffusers projects, normalises and rotates q, k and v, then calls one attention
 function. A derived class keeps all of that: its methods are the stock ones on the same code, over
@@ -100,7 +100,7 @@ _BEFORE = "_multimodal_gen_before"
 _OURS = frozenset({LAYER, _REPLACED, _BEFORE})
 
 
-def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
+def patched_class(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
     """Return a subclass of a processor class whose attention call takes an `ModuleAttention`.
 
     Args:
@@ -121,14 +121,14 @@ def derive(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
         raise CannotPatchError(f"{stock.__name__} keeps its state in __slots__")
     key = stock, tuple((replacements or {}).items())
     used = _used(methods)
-    known = _DERIVED.get(key)
+    known = _PATCHED_CLASSES.get(key)
     if known is None or not _same(known[0], used):
-        known = used, _derive(stock, methods, replacements or {})
-        _DERIVED[key] = known
+        known = used, _make_class(stock, methods, replacements or {})
+        _PATCHED_CLASSES[key] = known
     return known[1]
 
 
-def attach(processor: object, layer: ModuleAttention, derived: type) -> Any:
+def patch(processor: object, layer: ModuleAttention, derived: type) -> Any:
     """Return a processor of the derived class with the state of `processor`, bound to `layer`."""
     new: Any = object.__new__(derived)
     new.__dict__.update(vars(processor))
@@ -138,10 +138,10 @@ def attach(processor: object, layer: ModuleAttention, derived: type) -> Any:
     return new
 
 
-def give_back(replacement: Any) -> Any:
+def unpatch(replacement: Any) -> Any:
     """Return the processor that `replacement` stands in for, with the state it has by now.
 
-    What was set on either of them since `attach` is kept; on the same name the replacement, which
+    What was set on either of them since `patch` is kept; on the same name the replacement, which
     is the one in use, has the last word.
     """
     found = vars(replacement)[_REPLACED]
@@ -156,7 +156,7 @@ def give_back(replacement: Any) -> Any:
 
 # By processor class and replacements: what the derived class was made from, and the class. It
 # lives as long as the process, so that two pipelines share a class and what was compiled for it.
-_DERIVED: dict[Any, tuple[dict[str, Any], type]] = {}
+_PATCHED_CLASSES: dict[Any, tuple[dict[str, Any], type]] = {}
 
 
 def _used(methods: Mapping[str, FunctionType]) -> dict[str, Any]:
@@ -172,11 +172,11 @@ def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return before.keys() == now.keys() and all(before[key] is now[key] for key in now)
 
 
-def _derive(
+def _make_class(
     stock: type, methods: Mapping[str, FunctionType], replacements: Mapping[str, Any]
 ) -> type:
     namespace: dict[str, Any] = {
-        name: _rebind(method, replacements, _defining_class(stock, name))
+        name: _patched(method, replacements, _defining_class(stock, name))
         for name, method in methods.items()
     }
     namespace.update(
@@ -214,7 +214,7 @@ def _defining_class(stock: type, name: str) -> str:
     return next(cls.__name__ for cls in stock.__mro__ if name in vars(cls))
 
 
-def _rebind(method: FunctionType, replacements: Mapping[str, Any], owner: str) -> FunctionType:
+def _patched(method: FunctionType, replacements: Mapping[str, Any], owner: str) -> FunctionType:
     _require_plain(method)
     code = method.__code__
     replaced = {**_dispatch_replaced(method), **_helpers(method), **replacements}
@@ -225,7 +225,7 @@ def _rebind(method: FunctionType, replacements: Mapping[str, Any], owner: str) -
 
 
 def _helpers(method: FunctionType) -> dict[str, FunctionType]:
-    """Return the functions to which a method leaves calls of the dispatch function, rebound."""
+    """Return the functions to which a method leaves calls of the dispatch function, patched."""
     named = {name: method.__globals__.get(name) for name in _names(method.__code__)}
     helpers = {
         name: function

@@ -11,7 +11,8 @@ import pytest
 HEAVY = ("torch", "diffusers", "transformers", "triton", "numpy", "accelerate", "imageio")
 SKELETON = (
     "cli",
-    "integrations",
+    "integrations/models",
+    "integrations/parallel",
     "kernels/op",
     "runtime/generator",
     "runtime/layers/attention/backends",

@@ -25,7 +25,7 @@ SUFFIXES = {"", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ".json"}
 
 # Module-level state that is meant to change, each with its reason.
 MUTABLE_GLOBALS = {
-    ("multimodal_gen/integrations/processor_patch.py", "_DERIVED"): (
+    ("multimodal_gen/integrations/processor_patch.py", "_PATCHED_CLASSES"): (
         "one derived class per processor class, so that compiled graphs are found again"
     ),
     ("multimodal_gen/runtime/distributed/groups.py", "_GROUPS"): (

@@ -12,9 +12,9 @@ from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.processor_patch import (
     CannotPatchError,
-    attach,
-    derive,
     dispatch,
+    patch,
+    patched_class,
     sdpa,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -111,20 +111,20 @@ class Closed:
 def test_the_derived_class_keeps_name_signature_and_state():
     stock = Direct()
     stock.note = ["kept"]
-    new = attach(stock, layer_of(), derive(Direct))
+    new = patch(stock, layer_of(), patched_class(Direct))
     assert isinstance(new, Direct)
     assert isinstance(new, StandIn)
     assert type(copy.copy(new)) is Direct
     assert type(new).__name__ == "Direct"
     assert new.note is stock.note
     assert inspect.signature(new.__call__) == inspect.signature(stock.__call__)
-    assert derive(Direct) is derive(Direct)
+    assert patched_class(Direct) is patched_class(Direct)
 
 
 def test_a_direct_call_reaches_the_layer_and_gives_the_same():
     layer = layer_of()
     query, key, value = tensors()
-    new = attach(Direct(), layer, derive(Direct))
+    new = patch(Direct(), layer, patched_class(Direct))
     assert torch.allclose(new(1.5, query, key, value), Direct()(1.5, query, key, value), atol=1e-6)
     assert layer.report().calls == 1
 
@@ -144,7 +144,7 @@ def test_a_direct_call_reaches_the_layer_and_gives_the_same():
 def test_what_a_call_asks_for_is_honoured(kwargs):
     layer = layer_of()
     query, key, value = tensors()
-    new = attach(Direct(), layer, derive(Direct))
+    new = patch(Direct(), layer, patched_class(Direct))
     mask = kwargs.get("mask")
     if mask is not None and mask.dtype is torch.bool:
         mask |= torch.eye(5, dtype=torch.bool)
@@ -157,7 +157,7 @@ def test_what_a_call_asks_for_is_honoured(kwargs):
 @pytest.mark.parametrize(("queries", "keys"), [(3, 7), (7, 3)])
 def test_causality_is_top_left_aligned_as_in_pytorch(queries, keys):
     query, key, value = tensors(queries=queries, keys=keys)
-    new = attach(Direct(), layer_of(), derive(Direct))
+    new = patch(Direct(), layer_of(), patched_class(Direct))
     expected = Direct()(1.0, query, key, value, is_causal=True)
     assert torch.allclose(new(1.0, query, key, value, is_causal=True), expected, atol=1e-6)
 
@@ -165,7 +165,7 @@ def test_causality_is_top_left_aligned_as_in_pytorch(queries, keys):
 def test_grouped_queries_are_honoured():
     query, key, value = tensors(kv_heads=2)
     layer = layer_of()
-    new = attach(Direct(), layer, derive(Direct))
+    new = patch(Direct(), layer, patched_class(Direct))
     expected = Direct()(1.0, query, key, value, enable_gqa=True)
     assert torch.allclose(new(1.0, query, key, value, enable_gqa=True), expected, atol=1e-6)
     assert [entry.calls for entry in layer.report().entries] == [1]
@@ -180,7 +180,7 @@ def test_folded_heads_are_honoured():
 
 def test_a_processor_with_weights_shares_them():
     stock = Weighted()
-    new = attach(stock, layer_of(), derive(Weighted))
+    new = patch(stock, layer_of(), patched_class(Weighted))
     query, key, value = tensors()
     assert new.scale is stock.scale
     stock.scale.data.fill_(3.0)
@@ -189,7 +189,7 @@ def test_a_processor_with_weights_shares_them():
 
 
 def test_a_traceback_points_at_the_stock_line():
-    new = attach(Direct(), layer_of(), derive(Direct))
+    new = patch(Direct(), layer_of(), patched_class(Direct))
     with pytest.raises(AttributeError, match="NoneType") as caught:
         new.fail()
     frames = traceback.extract_tb(caught.value.__traceback__)
@@ -209,14 +209,14 @@ def test_a_traceback_points_at_the_stock_line():
 )
 def test_what_cannot_be_rebound_is_said(processor, reason):
     with pytest.raises(CannotPatchError, match=reason):
-        derive(processor)
+        patched_class(processor)
 
 
 def test_the_stock_class_stays_as_it_is():
     from diffusers.models.transformers import transformer_wan
 
     call = transformer_wan.WanAttnProcessor.__call__
-    derived = derive(transformer_wan.WanAttnProcessor)
+    derived = patched_class(transformer_wan.WanAttnProcessor)
     assert transformer_wan.WanAttnProcessor.__call__ is call
     assert call.__globals__ is vars(transformer_wan)
     assert derived.__call__.__code__ is call.__code__
@@ -248,7 +248,7 @@ def test_what_the_layers_cannot_do_is_refused(kwargs, message):
 
 def test_dropout_of_a_direct_call_is_refused_and_elsewhere_pytorchs_matter():
     query, key, value = tensors()
-    new = attach(Direct(), layer_of(), derive(Direct))
+    new = patch(Direct(), layer_of(), patched_class(Direct))
     with pytest.raises(UsageError, match=r"dropout_p must be 0\.0"):
         new(1.0, query, key, value, dropout_p=0.5)
     new._attention_backend = None
@@ -286,17 +286,17 @@ def test_the_layers_of_a_call_see_a_two_dimensional_mask_as_one_tensor(monkeypat
 @pytest.mark.parametrize("processor", [Private, PrivateToo])
 def test_private_names_of_a_processor_keep_working(processor):
     layer = layer_of()
-    new = attach(processor(), layer, derive(processor))
+    new = patch(processor(), layer, patched_class(processor))
     assert torch.allclose(new(*tensors()), processor()(*tensors()), atol=1e-6)
     assert layer.report().calls == 1
 
 
 def test_a_helper_patched_after_the_first_apply_is_honoured(monkeypatch):
-    before = derive(Private)
-    assert derive(Private) is before
+    before = patched_class(Private)
+    assert patched_class(Private) is before
     monkeypatch.setitem(globals(), "amplify", lambda tensor: tensor * 5)
-    patched = derive(Private)
+    patched = patched_class(Private)
     assert patched is not before
-    assert derive(Private) is patched
-    new = attach(Private(), layer_of(), patched)
+    assert patched_class(Private) is patched
+    new = patch(Private(), layer_of(), patched)
     assert torch.allclose(new(*tensors()), Private()(*tensors()), atol=1e-6)

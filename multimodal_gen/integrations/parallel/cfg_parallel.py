@@ -32,12 +32,12 @@ __all__ = [
     "CfgRanks",
     "PendingTensor",
     "SequentialCfg",
+    "fill",
     "is_guided",
-    "keep",
-    "promise",
+    "pending_tensor",
     "refuse_unguided",
+    "run_own_branch",
     "sample_of",
-    "take_turns",
     "with_sample",
 ]
 
@@ -191,7 +191,7 @@ _PARTS = frozenset({torch.Tensor.__getitem__, torch.Tensor.view, torch.Tensor.na
 
 
 class PendingTensor(torch.Tensor):
-    """See `promise`.
+    """See `pending_tensor`.
 
     Attributes:
         numbers: the memory, as an ordinary tensor.
@@ -213,7 +213,7 @@ class PendingTensor(torch.Tensor):
         del types
         states: list[_State] = []
         plain, named = _numbers(args, states), _numbers(dict(kwargs or {}), states)
-        waiting = next((state for state in states if not state.kept), None)
+        waiting = next((state for state in states if not state.filled), None)
         if waiting is not None and func not in _FORM and func not in _PARTS:
             raise UsageError(
                 f"{waiting.reader} must not use the prediction of one guidance branch before it "
@@ -227,11 +227,11 @@ class PendingTensor(torch.Tensor):
 class _State:
     def __init__(self, reader: str) -> None:
         self.reader = reader
-        self.kept = False
+        self.filled = False
 
 
-def promise(numbers: torch.Tensor, reader: str) -> PendingTensor:
-    """Return a tensor whose numbers are not there until `keep` fills its memory, `numbers`.
+def pending_tensor(numbers: torch.Tensor, reader: str) -> PendingTensor:
+    """Return a tensor whose numbers are not there until `fill` fills its memory, `numbers`.
 
     Its parts may be taken; everything else that reads it raises.
 
@@ -242,10 +242,10 @@ def promise(numbers: torch.Tensor, reader: str) -> PendingTensor:
     return _wrap(numbers, _State(reader))
 
 
-def keep(promised: PendingTensor, numbers: torch.Tensor) -> None:
-    """Fill a promise, and with it the parts that were taken of it."""
-    promised.numbers.copy_(numbers)
-    promised.state.kept = True
+def fill(pending: PendingTensor, numbers: torch.Tensor) -> None:
+    """Give a pending tensor its numbers, and with it the parts that were taken of it."""
+    pending.numbers.copy_(numbers)
+    pending.state.filled = True
 
 
 def _wrap(numbers: torch.Tensor, state: _State) -> PendingTensor:
@@ -281,14 +281,14 @@ class _Step:
 
     Attributes:
         key: request and step.
-        in_turns: each rank computes its branch only.
+        in_parallel: each rank computes its branch only.
         first: prediction of the first branch, or None before it and after the second.
         name: name of the first branch, or None where the pipeline gives none.
         calls: how many there were.
     """
 
     key: tuple[str | None, int]
-    in_turns: bool = False
+    in_parallel: bool = False
     first: torch.Tensor | None = None
     name: str | None = None
     calls: int = 0
@@ -353,13 +353,13 @@ class SequentialCfg:
         branch = int(step.first is not None and (name is None or name != step.name))
         if branch == 0:
             step.name = name
-            step.in_turns = self._is_guided() and form in self._forms
-        skip = step.in_turns and branch != self._ranks.branch
+            step.in_parallel = self._is_guided() and form in self._forms
+        skip = step.in_parallel and branch != self._ranks.branch
         self._open = _Call(step=step, form=form, branch=branch)
         return self._output(form) if skip else None
 
     def finish(self, output: Any, *, computed: bool) -> Any:
-        """Return the output of a call once it may be, with all its numbers or a promise of them."""
+        """Return the output of a call once it may be, with all its numbers or a `PendingTensor`."""
         call, self._open = self._open, None
         sample = None if call is None else sample_of(output)
         if call is None:
@@ -376,7 +376,7 @@ class SequentialCfg:
         if not computed:
             pipeline = self._pipeline
             reader = self._component if pipeline is None else type(pipeline).__name__
-            sample = promise(sample, reader)
+            sample = pending_tensor(sample, reader)
         call.step.first = sample
         return output if computed else with_sample(output, sample)
 
@@ -388,9 +388,9 @@ class SequentialCfg:
         turn = Progress(step=step.key[1], call=step.calls)
         name = f"the guidance branches of {self._component}"
         own = second if mine == 1 else first
-        branches = self._ranks.share(own, name, {"in turns": step.in_turns}, turn)
+        branches = self._ranks.share(own, name, {"in parallel": step.in_parallel}, turn)
         if isinstance(first, PendingTensor):
-            keep(first, branches[0])
+            fill(first, branches[0])
         elif mine == 1:
             first.copy_(branches[0])
         if mine == 0:
@@ -428,13 +428,13 @@ def _sample(output: Any) -> torch.Tensor:
     return sample
 
 
-def take_turns(model: nn.Module, turns: SequentialCfg, undo: ExitStack) -> None:
-    """Let `turns` decide which calls of a denoiser are computed; `undo` takes the way back.
+def run_own_branch(model: nn.Module, cfg: SequentialCfg, undo: ExitStack) -> None:
+    """Let `cfg` decide which calls of a denoiser are computed; `undo` takes the way back.
 
     Hooks of the model run around calls that are left out, too.
     """
     before = vars(model).get("forward")
-    stand_in = _Forward(model, turns)
+    stand_in = _Forward(model, cfg)
     vars(model)["forward"] = stand_in
     undo.callback(_put_back, model, stand_in, before)
 
@@ -445,12 +445,12 @@ class _Forward(StandIn):
     A copy of the model gets its class's own.
     """
 
-    def __init__(self, model: nn.Module, turns: SequentialCfg) -> None:
+    def __init__(self, model: nn.Module, cfg: SequentialCfg) -> None:
         self._model = model
         self._forward: Callable[..., Any] = model.forward
         # Only the denoiser's own forward is for Dynamo to trace.
         untraced: Callable[..., Callable[..., Any]] = torch.compiler.disable
-        self._begin, self._finish = untraced(turns.begin), untraced(turns.finish)
+        self._begin, self._finish = untraced(cfg.begin), untraced(cfg.finish)
         self._stopped = False
         functools.update_wrapper(self, self._forward)
 

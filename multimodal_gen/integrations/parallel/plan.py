@@ -7,13 +7,14 @@ from typing import Any
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.components import Component
 from multimodal_gen.integrations.hooks import untraced_hook
-from multimodal_gen.integrations.models import ADAPTERS, ModelAdapter
+from multimodal_gen.integrations.models.adapter import ModelAdapter
+from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.integrations.models.split_plan import SplitPlan, own_plan
 from multimodal_gen.integrations.parallel.cfg_parallel import (
     BatchedCfg,
     CfgRanks,
     SequentialCfg,
-    take_turns,
+    run_own_branch,
 )
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
 from multimodal_gen.runtime.distributed.collectives import partition_heads
@@ -23,7 +24,7 @@ from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.guidance import has_branches, one_branch
 
-__all__ = ["ParallelPlan", "is_split", "refuse_unsplit"]
+__all__ = ["ParallelPlan", "is_split", "none_can_be_split"]
 
 
 def is_split(role: AttentionRole) -> bool:
@@ -31,7 +32,7 @@ def is_split(role: AttentionRole) -> bool:
     return role is AttentionRole.SELF
 
 
-def refuse_unsplit(reasons: Sequence[str], groups: ParallelGroups) -> UsageError:
+def none_can_be_split(reasons: Sequence[str], groups: ParallelGroups) -> UsageError:
     """Return the error for a target of which no denoiser can be split over ranks."""
     able = ", ".join(sorted(name for name, adapter in ADAPTERS.items() if adapter.split))
     return UsageError(
@@ -52,7 +53,7 @@ class ParallelPlan:
 
     Attributes:
         splitter: splits its tokens, or None where they stay together.
-        unsplit: why they do although ranks share sequences, or None.
+        unsplit_reason: why they do although ranks share sequences, or None.
 
     Raises:
         UsageError: ranks share its tokens, which it has too few heads for; or guidance branches,
@@ -70,9 +71,9 @@ class ParallelPlan:
         self._component = component
         self._mesh = Mesh() if groups is None else groups.mesh
         self.splitter: TokenSplitter | None = None
-        self.unsplit: str | None = None
-        self._turns: SequentialCfg | None = None
-        self._batch: BatchedCfg | None = None
+        self.unsplit_reason: str | None = None
+        self._sequential: SequentialCfg | None = None
+        self._batched: BatchedCfg | None = None
         self._ranks: CfgRanks | None = None
         if groups is None or not heads:
             return
@@ -82,21 +83,21 @@ class ParallelPlan:
                 partition_heads(min(heads), min(heads), groups.ulysses.size)
                 self.splitter = TokenSplitter(component.model, plan, groups)
             else:
-                self.unsplit = f"{component.name}: {type(component.model).__name__} {plan}"
+                self.unsplit_reason = f"{component.name}: {type(component.model).__name__} {plan}"
         if self._mesh.cfg > 1:
             ranks = self._ranks = CfgRanks(groups)
             name, model = component.name, component.model
             if pipeline is not None and not has_branches(type(pipeline), [type(model)]):
                 raise one_branch(type(pipeline).__name__)
             if adapter is not None and adapter.batches_guidance:
-                self._batch = BatchedCfg(ranks, model, name, pipeline, adapter.batched)
+                self._batched = BatchedCfg(ranks, model, name, pipeline, adapter.batched)
             else:
-                self._turns = SequentialCfg(ranks, name, pipeline)
+                self._sequential = SequentialCfg(ranks, name, pipeline)
 
     def install_outside(self, undo: ExitStack) -> None:
         """Set what must come before all other hooks of the denoiser."""
-        if self._batch is not None:
-            before = untraced_hook(self._batch.before)
+        if self._batched is not None:
+            before = untraced_hook(self._batched.before)
             handle = self._component.model.register_forward_pre_hook(before, with_kwargs=True)
             undo.callback(handle.remove)
 
@@ -105,14 +106,14 @@ class ParallelPlan:
         model = self._component.model
         if self.splitter is not None:
             self.splitter.install(undo)
-        if self._turns is not None:
-            take_turns(model, self._turns, undo)
-        if self._batch is not None:
-            undo.callback(model.register_forward_hook(untraced_hook(self._batch.after)).remove)
+        if self._sequential is not None:
+            run_own_branch(model, self._sequential, undo)
+        if self._batched is not None:
+            undo.callback(model.register_forward_hook(untraced_hook(self._batched.after)).remove)
 
     def end_request(self) -> None:
         """Take note that a generation is over."""
-        for part in (self.splitter, self._turns):
+        for part in (self.splitter, self._sequential):
             if part is not None:
                 part.end_request()
 
@@ -124,11 +125,11 @@ class ParallelPlan:
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""
         name, mesh = self._component.name, self._mesh
-        if self._turns is not None or self._batch is not None:
+        if self._sequential is not None or self._batched is not None:
             each = f"{mesh.sequence} ranks" if mesh.sequence > 1 else "1 rank"
             yield f"{name}: 2 guidance branches at the same time, {each} each"
-        if self.unsplit is not None:
-            yield f"{self.unsplit}, so every rank computes all of its tokens"
+        if self.unsplit_reason is not None:
+            yield f"{self.unsplit_reason}, so every rank computes all of its tokens"
         if self.splitter is not None:
             kinds = (("Ulysses", mesh.ulysses), ("ring", mesh.ring))
             parts = " x ".join(f"{kind} {size}" for kind, size in kinds if size > 1)

@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.models import ADAPTERS, ModelCall, find_adapter
+from multimodal_gen.integrations.models.adapter import ModelCall
+from multimodal_gen.integrations.models.registry import ADAPTERS, find_adapter
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 

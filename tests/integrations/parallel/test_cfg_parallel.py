@@ -6,8 +6,8 @@ from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.parallel.cfg_parallel import (
     PendingTensor,
     SequentialCfg,
-    keep,
-    promise,
+    fill,
+    pending_tensor,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -18,14 +18,14 @@ from tests.integrations.parallel.test_models import make
 
 
 @pytest.fixture
-def promised():
-    return promise(torch.full((2, 6, 3), torch.nan), "WanPipeline")
+def pending():
+    return pending_tensor(torch.full((2, 6, 3), torch.nan), "WanPipeline")
 
 
-def test_its_form_is_known_and_parts_may_be_taken(promised):
-    assert (promised.shape, promised.dtype, promised.ndim) == ((2, 6, 3), torch.float32, 3)
-    assert promised.size(1) == 6
-    assert promised[:, :4].shape == (2, 4, 3)
+def test_its_form_is_known_and_parts_may_be_taken(pending):
+    assert (pending.shape, pending.dtype, pending.ndim) == ((2, 6, 3), torch.float32, 3)
+    assert pending.size(1) == 6
+    assert pending[:, :4].shape == (2, 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -38,21 +38,21 @@ def test_its_form_is_known_and_parts_may_be_taken(promised):
         lambda x: torch.where(torch.ones(2, 6, 3) > 0, torch.zeros(2, 6, 3), other=x),
     ],
 )
-def test_using_it_before_it_is_kept_is_an_error_that_names_who(promised, use):
+def test_using_it_before_it_is_kept_is_an_error_that_names_who(pending, use):
     with pytest.raises(UsageError, match=r"WanPipeline must not use .* run without --cfg-parallel"):
-        use(promised)
+        use(pending)
 
 
-def test_once_kept_it_and_its_parts_are_ordinary_numbers(promised):
-    part = promised[:, 1:3]
+def test_once_kept_it_and_its_parts_are_ordinary_numbers(pending):
+    part = pending[:, 1:3]
     numbers = torch.arange(36.0).view(2, 6, 3)
-    keep(promised, numbers)
-    assert torch.equal(promised + 0, numbers)
+    fill(pending, numbers)
+    assert torch.equal(pending + 0, numbers)
     assert torch.equal(part.float(), numbers[:, 1:3])
-    mixed = torch.ones(2, 6, 3) + 2.0 * (promised - torch.ones(2, 6, 3))
+    mixed = torch.ones(2, 6, 3) + 2.0 * (pending - torch.ones(2, 6, 3))
     assert not isinstance(mixed, PendingTensor)
     assert torch.equal(mixed, 2 * numbers - 1)
-    assert torch.equal(torch.cat([promised, promised]), torch.cat([numbers, numbers]))
+    assert torch.equal(torch.cat([pending, pending]), torch.cat([numbers, numbers]))
 
 
 CFG = Mesh(cfg=2)

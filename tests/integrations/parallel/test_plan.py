@@ -9,7 +9,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.components import Component, Kind
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.models import ADAPTERS
+from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.integrations.models.split_plan import own_plan
 from multimodal_gen.integrations.models.wan import WAN
 from multimodal_gen.integrations.parallel.plan import ParallelPlan
