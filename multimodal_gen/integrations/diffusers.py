@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -102,12 +101,7 @@ class AttentionHandle:
     def __enter__(self) -> "AttentionHandle":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 

@@ -68,13 +68,8 @@ class StepTracker:
             index, first = self._count(timestep), 0
         elif index < self._index or not self._request_id:
             self._start_request()
-        self._index, self._value = index, timestep
-        total = len(self._timesteps) - first
-        return Step(
-            index=max(index - first, 0),
-            num_steps=total if self._timesteps else None,
-            request_id=self._request_id,
-        )
+        self._value = timestep
+        return self._step(index, first)
 
     @property
     def has_index(self) -> bool:
@@ -93,11 +88,14 @@ class StepTracker:
         index = first if index is None else int(index)
         if index < self._index or not self._request_id:
             self._start_request()
+        return self._step(index, first)
+
+    def _step(self, index: int, first: int) -> Step:
+        """Return the step at `index` of a schedule that the pipeline enters at `first`."""
         self._index = index
-        total = len(self._timesteps) - first
         return Step(
             index=max(index - first, 0),
-            num_steps=total if self._timesteps else None,
+            num_steps=len(self._timesteps) - first if self._timesteps else None,
             request_id=self._request_id,
         )
 
