@@ -4,9 +4,8 @@ Each attention module keeps its processor's code; only the attention call in it 
 (`processor_patch.py`). Nothing outside the target changes: not diffusers' global backend, no other
 pipeline. `AttentionHandle.remove` puts the very same objects back.
 
-A copy of an attached model, by `copy.deepcopy` or pickle, computes as a stock one; of this package
-it keeps two inert callables, a pre-hook that does nothing and its class's own `cache_context`, so
-unpickling it takes an installed `multimodal_gen`. Calling diffusers' own
+A copy of an attached model, by `copy.deepcopy` or pickle, is a stock one; of this package it keeps
+hooks that do nothing, so unpickling it takes an installed `multimodal_gen`. Calling diffusers' own
 `set_attention_backend` on an attached model hands its attention to diffusers until `remove`.
 """
 

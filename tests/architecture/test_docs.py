@@ -20,6 +20,7 @@ from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "multimodal_gen/runtime/layers/attention/README.md")
+CODE_PAGES = (*PAGES, "multimodal_gen/integrations/README.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands of other programs, which are not ours to check.
 FOREIGN = {"pip", "python", "python3", "git", "cd", "source", "cat", "ls", "echo"}
@@ -99,7 +100,7 @@ def test_every_documented_command_is_accepted(page: str) -> None:
     ] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", CODE_PAGES)
 def test_every_python_example_compiles_and_imports_what_exists(page: str) -> None:
     examples = blocks((REPOSITORY / page).read_text(), "python")
     assert examples

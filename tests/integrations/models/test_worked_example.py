@@ -1,0 +1,96 @@
+"""The adapter that the README of the integrations writes, on a model of diffusers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.models import registry
+from multimodal_gen.runtime.distributed.groups import use_parallel_groups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from tests.architecture.test_docs import REPOSITORY, blocks
+from tests.integrations.parallel.models import RANDOM, wan_inputs
+
+README = Path("multimodal_gen/integrations/README.md")
+
+
+def add_to(patch):
+    """Register the adapter of the README."""
+    (code,) = blocks((REPOSITORY / README).read_text(), "python")
+    names = {}
+    exec(code, names)
+    adapter = names["SKYREELS_V2"]
+    patch.setattr(registry, "ADAPTERS", {**registry.ADAPTERS, adapter.classes[0]: adapter})
+
+
+def make():
+    """Return the same model and inputs on every rank."""
+    from diffusers import SkyReelsV2Transformer3DModel
+
+    torch.manual_seed(3)
+    RANDOM.manual_seed(5)
+    model = SkyReelsV2Transformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        text_dim=12,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=2,
+    )
+    return model.eval(), wan_inputs()
+
+
+def attend(model, inputs, **settings):
+    """Return what the model gives, and the report."""
+    with apply(model, **settings) as handle, torch.no_grad():
+        return model(**inputs, return_dict=False)[0], handle.report()
+
+
+def backends(report):
+    return {e.selection.backend for layer in report.layers for e in layer.entries if layer.calls}
+
+
+def test_it_knows_the_grid_that_sparse_backends_need(monkeypatch):
+    model, inputs = make()
+    with torch.no_grad():
+        stock = model(**inputs, return_dict=False)[0]
+    dense, report = attend(model, inputs, attention_backend="video_sparse_attn")
+    assert "has no adapter, its latent grid is unknown" in " ".join(report.notes)
+    assert AttentionBackendEnum.VIDEO_SPARSE_ATTN not in backends(report)
+    assert (dense - stock).abs().max() <= 1e-5
+    add_to(monkeypatch)
+    sparse, report = attend(model, inputs, attention_backend="video_sparse_attn")
+    assert not report.notes
+    assert AttentionBackendEnum.VIDEO_SPARSE_ATTN in backends(report)
+    assert sparse.shape == stock.shape
+
+
+def alone_and_shared(forcing):
+    """Return the outputs of one process and of the ranks; of the latter, the error if any."""
+    model, inputs = make()
+    with pytest.MonkeyPatch.context() as patch:
+        add_to(patch)
+        with use_parallel_groups(None):
+            want, _ = attend(model, inputs)
+        try:
+            got, report = attend(model, {**inputs, "enable_diffusion_forcing": forcing})
+        except UsageError as error:
+            return want, str(error), ()
+        return want, got, report.notes
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
+def test_ranks_that_share_its_tokens_give_the_output_of_one(two_ranks, mesh):
+    for want, got, notes in two_ranks.run(mesh, alone_and_shared, False):
+        assert notes[-1].startswith("transformer: 2 ranks share the sequence")
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def test_what_it_cannot_split_it_refuses(two_ranks):
+    for _, error, _ in two_ranks.run(Mesh(ulysses=2), alone_and_shared, True):
+        assert error.startswith("enable_diffusion_forcing must be False where ranks share")
