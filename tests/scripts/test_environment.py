@@ -1,4 +1,4 @@
-"""scripts/_environment.sh, run with a real interpreter and a stand-in for pip."""
+"""scripts/_environment.sh, run with a real interpreter and stand-ins for pip and uv."""
 
 import os
 import shutil
@@ -11,10 +11,12 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Records its arguments and does what an editable install leaves behind.
+# Records its arguments and does what an editable install leaves behind. There is no uv to install.
 FAKE_PIP = """
 import pathlib, sys, sysconfig
 prefix = pathlib.Path(sys.prefix)
+if sys.argv[-1] == "uv":
+    sys.exit(1)
 if "install" in sys.argv:
     with open(prefix / "pip.log", "a") as log:
         print(*sys.argv[1:], file=log)
@@ -28,6 +30,15 @@ if "install" in sys.argv:
     command.touch()
     command.chmod(0o755)
     sys.exit((prefix / "pip_fails").exists())
+"""
+
+# Does the same, and records where it looks.
+FAKE_UV = f"""
+import os, pathlib, sys
+names = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS")
+if "install" in sys.argv:
+    (pathlib.Path(sys.prefix) / "indexes").write_text(" ".join(map(os.environ.get, names)))
+{FAKE_PIP}
 """
 
 
@@ -83,6 +94,12 @@ def environment(tmp_path: Path) -> Path:
     (site / "pip").mkdir()
     (site / "pip" / "__main__.py").write_text(FAKE_PIP)
     return root
+
+
+def add_uv(environment: Path, script: str) -> None:
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "uv").mkdir()
+    (site / "uv" / "__main__.py").write_text(script)
 
 
 @pytest.fixture
@@ -242,3 +259,21 @@ def test_no_triton_is_installed_on_other_systems(checkout: Checkout) -> None:
     assert result.returncode == 0, result.stderr
     assert "No triton is installed on Darwin arm64" in result.stdout
     assert checkout.installs() == []
+
+
+def test_uv_installs_where_it_can_be_had_from_where_pip_would(checkout: Checkout) -> None:
+    add_uv(checkout.environment, FAKE_UV)
+    variables = {"PIP_EXTRA_INDEX_URL": "https://b", "PIP_FIND_LINKS": "/c /d"}
+    result = checkout.run(PIP_INDEX_URL="https://a", **variables)
+    assert result.returncode == 0, result.stderr
+    (install,) = checkout.installs()
+    assert install.startswith("pip install --python ")
+    assert install.endswith(f"--constraint {checkout.root}/scripts/constraints.txt")
+    assert (checkout.environment / "indexes").read_text() == "https://a https://b /c,/d"
+
+
+def test_pip_installs_where_uv_fails(checkout: Checkout) -> None:
+    add_uv(checkout.environment, "import sys; sys.exit('pip' in sys.argv)")
+    assert checkout.run().returncode == 0
+    (install,) = checkout.installs()
+    assert install.startswith("install --quiet ")
