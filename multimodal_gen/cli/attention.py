@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.generate import server_args
-from multimodal_gen.cli.options import ExplainOptions, ListOptions, takes
+from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, table, wrapped
+from multimodal_gen.runtime.server_args import ROLES, SETTINGS, ServerArgs, Setting
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
@@ -23,9 +24,35 @@ app = typer.Typer(
 )
 
 
+_EXPLAINED = (
+    "model_path",
+    "attention_backend",
+    "attention_backend_config",
+    "component_attention_backends",
+    "attention_config",
+    "strict_attention",
+    "dtype",
+    "device",
+)
+_DTYPE = replace(SETTINGS["dtype"], help="Dtype of the layer. auto: as in `sglang generate`.")
+_ROLE = Setting(
+    name="role", kind=str, default="self", choices=ROLES, help="What the layer attends to."
+)
+
+
 @app.command(name="list")
-@takes(ListOptions)
-def list_backends(options: ListOptions) -> None:
+@takes(_DTYPE, _ROLE)
+def list_backends(
+    head_size: Annotated[
+        int, typer.Option("--head-size", metavar="N", min=1, help="Channels per head of the layer.")
+    ] = 128,
+    heads: Annotated[
+        int, typer.Option("--heads", metavar="N", min=1, help="Heads of the layer.")
+    ] = 24,
+    *,
+    settings: Settings,
+    as_json: AsJson = False,
+) -> None:
     """List every attention backend: usable on this machine, or why not and what to install.
 
     Whether a backend is usable depends on the layer it is for; the options describe that layer.
@@ -38,11 +65,11 @@ def list_backends(options: ListOptions) -> None:
     from multimodal_gen.runtime.layers.attention.selector import condensed, resolve
 
     environment = current_environment()
-    request = _request(options, environment)
+    request = _request(environment, head_size, heads, settings)
     picked = resolve(request, AUTO)
     found = [_status(backend, request) for backend in all_backends()]
     broken = _broken_plugins()
-    if options.as_json:
+    if as_json:
         document = {
             "platform": _platform(environment),
             "request": _request_as_dict(request),
@@ -75,8 +102,8 @@ def list_backends(options: ListOptions) -> None:
 
 
 @app.command()
-@takes(ExplainOptions)
-def explain(options: ExplainOptions) -> None:
+@takes(*(SETTINGS[name] for name in _EXPLAINED))
+def explain(settings: Settings, as_json: AsJson = False) -> None:
     """Say which backend every attention layer of a pipeline would run, and why.
 
     Reads the pipeline's configs only, never its weights, so it takes seconds on any model.
@@ -87,7 +114,7 @@ def explain(options: ExplainOptions) -> None:
     from multimodal_gen.runtime.layers.attention.report import Footnotes, grouped
     from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 
-    args = server_args(options, backend="sglang")
+    args = ServerArgs(**settings, backend="sglang")
     scope = scope_from_args(args)
     device = pick_device(args.device)
     index = PipelineIndex.read(args.model_path)
@@ -96,7 +123,7 @@ def explain(options: ExplainOptions) -> None:
     handle.remove()
     environment = current_environment()
     groups = grouped(report)
-    if options.as_json:
+    if as_json:
         document = {
             "model_path": args.model_path,
             "pipeline": index.name,
@@ -120,17 +147,19 @@ def explain(options: ExplainOptions) -> None:
         _echo(wrapped(text))
 
 
-def _request(options: ListOptions, environment: "Environment") -> "AttentionRequest":
+def _request(
+    environment: "Environment", head_size: int, heads: int, settings: Settings
+) -> "AttentionRequest":
     from multimodal_gen.runtime.generator import pick_device, pick_dtype
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, AttentionRole
 
     return AttentionRequest(
         environment=environment,
-        head_size=options.head_size,
-        num_heads=options.heads,
-        num_kv_heads=options.heads,
-        dtype=pick_dtype(options.dtype.value, pick_device(None)),
-        role=AttentionRole(options.role.value),
+        head_size=head_size,
+        num_heads=heads,
+        num_kv_heads=heads,
+        dtype=pick_dtype(settings["dtype"], pick_device(None)),
+        role=AttentionRole(settings["role"]),
     )
 
 

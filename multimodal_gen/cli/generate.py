@@ -1,53 +1,25 @@
 """`sglang generate`: a prompt in, an image or a video out; on one GPU, or as ranks on several."""
 
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from enum import Enum
+from dataclasses import MISSING, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from multimodal_gen import __version__
-from multimodal_gen.cli.options import AttentionOptions, GenerateOptions, takes
+from multimodal_gen.cli.options import Settings, takes
+from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.generator import Attach, Generated
-    from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["Job", "be_one", "generate", "join_and_run", "run", "server_args", "start"]
+__all__ = ["generate"]
 
-
-@takes(GenerateOptions)
-def generate(options: GenerateOptions) -> None:
-    """Generate an image or a video with a diffusers pipeline.
-
-    Writes a PNG or an MP4, with a JSON file beside it: versions, arguments, timings, and the
-    backend of every attention layer with the reason for it. Nothing is overwritten unless asked
-    for, and an interrupted run leaves no file.
-    """
-    from multimodal_gen.cli import generate as ranks
-    from multimodal_gen.runtime.distributed.launch import is_launched_rank
-    from multimodal_gen.runtime.generator import plan_ranks
-
-    try:
-        if is_launched_rank():
-            ranks.be_one(lambda: _job(options), run, timeout=options.rank_timeout)
-            return
-        job = _job(options)
-        num_ranks = plan_ranks(job.args).world_size
-        if num_ranks == 1:
-            run(job)
-            return
-        status = ranks.start(job, run, num_ranks)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; no file was written", err=True)
-        raise typer.Exit(130) from None
-    raise typer.Exit(status)
+_PROMPT = replace(SETTINGS["prompt"], default=MISSING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class _Job:
     """What one process is to do; it can be sent to another one.
 
     Attributes:
@@ -57,13 +29,95 @@ class Job:
         mark: what the names of half-written files start with.
     """
 
-    args: "ServerArgs"
+    args: ServerArgs
     reason: str
     explicit: bool
     mark: str = ""
 
 
-def run(job: Job) -> None:
+@takes(*({**SETTINGS, _PROMPT.name: _PROMPT}.values()))
+def generate(settings: Settings) -> None:
+    """Generate an image or a video with a diffusers pipeline.
+
+    Writes a PNG or an MP4, with a JSON file beside it: versions, arguments, timings, and the
+    backend of every attention layer with the reason for it. Nothing is overwritten unless asked
+    for, and an interrupted run leaves no file.
+    """
+    from multimodal_gen.runtime.distributed.launch import is_launched_rank, run_rank
+    from multimodal_gen.runtime.generator import plan_ranks
+
+    try:
+        if is_launched_rank():
+            run_rank(
+                lambda num_ranks: _join_and_run(_job(settings), num_ranks),
+                timeout=settings["rank_timeout"],
+            )
+            return
+        job = _job(settings)
+        num_ranks = plan_ranks(job.args).world_size
+        if num_ranks == 1:
+            _run(job)
+            return
+        status = _launch(job, num_ranks)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; no file was written", err=True)
+        raise typer.Exit(130) from None
+    raise typer.Exit(status)
+
+
+def _job(settings: Settings) -> _Job:
+    """Decide whose attention runs, and check what was typed."""
+    from multimodal_gen.runtime.generator import choose_backend
+
+    name = settings["attention_backend"]
+    if name is not None and name.strip().lower() in ("", "auto"):
+        name = None
+    backend, reason = choose_backend(settings["backend"], name)
+    args = ServerArgs(**{**settings, "attention_backend": name, "backend": backend})
+    return _Job(args=args, reason=reason, explicit=settings["backend"] != "auto")
+
+
+def _launch(job: _Job, num_ranks: int) -> int:
+    """Do a job on ranks of this host; return the exit status.
+
+    Raises:
+        UsageError: an option does not fit the pipeline or the disk; no rank was started.
+        RankError: a rank ended without a word.
+        KeyboardInterrupt: Ctrl-C; all ranks are gone.
+    """
+    from multimodal_gen.runtime.distributed.launch import launch_ranks
+    from multimodal_gen.runtime.generator import prepare
+    from multimodal_gen.runtime.generator.output import sweep
+
+    args, target = prepare(job.args)
+    job = replace(job, args=args, mark=f"{uuid.uuid4().hex}-")
+    try:
+        return launch_ranks(_launched, job, num_ranks=num_ranks)
+    finally:
+        sweep(target.folder, job.mark)
+
+
+def _launched(job: _Job) -> None:
+    """Be a rank that `_launch` started."""
+    from multimodal_gen.runtime.distributed.launch import run_rank
+
+    run_rank(lambda num_ranks: _join_and_run(job, num_ranks), timeout=job.args.rank_timeout)
+
+
+def _join_and_run(job: _Job, num_ranks: int) -> None:
+    """Join the ranks that were started, and do a job with them."""
+    import torch
+
+    from multimodal_gen.runtime.distributed.groups import ranks_per_host
+    from multimodal_gen.runtime.generator import join_ranks
+
+    args = join_ranks(job.args, num_ranks)
+    if num_ranks > 1:  # the ranks of a host share its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
+    _run(replace(job, args=args))
+
+
+def _run(job: _Job) -> None:
     """Generate, and print what was made; on all ranks but the first, without a word."""
     from multimodal_gen.runtime import generator
 
@@ -81,44 +135,10 @@ def run(job: Job) -> None:
         _print(generated, job)
 
 
-def _job(options: GenerateOptions) -> Job:
-    args, reason = _settle_backend(options)
-    return Job(args=args, reason=reason, explicit=options.backend.value != "auto")
-
-
-def server_args(options: AttentionOptions, **changes: Any) -> "ServerArgs":
-    """Return the checked arguments of a run.
-
-    Args:
-        options: the parsed flags; their names are those of `ServerArgs`.
-        **changes: fields that differ from the flags.
-
-    Raises:
-        ConfigError: a value is wrong, or contradicts another.
-    """
-    from multimodal_gen.runtime.server_args import ServerArgs
-
-    names = {field.name for field in fields(ServerArgs)} & {field.name for field in fields(options)}
-    values = {name: getattr(options, name) for name in names}
-    plain = {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
-    return ServerArgs(**{**plain, **changes})
-
-
-def _settle_backend(options: GenerateOptions) -> tuple["ServerArgs", str]:
-    """Return the arguments with `backend` decided, and why it was decided so."""
-    from multimodal_gen.runtime.generator import choose_backend
-
-    name = options.attention_backend
-    if name is not None and name.strip().lower() in ("", "auto"):
-        options = replace(options, attention_backend=None)
-    backend, reason = choose_backend(options.backend.value, options.attention_backend)
-    return server_args(options, backend=backend), reason
-
-
-def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
+def _attach(args: ServerArgs, *, explicit: bool) -> "Attach":
     """Return what attaches attention to the loaded pipeline."""
     from multimodal_gen.errors import NothingAppliedError
-    from multimodal_gen.runtime.generator import AttentionSession, DiffusersAttention
+    from multimodal_gen.runtime.generator import DiffusersAttention, Handle
 
     if args.backend == "diffusers":
         name = None if args.attention_backend is None else str(args.attention_backend)
@@ -126,16 +146,14 @@ def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
 
     from multimodal_gen.integrations.diffusers import apply
     from multimodal_gen.runtime.distributed.groups import parallel_groups
-    from multimodal_gen.runtime.layers.attention.rules import (
-        scope_from_args,
-    )
+    from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 
     scope = scope_from_args(args)
     # On several ranks, all of them would compute all of what diffusers ships.
     nothing_asked = not (explicit or scope.default or scope.components or scope.rules)
     as_shipped = nothing_asked and parallel_groups() is None
 
-    def attach(pipe: Any) -> AttentionSession:
+    def attach(pipe: Any) -> Handle:
         try:
             return apply(pipe, scope=scope)
         except NothingAppliedError as error:
@@ -146,7 +164,7 @@ def _attach(args: "ServerArgs", *, explicit: bool) -> "Attach":
     return attach
 
 
-def _print(generated: "Generated", job: Job) -> None:
+def _print(generated: "Generated", job: _Job) -> None:
     for path in generated.media:
         typer.echo(path)
     typer.echo(f"record: {generated.record}")
@@ -163,62 +181,3 @@ def _print(generated: "Generated", job: Job) -> None:
         typer.echo(f"  {line}")
     for note in generated.notes:
         typer.echo(f"note: {note}", err=True)
-
-
-_Run = Callable[["Job"], None]
-
-
-def start(job: "Job", run: _Run, num_ranks: int) -> int:
-    """Do a job on ranks of this host; return the exit status.
-
-    Args:
-        job: what to do.
-        run: does it, on every rank.
-        num_ranks: how many processes.
-
-    Raises:
-        UsageError: an option does not fit the pipeline or the disk; no rank was started.
-        RankError: a rank ended without a word.
-        KeyboardInterrupt: Ctrl-C; all ranks are gone.
-    """
-    from multimodal_gen.runtime.distributed.launch import launch_ranks
-    from multimodal_gen.runtime.generator import prepare
-    from multimodal_gen.runtime.generator.output import sweep
-
-    args, target = prepare(job.args)
-    job = replace(job, args=args, mark=f"{uuid.uuid4().hex}-")
-    try:
-        return launch_ranks(_started_rank, job, run, num_ranks=num_ranks)
-    finally:
-        sweep(target.folder, job.mark)
-
-
-def be_one(job: Callable[[], "Job"], run: _Run, *, timeout: float) -> None:
-    """Do a job as one rank of several; a rank that fails ends this process.
-
-    Args:
-        job: returns what to do.
-        run: does it.
-        timeout: seconds the ranks wait for each other.
-    """
-    from multimodal_gen.runtime.distributed.launch import run_rank
-
-    run_rank(lambda num_ranks: join_and_run(job(), run, num_ranks), timeout=timeout)
-
-
-def join_and_run(job: "Job", run: _Run, num_ranks: int) -> None:
-    """Join the ranks that were started, and do a job with them."""
-    import torch
-
-    from multimodal_gen.runtime.distributed.groups import ranks_per_host
-    from multimodal_gen.runtime.generator import join_ranks
-
-    args = join_ranks(job.args, num_ranks)
-    if num_ranks > 1:  # the ranks of a host share its cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
-    run(replace(job, args=args))
-
-
-def _started_rank(job: "Job", run: _Run) -> None:
-    """Be a rank that `start` started."""
-    be_one(lambda: job, run, timeout=job.args.rank_timeout)

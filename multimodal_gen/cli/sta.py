@@ -5,199 +5,21 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.options import DtypeChoice, OffloadChoice, takes
+from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, table
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.sta.windows import Window
-    from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["SearchOptions", "ShowOptions", "TuneOptions", "app", "search", "show", "tune"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """What `sglang attention sta search` takes; names are those of `ServerArgs` where shared."""
-
-    model_path: Annotated[
-        str,
-        typer.Option(
-            "--model-path",
-            metavar="FOLDER_OR_ID",
-            help="Diffusers pipeline: a folder with model_index.json, or a Hugging Face Hub id.",
-        ),
-    ]
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            metavar="FOLDER",
-            help="Folder for the search files; prompts that have theirs already are not repeated.",
-        ),
-    ]
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="What to generate; may be given repeatedly."),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Text file with one prompt per line."),
-    ] = None
-    negative_prompt: Annotated[
-        str | None,
-        typer.Option("--negative-prompt", metavar="TEXT", help="What to keep out. Default: none."),
-    ] = None
-    window: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--window",
-            metavar="T,H,W",
-            help="A window to try, in tiles along time, height and width; may be given "
-            "repeatedly. Default: about five that suit the grid.",
-        ),
-    ] = None
-    tile_size: Annotated[
-        str,
-        typer.Option("--tile-size", metavar="T,H,W", help="Tokens per tile along each axis."),
-    ] = "6,8,8"
-    height: Annotated[
-        int | None,
-        typer.Option(
-            "--height", metavar="N", min=1, help="Height in pixels. Default: the pipeline's."
-        ),
-    ] = None
-    width: Annotated[
-        int | None,
-        typer.Option(
-            "--width", metavar="N", min=1, help="Width in pixels. Default: the pipeline's."
-        ),
-    ] = None
-    num_frames: Annotated[
-        int | None,
-        typer.Option(
-            "--num-frames", metavar="N", min=1, help="Frames of a video. Default: the pipeline's."
-        ),
-    ] = None
-    num_inference_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--num-inference-steps",
-            metavar="N",
-            min=1,
-            help="Denoising steps. Default: the pipeline's.",
-        ),
-    ] = None
-    guidance_scale: Annotated[
-        float | None,
-        typer.Option(
-            "--guidance-scale",
-            metavar="X",
-            min=0.0,
-            help="Guidance, as in `sglang generate`. Default: the pipeline's.",
-        ),
-    ] = None
-    true_cfg_scale: Annotated[
-        float | None,
-        typer.Option(
-            "--true-cfg-scale",
-            metavar="X",
-            min=0.0,
-            help="Classifier-free guidance of pipelines that have distilled guidance too.",
-        ),
-    ] = None
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the noise.")
-    ] = 0
-    dtype: Annotated[
-        DtypeChoice,
-        typer.Option("--dtype", help="Dtype of the weights. auto: as in `sglang generate`."),
-    ] = DtypeChoice.AUTO
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="DEVICE",
-            help="Torch device, e.g. cuda:1 or cpu. Default: this machine's accelerator.",
-        ),
-    ] = None
-    offload: Annotated[
-        OffloadChoice,
-        typer.Option("--offload", help="Keep weights in CPU memory while they do not run."),
-    ] = OffloadChoice.NONE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
-    """What `sglang attention sta tune` takes."""
-
-    searches: Annotated[
-        Path,
-        typer.Option(
-            "--searches",
-            metavar="FOLDER",
-            help="Folder of the searches, or of those of the positive prompts.",
-        ),
-    ]
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", metavar="FILE", help="Strategy file to write; an older one is replaced."
-        ),
-    ]
-    negative: Annotated[
-        Path | None,
-        typer.Option(
-            "--negative",
-            metavar="FOLDER",
-            help="Folder of the searches of the negative prompts, to tune on both. Default: the "
-            "positive ones only.",
-        ),
-    ] = None
-    target_density: Annotated[
-        float | None,
-        typer.Option(
-            "--target-density",
-            metavar="X",
-            min=0.0,
-            max=1.0,
-            help="Largest share of tiles kept, over all steps, the dense ones too: windows with "
-            "the least total loss. Default: the best window of each head.",
-        ),
-    ] = None
-    skip_time_steps: Annotated[
-        int,
-        typer.Option(
-            "--skip-time-steps", metavar="N", min=0, help="First denoising steps that stay dense."
-        ),
-    ] = 15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowOptions:
-    """What `sglang attention sta show` takes."""
-
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Strategy file.")]
-    tiles: Annotated[
-        str | None,
-        typer.Option(
-            "--tiles",
-            metavar="T,H,W",
-            help="Grid of tiles the windows are for. Default: what the file tells.",
-        ),
-    ] = None
-    png: Annotated[
-        Path | None,
-        typer.Option("--png", metavar="FILE", help="Also draw the windows into a PNG file."),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
-
+__all__ = ["app", "search", "show", "tune"]
 
 _BACKEND = "sliding_tile_attn"
 _DEFAULT_SKIP = 15
@@ -209,10 +31,115 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_SEARCHED = (
+    "model_path",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "guidance_scale",
+    "true_cfg_scale",
+    "dtype",
+    "device",
+    "offload",
+)
+_SEED = replace(SETTINGS["seed"], default=0, help="Seed of the noise.")
+
+_Folder = Annotated[
+    Path,
+    typer.Option(
+        "--output",
+        metavar="FOLDER",
+        help="Folder for the search files; prompts that have theirs already are not repeated.",
+    ),
+]
+_Prompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", metavar="TEXT", help="What to generate; may be given repeatedly."),
+]
+_PromptFile = Annotated[
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="Text file with one prompt per line."),
+]
+_Windows = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--window",
+        metavar="T,H,W",
+        help="A window to try, in tiles along time, height and width; may be given repeatedly. "
+        "Default: about five that suit the grid.",
+    ),
+]
+_TileSize = Annotated[
+    str, typer.Option("--tile-size", metavar="T,H,W", help="Tokens per tile along each axis.")
+]
+_Searches = Annotated[
+    Path,
+    typer.Option(
+        "--searches",
+        metavar="FOLDER",
+        help="Folder of the searches, or of those of the positive prompts.",
+    ),
+]
+_StrategyFile = Annotated[
+    Path,
+    typer.Option(
+        "--output", metavar="FILE", help="Strategy file to write; an older one is replaced."
+    ),
+]
+_Negative = Annotated[
+    Path | None,
+    typer.Option(
+        "--negative",
+        metavar="FOLDER",
+        help="Folder of the searches of the negative prompts, to tune on both. Default: the "
+        "positive ones only.",
+    ),
+]
+_TargetDensity = Annotated[
+    float | None,
+    typer.Option(
+        "--target-density",
+        metavar="X",
+        min=0.0,
+        max=1.0,
+        help="Largest share of tiles kept, over all steps, the dense ones too: windows with the "
+        "least total loss. Default: the best window of each head.",
+    ),
+]
+_SkipTimeSteps = Annotated[
+    int,
+    typer.Option(
+        "--skip-time-steps", metavar="N", min=0, help="First denoising steps that stay dense."
+    ),
+]
+_Shown = Annotated[Path, typer.Argument(metavar="FILE", help="Strategy file.")]
+_Tiles = Annotated[
+    str | None,
+    typer.Option(
+        "--tiles",
+        metavar="T,H,W",
+        help="Grid of tiles the windows are for. Default: what the file tells.",
+    ),
+]
+_Png = Annotated[
+    Path | None,
+    typer.Option("--png", metavar="FILE", help="Also draw the windows into a PNG file."),
+]
+
 
 @app.command()
-@takes(SearchOptions)
-def search(options: SearchOptions) -> None:
+@takes(*(SETTINGS[name] for name in _SEARCHED), _SEED)
+def search(
+    output: _Folder,
+    prompt: _Prompts = None,
+    prompts: _PromptFile = None,
+    window: _Windows = None,
+    tile_size: _TileSize = "6,8,8",
+    *,
+    settings: Settings,
+) -> None:
     """Try windows on prompts, and write how far each takes every head from full attention.
 
     Generation goes on with full attention. Each prompt leaves a file per branch of guidance, when
@@ -221,14 +148,12 @@ def search(options: SearchOptions) -> None:
     """
     from multimodal_gen.integrations.diffusers import apply
     from multimodal_gen.runtime.generator.window_search import WindowSearch
-    from multimodal_gen.runtime.layers.attention.rules import (
-        scope_from_args,
-    )
+    from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 
-    args = _search_args(options)
+    args = _search_args(settings, output, tile_size)
     scope = scope_from_args(args)
-    windows = [_sizes("--window", text) for text in options.window or ()]
-    work = WindowSearch(args, _prompts(options), options.output, windows)
+    windows = [_sizes("--window", text) for text in window or ()]
+    work = WindowSearch(args, _prompts(prompt or [], prompts), output, windows)
     total = len(work.prompts)
     if work.done:
         typer.echo(f"{len(work.done)} of {total} prompts are done already")
@@ -242,14 +167,19 @@ def search(options: SearchOptions) -> None:
         typer.echo(f"[{number}/{total}] {item.seconds:.1f} s: {item.files[-1]}")
     typer.echo(
         f"searched {total} prompts; next: sglang attention sta tune --searches "
-        f"{shlex.quote(str(options.output))} "
+        f"{shlex.quote(str(output))} "
         f"--output mask_strategy.json{_skip(num_steps)}"
     )
 
 
 @app.command()
-@takes(TuneOptions)
-def tune(options: TuneOptions) -> None:
+def tune(
+    searches: _Searches,
+    output: _StrategyFile,
+    negative: _Negative = None,
+    target_density: _TargetDensity = None,
+    skip_time_steps: _SkipTimeSteps = _DEFAULT_SKIP,
+) -> None:
     """Choose a window for every head at every step from what searches found.
 
     Writes a strategy file for `--attention-backend sliding_tile_attn`.
@@ -258,24 +188,22 @@ def tune(options: TuneOptions) -> None:
     from multimodal_gen.runtime.layers.attention.sparse.sta.tuning import tune_files
     from multimodal_gen.runtime.layers.attention.sparse.sta.windows import DEFAULT_TILE
 
-    files = find_searches(options.searches)
-    if options.negative is not None:
-        files = (*files, *find_searches(options.negative, NEGATIVE))
-    tuned = tune_files(
-        files, skip_time_steps=options.skip_time_steps, target_density=options.target_density
-    )
-    tuned.strategy.write(options.output)
+    files = find_searches(searches)
+    if negative is not None:
+        files = (*files, *find_searches(negative, NEGATIVE))
+    tuned = tune_files(files, skip_time_steps=skip_time_steps, target_density=target_density)
+    tuned.strategy.write(output)
     strategy = tuned.strategy
     typer.echo(
-        f"{options.output}: {strategy.num_steps} steps x {strategy.num_layers} layers x "
+        f"{output}: {strategy.num_steps} steps x {strategy.num_layers} layers x "
         f"{strategy.num_heads} heads, {_by_axis(tuned.tiles)} tiles, from {len(files)} searches"
     )
-    typer.echo(f"density: {tuned.density:.1%}, the first {options.skip_time_steps} steps dense")
+    typer.echo(f"density: {tuned.density:.1%}, the first {skip_time_steps} steps dense")
     within = "" if tuned.bound is None else ", the least at this density"
     if tuned.bound and tuned.loss > tuned.bound:
         within = f", at most {tuned.loss / tuned.bound - 1:.2g} of it above the least possible"
     typer.echo(f"loss: {tuned.loss:.6g} over all heads{within}")
-    config = f"mask_strategy_file_path={options.output},skip_time_steps={options.skip_time_steps}"
+    config = f"mask_strategy_file_path={output},skip_time_steps={skip_time_steps}"
     size = strategy.made_for.tile_size
     config += "" if size in (None, DEFAULT_TILE) else f",tile_size={list(size)}".replace(" ", "")
     typer.echo(
@@ -285,33 +213,32 @@ def tune(options: TuneOptions) -> None:
 
 
 @app.command()
-@takes(ShowOptions)
-def show(options: ShowOptions) -> None:
+def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson = False) -> None:
     """Show the density of a strategy file by step and layer, and draw its windows."""
     from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import load_strategy
     from multimodal_gen.runtime.layers.attention.sparse.sta.windows import tile_density
 
-    strategy = load_strategy(options.file)
-    tiles = strategy.made_for.tiles or strategy.largest
-    if options.tiles is not None:
-        tiles = _sizes("--tiles", options.tiles)
-    density = strategy.density(tiles)
+    strategy = load_strategy(file)
+    grid = strategy.made_for.tiles or strategy.largest
+    if tiles is not None:
+        grid = _sizes("--tiles", tiles)
+    density = strategy.density(grid)
     counts = strategy.counts().most_common()
     total = sum(count for _, count in counts)
-    if options.png is not None:
+    if png is not None:
         from multimodal_gen.cli.sta_picture import draw
 
-        draw(strategy, tiles, options.png)
-    if options.as_json:
+        draw(strategy, grid, png)
+    if as_json:
         document = {
-            "tiles": tiles,
+            "tiles": grid,
             "steps": strategy.num_steps,
             "layers": strategy.num_layers,
             "heads": strategy.num_heads,
             "density": _mean([_mean(step) for step in density]),
             "density_by_step_and_layer": density,
             "windows": [
-                {"window": w, "share": n / total, "density": tile_density(w, tiles)}
+                {"window": w, "share": n / total, "density": tile_density(w, grid)}
                 for w, n in counts
             ],
         }
@@ -319,43 +246,30 @@ def show(options: ShowOptions) -> None:
         return
     typer.echo(
         f"{strategy.num_steps} steps x {strategy.num_layers} layers x {strategy.num_heads} heads "
-        f"on {_by_axis(tiles)} tiles, density {_mean([_mean(step) for step in density]):.1%}"
+        f"on {_by_axis(grid)} tiles, density {_mean([_mean(step) for step in density]):.1%}"
     )
     typer.echo("")
     rows = [
-        Row((_by_axis(w), f"{n / total:.1%}", f"{tile_density(w, tiles):.1%}")) for w, n in counts
+        Row((_by_axis(w), f"{n / total:.1%}", f"{tile_density(w, grid):.1%}")) for w, n in counts
     ]
     _echo(table(("window", "heads", "density"), rows))
     typer.echo("")
     _echo(_density_table(density))
-    if options.png is not None:
-        typer.echo(f"\ndrawn: {options.png}")
+    if png is not None:
+        typer.echo(f"\ndrawn: {png}")
 
 
-def _search_args(options: SearchOptions) -> "ServerArgs":
-    from multimodal_gen.runtime.server_args import ServerArgs
-
+def _search_args(settings: Settings, output: Path, tile_size: str) -> ServerArgs:
     return ServerArgs(
-        model_path=options.model_path,
+        **settings,
         prompt="",
-        negative_prompt=options.negative_prompt,
         backend="sglang",
         attention_backend=_BACKEND,
         attention_backend_config={
             "sta_mode": "STA_searching",
-            "search_path": str(options.output),
-            "tile_size": list(_sizes("--tile-size", options.tile_size)),
+            "search_path": str(output),
+            "tile_size": list(_sizes("--tile-size", tile_size)),
         },
-        height=options.height,
-        width=options.width,
-        num_frames=options.num_frames,
-        num_inference_steps=options.num_inference_steps,
-        guidance_scale=options.guidance_scale,
-        true_cfg_scale=options.true_cfg_scale,
-        seed=options.seed,
-        dtype=options.dtype.value,
-        device=options.device,
-        offload=options.offload.value,
     )
 
 
@@ -367,15 +281,15 @@ def _skip(num_steps: int | None) -> str:
     return f" --skip-time-steps {min(round(num_steps * _DEFAULT_SKIP / 50), num_steps - 1)}"
 
 
-def _prompts(options: SearchOptions) -> list[str]:
-    prompts = [*(options.prompt or ())]
-    if options.prompts is not None:
+def _prompts(given: list[str], file: Path | None) -> list[str]:
+    prompts = [*given]
+    if file is not None:
         try:
-            lines = options.prompts.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(
-                f"--prompts must be a readable text file, got {str(options.prompts)!r}: {reason}"
+                f"--prompts must be a readable text file, got {str(file)!r}: {reason}"
             ) from None
         prompts += [line.strip() for line in lines if line.strip()]
     if not prompts:

@@ -1,168 +1,413 @@
-"""What a run is asked for, checked and normalised once; field names are the flags' names.
+"""What a run is asked for, checked and normalised once.
+
+A setting is declared once, as a field of `ServerArgs`: its name is that of its flag, and beside its
+default stand its help and what it may be. The command line makes its flags from `SETTINGS`.
 
 Importing this module imports neither torch nor diffusers.
 """
 
+import dataclasses
 import importlib.metadata
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.runtime.plain_values import MalformedError, frozen, read_json, read_pairs
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 __all__ = [
+    "ROLES",
+    "SETTINGS",
     "ServerArgs",
+    "Setting",
     "as_flag",
     "check_exclusive",
     "component_mapping",
     "parse_attention_backend",
     "parse_component_backends",
     "parse_component_key",
+    "setting",
 ]
 
-_ComponentBackends = dict[str, AttentionBackendEnum | None]
+ROLES = ("self", "cross", "encoder")
+"""What a layer attends to, as it is written in keys and flags."""
 
-_ROLES = ("self", "cross", "encoder")
 _PLUGIN_GROUP = "multimodal_gen.attention_backends"
+_KINDS = (bool, int, float, Path, str)
 
-_CHOICES = MappingProxyType(
-    {
-        "backend": ("auto", "sglang", "diffusers"),
-        "dtype": ("auto", "float32", "float16", "bfloat16"),
-        "offload": ("none", "model", "sequential"),
+_ComponentBackends = dict[str, AttentionBackendEnum | None]
+_Check: TypeAlias = Callable[["Setting", Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting: what it is called, what it may be, and what help says of it.
+
+    Attributes:
+        name: of its field; the flag is `--name` with dashes.
+        kind: type of its values as text on the command line spells them: bool, int, float, `Path`
+            or str.
+        help: what it means, with unit and default.
+        default: value where none is given; `MISSING` where one must be given. None is accepted
+            only where it is the default, which then means "the pipeline's own" or "automatic".
+        metavar: what stands for the value in help; None for switches and choices.
+        short: a second, shorter flag, or "".
+        choices: the texts that are valid, in lower case; empty where others are.
+        ge: smallest number allowed, or None.
+        le: largest number allowed, or None.
+        empty: whether text may be empty.
+        check: returns the normalised value or raises `ConfigError`; None for what the other
+            attributes say.
+    """
+
+    name: str
+    kind: type
+    help: str
+    default: Any = MISSING
+    metavar: str | None = None
+    short: str = ""
+    choices: tuple[str, ...] = ()
+    ge: float | None = None
+    le: float | None = None
+    empty: bool = True
+    check: _Check | None = None
+
+    @property
+    def flag(self) -> str:
+        """The flag."""
+        return as_flag(self.name)
+
+    def normalised(self, value: object) -> object:
+        """Return `value` as the field holds it.
+
+        Raises:
+            ConfigError: it has the wrong type, or is out of range.
+        """
+        if self.check is not None:
+            return self.check(self, value)
+        if value is None and self.default is None:
+            return None
+        return _CHECKS[self.kind](self, value)
+
+    def wrong(self, expected: str, value: object) -> ConfigError:
+        """Return the error for a value that is not what was expected."""
+        return ConfigError(f"{self.flag} must be {expected}, got {value!r}")
+
+
+def setting(
+    default: Any = MISSING,
+    *,
+    help: str,
+    metavar: str | None = None,
+    short: str = "",
+    choices: tuple[str, ...] = (),
+    ge: float | None = None,
+    le: float | None = None,
+    empty: bool = True,
+    check: _Check | None = None,
+) -> Any:
+    """Declare a field of `ServerArgs`; the arguments are the attributes of `Setting`."""
+    metadata = {
+        "help": help,
+        "metavar": metavar,
+        "short": short,
+        "choices": choices,
+        "ge": ge,
+        "le": le,
+        "empty": empty,
+        "check": check,
     }
-)
-_PARALLEL = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree")
-_SIZES = ("height", "width", "num_frames", "num_inference_steps", "num_outputs", "fps")
-_MINIMUM = MappingProxyType({**dict.fromkeys((*_PARALLEL, *_SIZES, "rank_timeout"), 1), "seed": 0})
-# Generators of torch take seeds of 63 bits on every device; exchanges count waits in milliseconds.
-_MAXIMUM = MappingProxyType({"seed": 2**63 - 1, "fps": 240, "rank_timeout": 1_000_000})
-_NUMBERS = ("guidance_scale", "true_cfg_scale")
-_SWITCHES = (
-    "strict_attention",
-    "cfg_parallel",
-    "enable_torch_compile",
-    "overwrite",
-    "save_latents",
-    "vae_tiling",
-)
-_TEXTS = ("model_path", "prompt", "negative_prompt", "device")
-# None is allowed only where it is the default, which then means "the pipeline's own".
-_NEVER_NONE = frozenset({"model_path", "num_outputs", "rank_timeout"})
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def as_flag(setting: str) -> str:
+    """Return the flag of a setting: `--attention-config` for `attention_config`."""
+    return "--" + setting.replace("_", "-")
+
+
+def _switch(setting: Setting, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise setting.wrong("true or false", value)
+    return value
+
+
+def _integer(setting: Setting, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or _below(setting, value):
+        raise setting.wrong(f"an integer >= {setting.ge}", value)
+    return _not_above(setting, value)
+
+
+def _number(setting: Setting, value: object) -> Any:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or _below(setting, value):  # type: ignore[arg-type]
+        raise setting.wrong(f"a number >= {setting.ge}", value)
+    return _not_above(setting, value)
+
+
+def _below(setting: Setting, value: Any) -> bool:
+    return setting.ge is not None and value < setting.ge
+
+
+def _not_above(setting: Setting, value: Any) -> Any:
+    if setting.le is not None and value > setting.le:
+        raise setting.wrong(f"at most {setting.le}", value)
+    return value
+
+
+def _path(setting: Setting, value: object) -> Path:
+    if not isinstance(value, (str, Path)) or not str(value).strip():
+        raise setting.wrong("a file or folder", value)
+    return Path(value)
+
+
+def _text(setting: Setting, value: object) -> str:
+    if setting.choices:
+        return _choice(setting, value)
+    if not isinstance(value, str):
+        raise setting.wrong("text", value)
+    if not setting.empty and not value.strip():
+        raise setting.wrong("text that is not empty", value)
+    return value
+
+
+def _choice(setting: Setting, value: object) -> str:
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text in setting.choices:
+        return text
+    hint = nearest(text, setting.choices) if text else ""
+    raise ConfigError(
+        f"{setting.flag} must be one of {', '.join(setting.choices)}, got {value!r}{hint}"
+    )
+
+
+_CHECKS: Mapping[type, _Check] = {
+    bool: _switch,
+    int: _integer,
+    float: _number,
+    Path: _path,
+    str: _text,
+}
+
+
+def _prompt(setting: Setting, value: object) -> str | None:
+    """Return a text that is Unicode, as tokenizers take it."""
+    text = "" if value is None else _text(setting, value)
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(
+            f"{setting.flag} must be Unicode text, got bytes that are not UTF-8: {text[:80]!r}; "
+            f"check the encoding of the terminal or script"
+        )
+    return None if value is None else text
+
+
+def _configuration(setting: Setting, value: object) -> object:
+    """Return a path, text or mapping that holds a configuration; None where it is empty."""
+    if not isinstance(value, (str, Mapping, type(None))):
+        raise setting.wrong("a path, a JSON object, k=v,k=v or a mapping", value)
+    empty = not value.strip() if isinstance(value, str) else not value
+    return None if empty else frozen(value)
+
+
+def _overrides(setting: Setting, value: Any) -> object:
+    return frozen(parse_component_backends(value, name=setting.flag))
+
+
+def _any(setting: Setting, value: object) -> object:
+    """Return `value`: what may be given depends on other settings."""
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
     """The arguments of one run; hashable, because mappings are copied and frozen.
 
-    Attributes:
-        model_path: diffusers pipeline: a folder with `model_index.json`, or a hub id.
-        prompt: what to generate, or None where nothing is generated.
-        negative_prompt: what to keep out.
-        backend: `sglang` runs this package's layers, `diffusers` its own attention, `auto` decides.
-        attention_backend: backend of every layer, None for an automatic choice. With backend
-            `diffusers` it is one of diffusers' names, kept as text.
-        attention_backend_config: its parameters: path, JSON object, `k=v,k=v` or mapping.
-        component_attention_backends: backend by `component` or `component.role`, None for an
-            automatic choice; given as a mapping, a JSON object or `a=x,b=y`.
-        attention_config: structured selection: path, JSON object or mapping; excludes
-            `attention_backend`.
-        strict_attention: refuse the documented fallbacks too.
-        num_gpus: GPUs the pipeline is spread over, on all hosts; None: what the degrees multiply
-            to, or the ranks that torchrun started.
-        sp_degree: GPUs that share one sequence.
-        ulysses_degree: GPUs the heads are split over.
-        ring_degree: GPUs in the ring over keys.
-        cfg_parallel: run the branches of classifier-free guidance on different GPUs.
-        rank_timeout: seconds the ranks of a run on several GPUs wait for each other.
-        height: pixels; None: the pipeline's default, as for every None below.
-        width: pixels.
-        num_frames: frames of a video.
-        num_inference_steps: denoising steps.
-        guidance_scale: guidance of the kind the model has.
-        true_cfg_scale: classifier-free guidance of pipelines that have distilled guidance too.
-        num_outputs: images or videos to make.
-        seed: seed of the noise; None draws one.
-        fps: frames per second of a video.
-        output_path: file to write, or folder to choose a name in.
-        overwrite: replace existing files.
-        save_latents: also write the last latents.
-        enable_torch_compile: compile the denoisers' repeated blocks.
-        dtype: dtype of the weights; `auto` takes the device's best.
-        device: torch device, or None for this machine's accelerator.
-        offload: what stays in CPU memory while it does not run: nothing, models, or layers.
-        vae_tiling: decode in tiles.
+    Every field is described where it is declared. In Python, `attention_backend_config` and
+    `attention_config` may be mappings, and `component_attention_backends` a mapping of
+    `component` or `component.role` to backends, None for an automatic choice.
 
     Raises:
         ConfigError: a value has the wrong type, is out of range or contradicts another.
     """
 
-    model_path: str
-    prompt: str | None = None
-    negative_prompt: str | None = None
-    backend: str = "auto"
-    attention_backend: AttentionBackendEnum | str | None = None
-    attention_backend_config: str | Mapping[str, object] | None = None
-    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None = (
-        field(default_factory=dict)
+    model_path: str = setting(
+        metavar="FOLDER_OR_ID",
+        empty=False,
+        help="Diffusers pipeline: a folder with model_index.json, or a Hugging Face Hub id.",
     )
-    attention_config: str | Mapping[str, object] | None = None
-    strict_attention: bool = False
-    num_gpus: int | None = None
-    sp_degree: int | None = None
-    ulysses_degree: int | None = None
-    ring_degree: int | None = None
-    cfg_parallel: bool = False
-    rank_timeout: int = 300
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = None
-    num_outputs: int = 1
-    seed: int | None = None
-    fps: int | None = None
-    output_path: str | Path = Path("outputs")
-    overwrite: bool = False
-    save_latents: bool = False
-    enable_torch_compile: bool = False
-    dtype: str = "auto"
-    device: str | None = None
-    offload: str = "none"
-    vae_tiling: bool = False
+    prompt: str | None = setting(None, metavar="TEXT", check=_prompt, help="What to generate.")
+    negative_prompt: str | None = setting(
+        None, metavar="TEXT", check=_prompt, help="What to keep out. Default: none."
+    )
+    backend: str = setting(
+        "auto",
+        choices=("auto", "sglang", "diffusers"),
+        help="sglang: this package's attention layers. diffusers: diffusers' own, chosen by its "
+        "set_attention_backend. auto: sglang, unless --attention-backend is a name that only "
+        "diffusers has.",
+    )
+    attention_backend: AttentionBackendEnum | str | None = setting(  # noqa: RUF009 - it returns a field
+        None,
+        metavar="NAME",
+        check=_any,
+        help="Attention backend of every layer; `sglang attention list` names them. With "
+        "--backend diffusers, a name of diffusers such as native or _native_cudnn. Default: the "
+        "best one for each layer.",
+    )
+    attention_backend_config: str | Mapping[str, object] | None = setting(
+        None,
+        metavar="CONFIG",
+        check=_configuration,
+        help="Parameters of --attention-backend: a JSON or YAML file, a JSON object, or k=v,k=v. "
+        "Default: the backend's own.",
+    )
+    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None = (
+        setting(
+            None,
+            metavar="OVERRIDES",
+            check=_overrides,
+            help="Backends of single components or roles, e.g. "
+            "text_encoder=torch_sdpa,transformer.cross=fa, or a JSON object; also "
+            "--component-attention-backends.text-encoder torch_sdpa. Stronger than "
+            "--attention-backend.",
+        )
+    )
+    attention_config: str | Mapping[str, object] | None = setting(
+        None,
+        metavar="CONFIG",
+        short="-ac",
+        check=_configuration,
+        help="Rules over component, role, layers and steps: a file, a JSON object, or dotted "
+        "flags such as -ac.backend fa. Excludes --attention-backend.",
+    )
+    strict_attention: bool = setting(
+        False, help="Refuse instead of falling back when a named backend cannot serve a layer."
+    )
+    num_gpus: int | None = setting(
+        None,
+        metavar="N",
+        ge=1,
+        help="GPUs that share the work; starts a process for each on this host. Default: what "
+        "the degrees multiply to. Under torchrun: the ranks it started.",
+    )
+    sp_degree: int | None = setting(
+        None,
+        metavar="N",
+        ge=1,
+        help="GPUs that share one sequence: Ulysses times ring. Default: --num-gpus, or half of "
+        "them with --cfg-parallel.",
+    )
+    ulysses_degree: int | None = setting(
+        None,
+        metavar="N",
+        ge=1,
+        help="GPUs the heads are split over. Default: as many as share a sequence and fit.",
+    )
+    ring_degree: int | None = setting(
+        None,
+        metavar="N",
+        ge=1,
+        help="GPUs in a ring over keys. Default: what the Ulysses degree leaves.",
+    )
+    cfg_parallel: bool = setting(
+        False, help="Run the two branches of classifier-free guidance on different GPUs."
+    )
+    rank_timeout: int = setting(
+        300,
+        metavar="SECONDS",
+        ge=1,
+        le=1_000_000,  # exchanges count waits in milliseconds
+        help="How long GPUs wait for each other before the run fails.",
+    )
+    # The largest sizes and scales are beyond all use: past them memory runs out while the noise is
+    # drawn or the files are named, or floats overflow.
+    height: int | None = setting(
+        None, metavar="N", ge=1, le=65536, help="Height in pixels. Default: the pipeline's."
+    )
+    width: int | None = setting(
+        None, metavar="N", ge=1, le=65536, help="Width in pixels. Default: the pipeline's."
+    )
+    num_frames: int | None = setting(
+        None, metavar="N", ge=1, le=65536, help="Frames of a video. Default: the pipeline's."
+    )
+    num_inference_steps: int | None = setting(
+        None, metavar="N", ge=1, le=10_000, help="Denoising steps. Default: the pipeline's."
+    )
+    guidance_scale: float | None = setting(
+        None,
+        metavar="X",
+        ge=0,
+        le=10**6,
+        help="Guidance of the kind the model has: distilled where the transformer embeds it, "
+        "else classifier-free (true_cfg_scale of Qwen-Image, the guider of HunyuanVideo-1.5). "
+        "Default: the pipeline's.",
+    )
+    true_cfg_scale: float | None = setting(
+        None,
+        metavar="X",
+        ge=0,
+        le=10**6,
+        help="Classifier-free guidance of pipelines that have distilled guidance too, such as "
+        "Flux and HunyuanVideo. Default: the pipeline's.",
+    )
+    num_outputs: int = setting(1, metavar="N", ge=1, le=1000, help="Images or videos per prompt.")
+    seed: int | None = setting(
+        None,
+        metavar="N",
+        ge=0,
+        le=2**63 - 1,  # generators of torch take seeds of 63 bits on every device
+        help="Seed of the noise, drawn on the CPU. Default: a random one, which is printed and "
+        "recorded.",
+    )
+    fps: int | None = setting(
+        None,
+        metavar="N",
+        ge=1,
+        le=240,
+        help="Frames per second of the video, told to pipelines that ask for it. Default: the "
+        "rate the model was made for.",
+    )
+    output_path: Path | str = setting(  # noqa: RUF009 - it returns a field
+        Path("outputs"),
+        metavar="FILE_OR_FOLDER",
+        help="A .mp4 or .png file, which must not exist yet, or a folder, where a new name is "
+        "made from the model and the seed. Several outputs are numbered.",
+    )
+    overwrite: bool = setting(False, help="Replace the files at --output-path.")
+    save_latents: bool = setting(
+        False,
+        help="Also write the last latents, as the pipeline holds them, to a .safetensors file "
+        "beside the output.",
+    )
+    dtype: str = setting(
+        "auto",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        help="Dtype of the weights. auto: bfloat16 on accelerators that have it, else float16 "
+        "there, float32 on the CPU.",
+    )
+    device: str | None = setting(
+        None,
+        metavar="DEVICE",
+        empty=False,
+        help="Torch device, e.g. cuda:1 or cpu. Default: this machine's accelerator.",
+    )
+    offload: str = setting(
+        "none",
+        choices=("none", "model", "sequential"),
+        help="Keep weights in CPU memory while they do not run: model by model, or layer by "
+        "layer (least memory, slowest).",
+    )
+    vae_tiling: bool = setting(False, help="Decode in tiles: less memory, slower.")
+    enable_torch_compile: bool = setting(
+        False, help="Compile the repeated blocks of every denoiser."
+    )
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            self._set(name, _choice(name, getattr(self, name), choices))
-        for name, minimum in _MINIMUM.items():
-            _check_integer(name, getattr(self, name), minimum, _MAXIMUM.get(name))
-        for name in _NUMBERS:
-            _check_number(name, getattr(self, name))
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, "true or false", getattr(self, name))
-        for name in _TEXTS:
-            _check_text(name, getattr(self, name))
-        if not isinstance(self.output_path, (str, Path)) or not str(self.output_path).strip():
-            raise _wrong("output_path", "a file or folder", self.output_path)
-        self._set("output_path", Path(self.output_path))
-        self._normalise_attention()
-
-    def _normalise_attention(self) -> None:
-        for name in ("attention_backend_config", "attention_config"):
-            value = getattr(self, name)
-            if not isinstance(value, (str, Mapping, type(None))):
-                raise _wrong(name, "a path, a JSON object, k=v,k=v or a mapping", value)
-            empty = not value.strip() if isinstance(value, str) else not value
-            self._set(name, None if empty else frozen(value))
-        components = parse_component_backends(self.component_attention_backends)
-        self._set("component_attention_backends", frozen(components))
+        for name, declared in SETTINGS.items():
+            self._set(name, declared.normalised(getattr(self, name)))
         if self.backend == "diffusers":
             self._keep_diffusers_name()
         else:
@@ -184,18 +429,39 @@ class ServerArgs:
         for name in ours:
             if getattr(self, name):
                 raise ConfigError(
-                    f"{_flag(name)} must not be given with --backend diffusers, whose attention "
+                    f"{as_flag(name)} must not be given with --backend diffusers, whose attention "
                     f"backends take no configuration; remove it, or use --backend sglang"
                 )
         value = self.attention_backend
         if value is None:
             return
         if not isinstance(value, (str, AttentionBackendEnum)) or not str(value).strip():
-            raise _wrong("attention_backend", "the name of a diffusers attention backend", value)
+            raise SETTINGS["attention_backend"].wrong(
+                "the name of a diffusers attention backend", value
+            )
         self._set("attention_backend", str(value).strip())
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _settings() -> Mapping[str, Setting]:
+    hints = get_type_hints(ServerArgs)
+    return {
+        field.name: Setting(
+            name=field.name,
+            kind=next(
+                kind for kind in _KINDS if kind in (hints[field.name], *get_args(hints[field.name]))
+            ),
+            default=field.default,
+            **field.metadata,
+        )
+        for field in dataclasses.fields(ServerArgs)
+    }
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType(_settings())
+"""The settings of `ServerArgs` by name, in order."""
 
 
 def parse_attention_backend(
@@ -296,17 +562,12 @@ def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:
     if not component or (dot and not roles):
         form = "component or component.role" if roles else "component, without a role"
         raise ConfigError(f"{name} must name a {form}, got {key!r}")
-    if dot and role not in _ROLES:
+    if dot and role not in ROLES:
         raise ConfigError(
-            f"{name} must name one of the roles {', '.join(_ROLES)} after the dot, got {key!r}"
-            f"{nearest(role, _ROLES)}"
+            f"{name} must name one of the roles {', '.join(ROLES)} after the dot, got {key!r}"
+            f"{nearest(role, ROLES)}"
         )
     return component + dot + role
-
-
-def as_flag(setting: str) -> str:
-    """Return the flag of a setting: `--attention-config` for `attention_config`."""
-    return "--" + setting.replace("_", "-")
 
 
 def check_exclusive(
@@ -340,46 +601,3 @@ def check_exclusive(
         raise ConfigError(
             f"{parameters} needs {of_backend}, which says whose parameters they are; add it"
         )
-
-
-def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    text = value.strip().lower() if isinstance(value, str) else ""
-    for choice in choices:
-        if choice == text:
-            return choice
-    hint = nearest(text, choices) if text else ""
-    raise ConfigError(f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}{hint}")
-
-
-def _check_integer(name: str, value: object, minimum: int, maximum: int | None) -> None:
-    if value is None and name not in _NEVER_NONE:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise _wrong(name, f"an integer >= {minimum}", value)
-    if maximum is not None and value > maximum:
-        raise _wrong(name, f"at most {maximum}", value)
-
-
-def _check_number(name: str, value: object) -> None:
-    if value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        raise _wrong(name, "a number >= 0", value)
-
-
-def _check_text(name: str, value: object) -> None:
-    if value is None and name not in _NEVER_NONE:
-        return
-    if not isinstance(value, str):
-        raise _wrong(name, "text", value)
-    if name in ("model_path", "device") and not value.strip():
-        raise _wrong(name, "text that is not empty", value)
-
-
-def _wrong(name: str, expected: str, value: Any) -> ConfigError:
-    return ConfigError(f"{_flag(name)} must be {expected}, got {value!r}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -55,10 +55,8 @@ def record(out: Path) -> dict:
 
 def generate_as_rank(arguments: list[str]) -> int:
     """Run the command line as a rank that has joined a world already."""
-    from multimodal_gen.cli import generate as ranks
-
-    launch.started = lambda: True
-    ranks.be_one = lambda job, run, timeout: ranks.join_and_run(job(), run, dist.get_world_size())
+    launch.is_launched_rank = lambda: True
+    launch.run_rank = lambda work, timeout: work(dist.get_world_size())
     return main(arguments)
 
 
@@ -197,7 +195,7 @@ def test_ctrl_c_while_ranks_run_leaves_no_half_written_file(
 ):
     out = tmp_path / "out"
 
-    def be_interrupted(function, job, run, *, num_ranks):
+    def be_interrupted(function, job, *, num_ranks):
         (out / f".{job.mark}wan.partial.mp4").write_bytes(b"half")
         raise KeyboardInterrupt
 

@@ -4,7 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import ENTRY_POIN
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import (
+    SETTINGS,
     ServerArgs,
     parse_component_backends,
     parse_component_key,
@@ -162,6 +163,44 @@ def test_a_wrong_component_override_is_quoted(value, message):
 def test_a_wrong_value_is_refused_by_the_name_of_its_flag(given_, message):
     with pytest.raises(ConfigError, match=message):
         args(**given_)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("height", 10**9, "--height must be at most 65536, got 1000000000"),
+        ("width", 65537, "--width must be at most 65536, got 65537"),
+        ("num_frames", 10**12, "--num-frames must be at most 65536, got 1000000000000"),
+        ("num_inference_steps", 10**9, "--num-inference-steps must be at most 10000, got"),
+        ("num_outputs", 10**9, "--num-outputs must be at most 1000, got"),
+        ("guidance_scale", 1e39, r"--guidance-scale must be at most 1000000, got 1e\+39"),
+        ("true_cfg_scale", 1e308, r"--true-cfg-scale must be at most 1000000, got 1e\+308"),
+    ],
+)
+def test_a_number_beyond_all_use_is_refused(option: str, value, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        args(**{option: value})
+
+
+@pytest.mark.parametrize("option", ["prompt", "negative_prompt"])
+def test_a_text_that_is_no_unicode_is_refused(option: str) -> None:
+    flag = option.replace("_", "-")
+    rule = (
+        rf"--{flag} must be Unicode text, got bytes that are not UTF-8: 'a\\udcff'; check the enc"
+    )
+    with pytest.raises(ConfigError, match=rule):
+        args(**{option: "a\udcff"})
+    assert getattr(args(**{option: "\U0001f98a fox"}), option) == "\U0001f98a fox"
+
+
+def test_a_setting_is_declared_with_all_that_is_known_of_it() -> None:
+    assert [*SETTINGS] == [field.name for field in fields(ServerArgs)]
+    for name, setting in SETTINGS.items():
+        assert setting.flag == f"--{name.replace('_', '-')}"
+        assert setting.help.endswith(".")
+        assert (setting.metavar is None) == (setting.kind is bool or bool(setting.choices))
+        if not setting.check and setting.kind in (int, float):
+            assert setting.ge is not None
 
 
 def test_a_model_path_must_not_be_empty():

@@ -8,8 +8,8 @@ from multimodal_gen.runtime.generator.passthrough import DiffusersAttention, cho
 from multimodal_gen.runtime.generator.ranks import join_ranks, plan_ranks
 from multimodal_gen.runtime.generator.run import (
     Attach,
-    AttentionSession,
     Generated,
+    Handle,
     Report,
     generate,
     prepare,
@@ -18,9 +18,9 @@ from multimodal_gen.runtime.generator.skeleton import load_skeleton
 
 __all__ = [
     "Attach",
-    "AttentionSession",
     "DiffusersAttention",
     "Generated",
+    "Handle",
     "PipelineIndex",
     "Report",
     "choose_backend",

@@ -28,7 +28,7 @@ from multimodal_gen.runtime.distributed.groups import is_main_rank
 from multimodal_gen.runtime.generator.load import first_line, is_out_of_memory
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
-from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.server_args import ServerArgs, as_flag
 
 __all__ = [
     "Denoised",
@@ -360,6 +360,5 @@ def differences(made: dict[str, Json], args: ServerArgs) -> tuple[str, ...]:
     for name in ("num_outputs", "num_frames", "height", "width"):
         asked = getattr(args, name)
         if asked is not None and made[name] != asked:
-            flag = "--" + name.replace("_", "-")
-            notes.append(f"{flag} {asked} was asked for, the pipeline made {made[name]}")
+            notes.append(f"{as_flag(name)} {asked} was asked for, the pipeline made {made[name]}")
     return tuple(notes)

@@ -25,7 +25,7 @@ from multimodal_gen.runtime.generator.load import PipelineIndex, import_diffuser
 from multimodal_gen.runtime.generator.skeleton import denoiser_configs
 from multimodal_gen.runtime.managers.guidance import guides_at, has_branches, one_branch, unguided
 from multimodal_gen.runtime.platforms import current_platform
-from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.server_args import ServerArgs, as_flag
 
 __all__ = ["check_guided", "ending_signals_raise", "join_ranks", "plan_ranks", "rank_device"]
 
@@ -136,7 +136,7 @@ def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
     join_world(device_type)
     check_same_on_ranks(
         {
-            f"--{field.name.replace('_', '-')}": getattr(args, field.name)
+            as_flag(field.name): getattr(args, field.name)
             for field in fields(args)
             if field.name not in _OWN
         }

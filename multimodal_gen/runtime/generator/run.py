@@ -40,7 +40,7 @@ from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["Attach", "AttentionSession", "Generated", "Report", "generate", "prepare"]
+__all__ = ["Attach", "Generated", "Handle", "Report", "generate", "prepare"]
 
 
 class Report(Protocol):
@@ -53,7 +53,7 @@ class Report(Protocol):
         """Return the report as text, one line per group of layers."""
 
 
-class AttentionSession(Protocol):
+class Handle(Protocol):
     """Attention backends attached to a pipeline, until it is removed."""
 
     def report(self) -> Report:
@@ -63,7 +63,7 @@ class AttentionSession(Protocol):
         """Restore the pipeline."""
 
 
-Attach: TypeAlias = Callable[[Any], AttentionSession]
+Attach: TypeAlias = Callable[[Any], Handle]
 """Attaches attention backends to a loaded pipeline; layers above the generator pass it in."""
 
 
@@ -148,13 +148,13 @@ def generate(
         check_loaded(pipe, args)
         call = prepare_call(pipe, index, args)
         with timings.phase("attach"):
-            session = attach(pipe)
+            handle = attach(pipe)
         try:
             notes = _compile(pipe) if args.enable_torch_compile else ()
             run = _denoise(pipe, index, args, call, timings)
-            report = session.report()
+            report = handle.report()
         finally:
-            session.remove()
+            handle.remove()
     if target is None:
         return None
     check_finite(run)

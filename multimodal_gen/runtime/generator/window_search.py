@@ -114,8 +114,8 @@ class WindowSearch:
         with contextlib.ExitStack() as stack:
             stack.enter_context(out_of_memory_explained())
             pipe = load_pipeline(index, args, device)
-            session = attach(pipe)
-            stack.callback(session.remove)
+            handle = attach(pipe)
+            stack.callback(handle.remove)
             for prompt in self.pending:
                 call = prepare_call(pipe, index, replace(args, prompt=prompt))
                 arguments = dict(call.arguments)
