@@ -45,7 +45,7 @@ class AttentionHandle:
     Args:
         plans: what to do, per component.
         notes: sentences for the report.
-        notices: what is said while it runs, for the report too.
+        warnings: what is warned of while it runs, for the report too.
         tracker: follows the denoisers through their generations.
         pipeline: the pipeline, or None for a bare model.
     """
@@ -54,13 +54,13 @@ class AttentionHandle:
         self,
         plans: tuple[DenoiserPlan | EncoderPlan, ...],
         notes: tuple[str, ...],
-        notices: WarnOnce,
+        warnings: WarnOnce,
         tracker: StepTracker,
         pipeline: Any = None,
     ) -> None:
         self._plans = plans
         self._notes = notes
-        self._notices = notices
+        self._warnings = warnings
         self._tracker = tracker
         with ExitStack() as undo:
             for plan in plans:
@@ -76,7 +76,7 @@ class AttentionHandle:
             notes=(
                 *self._notes,
                 *(note for plan in self._plans for note in plan.notes()),
-                *self._notices.said,
+                *self._warnings.given,
             ),
             gathering=sum_of(p.times() for p in self._plans if isinstance(p, DenoiserPlan)),
         )
@@ -164,7 +164,7 @@ def apply(
     elif strict or any(value is not None for value in settings.values()):
         raise UsageError("scope must be given alone, got further settings beside it")
     # A pipeline is told what it should know, whatever others were told before.
-    scope = replace(scope, notices=WarnOnce())
+    scope = replace(scope, warnings=WarnOnce())
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
     tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
@@ -179,7 +179,7 @@ def apply(
         )
     _require_split(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
-    return AttentionHandle(plans, notes, scope.notices, tracker, pipeline)
+    return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline)
 
 
 def _plan(

@@ -3,28 +3,30 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
-from multimodal_gen.integrations.denoiser_context import current_denoiser_context, current_padding
+from multimodal_gen.integrations.denoiser_context import (
+    TokenShare,
+    current_denoiser_context,
+    current_padding,
+)
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.distributed.timing import sum_of
-from multimodal_gen.runtime.layers.attention.layer import LocalAttention
-from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
-from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
-from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import SplitAttentionLayer
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import SplitCall
 
 
 class AttentionParams(NamedTuple):
@@ -45,108 +47,83 @@ class AttentionParams(NamedTuple):
     causal: bool = False
 
 
-class StockAttention(LocalAttention, SplitAttentionLayer):
-    """`LocalAttention` that looks up what the denoiser call knows of its padding and its ranks.
+def prepare_call(
+    layer: AttentionLayer, call: AttentionCall, *, masks_padding: bool
+) -> AttentionCall:
+    """Return a call of a stock model with what the denoiser call knows of its padding and ranks.
 
-    It does so inside the opaque operator under `torch.compile`, so what it reads is never frozen
-    into a graph.
+    Keys that are known to be padding are cut off. Tokens are exchanged where the denoiser call
+    splits them over ranks; what all ranks have whole, such as text in cross-attention, is attended
+    to on each. A gate without a coarse branch has no effect, as in the stock model.
 
-    Attributes:
+    Args:
+        layer: the layer that is called.
+        call: as the model makes it.
         masks_padding: every mask of a call says which keys are padding and nothing else, so that
             what is known of the padding may stand in for it.
+
+    Raises:
+        UsageError: tokens are split, and the layer attends to others.
     """
+    if call.gate is not None and not layer.takes_gate:
+        call = call._replace(gate=None)
+    context = current_denoiser_context()
+    split = None if context is None else context.split
+    share = None if split is None else split.share
+    if share is None or not _attends_to(share, layer, call):
+        return _without_padding(layer, call._replace(exchange=False), masks_padding)
+    keys = share.front + share.total + share.back
+    padding = _padding(layer, call, keys, masks_padding)
+    dropped = 0
+    if padding is not None and padding.valid is not None:
+        # All that is masked is the end of the text: without it there is nothing to mask.
+        dropped = keys - padding.valid
+        query, key, value = (x[:, : x.shape[1] - dropped] for x in call[:3])
+        call = call._replace(query=query, key=key, value=value, mask=None, zero_rows=dropped)
+    elif padding is not None and call.mask is not None:
+        call = call._replace(whole_mask=_mask_of(padding, like=call.mask))
+    text = (share.front, share.back - dropped, 0)
+    return call._replace(replicated=text, seq_lens=share.lengths)
 
-    masks_padding = False
 
-    def attend_fitting(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        mask_meta: VarlenMaskMeta | None = None,
-        *,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend as any layer does, to the valid keys alone where the padding is known."""
-        padding = self._padding(attn_mask, (key.shape[0], key.shape[1]), key.device)
-        if padding is not None and attn_mask is not None:
-            mask_meta = None
-            attn_mask = _mask_of(padding, like=attn_mask)
-            if padding.valid is not None and padding.valid < key.shape[1]:
-                # Rows of padded queries get an output that nothing reads: their keys stay cut off.
-                key, value = key[:, : padding.valid], value[:, : padding.valid]
-        return super().attend_fitting(query, key, value, attn_mask, mask_meta, gate=gate)
+def _attends_to(share: TokenShare, layer: AttentionLayer, call: AttentionCall) -> bool:
+    """Whether a call attends to the tokens that ranks share."""
+    if layer.site.role is not AttentionRole.SELF:
+        return False
+    rows = (call.query.shape[1], call.key.shape[1])
+    if rows == (share.joint_length, share.joint_length):
+        return True
+    if share.exact:
+        raise UsageError(
+            f"{layer.site.name} must attend to the {share.length} tokens of this rank, got "
+            f"{rows[0]} queries and {rows[1]} keys; the plan of its model does not tell "
+            f"what the others are, run it on one GPU"
+        )
+    return False
 
-    def attend_now(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend as `LocalAttention` does; a gate without a coarse branch has no effect.
 
-        That is how the stock model computes, and a backend may be forced on it at any time.
-        """
-        gate = gate if gate is not None and self.takes_gate else None
-        return super().attend_now(query, key, value, attn_mask, gate)
+def _without_padding(
+    layer: AttentionLayer, call: AttentionCall, masks_padding: bool
+) -> AttentionCall:
+    padding = _padding(layer, call, call.key.shape[1], masks_padding)
+    if padding is None or call.mask is None:
+        return call
+    call = call._replace(mask=_mask_of(padding, like=call.mask), mask_meta=None)
+    if padding.valid is not None and padding.valid < call.key.shape[1]:
+        # Rows of padded queries get an output that nothing reads: their keys stay cut off.
+        key, value = call.key[:, : padding.valid], call.value[:, : padding.valid]
+        call = call._replace(key=key, value=value)
+    return call
 
-    def attend_split(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        replicated: tuple[int, ...],
-        seq_lens: Sequence[int] | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend to the tokens of all ranks where the denoiser call splits them, else to these.
 
-        What all ranks have whole, such as text in cross-attention, is attended to on each.
-        """
-        del replicated, seq_lens
-        context = current_denoiser_context()
-        split = None if context is None else context.split
-        share = None if split is None else split.share
-        rows = (query.shape[1], key.shape[1])
-        own_tokens = self.site.role is AttentionRole.SELF
-        if share is None or not own_tokens or rows != (share.joint_length, share.joint_length):
-            if share is not None and own_tokens and share.exact:
-                raise UsageError(
-                    f"{self.site.name} must attend to the {share.length} tokens of this rank, got "
-                    f"{rows[0]} queries and {rows[1]} keys; the plan of its model does not tell "
-                    f"what the others are, run it on one GPU"
-                )
-            return self.attend_now(query, key, value, attn_mask, gate)
-        gate = gate if gate is not None and self.takes_gate else None
-        keys = (key.shape[0], share.front + share.total + share.back)
-        padding = self._padding(attn_mask, keys, key.device)
-        dropped = 0
-        if padding is not None and padding.valid is not None:
-            # All that is masked is the end of the text: without it there is nothing to mask.
-            attn_mask, dropped = None, keys[1] - padding.valid
-            query, key, value = (x[:, : x.shape[1] - dropped] for x in (query, key, value))
-        text = (share.front, share.back - dropped, 0)
-        out = super().attend_split(query, key, value, attn_mask, text, share.lengths, gate)
-        return F.pad(out, (0, 0, 0, 0, 0, dropped)) if dropped else out
-
-    def whole_mask(self, call: SplitCall, mask: torch.Tensor) -> torch.Tensor:
-        """Return the mask of all keys of the sequence, without asking the ranks where it can."""
-        padding = self._padding(mask, (mask.shape[0], call.num_keys), mask.device)
-        if padding is None:
-            return super().whole_mask(call, mask)
-        return padding.keep() if mask.dim() == 2 else padding.keep_keys()
-
-    def _padding(
-        self, mask: torch.Tensor | None, keys: tuple[int, int], device: torch.device
-    ) -> KeyPadding | None:
-        """Return what is known of the padding of [B, Sk] keys, if `mask` tells nothing else."""
-        if mask is None or not self.masks_padding or not _masks_keys_alone(mask):
-            return None
-        return current_padding(self.site.role, keys, device)
+def _padding(
+    layer: AttentionLayer, call: AttentionCall, num_keys: int, masks_padding: bool
+) -> KeyPadding | None:
+    """Return what is known of the padding of so many keys, if the mask tells nothing else."""
+    mask, key = call.mask, call.key
+    if mask is None or not masks_padding or not _masks_keys_alone(mask):
+        return None
+    return current_padding(layer.site.role, (key.shape[0], num_keys), key.device)
 
 
 class ModuleAttention(StandIn):
@@ -160,7 +137,7 @@ class ModuleAttention(StandIn):
         compute_dtype: dtype of its q, k and v.
         scope: what the user configured.
         also: what other calls may look like, as far as that is known.
-        masks_padding: see `StockAttention`.
+        masks_padding: see `prepare_call`.
 
     Raises:
         UnsupportedBackendError: the requested backend cannot serve the module.
@@ -187,7 +164,7 @@ class ModuleAttention(StandIn):
         self._masks_padding = masks_padding
         self._projection: nn.Linear | None = None
         self.layer = self._build(geometry)
-        self.others: dict[AttentionParams, StockAttention] = {}
+        self.others: dict[AttentionParams, USPAttention] = {}
         for other in also:
             # Such a call may never come; one that does gets the error.
             with suppress(UnsupportedBackendError):
@@ -230,7 +207,7 @@ class ModuleAttention(StandIn):
             and _scale(query.shape[3], scale) == self.scale
         )
         layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
-        return layer.run_over_ranks(query, key, value, attn_mask, gate=gate)
+        return layer.attend(AttentionCall(query, key, value, attn_mask, gate))
 
     @property
     def takes_gate(self) -> bool:
@@ -240,8 +217,7 @@ class ModuleAttention(StandIn):
     @property
     def takes_projection(self) -> bool:
         """Whether a step of the schedule has a branch that a trained projection weighs."""
-        entries = self.layer.report().entries
-        return takes_projection(entry.selection.backend for entry in entries)
+        return self.layer.takes_projection
 
     def end_request(self, request_id: str) -> None:
         """Drop what is kept for a generation that is over."""
@@ -252,7 +228,7 @@ class ModuleAttention(StandIn):
         """Set the projection of that branch, [D, D]; None for zero."""
         for layer in (self.layer, *self.others.values()):
             if layer.head_size == self.head_size:
-                set_projection(layer, projection)
+                layer.set_projection(projection)
         self._projection = projection
 
     def report(self) -> LayerReport:
@@ -268,7 +244,7 @@ class ModuleAttention(StandIn):
 
     def _other(
         self, query: torch.Tensor, key: torch.Tensor, *, causal: bool, scale: float | None
-    ) -> StockAttention:
+    ) -> USPAttention:
         geometry = AttentionParams(
             num_heads=query.shape[2],
             head_size=query.shape[3],
@@ -286,8 +262,8 @@ class ModuleAttention(StandIn):
         return self.others[geometry]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _build(self, geometry: AttentionParams) -> StockAttention:
-        layer = StockAttention(
+    def _build(self, geometry: AttentionParams) -> USPAttention:
+        layer = USPAttention(
             geometry.num_heads,
             geometry.head_size,
             geometry.num_kv_heads,
@@ -297,10 +273,10 @@ class ModuleAttention(StandIn):
             compute_dtype=self._compute_dtype,
             site=self.site,
             scope=self._scope,
+            prepare=partial(prepare_call, masks_padding=self._masks_padding),
         )
-        layer.masks_padding = self._masks_padding
         if layer.head_size == self.head_size:
-            set_projection(layer, self._projection)
+            layer.set_projection(self._projection)
         return layer
 
     def in_copies(self) -> None:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, nearest
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     Rule,
     SelectionScope,
@@ -39,7 +39,7 @@ def without_sparse(scope: SelectionScope) -> tuple[SelectionScope, bool]:
     )
 
 
-def _dense(asked: Asked) -> Asked:
+def _dense(asked: BackendPreference) -> BackendPreference:
     if asked.backend is None or not asked.backend.is_sparse:
         return asked
     return replace(asked, backend=None, config=None)

@@ -21,7 +21,7 @@ from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAtten
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -306,7 +306,7 @@ def _layer_contender(
 
 
 def _layer_options(case: Case, backend: str, config: BackendConfig) -> dict[str, object]:
-    asked = Asked(
+    asked = BackendPreference(
         source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse(backend), config=config
     )
     return {

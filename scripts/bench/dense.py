@@ -20,7 +20,7 @@ from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.flash_attn import FlashAttnConfig
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     SelectionScope,
     Source,
     global_force_attn_backend_context_manager,
@@ -100,7 +100,7 @@ def contenders_of(
 
 
 def _pinned(heads: int, backend: AttentionBackendEnum, config: object = None) -> LocalAttention:
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     return LocalAttention(
         heads, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
     )

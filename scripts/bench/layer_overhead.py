@@ -14,7 +14,7 @@ from _harness import parse_arguments, rows_of, shuffled_rounds, version_of, writ
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
-from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 HEADS, HEAD_SIZE, TOKENS, CALLS = 4, 64, 128, 500
@@ -45,7 +45,7 @@ def main() -> None:
         # What a package takes is known by calling it; our own kernels have no other call.
         config = SageAttnConfig(kernel="sageattention") if name == "sage_attn" else None
         backend = AttentionBackendEnum.parse(name)
-        asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+        asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
         layer = LocalAttention(
             HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
         )

@@ -31,9 +31,8 @@ from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -115,12 +114,13 @@ def make_layer(
         compute_dtype=DTYPE,
         site=LayerSite(name="blocks.0.attn1", layer=0),
         scope=SelectionScope(
-            default=Asked(source=Source.COMMAND_LINE, backend=backend, config=config), strict=True
+            default=BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config),
+            strict=True,
         ),
     )
     if case.ratio is not None:
         torch.manual_seed(1)
-        set_projection(layer, nn.Linear(HEAD_SIZE, HEAD_SIZE, device=DEVICE).requires_grad_(False))
+        layer.set_projection(nn.Linear(HEAD_SIZE, HEAD_SIZE, device=DEVICE).requires_grad_(False))
     return layer
 
 

@@ -31,9 +31,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -142,7 +141,7 @@ class Setting:
         config = SLAConfig(
             topk_ratio=case.ratio, linear_branch="unselected" if branch == "unselected" else "all"
         )
-        asked = Asked(
+        asked = BackendPreference(
             source=Source.COMMAND_LINE, backend=AttentionBackendEnum.SLA_ATTN, config=config
         )
         layer = LocalAttention(
@@ -153,7 +152,7 @@ class Setting:
             scope=SelectionScope(default=asked, strict=True),
         )
         if branch != "none":
-            set_projection(layer, self.projection)
+            layer.set_projection(self.projection)
         return partial(layer, *self.qkv)
 
     def contenders(self) -> Iterator[tuple[str, Contender]]:

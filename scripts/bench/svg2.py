@@ -29,7 +29,12 @@ from multimodal_gen.kernels.cluster_attention.plan import (
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Config
 from multimodal_gen.runtime.layers.attention.sparse.tiles import run_in_turns
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -196,7 +201,7 @@ def layer_run(data: Clustered, case: Case) -> Run:
         svg2_first_times_fp=0,
     )
     backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     layer = LocalAttention(
         HEADS,
         HEAD_SIZE,

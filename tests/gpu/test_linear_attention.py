@@ -24,9 +24,8 @@ from multimodal_gen.kernels.linear_attention.reference import (
     key_state_reference,
 )
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -155,7 +154,7 @@ def test_the_branch_over_unselected_blocks_is_the_definition(
 
 
 def layer(head_size: int, **parameters: object) -> tuple[LocalAttention, nn.Linear]:
-    asked = Asked(
+    asked = BackendPreference(
         source=Source.COMMAND_LINE,
         backend=AttentionBackendEnum.SLA_ATTN,
         config=SLAConfig(**parameters),
@@ -169,7 +168,7 @@ def layer(head_size: int, **parameters: object) -> tuple[LocalAttention, nn.Line
         scope=SelectionScope(default=asked, strict=True),
     )
     linear = nn.Linear(head_size, head_size).cuda().requires_grad_(False)
-    set_projection(attention, linear)
+    attention.set_projection(linear)
     return attention, linear
 
 

@@ -12,7 +12,12 @@ from multimodal_gen.kernels.quantized_attention.packed import slots_of
 from multimodal_gen.kernels.quantized_attention.reference import quantise_reference
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
-from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.sla.sage import SageSLAConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
@@ -205,7 +210,7 @@ def test_16_bit_values_meet_the_budget_even_on_values_without_a_mean(
 
 
 def layer(backend: AttentionBackendEnum, config: object, causal: bool = False) -> LocalAttention:
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     return LocalAttention(
         4,
         128,

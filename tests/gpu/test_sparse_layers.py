@@ -13,7 +13,7 @@ import torch
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, build_config
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -56,7 +56,7 @@ def span_of(name: str, grid: Window) -> TextSpan | None:
 
 
 def layer(backend: AttentionBackendEnum, config: SparseConfig, kv_heads: int) -> LocalAttention:
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     return LocalAttention(
         HEADS,
         HEAD_SIZE,

@@ -16,7 +16,12 @@ from multimodal_gen.kernels.kmeans.api import initial_centroids, kmeans
 from multimodal_gen.kernels.kmeans.reference import sort_reference
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Config
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -164,7 +169,7 @@ def layer(heads: int, **parameters: object) -> LocalAttention:
         **parameters,
     )
     backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     return LocalAttention(
         heads,
         128,

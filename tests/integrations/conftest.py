@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multimodal_gen.integrations.module_attention import StockAttention
+from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
@@ -66,19 +66,20 @@ def stock_latents(fresh: Callable[[str], Any]) -> Callable[[str], torch.Tensor]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Record every call that reaches a layer of an attached model."""
     recorded: list[Call] = []
-    attend = StockAttention.attend
+    attend = USPAttention.attend
 
-    def record(self, query, key, value, attn_mask=None, mask_meta=None):
-        recorded.append(
-            Call(
-                site=self.site,
-                context=current_forward_context(),
-                query=tuple(query.shape),
-                key=tuple(key.shape),
-                mask=None if attn_mask is None else tuple(attn_mask.shape),
+    def record(self, call):
+        if not torch.compiler.is_compiling():
+            recorded.append(
+                Call(
+                    site=self.site,
+                    context=current_forward_context(),
+                    query=tuple(call.query.shape),
+                    key=tuple(call.key.shape),
+                    mask=None if call.mask is None else tuple(call.mask.shape),
+                )
             )
-        )
-        return attend(self, query, key, value, attn_mask, mask_meta)
+        return attend(self, call)
 
-    monkeypatch.setattr(StockAttention, "attend", record)
+    monkeypatch.setattr(USPAttention, "attend", record)
     return recorded

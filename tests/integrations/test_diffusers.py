@@ -18,7 +18,7 @@ from multimodal_gen.errors import (
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
 from tests.integrations.conftest import generate
@@ -273,7 +273,9 @@ def test_a_second_apply_asks_for_remove(fresh):
 
 def test_scope_excludes_the_other_settings(fresh):
     scope = SelectionScope(
-        default=Asked(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.FLEX_ATTN)
+        default=BackendPreference(
+            source=Source.COMMAND_LINE, backend=AttentionBackendEnum.FLEX_ATTN
+        )
     )
     pipe = fresh("flux")
     with pytest.raises(UsageError, match="scope must be given alone"):

@@ -11,7 +11,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks, notice_end
 from multimodal_gen.integrations.hooks import StandIn
-from multimodal_gen.integrations.module_attention import StockAttention
+from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan, current_forward_context
 from multimodal_gen.testing.tiny_models import FAMILIES
@@ -315,7 +315,7 @@ def looks_inside(monkeypatch, owner, method):
 @pytest.mark.parametrize("family", ["hunyuan_video", "hunyuan_video_15", "ltx", "qwen_image"])
 def test_a_denoiser_call_looks_at_the_device_once_and_its_layers_never(family, fresh, monkeypatch):
     hook_looks = looks_inside(monkeypatch, DenoiserHooks, "_before")
-    layer_looks = looks_inside(monkeypatch, StockAttention, "attend")
+    layer_looks = looks_inside(monkeypatch, USPAttention, "attend")
     pipe = fresh(family)
     with apply(pipe) as handle:
         generate(pipe, family, num_inference_steps=2)

@@ -12,7 +12,6 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.trained_layers import find_gates
-from multimodal_gen.runtime.layers.attention.gating import GatedImpl
 from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend_context_manager,
 )
@@ -25,7 +24,7 @@ WIDTH = 128
 VSA = "video_sparse_attn"
 
 
-class MeanBranch(PlainImpl, GatedImpl):
+class MeanBranch(PlainImpl):
     """Dense attention whose coarse branch is the mean of the values."""
 
     def forward_gated(self, query, key, value, gate, context=None):

@@ -23,7 +23,6 @@ from multimodal_gen.integrations.hooks import StandIn, own_method
 from multimodal_gen.runtime.distributed.groups import HandshakeState, ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress, handshake
 from multimodal_gen.runtime.distributed.timing import Times
-from multimodal_gen.runtime.layers.attention.call import autocasts
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 from multimodal_gen.runtime.managers.guidance import unguided
 
@@ -481,7 +480,7 @@ def _form(latent: object) -> tuple[object, ...] | None:
     if not isinstance(latent, torch.Tensor):
         return None
     kind = latent.device.type
-    cast = torch.get_autocast_dtype(kind) if autocasts(kind) else None
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return tuple(latent.shape), latent.dtype, latent.device, cast
 
 

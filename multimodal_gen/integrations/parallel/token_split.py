@@ -28,7 +28,7 @@ from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
 from multimodal_gen.runtime.distributed.handshake import handshake
 from multimodal_gen.runtime.distributed.timing import recording
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import next_turn
+from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import count_exchange
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 __all__ = ["TokenSplitter", "gather_sequence"]
@@ -62,7 +62,8 @@ def _gather(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     }
     on_cpu = x.device.type == "cpu"
     refusal = _refusal(x, lengths[groups.sequence.index], groups.rank)
-    handshake(groups, "gathering of tokens", facts, (), refusal, progress=next_turn(), wait=on_cpu)
+    progress = count_exchange()
+    handshake(groups, "gathering of tokens", facts, (), refusal, progress=progress, wait=on_cpu)
     context = current_denoiser_context()
     split = None if context is None else context.split
     with recording(None if split is None else split.times):

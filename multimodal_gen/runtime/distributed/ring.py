@@ -13,7 +13,7 @@ Shapes: B batch, S tokens of a rank, H heads, D head size; q/k suffix = query/ke
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "KeyPart",
     "PartMerger",
     "RingCall",
+    "RingInputs",
     "Transfer",
     "part_attention",
     "part_attention_backward",
@@ -438,6 +439,47 @@ class _GradientRing:
             self._transfer = None
         assert self._arrived is not None
         return self._arrived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RingInputs:
+    """What a rank holds of a sequence whose keys and values travel round a ring.
+
+    Attributes:
+        call: how the tokens are split, and the masks of all of them.
+        query: [B, prefix + S + suffix, H, D].
+        key: [B, S, Hkv, D].
+        value: [B, S, Hkv, D].
+        shared_key: keys that all ranks hold, [B, P, Hkv, D], or None.
+        shared_value: their values.
+        gate: weight of a coarse branch, [B, S, H, D], or None.
+        first_head: index of the first head of `query` among the layer's heads.
+    """
+
+    call: RingCall
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    shared_key: torch.Tensor | None
+    shared_value: torch.Tensor | None
+    gate: torch.Tensor | None = None
+    first_head: int = 0
+
+    def to(self, dtype: torch.dtype) -> "RingInputs":
+        """Return the same inputs in another dtype."""
+
+        def cast(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(dtype)
+
+        return replace(
+            self,
+            query=self.query.to(dtype),
+            key=self.key.to(dtype),
+            value=self.value.to(dtype),
+            shared_key=cast(self.shared_key),
+            shared_value=cast(self.shared_value),
+            gate=cast(self.gate),
+        )
 
 
 class Transfer:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -99,6 +99,9 @@ class ForwardContext:
 
 _CONTEXT: ContextVar[ForwardContext | None] = ContextVar("multimodal_gen_forward", default=None)
 
+current_forward_context: Final = _CONTEXT.get
+"""Returns the current context, or None outside a denoiser call."""
+
 
 @contextmanager
 def set_forward_context(
@@ -152,8 +155,3 @@ def get_forward_context() -> ForwardContext:
             "no forward context is set; run the denoiser inside `with set_forward_context(step):`"
         )
     return context
-
-
-def current_forward_context() -> ForwardContext | None:
-    """Return the current context, or None outside a denoiser call."""
-    return _CONTEXT.get()

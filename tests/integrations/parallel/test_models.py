@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.module_attention import StockAttention
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from tests.integrations.parallel.models import CASES, RANDOM
 
@@ -28,20 +28,20 @@ def run(name):
     with use_parallel_groups(None), apply(model), torch.no_grad():
         want = model(**inputs, return_dict=False)[0]
     rows = []
-    attend = StockAttention.run_over_ranks
+    attend = USPAttention.attend
 
-    def record(self, query, *args, **kwargs):
+    def record(self, call):
         if self.site.role is AttentionRole.SELF:
-            rows.append(query.shape[1])
-        return attend(self, query, *args, **kwargs)
+            rows.append(call.query.shape[1])
+        return attend(self, call)
 
-    StockAttention.run_over_ranks = record
+    USPAttention.attend = record
     try:
         with apply(model) as handle, torch.no_grad():
             got = model(**inputs, return_dict=False)[0]
             report = handle.report()
     finally:
-        StockAttention.run_over_ranks = attend
+        USPAttention.attend = attend
     return want, got, rows, report
 
 

@@ -3,34 +3,29 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
 
+from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     environment_for,
 )
 from multimodal_gen.runtime.layers.attention.call import (
-    are_tensors,
-    autocast,
-    autocasts,
+    AttentionCall,
+    LayerGeometry,
     check_numbers,
     check_sizes,
-    fits,
-    misfit,
-    no_tensor,
-    wants_gradient,
 )
 from multimodal_gen.runtime.layers.attention.custom_ops import (
     attention_op,
     outside_graphs,
     register_layer,
 )
-from multimodal_gen.runtime.layers.attention.gating import attend_gated, gated_route
 from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
     KeyMask,
@@ -47,17 +42,16 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
 )
 from multimodal_gen.runtime.layers.attention.schedule import (
-    Bound,
-    LayerGeometry,
-    Route,
-    bind,
+    BoundBackend,
+    ScheduleEntry,
+    bind_schedule,
+    entry_at,
     plannable_dtype,
-    route_at,
     with_dense_parts,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
-    AskedSchedule,
     LayerSite,
+    PreferenceSchedule,
     SelectionScope,
     as_backend,
     claim_component_override,
@@ -71,48 +65,7 @@ from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
-
-def attend_packed(
-    bound: Bound,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor,
-    mask: KeyMask,
-    meta: VarlenMaskMeta | None,
-) -> torch.Tensor:
-    """Return attention of padded [B, S, H, D] inputs on a kernel for packed sequences."""
-    meta = meta or _shared_meta(attn_mask, mask)
-    batch, num_queries = query.shape[:2]
-    if mask.covers_queries:
-        packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens
-    else:
-        packed_query = query.flatten(0, 1)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        cu_seqlens_q = starts * num_queries
-    bound.calls += 1
-    out = bound.impl.forward_varlen(
-        packed_query,
-        meta.pack(key),
-        meta.pack(value),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=meta.cu_seqlens,
-        max_seqlen_q=num_queries,
-        max_seqlen_k=meta.max_seqlen,
-    )
-    if mask.covers_queries:
-        return meta.unpack(out)
-    return out.reshape(batch, num_queries, *out.shape[1:])
-
-
-def _shared_meta(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
-    """Return the packing, built once per denoiser call for all layers that share a mask."""
-    context = current_forward_context()
-    if context is None:
-        return build_varlen_mask_meta(mask.keep)
-    # One mask may be broadcast over calls of different batch sizes.
-    use = ("packing", mask.keep.shape[0])
-    return context.cache.get(attn_mask, use, lambda: build_varlen_mask_meta(mask.keep))
+__all__ = ["AttentionLayer", "check_gate"]
 
 
 class AttentionLayer(nn.Module):
@@ -136,6 +89,8 @@ class AttentionLayer(nn.Module):
         prefix: dotted path of the layer; its first number is what `layers:` rules go by.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
+        prepare: changes every call of the layer before it is looked at; runs outside of compiled
+            graphs, so what it reads is never frozen into one.
 
     Raises:
         UsageError: a size is not positive, or heads are not a multiple of key heads.
@@ -157,6 +112,7 @@ class AttentionLayer(nn.Module):
         prefix: str = "",
         site: LayerSite | None = None,
         scope: SelectionScope | None = None,
+        prepare: "Callable[[AttentionLayer, AttentionCall], AttentionCall] | None" = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -167,6 +123,7 @@ class AttentionLayer(nn.Module):
         self.site = site or LayerSite(
             name=prefix, component=component, role=role, layer=layer_of(prefix)
         )
+        self.prepare = prepare
         self._scope = scope or current_scope()
         self.geometry = LayerGeometry(
             num_heads=num_heads,
@@ -175,19 +132,20 @@ class AttentionLayer(nn.Module):
             softmax_scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
             causal=causal,
             site=self.site,
-            notices=self._scope.notices,
+            warnings=self._scope.warnings,
         )
         self._construction_override = claim_component_override(self.site.role)
         self._supported = frozenset(as_backend(name) for name in supported_attention_backends or ())
         self._layer_default = (
             None if default_attention_backend is None else as_backend(default_attention_backend)
         )
-        self._routes: dict[tuple[Any, ...], tuple[Route, ...]] = {}
+        # By forced backend, dtype and device type.
+        self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
         self._layer_id = register_layer(self)
         # Dtype and device type of the last call; a list, which a call can change cheaply.
         self._last = [(compute_dtype or torch.get_default_dtype(), current_platform().device_type)]
         if compute_dtype is not None:
-            self.planned_routes()
+            self.schedule()
         else:
             self._last = [(self._plan_dtype(), self._last[0][1])]
 
@@ -199,22 +157,46 @@ class AttentionLayer(nn.Module):
     @property
     def backend(self) -> AttentionBackendEnum:
         """The backend that serves `dtype` now, at the last entry of the layer's schedule."""
-        return self.planned_routes()[-1].primary.selection.backend
+        return self.schedule()[-1].primary.selection.backend
 
     @property
     def attn_impl(self) -> AttentionImpl:
         """The implementation behind `backend`."""
-        return self.planned_routes()[-1].primary.impl
+        return self.schedule()[-1].primary.impl
 
     @property
     def head_size(self) -> int:
         """Channels per head."""
         return self.geometry.head_size
 
+    @property
+    def takes_gate(self) -> bool:
+        """Whether a step of the schedule that serves `dtype` now has a coarse branch to weigh."""
+        return self.gated_entry() is not None
+
+    @property
+    def takes_projection(self) -> bool:
+        """Whether a step of that schedule has a branch that a trained projection weighs."""
+        return any(entry.primary.impl.takes_projection for entry in self.schedule())
+
+    def set_projection(self, linear: nn.Linear | None) -> None:
+        """Give the layer its trained projection, which methods without one leave alone.
+
+        `apply` does it for stock models; a model of one's own does it for layers it has built.
+
+        Args:
+            linear: maps the channels of a head to themselves, the same for all heads; None for
+                zero. It does not become part of the layer's parameters.
+
+        Raises:
+            UsageError: it has another size.
+        """
+        self.geometry.projection.fill(linear, self.head_size)
+
     def report(self) -> LayerReport:
         """Return what the layer ran so far, and why; before the first call, what it would run."""
-        ran = [routes for routes in self._routes.values() if _calls(routes)]
-        parts = [route.entries() for routes in ran or [self.planned_routes()] for route in routes]
+        ran = [schedule for schedule in self._schedules.values() if _calls(schedule)]
+        parts = [entry.entries() for schedule in ran or [self.schedule()] for entry in schedule]
         return LayerReport(
             component=self.site.component,
             name=self.site.name,
@@ -226,137 +208,111 @@ class AttentionLayer(nn.Module):
 
     def end_request(self, request_id: str) -> None:
         """Drop what is kept for a request, as its caller may say that it ended."""
-        for routes in self._routes.values():
-            for route in routes:
-                route.end_request(request_id)
+        for schedule in self._schedules.values():
+            for entry in schedule:
+                entry.end_request(request_id)
 
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend, as one opaque operator while `torch.compile` traces; see `attend_now`."""
-        if not torch.compiler.is_compiling():
-            return self.attend_now(query, key, value, attn_mask, gate)
-        # Here too: the traced operator's output has the dtype of the query it is given.
-        if autocasts(query.device.type):
-            query, key, value = autocast(query, key, value)
-        if wants_gradient(query, key, value, attn_mask if gate is None else gate):
-            return _attend_outside_the_graph(self, query, key, value, attn_mask, gate)
-        return attention_op(query, key, value, attn_mask, self._layer_id, gate)
-
-    def attend_now(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend, with `gate` [B, Sq, H, D] as weight of a coarse branch where it is given."""
-        if gate is None:
-            return self.attend(query, key, value, attn_mask)
-        if not fits(query.shape, key.shape, value.shape, self.geometry):
-            raise misfit(query, key, value, self.geometry)
-        return self.attend_fitting(query, key, value, attn_mask, gate=gate)
-
-    @property
-    def takes_gate(self) -> bool:
-        """Whether the schedule that serves `dtype` now has a coarse branch to weigh."""
-        return gated_route(self.planned_routes()) is not None
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        mask_meta: VarlenMaskMeta | None = None,
-    ) -> torch.Tensor:
-        """Return attention of `query` over `key` and `value` on the selected backend.
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Return attention of a call, as one opaque operator while `torch.compile` traces.
 
         Args:
-            query: [B, Sq, H, D].
-            key: [B, Sk, Hkv, D].
-            value: [B, Sk, Hkv, Dv].
-            attn_mask: see `normalise_mask`.
-            mask_meta: packing of a 2-D `attn_mask`, when the caller has it already.
+            call: the tensors and what belongs to them.
 
         Returns:
             [B, Sq, H, Dv], under autocast in its dtype. Queries that see no key, and masked
-            queries under a 2-D mask, are zero.
-            What masked positions of a 2-D mask hold, even NaN, has no influence.
+            queries under a 2-D mask, are zero. What masked positions of a 2-D mask hold, even NaN,
+            has no influence.
 
         Raises:
             UsageError: shapes do not fit, or a schedule by step runs outside a denoiser call.
             UnsupportedBackendError: no backend can honour the call.
         """
-        if not are_tensors(query, key, value, attn_mask):
-            raise no_tensor(query=query, key=key, value=value, attn_mask=attn_mask)
-        if not fits(query.shape, key.shape, value.shape, self.geometry):
-            raise misfit(query, key, value, self.geometry)
-        return self.attend_fitting(query, key, value, attn_mask, mask_meta)
+        if torch.compiler.is_compiling():
+            return self._trace(call)
+        if self.prepare is not None:
+            call = self.prepare(self, call)
+        misfit = call.misfit(self.geometry)
+        if misfit is not None:
+            raise self._refused(call, misfit)
+        return self._attend(call)
 
-    def attend_fitting(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        mask_meta: VarlenMaskMeta | None = None,
-        *,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend to inputs known to fit each other, though maybe not the layer: a rank's heads."""
-        if autocasts(query.device.type):
-            query, key, value = autocast(query, key, value)
-            with torch.autocast(query.device.type, enabled=False):  # methods choose their precision
-                return self.attend_fitting(query, key, value, attn_mask, mask_meta, gate=gate)
-        if gate is not None:
-            routes = self.route(query), gated_route(self.planned_routes())
-            return attend_gated(*routes, query, key, value, gate, attn_mask)
-        route = self.route(query)
-        route.observe(query, key, attn_mask)
-        if attn_mask is not None:
-            return self._attend_masked(route, query, key, value, attn_mask, mask_meta)
-        bound = route.primary
-        if wants_gradient(query, key, value):
-            bound = route.honouring(Feature.BACKWARD)
+    def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
+        """Return why a call cannot be made; layers that exchange tokens tell other ranks first."""
+        del call
+        return error
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
+        """Serve a call on this process; the heads may be a share of the layer's."""
+        query, key, value = call[:3]
+        device_type = query.device.type
+        # Asking about "meta" is an error.
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):  # methods choose their precision
+                return self._attend(call.autocast())
+        entry = self.entry_for(query)
+        if call.gate is not None:
+            return self._attend_gated(entry, call)
+        context = current_forward_context()
+        for observer in entry.observers:
+            observer.observe(query, key, context, call.mask)
+        if call.mask is not None:
+            return self._attend_masked(entry, call)
+        bound = entry.primary
+        if torch.is_grad_enabled() and call.wants_gradient:
+            bound = entry.with_features(Feature.BACKWARD)
         bound.calls += 1
-        return bound.impl.forward(query, key, value, current_forward_context())
+        if call.first_head and bound.impl.per_head:
+            return bound.forward(query, key, value, context, first_head=call.first_head)
+        return bound.forward(query, key, value, context)
 
-    def hold_heads_from(self, first: int) -> None:
-        """Tell implementations which head of the layer is the first that calls bring."""
-        for route in self.planned_routes():
-            route.primary.impl.first_head = first
-
-    def planned_routes(self) -> tuple[Route, ...]:
+    def schedule(self) -> tuple[ScheduleEntry, ...]:
         """Return the schedule for tensors like those of the last call."""
         key = (forced_backend(), *self._last[0])
-        return self._routes.get(key) or self._bind(key)
+        return self._schedules.get(key) or self._bind(key)
 
-    def route(self, query: torch.Tensor) -> Route:
+    def entry_for(self, query: torch.Tensor) -> ScheduleEntry:
         """Return what serves a call with `query` at the running step."""
         last = self._last[0] = (query.dtype, query.device.type)
         key = (forced_backend(), *last)
-        routes = self._routes.get(key) or self._bind(key)
-        if len(routes) == 1:
-            return routes[0]
-        return route_at(routes, current_forward_context())
+        schedule = self._schedules.get(key) or self._bind(key)
+        if len(schedule) == 1:
+            return schedule[0]
+        return entry_at(schedule, current_forward_context())
+
+    def gated_entry(self) -> ScheduleEntry | None:
+        """Return the first entry of the schedule that has a coarse branch, or None."""
+        return next((entry for entry in self.schedule() if entry.primary.gated), None)
+
+    def _trace(self, call: AttentionCall) -> torch.Tensor:
+        # Here too: the traced operator's output has the dtype of the query it is given.
+        if call.autocasts:
+            call = call.autocast()
+        if call.wants_gradient:
+            return _attend_outside_the_graph(self, call)
+        return attention_op(
+            call.query,
+            call.key,
+            call.value,
+            call.mask,
+            self._layer_id,
+            call.gate,
+            call.replicated,
+            call.seq_lens,
+            call.exchange,
+        )
 
     def _plan_dtype(self) -> torch.dtype:
         key = (forced_backend(), *self._last[0])
         return plannable_dtype(*self._ask(key), strict=self._scope.strict)
 
-    def _bind(self, key: tuple[Any, ...]) -> tuple[Route, ...]:
+    def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
         schedule, request = self._ask(key)
-        self._routes[key] = bind(schedule, request, self.geometry, strict=self._scope.strict)
-        return self._routes[key]
+        self._schedules[key] = bind_schedule(
+            schedule, request, self.geometry, strict=self._scope.strict
+        )
+        return self._schedules[key]
 
-    def _ask(self, key: tuple[Any, ...]) -> tuple[AskedSchedule, AttentionRequest]:
+    def _ask(self, key: tuple[Any, ...]) -> tuple[PreferenceSchedule, AttentionRequest]:
         forced, dtype, device_type = key
         environment = environment_for(torch.device(device_type), current_environment())
         geometry = self.geometry
@@ -376,58 +332,72 @@ class AttentionLayer(nn.Module):
             construction=self._construction_override,
             layer_default=self._layer_default,
         )
-        parts = with_dense_parts(schedule, self.site, environment.platform, geometry.notices)
+        parts = with_dense_parts(schedule, self.site, environment.platform, geometry.warnings)
         return parts, request
 
-    def _attend_masked(
-        self,
-        route: Route,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor,
-        mask_meta: VarlenMaskMeta | None,
-    ) -> torch.Tensor:
-        gradient = wants_gradient(query, key, value, attn_mask)
+    def _attend_masked(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
+        query, key, value, attn_mask = call[:4]
+        assert attn_mask is not None, "callers know"
+        gradient = call.wants_gradient
         training = (Feature.BACKWARD,) if gradient else ()
         self_attention = self.site.role is not AttentionRole.CROSS
         mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
         if isinstance(mask, DenseMask):
             needs = (Feature.DENSE_MASK, *training)
-            return self._attend_dense(route, query, key, value, mask.mask, needs)
+            return self._attend_under(mask.mask, entry, call, needs)
         packs = not self.geometry.causal or mask.covers_queries
-        if packs and route.primary.features.issuperset((Feature.VARLEN, *training)):
-            return attend_packed(route.primary, query, key, value, attn_mask, mask, mask_meta)
+        if packs and entry.primary.features.issuperset((Feature.VARLEN, *training)):
+            return _attend_packed(entry.primary, call, mask)
         # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
         key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
         if gradient and mask.covers_queries:
             # The gradients of K and V sum over all queries: zero times NaN would reach every row.
             query = zero_masked_rows(query, mask.keep)
         needs = (Feature.KEY_MASK, *training)
-        out = self._attend_dense(route, query, key, value, mask.broadcastable(), needs)
+        call = call._replace(query=query, key=key, value=value)
+        out = self._attend_under(mask.broadcastable(), entry, call, needs)
         return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
 
-    def _attend_dense(
+    def _attend_under(
         self,
-        route: Route,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         mask: torch.Tensor,
+        entry: ScheduleEntry,
+        call: AttentionCall,
         needs: tuple[Feature, ...],
     ) -> torch.Tensor:
         causal = self.geometry.causal
         if causal:
-            mask = with_causal(mask, query.shape[1])
+            mask = with_causal(mask, call.query.shape[1])
             needs = (Feature.DENSE_MASK, *needs[1:])
-        bound = route.honouring(*needs, causal_in_mask=causal)
+        bound = entry.with_features(*needs, causal_in_mask=causal)
         bound.calls += 1
+        heads = {"first_head": call.first_head} if bound.impl.per_head else {}
         context = current_forward_context()
-        return bound.impl.forward(query, key, value, context, attn_mask=mask)
+        return bound.forward(*call[:3], context, attn_mask=mask, **heads)
+
+    def _attend_gated(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
+        """Return attention plus the weighed coarse branch.
+
+        Dense steps of a schedule get the branch too: they are its sparse ones at sparsity 0.
+        """
+        query, key, value = call[:3]
+        gated = check_gate(entry, self.gated_entry(), call)
+        bound, coarse = entry.primary, gated.primary
+        if call.wants_gradient:
+            bound = entry.with_features(Feature.BACKWARD)
+            coarse = gated.with_features(Feature.BACKWARD)
+        bound.calls += 1
+        assert call.gate is not None, "callers know"
+        gate, context = call.gate.to(query.dtype), current_forward_context()
+        heads = {"first_head": call.first_head} if bound.impl.per_head else {}
+        if bound.gated:
+            return bound.impl.forward_gated(query, key, value, gate, context, **heads)
+        out = bound.forward(query, key, value, context, **heads)
+        return coarse.impl.add_coarse(out, query, key, value, gate, context)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
-        return {**self.__dict__, "_routes": {}, "_layer_id": None}
+        return {**self.__dict__, "_schedules": {}, "_layer_id": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -435,12 +405,78 @@ class AttentionLayer(nn.Module):
         self._layer_id = register_layer(self)
 
 
+def check_gate(
+    entry: ScheduleEntry, gated: ScheduleEntry | None, call: AttentionCall
+) -> ScheduleEntry:
+    """Return the entry with a coarse branch, once the gate is known to fit.
+
+    Args:
+        entry: what serves the step.
+        gated: the entry of the same schedule whose coarse branch it is, or None.
+        call: a call with a gate.
+
+    Raises:
+        UsageError: nothing has a coarse branch, the gate does not fit, or there is a mask.
+    """
+    if gated is None:
+        raise UsageError(
+            f"the gate must be None unless the backend is video_sparse_attn, this layer runs "
+            f"{entry.primary.selection.backend}, which has no coarse branch to weigh"
+        )
+    query, gate, attn_mask = call.query, call.gate, call.mask
+    assert gate is not None, "callers know"
+    if attn_mask is not None or gate.shape != query.shape:
+        mask = "no mask" if attn_mask is None else f"a mask of shape {list(attn_mask.shape)}"
+        raise UsageError(
+            f"the gate must have the shape of query, {list(query.shape)}, and come without a mask, "
+            f"got {list(gate.shape)} with {mask}"
+        )
+    return gated
+
+
+def _attend_packed(bound: BoundBackend, call: AttentionCall, mask: KeyMask) -> torch.Tensor:
+    """Return attention of padded inputs on a kernel for packed sequences."""
+    query, key, value, attn_mask = call[:4]
+    assert attn_mask is not None, "callers know"
+    meta = call.mask_meta or _packing(attn_mask, mask)
+    batch, num_queries = query.shape[:2]
+    if mask.covers_queries:
+        packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens
+    else:
+        packed_query = query.flatten(0, 1)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+        cu_seqlens_q = starts * num_queries
+    bound.calls += 1
+    out = bound.impl.forward_varlen(
+        packed_query,
+        meta.pack(key),
+        meta.pack(value),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=meta.cu_seqlens,
+        max_seqlen_q=num_queries,
+        max_seqlen_k=meta.max_seqlen,
+    )
+    if mask.covers_queries:
+        return meta.unpack(out)
+    return out.reshape(batch, num_queries, *out.shape[1:])
+
+
+def _packing(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
+    """Return the packing, built once per denoiser call for all layers that share a mask."""
+    context = current_forward_context()
+    if context is None:
+        return build_varlen_mask_meta(mask.keep)
+    # One mask may be broadcast over calls of different batch sizes.
+    use = ("packing", mask.keep.shape[0])
+    return context.cache.get(attn_mask, use, lambda: build_varlen_mask_meta(mask.keep))
+
+
 @outside_graphs
-def _attend_outside_the_graph(layer: AttentionLayer, *inputs: Any) -> torch.Tensor:
+def _attend_outside_the_graph(layer: AttentionLayer, call: AttentionCall) -> torch.Tensor:
     """Attend where gradients are needed: autograd cannot look into the opaque operator."""
-    return layer.attend_now(*inputs)
+    return layer.attend(call)
 
 
-def _calls(routes: tuple[Route, ...]) -> int:
-    parts = [route.entries() for route in routes]
+def _calls(schedule: tuple[ScheduleEntry, ...]) -> int:
+    parts = [entry.entries() for entry in schedule]
     return sum(primary.calls + sum(d.calls for d in detours) for primary, detours in parts)

@@ -1,22 +1,26 @@
-"""One attention call: its tensors, and the checks of the arguments that layers take.
+"""One attention call, what its layer is, and the checks of the arguments that layers take.
 
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import NamedTuple
 
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
-from multimodal_gen.runtime.layers.attention.schedule import LayerGeometry
+from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 
 __all__ = [
+    "AttentionCall",
+    "LayerGeometry",
     "all_or_none",
-    "are_tensors",
-    "autocast",
-    "autocasts",
     "check_mask_meta",
     "check_no_replicated",
     "check_numbers",
@@ -24,43 +28,131 @@ __all__ = [
     "check_seq_lens",
     "check_sizes",
     "check_split",
-    "fits",
-    "misfit",
-    "no_tensor",
-    "wants_gradient",
 ]
 
 
-def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for a kind of device."""
-    # Asking about "meta" is an error, and torch 2.11 cannot trace what tells such devices apart.
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGeometry:
+    """What an implementation is constructed with.
+
+    Attributes:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads.
+        softmax_scale: factor on q k^T.
+        causal: bottom-right aligned causality.
+        site: where the layer sits.
+        projection: the trained projection of methods that have one; may be filled at any time.
+        warnings: what its user was warned of.
+
+    Raises:
+        ConfigError: `causal` is no bool; text such as "no" would count as true.
+    """
+
+    num_heads: int
+    head_size: int
+    num_kv_heads: int
+    softmax_scale: float
+    causal: bool
+    site: LayerSite
+    projection: ProjectionSlot = field(default_factory=ProjectionSlot, compare=False)
+    warnings: WarnOnce = field(default=PROCESS, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise ConfigError(f"causal must be True or False, got {self.causal!r}")
 
 
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as autocast does for torch's own attention: selection then sees what kernels get."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    # Autocast leaves doubles alone.
-    return tuple(
-        x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
-        for x in tensors
-    )
+class AttentionCall(NamedTuple):
+    """One call of a layer, from its `forward` to an implementation.
 
+    Attributes:
+        query: [B, Sq, H, D].
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, Dv].
+        mask: as `LocalAttention.forward` takes it; where tokens are split over ranks, the part of
+            this rank.
+        gate: [B, Sq, H, D] weight of a coarse branch, or None.
+        mask_meta: packing of a 2-D `mask`, where the caller has it already.
+        whole_mask: the mask of the tokens of all ranks, where the caller has it already.
+        replicated: tokens that all ranks hold: in front, at the end, and keys in front.
+        seq_lens: tokens of each rank; None to let ranks tell each other.
+        exchange: whether the layer may exchange tokens with other ranks.
+        first_head: index of the first head of `query` among the layer's heads.
+        zero_rows: rows of zeros that the output has behind those of `query`.
+    """
 
-def wants_gradient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-) -> bool:
-    """Whether autograd records what is computed from the tensors."""
-    # Spelled out: a generator would cost more than the rest of the call.
-    return torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (attn_mask is not None and attn_mask.requires_grad)
-    )
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    mask_meta: VarlenMaskMeta | None = None
+    whole_mask: torch.Tensor | None = None
+    replicated: tuple[int, int, int] = (0, 0, 0)
+    seq_lens: Sequence[int] | None = None
+    exchange: bool = True
+    first_head: int = 0
+    zero_rows: int = 0
+
+    def misfit(self, geometry: LayerGeometry) -> UsageError | None:
+        """Return why the tensors do not belong together or to the layer, or None.
+
+        A rank may hold a share of the layer's heads: only the ratio of heads is fixed.
+        """
+        # Spelled out, because it is part of every call.
+        q, k, v, mask = self.query, self.key, self.value, self.mask
+        if not (
+            isinstance(q, torch.Tensor)
+            and isinstance(k, torch.Tensor)
+            and isinstance(v, torch.Tensor)
+            and (mask is None or isinstance(mask, torch.Tensor))
+        ):
+            return _no_tensor(query=q, key=k, value=v, attn_mask=mask)
+        query, key, value = q.shape, k.shape, v.shape
+        if (
+            len(query) == len(key) == len(value) == 4
+            and query[3] == key[3] == geometry.head_size
+            and query[0] == key[0] == value[0]
+            and query[2] * geometry.num_kv_heads == key[2] * geometry.num_heads
+            and key[2] == value[2]
+            and key[1] == value[1]
+        ):
+            return None
+        return UsageError(
+            f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
+            f"{geometry.head_size} and {geometry.num_heads} query heads per "
+            f"{geometry.num_kv_heads} key heads, got {list(query)}, {list(key)} and {list(value)}"
+        )
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether autocast is on for the device of the tensors."""
+        device = self.query.device.type
+        # Asking about "meta" is an error, and torch cannot trace what tells such devices apart.
+        return device != "meta" and torch.is_autocast_enabled(device)
+
+    def autocast(self) -> "AttentionCall":
+        """Cast as autocast does for torch's own attention: selection then sees what kernels get."""
+        dtype = torch.get_autocast_dtype(self.query.device.type)
+        # Autocast leaves doubles alone.
+        query, key, value = (
+            x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
+            for x in self[:3]
+        )
+        return self._replace(query=query, key=key, value=value)
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether autograd records what is computed from the tensors."""
+        # Spelled out: a generator would cost more than the rest of the call.
+        return torch.is_grad_enabled() and (
+            self.query.requires_grad
+            or self.key.requires_grad
+            or self.value.requires_grad
+            or (self.mask is not None and self.mask.requires_grad)
+            or (self.gate is not None and self.gate.requires_grad)
+        )
 
 
 def all_or_none(
@@ -185,43 +277,7 @@ def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None
         )
 
 
-def fits(query: torch.Size, key: torch.Size, value: torch.Size, geometry: LayerGeometry) -> bool:
-    """Whether the shapes of q, k and v belong together and to the layer."""
-    if not len(query) == len(key) == len(value) == 4:
-        return False
-    batch, _, heads, size = query
-    # Under sequence parallelism a device holds its share of the heads: only their ratio is fixed.
-    return (
-        size == key[3] == geometry.head_size
-        and batch == key[0] == value[0]
-        and heads * geometry.num_kv_heads == key[2] * geometry.num_heads
-        and key[2] == value[2]
-        and key[1] == value[1]
-    )
-
-
-def misfit(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, geometry: LayerGeometry
-) -> UsageError:
-    """Return the error of inputs that do not fit."""
-    return UsageError(
-        f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
-        f"{geometry.head_size} and {geometry.num_heads} query heads per {geometry.num_kv_heads} "
-        f"key heads, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
-    )
-
-
-def are_tensors(query: object, key: object, value: object, attn_mask: object) -> bool:
-    """Whether q, k and v are tensors, and the mask one or None; spelled out, for it is per call."""
-    return (
-        isinstance(query, torch.Tensor)
-        and isinstance(key, torch.Tensor)
-        and isinstance(value, torch.Tensor)
-        and (attn_mask is None or isinstance(attn_mask, torch.Tensor))
-    )
-
-
-def no_tensor(**arguments: object) -> UsageError:
+def _no_tensor(**arguments: object) -> UsageError:
     """Return the error of the first argument that is no tensor; a mask may be None."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor) and not (name == "attn_mask" and value is None):

@@ -9,17 +9,20 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-    from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import SplitAttentionLayer
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
+
+
+class _Layer(Protocol):
+    def attend(self, call: AttentionCall) -> torch.Tensor: ...
+
 
 # Process-wide, because a compiled graph can carry numbers but no Python objects.
-_LAYERS: "WeakValueDictionary[int, AttentionLayer]" = WeakValueDictionary()
+_LAYERS: "WeakValueDictionary[int, _Layer]" = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 _WHY_OUTSIDE = (
@@ -38,7 +41,7 @@ _VMAP_KEYS = tuple(
 )
 
 
-def register_layer(layer: "AttentionLayer") -> torch.Tensor:
+def register_layer(layer: _Layer) -> torch.Tensor:
     """Return the identity of `layer`: int64, 0-d, on the CPU wherever the layer lives."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
@@ -82,78 +85,42 @@ def attention_op(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     layer: torch.Tensor,
-    gate: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run a registered layer.
-
-    Args:
-        query: [B, Sq, H, D].
-        key: [B, Sk, Hkv, D].
-        value: [B, Sk, Hkv, Dv].
-        attn_mask: as `LocalAttention.forward` takes it.
-        layer: what `register_layer` returned.
-        gate: [B, Sq, H, D] weight of the coarse branch, or None.
-
-    Returns:
-        [B, Sq, H, Dv], contiguous.
-    """
-    with _with_vmap():
-        return _LAYERS[int(layer)].attend_now(query, key, value, attn_mask, gate).contiguous()
-
-
-@torch.library.custom_op("multimodal_gen::parallel_attention", mutates_args=(), **_never_captured())
-def parallel_attention_op(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    layer: torch.Tensor,
+    gate: torch.Tensor | None,
     replicated: Sequence[int],
-    seq_lens: Sequence[int] | None = None,
-    gate: torch.Tensor | None = None,
+    seq_lens: Sequence[int] | None,
+    exchange: bool,
 ) -> torch.Tensor:
-    """Run a registered layer whose tokens are split over ranks.
+    """Run a call of a registered layer; see `AttentionCall` for the arguments.
 
     Args:
         query: [B, Sq, H, D].
         key: [B, Sk, Hkv, D].
         value: [B, Sk, Hkv, Dv].
-        attn_mask: [B, Sk] or [B, 1, 1, Sk].
+        attn_mask: the call's mask, or None.
         layer: what `register_layer` returned.
-        replicated: tokens that all ranks hold: in front, at the end, keys in front.
+        gate: [B, Sq, H, D], or None.
+        replicated: tokens that all ranks hold: in front, at the end, and keys in front.
         seq_lens: tokens of each rank, or None.
-        gate: [B, Sq, H, D] weight of the coarse branch, or None.
+        exchange: whether the layer may exchange tokens with other ranks.
 
     Returns:
         [B, Sq, H, Dv], contiguous.
     """
+    front, back, keys = replicated
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        attn_mask,
+        gate,
+        replicated=(front, back, keys),
+        seq_lens=seq_lens,
+        exchange=exchange,
+    )
     with _with_vmap():
-        own = cast("SplitAttentionLayer", _LAYERS[int(layer)])
-        given = (query, key, value, attn_mask, tuple(replicated), seq_lens, gate)
-        return own.attend_split(*given).contiguous()
-
-
-@parallel_attention_op.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    layer: torch.Tensor,
-    replicated: Sequence[int],
-    seq_lens: Sequence[int] | None = None,
-    gate: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return query.new_empty((*query.shape[:3], value.shape[3]))
+        return _LAYERS[int(layer)].attend(call).contiguous()
 
 
 @attention_op.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    layer: torch.Tensor,
-    gate: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))

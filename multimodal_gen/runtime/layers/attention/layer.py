@@ -4,13 +4,14 @@ Tensors are [B, S, H, D]. The sequence-parallel layers compute on many devices w
 one, where replicated tokens are part of the sequence and nothing is exchanged.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import (
+    AttentionCall,
     all_or_none,
     check_mask_meta,
     check_no_replicated,
@@ -27,7 +28,7 @@ from multimodal_gen.runtime.layers.attention.masks import (
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
-    SplitAttentionLayer,
+    SequenceParallelLayer,
     tokens_are_split,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -114,10 +115,10 @@ class LocalAttention(AttentionLayer):
         Returns:
             [B, Sq, H, Dv].
         """
-        return self.run(q, k, v, attn_mask)
+        return self.attend(AttentionCall(q, k, v, attn_mask))
 
 
-class UlyssesAttention(SplitAttentionLayer):
+class UlyssesAttention(SequenceParallelLayer):
     """Attention whose heads are split over the devices of a Ulysses group.
 
     Args:
@@ -190,11 +191,12 @@ class UlyssesAttention(SplitAttentionLayer):
             replicated = all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
             check_seq_lens(seq_lens, q, exclusive=replicated is not None, split=split)
         except MultimodalGenError as error:
-            raise self.told(error, split) from None
+            raise self.announced(error, split=split) from None
         if replicated is None:
-            return self.run_over_ranks(q, k, v, seq_lens=seq_lens), None
-        joined = (torch.cat(pair, dim=1) for pair in zip((q, k, v), replicated, strict=True))
-        out = self.run_over_ranks(*joined, replicated=(0, replicated[0].shape[1], 0))
+            return self.attend(AttentionCall(q, k, v, seq_lens=seq_lens)), None
+        query, key, value = (torch.cat(x, dim=1) for x in zip((q, k, v), replicated, strict=True))
+        suffix = (0, replicated[0].shape[1], 0)
+        out = self.attend(AttentionCall(query, key, value, replicated=suffix))
         return out[:, : q.shape[1]], out[:, q.shape[1] :]
 
 
@@ -235,11 +237,11 @@ class UlyssesAttention_VSA(UlyssesAttention):  # noqa: N801  the name users impo
             check_no_replicated(replicated_q, replicated_k, replicated_v)
             check_seq_lens(seq_lens, q, exclusive=False, split=split)
         except MultimodalGenError as error:
-            raise self.told(error, split) from None
-        return self.run_over_ranks(q, k, v, seq_lens=seq_lens, gate=gate_compress)
+            raise self.announced(error, split=split) from None
+        return self.attend(AttentionCall(q, k, v, gate=gate_compress, seq_lens=seq_lens))
 
 
-class USPAttention(SplitAttentionLayer):
+class USPAttention(SequenceParallelLayer):
     """Attention under unified sequence parallelism: Ulysses, ring, or both.
 
     Args:
@@ -259,6 +261,7 @@ class USPAttention(SplitAttentionLayer):
         compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
+        prepare: see `AttentionLayer`.
     """
 
     def __init__(
@@ -279,6 +282,7 @@ class USPAttention(SplitAttentionLayer):
         compute_dtype: torch.dtype | None = None,
         site: LayerSite | None = None,
         scope: SelectionScope | None = None,
+        prepare: Callable[[AttentionLayer, AttentionCall], AttentionCall] | None = None,
     ) -> None:
         if dropout_rate != 0.0:
             raise UsageError(f"dropout_rate must be 0.0, got {dropout_rate}; kernels apply none")
@@ -295,6 +299,7 @@ class USPAttention(SplitAttentionLayer):
             prefix=prefix,
             site=site,
             scope=scope,
+            prepare=prepare,
         )
         self.skip_sequence_parallel = skip_sequence_parallel
         self.enable_packed_qkv_input_a2a = enable_packed_qkv_input_a2a
@@ -355,11 +360,18 @@ class USPAttention(SplitAttentionLayer):
                 q, k, v = (torch.cat(pair, dim=1) for pair in zip(prefix, (q, k, v), strict=True))
             check_mask_meta(attn_mask_meta, attn_mask, k)
         except MultimodalGenError as error:
-            raise self.told(error, split) from None
-        if attn_mask_meta is not None and not split and not torch.compiler.is_compiling():
-            return self.attend(q, k, v, attn_mask, attn_mask_meta)
-        return self.run_over_ranks(
-            q, k, v, attn_mask, replicated=replicated, seq_lens=seq_lens, skip=skip
+            raise self.announced(error, split=split) from None
+        return self.attend(
+            AttentionCall(
+                q,
+                k,
+                v,
+                attn_mask,
+                mask_meta=attn_mask_meta,
+                replicated=replicated,
+                seq_lens=seq_lens,
+                exchange=not skip,
+            )
         )
 
     def forward_with_replicated_kv_prefix(

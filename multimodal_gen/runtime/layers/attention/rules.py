@@ -28,7 +28,12 @@ from multimodal_gen.runtime.layers.attention.config import (
 )
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import Asked, Rule, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    Rule,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.runtime.server_args import (
@@ -103,7 +108,7 @@ def scope_from(
     )
     name = spell("attention_backend_config")
     components = {
-        key: Asked(
+        key: BackendPreference(
             source=Source.COMPONENT,
             backend=override,
             config=_config(override, None, name=name),
@@ -124,10 +129,12 @@ def scope_from(
     )
 
 
-def _asked(backend: AttentionBackendEnum | None, config: BackendConfig | None) -> Asked | None:
+def _asked(
+    backend: AttentionBackendEnum | None, config: BackendConfig | None
+) -> BackendPreference | None:
     if backend is None:
         return None
-    return Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    return BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
 
 
 def _config(
@@ -150,7 +157,9 @@ def _config(
     return build_config(cls.config_cls, mapping, backend=str(backend))
 
 
-def _structured(raw: _RawConfig, name: str) -> tuple[Asked | None, tuple[Rule, ...], bool]:
+def _structured(
+    raw: _RawConfig, name: str
+) -> tuple[BackendPreference | None, tuple[Rule, ...], bool]:
     mapping = read_mapping(raw, name=name)
     _check_keys(mapping, _TOP_KEYS, name)
     strict = mapping.get("strict", False)

@@ -7,18 +7,17 @@ implementation is constructed.
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
-    NoticingImpl,
-    ObservingImpl,
-    RememberingImpl,
+    provides,
 )
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.call import LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import (
     FirstSteps,
     IndexSelector,
@@ -26,10 +25,13 @@ from multimodal_gen.runtime.layers.attention.config import (
     Steps,
     first_of,
 )
-from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl, ProjectionSlot
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, AttentionRole, Feature
-from multimodal_gen.runtime.layers.attention.scope import Asked, AskedSchedule, LayerSite
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    PreferenceSchedule,
+)
 from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
     dense_for,
@@ -39,35 +41,34 @@ from multimodal_gen.runtime.layers.attention.selector import (
 from multimodal_gen.runtime.layers.attention.warn_once import (
     PROCESS,
     WarnOnce,
-    notice_dense_layers,
+    warn_if_dense_layers,
 )
-from multimodal_gen.runtime.managers.forward_context import (
-    ForwardContext,
-    current_forward_context,
-)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 __all__ = [
-    "Bound",
-    "LayerGeometry",
-    "Route",
-    "bind",
+    "BoundBackend",
+    "ScheduleEntry",
+    "bind_schedule",
+    "entry_at",
     "plannable_dtype",
-    "route_at",
     "with_dense_parts",
 ]
 
 
 def with_dense_parts(
-    schedule: AskedSchedule, site: LayerSite, platform: PlatformEnum, notices: WarnOnce = PROCESS
-) -> AskedSchedule:
+    schedule: PreferenceSchedule,
+    site: LayerSite,
+    platform: PlatformEnum,
+    warnings: WarnOnce = PROCESS,
+) -> PreferenceSchedule:
     """Add to a schedule the parts that sparse backends leave to a dense one.
 
     Args:
         schedule: who asks for what; the first entry whose steps hold is the one that runs.
         site: where the layer sits.
         platform: where it runs.
-        notices: of the pipeline, told where all of its layers are dense.
+        warnings: of the pipeline, told where all of its layers are dense.
 
     Raises:
         ConfigError: a sparse backend was asked for without parameters it must have, or with a share
@@ -75,21 +76,21 @@ def with_dense_parts(
     """
     if site.role is not AttentionRole.SELF:
         return schedule
-    found: list[tuple[Steps | None, Asked]] = []
+    found: list[tuple[Steps | None, BackendPreference]] = []
     for steps, asked in schedule:
         config = _sparse_config(asked, platform)
         if config is None:
             found.append((steps, asked))
             continue
         assert asked.backend is not None, "a configuration is a backend's"
-        notice_dense_layers(config, asked.backend, site.num_layers, notices)
+        warn_if_dense_layers(config, asked.backend, site.num_layers, warnings)
         found += _parts(steps, asked, site, config)
     return tuple(found)
 
 
 def _parts(
-    steps: Steps | None, asked: Asked, site: LayerSite, config: SparseConfig
-) -> Iterator[tuple[Steps | None, Asked]]:
+    steps: Steps | None, asked: BackendPreference, site: LayerSite, config: SparseConfig
+) -> Iterator[tuple[Steps | None, BackendPreference]]:
     dense_steps, dense_layers = config.dense_schedule()
     first_steps, first_layers = config.dense_first()
     if site.layer is not None and (
@@ -97,17 +98,17 @@ def _parts(
         or site.layer < _num_layers(first_layers, site, asked)
     ):
         because = f"layer {site.layer} is among the dense layers of {asked.backend}"
-        yield steps, replace(asked, dense_because=because)
+        yield steps, replace(asked, dense_reason=because)
         return
     for dense in (dense_steps, _first(first_steps)):
         shared = dense if dense is None else _among(dense, steps)
         if shared is not None:
             because = f"steps {shared} are dense steps of {asked.backend}"
-            yield shared, replace(asked, dense_because=because)
+            yield shared, replace(asked, dense_reason=because)
     yield steps, asked
 
 
-def _num_layers(first: float, site: LayerSite, asked: Asked) -> int:
+def _num_layers(first: float, site: LayerSite, asked: BackendPreference) -> int:
     """Return how many first layers stay dense."""
     if first > 1 or first == 0:
         return int(first)
@@ -135,7 +136,7 @@ def _among(dense: Steps, steps: Steps | None) -> Steps | None:
     return FirstSteps(dense.share, steps) if isinstance(dense, FirstSteps) else steps & dense
 
 
-def _sparse_config(asked: Asked, platform: PlatformEnum) -> SparseConfig | None:
+def _sparse_config(asked: BackendPreference, platform: PlatformEnum) -> SparseConfig | None:
     if asked.backend is None or not asked.backend.is_sparse:
         return None
     config = asked.config
@@ -152,75 +153,40 @@ _BROKEN: dict[str, str] = {}
 _NOT_IMPORTED = "is installed but does not import"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGeometry:
-    """What an implementation is constructed with.
+class BoundBackend:
+    """An implementation with the selection it came from and a count of its calls.
 
     Attributes:
-        num_heads: query heads.
-        head_size: channels per head.
-        num_kv_heads: key and value heads.
-        softmax_scale: factor on q k^T.
-        causal: bottom-right aligned causality.
-        site: where the layer sits.
-        projection: the trained projection of methods that have one; may be filled at any time.
-        notices: what its user was told.
-
-    Raises:
-        ConfigError: `causal` is no bool; text such as "no" would count as true.
+        selection: what was chosen, and why.
+        features: what the variant that was chosen declares.
+        impl: the implementation.
+        forward: its `forward`, which takes `first_head` too where settings differ by head.
+        calls: how often it served a call.
+        gated: whether it has a coarse branch that a gate weighs.
+        has_ring: whether it computes a ring itself.
     """
 
-    num_heads: int
-    head_size: int
-    num_kv_heads: int
-    softmax_scale: float
-    causal: bool
-    site: LayerSite
-    projection: ProjectionSlot = field(default_factory=ProjectionSlot, compare=False)
-    notices: WarnOnce = field(default=PROCESS, compare=False)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.causal, bool):
-            raise ConfigError(f"causal must be True or False, got {self.causal!r}")
-
-
-class Bound:
-    """An implementation with the selection it came from and a count of its calls."""
-
-    __slots__ = ("calls", "features", "impl", "selection")
+    __slots__ = ("calls", "features", "forward", "gated", "has_ring", "impl", "selection")
 
     def __init__(
-        self, selection: Selection, request: AttentionRequest, geometry: LayerGeometry
+        self, selection: Selection, features: frozenset[Feature], impl: AttentionImpl
     ) -> None:
-        cls = find_backend(selection.backend, request.environment.platform)
-        variant = next(v for v in cls.variants if v.name == selection.variant)
-        same_backend = selection.asked.backend is selection.backend
         self.selection = selection
-        self.features = variant.features
+        self.features = features
+        self.impl = impl
         self.calls = 0
-        self.impl: AttentionImpl = cls.get_impl_cls()(
-            geometry.num_heads,
-            geometry.head_size,
-            geometry.softmax_scale,
-            geometry.causal,
-            geometry.num_kv_heads,
-            config=selection.asked.config if same_backend else None,
-            variant=selection.variant,
-        )
-        self.impl.site = geometry.site
-        if isinstance(self.impl, ProjectedImpl):
-            self.impl.slot = geometry.projection
-        if isinstance(self.impl, NoticingImpl):
-            self.impl.notices = geometry.notices
+        self.forward: Callable[..., torch.Tensor] = impl.forward
+        self.gated = provides(impl, "add_coarse")
+        self.has_ring = provides(impl, "forward_ring") and Feature.RING in features
 
 
-class Route:
-    """The implementation of one step range, and the ones that stand in for it.
+class ScheduleEntry:
+    """The implementation of one step range, and the ones that serve what it cannot.
 
     Attributes:
         steps: denoising steps it serves, or None for all.
         primary: the implementation selection gave.
-        observers: implementations of later routes that look at the calls of this one.
+        observers: implementations of later entries that look at the calls of this one.
     """
 
     __slots__ = (
@@ -237,7 +203,7 @@ class Route:
     def __init__(
         self,
         steps: Steps | None,
-        asked: Asked,
+        asked: BackendPreference,
         request: AttentionRequest,
         geometry: LayerGeometry,
         *,
@@ -251,9 +217,9 @@ class Route:
         self._asked = asked
         self._request = request
         self._geometry = geometry
-        self._substitutes: dict[tuple[frozenset[Feature], bool], Bound] = {}
+        self._substitutes: dict[tuple[frozenset[Feature], bool], BoundBackend] = {}
         self._run: tuple[object, ...] | None = None
-        self.observers: tuple[ObservingImpl, ...] = ()
+        self.observers: tuple[AttentionImpl, ...] = ()
 
     def serves(self, context: ForwardContext) -> bool:
         """Whether the running step is one of its steps.
@@ -270,13 +236,6 @@ class Route:
             )
         return self.steps.holds(context.current_timestep, context.num_steps)
 
-    def observe(
-        self, query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
-    ) -> None:
-        """Show a call to the observers."""
-        for observer in self.observers:
-            observer.observe(query, key, current_forward_context(), attn_mask)
-
     def check_run(self, context: ForwardContext) -> None:
         """Let the implementation refuse a run it does not fit, once, before any of its steps."""
         run = (context.request_id, context.latent_grid, context.num_steps)
@@ -287,10 +246,9 @@ class Route:
     def end_request(self, request_id: str) -> None:
         """Let the implementations drop what they keep for a request."""
         for bound in (self.primary, *self._substitutes.values()):
-            if isinstance(bound.impl, RememberingImpl):
-                bound.impl.end_request(request_id)
+            bound.impl.end_request(request_id)
 
-    def honouring(self, *features: Feature, causal_in_mask: bool = False) -> Bound:
+    def with_features(self, *features: Feature, causal_in_mask: bool = False) -> BoundBackend:
         """Return the implementation for calls that need `features`.
 
         Args:
@@ -312,17 +270,20 @@ class Route:
     def entries(self) -> tuple[ReportEntry, tuple[ReportEntry, ...]]:
         """Return what ran: the primary implementation, and the detours that were taken."""
         steps = None if self.steps is None else str(self.steps)
-        selection, calls = self.primary.selection, self.primary.calls
-        densities = dict(self.primary.impl.densities())
+        selection, calls = self.primary.selection, 0
+        densities: dict[int, float] = {}
         detours = []
-        for bound in self._substitutes.values():
+        for bound in (self.primary, *self._substitutes.values()):
+            elsewhere = bound.impl.kernel_detours()
+            for (kernel, reason), count in elsewhere.items():
+                other = replace(bound.selection, variant=kernel, reason=reason)
+                detours.append(ReportEntry(steps=steps, selection=other, calls=count))
+            own = bound.calls - sum(elsewhere.values())
             if bound.selection is selection:
-                calls += bound.calls
+                calls += own
                 densities.update(bound.impl.densities())
-            elif bound.calls:
-                detours.append(
-                    ReportEntry(steps=steps, selection=bound.selection, calls=bound.calls)
-                )
+            elif own:
+                detours.append(ReportEntry(steps=steps, selection=bound.selection, calls=own))
         entry = ReportEntry(
             steps=steps,
             selection=selection,
@@ -331,7 +292,7 @@ class Route:
         )
         return entry, tuple(detours)
 
-    def _substitute(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> Bound:
+    def _substitute(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> BoundBackend:
         request, geometry = self._request, self._geometry
         if causal_in_mask:
             request = replace(request, needs=request.needs - {Feature.CAUSAL})
@@ -339,7 +300,7 @@ class Route:
         selection = self.primary.selection
         missing = needs - self.primary.features
         if not missing:
-            return Bound(selection, request, geometry)
+            return _construct(selection, request, geometry)
         if Feature.BACKWARD in missing and _was_named(selection):
             raise UnsupportedBackendError(
                 f"attention backend {selection.label} must not get inputs that require grad: it "
@@ -352,29 +313,29 @@ class Route:
         )
 
 
-def bind(
-    schedule: AskedSchedule,
+def bind_schedule(
+    schedule: PreferenceSchedule,
     request: AttentionRequest,
     geometry: LayerGeometry,
     *,
     strict: bool,
-) -> tuple[Route, ...]:
+) -> tuple[ScheduleEntry, ...]:
     """Select and construct the implementations of a schedule.
 
     Raises:
         UnsupportedBackendError: see `resolve`.
     """
-    routes = tuple(
-        Route(steps, asked, request, geometry, strict=strict) for steps, asked in schedule
+    entries = tuple(
+        ScheduleEntry(steps, asked, request, geometry, strict=strict) for steps, asked in schedule
     )
-    for i, route in enumerate(routes):
-        later = (other.primary.impl for other in routes[i + 1 :])
-        route.observers = tuple(impl for impl in later if isinstance(impl, ObservingImpl))
-    return routes
+    for i, entry in enumerate(entries):
+        later = (other.primary.impl for other in entries[i + 1 :])
+        entry.observers = tuple(impl for impl in later if provides(impl, "observe"))
+    return entries
 
 
-def route_at(routes: tuple[Route, ...], context: ForwardContext | None) -> Route:
-    """Return the route that serves the running step.
+def entry_at(entries: tuple[ScheduleEntry, ...], context: ForwardContext | None) -> ScheduleEntry:
+    """Return the entry that serves the running step.
 
     Raises:
         UsageError: no denoiser call is running.
@@ -386,21 +347,42 @@ def route_at(routes: tuple[Route, ...], context: ForwardContext | None) -> Route
             "a schedule by denoising step must run inside a denoiser call, got none; wrap "
             "the call in `with set_forward_context(step):`"
         )
-    for route in routes:
-        route.check_run(context)
-    found = next(route for route in routes if route.serves(context))
+    for entry in entries:
+        entry.check_run(context)
+    found = next(entry for entry in entries if entry.serves(context))
     if context.request_id is not None and context.is_last_step:
-        for route in routes:
-            if route is not found:
-                route.end_request(context.request_id)
+        for entry in entries:
+            if entry is not found:
+                entry.end_request(context.request_id)
     return found
+
+
+def _construct(
+    selection: Selection, request: AttentionRequest, geometry: LayerGeometry
+) -> BoundBackend:
+    cls = find_backend(selection.backend, request.environment.platform)
+    variant = next(v for v in cls.variants if v.name == selection.variant)
+    same_backend = selection.asked.backend is selection.backend
+    impl = cls.get_impl_cls()(
+        geometry.num_heads,
+        geometry.head_size,
+        geometry.softmax_scale,
+        geometry.causal,
+        geometry.num_kv_heads,
+        config=selection.asked.config if same_backend else None,
+        variant=selection.variant,
+        site=geometry.site,
+        projection=geometry.projection,
+        warnings=geometry.warnings,
+    )
+    return BoundBackend(selection, variant.features, impl)
 
 
 def _bind_first_that_imports(
     choose: Callable[[AttentionRequest], Selection],
     request: AttentionRequest,
     geometry: LayerGeometry,
-) -> Bound:
+) -> BoundBackend:
     """Bind what `choose` selects, without the packages that turn out not to import.
 
     Raises:
@@ -414,7 +396,7 @@ def _bind_first_that_imports(
         if selection.fallback and broken:
             raise UnsupportedBackendError(f"{rejected[0].backend}: {'; '.join(broken)}")
         try:
-            return Bound(selection, request, geometry)
+            return _construct(selection, request, geometry)
         except (ImportError, OSError) as error:
             if not _note_broken(selection, request, error):
                 raise
@@ -432,7 +414,7 @@ def _note_broken(selection: Selection, request: AttentionRequest, error: Excepti
 
 
 def plannable_dtype(
-    schedule: AskedSchedule, request: AttentionRequest, *, strict: bool
+    schedule: PreferenceSchedule, request: AttentionRequest, *, strict: bool
 ) -> torch.dtype:
     """Return the dtype to plan with for a layer that is yet to learn its own.
 
@@ -460,7 +442,7 @@ def plannable_dtype(
     raise refused[0]
 
 
-def _dtypes_of(schedule: AskedSchedule, request: AttentionRequest) -> list[torch.dtype]:
+def _dtypes_of(schedule: PreferenceSchedule, request: AttentionRequest) -> list[torch.dtype]:
     names = [asked.backend for _, asked in schedule if asked.backend is not None]
     if len(names) < len(schedule):
         names += [AttentionBackendEnum(name) for name in request.environment.priority]

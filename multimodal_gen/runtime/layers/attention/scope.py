@@ -41,7 +41,7 @@ class Source(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BackendPreference:
     """One request for a backend.
 
     Attributes:
@@ -50,7 +50,7 @@ class Asked:
         config: the backend's configuration, or None for its defaults.
         detail: what exactly asked, e.g. "transformer.cross" or "rule 2".
         narrow: a rule that names the component or the role it is for.
-        dense_because: why this part of a sparse backend's schedule runs on a dense one; "" where
+        dense_reason: why this part of a sparse backend's schedule runs on a dense one; "" where
             the backend itself runs.
     """
 
@@ -59,7 +59,7 @@ class Asked:
     config: BackendConfig | None = None
     detail: str = ""
     narrow: bool = False
-    dense_because: str = ""
+    dense_reason: str = ""
 
     @property
     def who(self) -> str:
@@ -67,7 +67,7 @@ class Asked:
         return f"{self.source} {self.detail}".rstrip()
 
 
-AUTO = Asked(source=Source.AUTO)
+AUTO = BackendPreference(source=Source.AUTO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +132,16 @@ class SelectionScope:
         components: overrides by "component" or "component.role".
         rules: rules of `--attention-config`, tried in order.
         strict: refuse the documented fallbacks too.
-        notices: what the user was told.
+        warnings: what the user was warned of.
     """
 
-    default: Asked | None = None
-    components: Mapping[str, Asked] = field(default_factory=lambda: MappingProxyType({}))
+    default: BackendPreference | None = None
+    components: Mapping[str, BackendPreference] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
     rules: tuple[Rule, ...] = ()
     strict: bool = False
-    notices: WarnOnce = field(default=PROCESS, compare=False, repr=False)
+    warnings: WarnOnce = field(default=PROCESS, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be copied or pickled, and models with their layers can be.
@@ -149,11 +151,11 @@ class SelectionScope:
             components=dict(self.components),
             rules=self.rules,
             strict=self.strict,
-            notices=self.notices,
+            warnings=self.warnings,
         )
         return scope, ()
 
-    def component_override(self, site: LayerSite) -> tuple[str, Asked] | None:
+    def component_override(self, site: LayerSite) -> tuple[str, BackendPreference] | None:
         """Return the override that applies to `site` and its key; a role beats its component."""
         names = component_names(site.component)
         for key in (*(f"{name}.{site.role}" for name in names), *names):
@@ -163,7 +165,7 @@ class SelectionScope:
 
 
 # A schedule as asked for: the first entry whose steps hold (None: every step) is the one that runs.
-AskedSchedule = tuple[tuple[Steps | None, Asked], ...]
+PreferenceSchedule = tuple[tuple[Steps | None, BackendPreference], ...]
 
 
 def component_names(component: str | None) -> tuple[str, ...]:
@@ -184,9 +186,9 @@ def decide(
     scope: SelectionScope,
     *,
     forced: AttentionBackendEnum | None = None,
-    construction: Asked | None = None,
+    construction: BackendPreference | None = None,
     layer_default: AttentionBackendEnum | None = None,
-) -> AskedSchedule:
+) -> PreferenceSchedule:
     """Return who asks for what at `site`, by the order of precedence above; pure.
 
     Args:
@@ -197,16 +199,16 @@ def decide(
         layer_default: the layer's own preference, or None.
     """
     if forced is not None:
-        return ((None, Asked(source=Source.FORCED, backend=forced)),)
+        return ((None, BackendPreference(source=Source.FORCED, backend=forced)),)
     if construction is not None:
         return ((None, construction),)
     override = scope.component_override(site)
     if override is not None:
         return ((None, override[1]),)
-    schedule: list[tuple[Steps | None, Asked]] = []
+    schedule: list[tuple[Steps | None, BackendPreference]] = []
     for number, rule in enumerate(scope.rules, start=1):
         if rule.matches(site):
-            asked = Asked(
+            asked = BackendPreference(
                 source=Source.COMMAND_LINE if rule.backend else Source.AUTO,
                 backend=rule.backend,
                 config=rule.config,
@@ -219,7 +221,7 @@ def decide(
     if scope.default is not None and scope.default.backend is not None:
         last = scope.default
     elif layer_default is not None:
-        last = Asked(source=Source.LAYER_DEFAULT, backend=layer_default)
+        last = BackendPreference(source=Source.LAYER_DEFAULT, backend=layer_default)
     else:
         last = AUTO
     return (*schedule, (None, last))
@@ -246,7 +248,7 @@ class ComponentConstruction:
     """
 
     name: str
-    by_role: Mapping[str, Asked]
+    by_role: Mapping[str, BackendPreference]
     used: int = 0
     used_keys: set[str] = field(default_factory=set)
 
@@ -314,7 +316,7 @@ def current_component() -> ComponentConstruction | None:
     return _COMPONENT.get()
 
 
-def claim_component_override(role: AttentionRole) -> Asked | None:
+def claim_component_override(role: AttentionRole) -> BackendPreference | None:
     """Return the override for a layer of `role` constructed here, and count it as used."""
     construction = _COMPONENT.get()
     if construction is None:
@@ -345,7 +347,7 @@ def component_attn_backend_context_manager(
         ComponentAttentionBackendNotAppliedError: on exit, for every override given that no layer
             constructed in the block took.
     """
-    by_role: dict[str, Asked] = {}
+    by_role: dict[str, BackendPreference] = {}
     if attn_backend is not None:
         by_role[""] = _component_asked(attn_backend, component_name)
     for role, backend in (backend_by_role or {}).items():
@@ -374,5 +376,5 @@ def _role_name(role: str | AttentionRole) -> str:
         raise ConfigError(f"backend_by_role must have keys among {valid}, got {role!r}") from None
 
 
-def _component_asked(backend: AttentionBackendEnum | str, detail: str) -> Asked:
-    return Asked(source=Source.COMPONENT, backend=as_backend(backend), detail=detail)
+def _component_asked(backend: AttentionBackendEnum | str, detail: str) -> BackendPreference:
+    return BackendPreference(source=Source.COMPONENT, backend=as_backend(backend), detail=detail)

@@ -28,7 +28,7 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     Source,
     as_backend,
@@ -121,7 +121,7 @@ class Selection:
 
     backend: AttentionBackendEnum
     variant: str
-    asked: Asked
+    asked: BackendPreference
     reason: str
     rejected: tuple[Rejected, ...] = ()
     fallback: bool = False
@@ -138,7 +138,9 @@ class Selection:
         return name if self.variant in ("", name) else f"{name} ({self.variant})"
 
 
-def resolve(request: AttentionRequest, asked: Asked, *, strict: bool = False) -> Selection:
+def resolve(
+    request: AttentionRequest, asked: BackendPreference, *, strict: bool = False
+) -> Selection:
     """Choose the backend for `request` as `asked`; pure.
 
     Args:
@@ -157,11 +159,11 @@ def resolve(request: AttentionRequest, asked: Asked, *, strict: bool = False) ->
 
 
 @lru_cache(maxsize=4096)
-def _resolve(request: AttentionRequest, asked: Asked, strict: bool) -> Selection:
+def _resolve(request: AttentionRequest, asked: BackendPreference, strict: bool) -> Selection:
     if asked.backend is None:
         return _automatic(request, asked, ())
-    if asked.dense_because:
-        return _because(_automatic(request, asked, ()), asked.dense_because)
+    if asked.dense_reason:
+        return _because(_automatic(request, asked, ()), asked.dense_reason)
     environment = request.environment
     if environment.always and str(asked.backend) != environment.always:
         reason = f"{environment.platform} always runs {environment.always}"
@@ -182,7 +184,7 @@ def _resolve(request: AttentionRequest, asked: Asked, strict: bool) -> Selection
 
 
 def _excuse(
-    backend: AttentionBackendEnum, request: AttentionRequest, asked: Asked, strict: bool
+    backend: AttentionBackendEnum, request: AttentionRequest, asked: BackendPreference, strict: bool
 ) -> str | None:
     """Return why an unsupported request does not concern this layer, or None when it does."""
     if backend.is_sparse and request.role is not AttentionRole.SELF:
@@ -194,7 +196,10 @@ def _excuse(
 
 
 def _fall_back(
-    request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...], strict: bool
+    request: AttentionRequest,
+    asked: BackendPreference,
+    rejected: tuple[Rejected, ...],
+    strict: bool,
 ) -> Selection:
     # Who names a kernel wants no other backend: none has that kernel.
     named = {getattr(asked.config, name, "auto") for name in ("kernel", "kmeans_kernel")}
@@ -223,7 +228,7 @@ def _fallback_of(
 
 
 def _automatic(
-    request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...]
+    request: AttentionRequest, asked: BackendPreference, rejected: tuple[Rejected, ...]
 ) -> Selection:
     for name in request.environment.priority:
         backend = AttentionBackendEnum(name)
@@ -242,7 +247,9 @@ def _automatic(
     )
 
 
-def dense_for(request: AttentionRequest, asked: Asked, *needs: Feature, reason: str) -> Selection:
+def dense_for(
+    request: AttentionRequest, asked: BackendPreference, *needs: Feature, reason: str
+) -> Selection:
     """Return the automatic choice for calls that the layer's own backend cannot honour.
 
     Args:
@@ -268,7 +275,7 @@ def _look(
 def _chosen(
     cls: type[AttentionBackend],
     request: AttentionRequest,
-    asked: Asked,
+    asked: BackendPreference,
     reason: str,
     rejected: tuple[Rejected, ...] = (),
     *,
@@ -291,13 +298,13 @@ def _because(selection: Selection, reason: str) -> Selection:
     return replace(selection, reason=f"{reason}; {selection.reason}")
 
 
-def _why(asked: Asked) -> str:
+def _why(asked: BackendPreference) -> str:
     by = f" by {asked.detail}" if asked.detail else ""
     return f"asked for ({asked.source}{by})"
 
 
 def _refused(
-    request: AttentionRequest, asked: Asked, rejected: tuple[Rejected, ...]
+    request: AttentionRequest, asked: BackendPreference, rejected: tuple[Rejected, ...]
 ) -> UnsupportedBackendError:
     tried = ". ".join(map(str, rejected))
     kernel = getattr(asked.config, "kernel", "auto")
@@ -390,7 +397,9 @@ def get_attn_backend(
         needs=frozenset(needs),
     )
     if selected_attention_backend is not None:
-        asked = Asked(source=Source.ARGUMENT, backend=as_backend(selected_attention_backend))
+        asked = BackendPreference(
+            source=Source.ARGUMENT, backend=as_backend(selected_attention_backend)
+        )
     else:
         construction = current_component()
         asked = decide(

@@ -6,7 +6,7 @@ from typing import Final
 from multimodal_gen.runtime.layers.attention.config import IndexSelector, SparseConfig, first_of
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["PROCESS", "WarnOnce", "notice_dense_layers", "notice_dense_run"]
+__all__ = ["PROCESS", "WarnOnce", "warn_if_dense_layers", "warn_if_dense_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -14,29 +14,29 @@ logger = logging.getLogger(__name__)
 class WarnOnce:
     """Warnings of one pipeline, each logged once."""
 
-    __slots__ = ("_said",)
+    __slots__ = ("_given",)
 
     def __init__(self) -> None:
-        self._said: dict[str, None] = {}
+        self._given: dict[str, None] = {}
 
-    def say(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         """Log a warning that was not logged yet."""
-        if message not in self._said:
-            self._said[message] = None
+        if message not in self._given:
+            self._given[message] = None
             logger.warning("%s", message)
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def given(self) -> tuple[str, ...]:
         """What was logged so far."""
-        return tuple(self._said)
+        return tuple(self._given)
 
 
 PROCESS: Final = WarnOnce()
-"""Process-wide on purpose: of layers that were built outside any pipeline."""
+"""Process-wide on purpose: the warnings of layers that were built outside any pipeline."""
 
 
-def notice_dense_run(
-    config: SparseConfig, backend: AttentionBackendEnum, num_steps: int | None, notices: WarnOnce
+def warn_if_dense_run(
+    config: SparseConfig, backend: AttentionBackendEnum, num_steps: int | None, warnings: WarnOnce
 ) -> None:
     """Warn, once, of a run that has no sparse step.
 
@@ -44,13 +44,13 @@ def notice_dense_run(
         config: of the method.
         backend: the method.
         num_steps: denoising steps of the run, or None when unknown.
-        notices: of the pipeline.
+        warnings: of the pipeline.
     """
-    _notice_dense(config, backend, num_steps, notices, 0, "step", "run")
+    _warn_if_dense(config, backend, num_steps, warnings, 0, "step", "run")
 
 
-def notice_dense_layers(
-    config: SparseConfig, backend: AttentionBackendEnum, num_layers: int | None, notices: WarnOnce
+def warn_if_dense_layers(
+    config: SparseConfig, backend: AttentionBackendEnum, num_layers: int | None, warnings: WarnOnce
 ) -> None:
     """Warn, once, of a model that has no sparse layer.
 
@@ -58,16 +58,16 @@ def notice_dense_layers(
         config: of the method.
         backend: the method.
         num_layers: self-attention layers of the model, or None when unknown.
-        notices: of the pipeline.
+        warnings: of the pipeline.
     """
-    _notice_dense(config, backend, num_layers, notices, 1, "layer", "model")
+    _warn_if_dense(config, backend, num_layers, warnings, 1, "layer", "model")
 
 
-def _notice_dense(
+def _warn_if_dense(
     config: SparseConfig,
     backend: AttentionBackendEnum,
     total: int | None,
-    notices: WarnOnce,
+    warnings: WarnOnce,
     axis: int,
     unit: str,
     whole: str,
@@ -78,7 +78,7 @@ def _notice_dense(
     ):
         return
     given, instead = _given(config, config.first_dense[axis], f"dense_{unit}s")
-    notices.say(
+    warnings.warn(
         f"{backend} is sparse in no {unit}: {given} keep all {total} {unit}s of this {whole} "
         f"dense; give fewer, such as {instead}"
     )

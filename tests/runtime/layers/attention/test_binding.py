@@ -6,7 +6,7 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
-from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.fakes import ALL_FEATURES, PlainImpl, fake_backend
 from multimodal_gen.testing.inputs import make_qkv
@@ -36,7 +36,7 @@ def _broken_package(use_backends):
 
 
 def asked(backend) -> SelectionScope:
-    return SelectionScope(default=Asked(source=Source.COMMAND_LINE, backend=backend))
+    return SelectionScope(default=BackendPreference(source=Source.COMMAND_LINE, backend=backend))
 
 
 def test_the_automatic_choice_goes_on_and_records_the_import_that_failed():

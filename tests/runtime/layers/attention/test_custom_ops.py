@@ -8,7 +8,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.config import IndexSelector
 from multimodal_gen.runtime.layers.attention.custom_ops import attention_op
-from multimodal_gen.runtime.layers.attention.scope import Asked, Rule, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    Rule,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.layers.attention.selector import (
     global_force_attn_backend,
     global_force_attn_backend_context_manager,
@@ -24,6 +29,9 @@ BLOCKS, HEADS, SIZE = 12, 2, 8
 # The compiler's own: it imports what it deprecates, and looks at `.grad` of what has none.
 INDUCTOR_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 GRAD_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+# No gate, nothing replicated, no lengths; tokens may be exchanged.
+REST = (None, (0, 0, 0), None, True)
 
 
 class Block(nn.Module):
@@ -109,7 +117,7 @@ def test_all_blocks_share_one_graph(x):
 def test_steps_forces_and_layers_cause_no_recompilation(x):
     scope = SelectionScope(
         rules=(Rule(backend=FA, steps=IndexSelector.parse("0-1")),),
-        default=Asked(source=Source.COMMAND_LINE, backend=SDPA),
+        default=BackendPreference(source=Source.COMMAND_LINE, backend=SDPA),
     )
     model = Model(scope)
     counter = CompileCounterWithBackend("aot_eager")
@@ -166,7 +174,7 @@ def test_the_operator_gives_the_layout_it_promises_whatever_the_kernel_does(use_
     layer = LocalAttention(HEADS, SIZE)
     q, k, v = make_qkv(2, 4, HEADS, SIZE)
     assert not layer(q, k, v).is_contiguous()
-    assert attention_op(q, k, v, None, layer._layer_id).is_contiguous()
+    assert attention_op(q, k, v, None, layer._layer_id, *REST).is_contiguous()
 
 
 @torch.no_grad()
@@ -211,7 +219,7 @@ def test_the_operator_keeps_its_contract(shape):
     layer = LocalAttention(HEADS, SIZE)
     q, k, v = make_qkv(2, 4, HEADS, SIZE)
     mask = None if shape is None else torch.ones(shape, dtype=torch.bool)
-    result = torch.library.opcheck(attention_op, (q, k, v, mask, layer._layer_id))
+    result = torch.library.opcheck(attention_op, (q, k, v, mask, layer._layer_id, *REST))
     assert set(result.values()) == {"SUCCESS"}
 
 
@@ -220,7 +228,12 @@ def test_the_operators_shape_follows_query_and_value():
     q = torch.empty(2, 4, HEADS, SIZE, device="meta")
     k = torch.empty(2, 6, HEADS, SIZE, device="meta")
     v = torch.empty(2, 6, HEADS, 3, device="meta")
-    assert attention_op(q, k, v, None, layer._layer_id).shape == (2, 4, HEADS, 3)
+    assert attention_op(q, k, v, None, layer._layer_id, *REST).shape == (
+        2,
+        4,
+        HEADS,
+        3,
+    )
 
 
 @pytest.mark.gpu
@@ -229,7 +242,7 @@ def test_the_operators_shape_follows_query_and_value():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_cuda_graph_does_not_freeze_the_step(mode):
     rule = Rule(backend=AttentionBackendEnum.TORCH_CUDNN_SDPA, steps=IndexSelector.parse("0"))
-    default = Asked(source=Source.COMMAND_LINE, backend=SDPA)
+    default = BackendPreference(source=Source.COMMAND_LINE, backend=SDPA)
     scope = SelectionScope(rules=(rule,), default=default)
     layer = LocalAttention(HEADS, 64, compute_dtype=torch.bfloat16, scope=scope)
     q, k, v = make_qkv(1, 256, HEADS, 64, dtype=torch.bfloat16, device="cuda")

@@ -5,8 +5,9 @@ import torch
 import torch._dynamo
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.gating import GatedImpl
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
+from multimodal_gen.runtime.layers.attention.schedule import BoundBackend
 from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
     set_forward_context,
@@ -15,7 +16,7 @@ from multimodal_gen.testing.fakes import PlainImpl
 from multimodal_gen.testing.inputs import make_qkv
 
 
-class Gated(PlainImpl, GatedImpl):
+class Gated(PlainImpl):
     """Attention whose coarse branch is the mean of the values."""
 
     steps = ()
@@ -28,6 +29,14 @@ class Gated(PlainImpl, GatedImpl):
         context = context or current_forward_context()
         type(self).steps += (context and context.current_timestep,)
         return out + gate * value.mean(dim=1, keepdim=True)
+
+
+def give_coarse_branch(schedule, patch):
+    """Let the entries of a schedule run an implementation with a coarse branch."""
+    for entry in schedule:
+        bound = entry.primary
+        impl = Gated(4, 8, 8**-0.5)
+        patch.setattr(entry, "primary", BoundBackend(bound.selection, bound.features, impl))
 
 
 @pytest.fixture
@@ -44,8 +53,7 @@ def gate():
 def layer(monkeypatch):
     """A layer whose backend has a coarse branch."""
     layer = UlyssesAttention_VSA(4, 8)
-    for route in layer.planned_routes():
-        monkeypatch.setattr(route.primary, "impl", Gated(4, 8, 8**-0.5))
+    give_coarse_branch(layer.schedule(), monkeypatch)
     return layer
 
 
@@ -78,8 +86,7 @@ def test_gradients_reach_the_gate(layer, inputs, gate):
 def test_the_gate_takes_the_dtype_of_the_query_under_autocast(layer, inputs, gate):
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.MonkeyPatch.context() as patch:
         layer(*inputs)  # selects for bfloat16
-        for route in layer.planned_routes():
-            patch.setattr(route.primary, "impl", Gated(4, 8, 8**-0.5))
+        give_coarse_branch(layer.schedule(), patch)
         assert layer(*inputs, gate_compress=gate).dtype == torch.bfloat16
 
 
@@ -93,14 +100,14 @@ def test_a_gate_of_another_shape_is_refused(layer, inputs, gate):
 def test_a_gate_with_a_mask_is_refused(layer, inputs, gate):
     mask = torch.ones(2, 6, dtype=torch.bool)
     with pytest.raises(UsageError, match=r"come without a mask, got .* a mask of shape \[2, 6\]"):
-        layer.run(*inputs, mask, gate=gate)
+        layer.attend(AttentionCall(*inputs, mask, gate))
 
 
 def test_a_gate_without_a_coarse_branch_is_refused(inputs, gate):
     layer = UlyssesAttention_VSA(4, 8)
     assert not layer.takes_gate
     with pytest.raises(UsageError, match=r"gate must be None unless .*, this layer runs torch_sdp"):
-        layer.run(*inputs, gate=gate)
+        layer.attend(AttentionCall(*inputs, gate=gate))
 
 
 def test_dense_steps_of_the_schedule_get_the_coarse_branch_too(inputs, gate, monkeypatch):
@@ -108,8 +115,8 @@ def test_dense_steps_of_the_schedule_get_the_coarse_branch_too(inputs, gate, mon
 
     rules = {"rules": [{"steps": "0", "backend": "torch_sdpa"}]}
     layer = UlyssesAttention_VSA(4, 8, scope=scope_from(attention_config=rules))
-    dense, sparse = layer.planned_routes()
-    monkeypatch.setattr(sparse.primary, "impl", Gated(4, 8, 8**-0.5))
+    dense, sparse = layer.schedule()
+    give_coarse_branch([sparse], monkeypatch)
     monkeypatch.setattr(Gated, "steps", ())
     outs = []
     for step in (0, 1):

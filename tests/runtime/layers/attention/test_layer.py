@@ -17,7 +17,7 @@ from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexS
 from multimodal_gen.runtime.layers.attention.custom_ops import _LAYERS
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     Rule,
     SelectionScope,
@@ -40,8 +40,8 @@ FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 HALF = frozenset({torch.float16, torch.bfloat16})
 
 
-def asked(backend, **fields) -> Asked:
-    return Asked(source=Source.COMMAND_LINE, backend=backend, **fields)
+def asked(backend, **fields) -> BackendPreference:
+    return BackendPreference(source=Source.COMMAND_LINE, backend=backend, **fields)
 
 
 def served(layer) -> list[tuple[str, int]]:
@@ -201,7 +201,7 @@ def test_selection_is_not_on_the_path_of_a_call(two, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("selection must not run per call")
 
-    monkeypatch.setattr(base, "bind", never)
+    monkeypatch.setattr(base, "bind_schedule", never)
     monkeypatch.setattr(base, "decide", never)
     for _ in range(3):
         layer(q, k, v)
@@ -522,7 +522,7 @@ def test_a_layer_shows_its_head_size_and_implementation(two):
     assert isinstance(layer.attn_impl, PlainImpl)
     assert layer.attn_impl.softmax_scale == 0.5
     global_force_attn_backend(FA)
-    assert layer.attn_impl is layer.planned_routes()[-1].primary.impl
+    assert layer.attn_impl is layer.schedule()[-1].primary.impl
     assert layer.backend is FA
 
 

@@ -13,7 +13,7 @@ from multimodal_gen.runtime.layers.attention.report import (
     ReportEntry,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import AUTO, Asked, Source
+from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, Source
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -21,13 +21,13 @@ FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 CHOSEN = Selection(
     backend=FA,
     variant="fa3",
-    asked=Asked(source=Source.COMPONENT, backend=FA, detail="transformer"),
+    asked=BackendPreference(source=Source.COMPONENT, backend=FA, detail="transformer"),
     reason="asked for",
 )
 FALLEN = Selection(
     backend=SDPA,
     variant="torch_sdpa",
-    asked=Asked(source=Source.COMMAND_LINE, backend=FA),
+    asked=BackendPreference(source=Source.COMMAND_LINE, backend=FA),
     reason="fa cannot serve this layer: no",
     rejected=(Rejected(backend=FA, reasons=("no", "nor this")),),
     fallback=True,
@@ -120,7 +120,7 @@ def test_the_dictionary_is_json_and_complete(report):
     ids=["defaults", "no parameters", "given", "fallback"],
 )
 def test_the_parameters_that_run_are_told_so_that_a_run_can_be_repeated(config, backend, expected):
-    asked = Asked(source=Source.COMMAND_LINE, backend=FA, config=config)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=FA, config=config)
     ran = Selection(backend=backend, variant="x", asked=asked, reason="asked for")
     told = json.loads(json.dumps(entry(ran).as_dict()))["config"]
     assert told == expected

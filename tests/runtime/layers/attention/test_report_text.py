@@ -12,7 +12,7 @@ from multimodal_gen.runtime.layers.attention.report import (
     summary,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import Asked, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, Source
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -20,12 +20,12 @@ SDPA = AttentionBackendEnum.TORCH_SDPA
 FA = AttentionBackendEnum.FA
 NO_FA = Rejected(backend=FA, reasons=("fa2: needs a GPU", "fa3: needs a GPU", "fa3: needs more"))
 AUTO = Selection(
-    backend=SDPA, variant="torch_sdpa", asked=Asked(source=Source.AUTO), reason="first"
+    backend=SDPA, variant="torch_sdpa", asked=BackendPreference(source=Source.AUTO), reason="first"
 )
 FALLBACK = Selection(
     backend=SDPA,
     variant="torch_sdpa",
-    asked=Asked(source=Source.COMMAND_LINE, backend=FA, detail="rule 1"),
+    asked=BackendPreference(source=Source.COMMAND_LINE, backend=FA, detail="rule 1"),
     reason="fa cannot serve this layer: much text",
     rejected=(NO_FA,),
     fallback=True,
@@ -106,7 +106,7 @@ def test_an_automatic_choice_keeps_its_reason_beside_the_footnote() -> None:
     chosen = Selection(
         backend=SDPA,
         variant="torch_sdpa",
-        asked=Asked(source=Source.AUTO),
+        asked=BackendPreference(source=Source.AUTO),
         reason="first",
         rejected=(NO_FA,),
     )

@@ -5,15 +5,15 @@ import pytest
 from multimodal_gen.runtime.layers.attention.config import IndexSelector
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.schedule import with_dense_parts
-from multimodal_gen.runtime.layers.attention.scope import AUTO, Asked, LayerSite, Source
+from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, LayerSite, Source
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.backend import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 
-def asked(**parameters: object) -> Asked:
-    return Asked(
+def asked(**parameters: object) -> BackendPreference:
+    return BackendPreference(
         source=Source.COMMAND_LINE,
         backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
         config=VideoSparseConfig(**parameters),
@@ -21,7 +21,7 @@ def asked(**parameters: object) -> Asked:
 
 
 def parts(
-    ask: Asked,
+    ask: BackendPreference,
     *,
     steps: str | None = None,
     layer: int = 0,
@@ -30,7 +30,7 @@ def parts(
     selector = None if steps is None else IndexSelector.parse(steps)
     site = LayerSite(layer=layer, role=role)
     found = with_dense_parts(((selector, ask),), site, PlatformEnum.CPU)
-    return [(None if s is None else str(s), a.dense_because) for s, a in found]
+    return [(None if s is None else str(s), a.dense_reason) for s, a in found]
 
 
 def test_dense_steps_come_before_the_others() -> None:
@@ -73,11 +73,11 @@ def test_dense_layers_are_dense_in_every_step() -> None:
 )
 def test_the_pipeline_is_told_where_every_layer_is_dense(backend, config, given) -> None:
     told = WarnOnce()
-    ask = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    ask = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     for layer in range(4):
         site = LayerSite(layer=layer, num_layers=4)
         with_dense_parts(((None, ask),), site, PlatformEnum.CPU, told)
-    assert list(told.said) == [
+    assert list(told.given) == [
         f"{backend} is sparse in no layer: {name} keep all 4 layers of this model dense; "
         f"give fewer, such as {name.partition('=')[0]}=0"
         for name in given
@@ -91,7 +91,7 @@ def test_other_roles_have_no_dense_parts(role: AttentionRole) -> None:
 
 def test_dense_backends_are_left_alone() -> None:
     assert parts(AUTO) == [(None, "")]
-    sdpa = Asked(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.TORCH_SDPA)
+    sdpa = BackendPreference(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.TORCH_SDPA)
     assert parts(sdpa) == [(None, "")]
 
 

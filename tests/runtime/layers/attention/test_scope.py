@@ -14,7 +14,7 @@ from multimodal_gen.runtime.layers.attention.layer import (
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     Rule,
     SelectionScope,
@@ -42,8 +42,8 @@ def site(component="transformer", role=AttentionRole.SELF, layer=0) -> LayerSite
     return LayerSite(name="block.attn", component=component, role=role, layer=layer)
 
 
-def component(backend, detail) -> Asked:
-    return Asked(source=Source.COMPONENT, backend=backend, detail=detail)
+def component(backend, detail) -> BackendPreference:
+    return BackendPreference(source=Source.COMPONENT, backend=backend, detail=detail)
 
 
 def last(schedule) -> tuple[Source, AttentionBackendEnum | None]:
@@ -53,7 +53,7 @@ def last(schedule) -> tuple[Source, AttentionBackendEnum | None]:
 
 
 SCOPE = SelectionScope(
-    default=Asked(source=Source.COMMAND_LINE, backend=SDPA),
+    default=BackendPreference(source=Source.COMMAND_LINE, backend=SDPA),
     components=MappingProxyType(
         {
             "transformer": component(FA, "transformer"),
@@ -82,7 +82,7 @@ def test_an_override_at_construction_is_stronger_than_the_scope_and_weaker_than_
 
 
 def test_automatic_on_the_command_line_leaves_the_layers_own_default():
-    scope = SelectionScope(default=Asked(source=Source.COMMAND_LINE))
+    scope = SelectionScope(default=BackendPreference(source=Source.COMMAND_LINE))
     assert last(decide(site(), scope, layer_default=FLEX)) == (Source.LAYER_DEFAULT, FLEX)
 
 
@@ -109,7 +109,9 @@ def test_transformer_2_takes_the_override_of_transformer_unless_it_has_its_own()
 
 
 def rules(*entries: Rule) -> SelectionScope:
-    return SelectionScope(default=Asked(source=Source.COMMAND_LINE, backend=SDPA), rules=entries)
+    return SelectionScope(
+        default=BackendPreference(source=Source.COMMAND_LINE, backend=SDPA), rules=entries
+    )
 
 
 @pytest.mark.parametrize(

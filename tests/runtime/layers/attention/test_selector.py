@@ -15,7 +15,7 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     Rule,
     SelectionScope,
@@ -49,11 +49,11 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 NOWHERE = {"platforms": frozenset({PlatformEnum.OOT})}
 
 
-def asked(backend, source=Source.COMMAND_LINE, **fields) -> Asked:
-    return Asked(source=source, backend=backend, **fields)
+def asked(backend, source=Source.COMMAND_LINE, **fields) -> BackendPreference:
+    return BackendPreference(source=source, backend=backend, **fields)
 
 
-AUTO = Asked(source=Source.AUTO)
+AUTO = BackendPreference(source=Source.AUTO)
 
 
 def request(platform="cuda", capability=(8, 0), **fields) -> AttentionRequest:

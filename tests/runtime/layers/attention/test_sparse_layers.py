@@ -8,7 +8,6 @@ from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -45,7 +44,7 @@ def make_layer(method: str, **more: object) -> LocalAttention:
     layer = LocalAttention(2, 32, site=site, scope=scope_from_args(args))
     if "sla" in method:
         torch.manual_seed(1)
-        set_projection(layer, nn.Linear(32, 32).requires_grad_(False))
+        layer.set_projection(nn.Linear(32, 32).requires_grad_(False))
     return layer
 
 
@@ -77,7 +76,7 @@ def test_autocast_changes_the_inputs_and_nothing_else(method: str, dtype: torch.
 def test_a_run_without_a_sparse_step_is_told_of(method: str, caplog) -> None:
     layer = make_layer(method, dense_steps="0-1")
     with set_forward_context(0, latent_grid=GRID, num_steps=2) as context:
-        for route in layer.planned_routes():
+        for route in layer.schedule():
             route.check_run(context)
     told = [r.getMessage() for r in caplog.records if "is sparse in no step" in r.getMessage()]
     assert len(told) == 1

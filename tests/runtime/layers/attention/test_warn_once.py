@@ -11,8 +11,8 @@ from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, build_config
 from multimodal_gen.runtime.layers.attention.warn_once import (
     WarnOnce,
-    notice_dense_layers,
-    notice_dense_run,
+    warn_if_dense_layers,
+    warn_if_dense_run,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -38,7 +38,7 @@ def told(caplog: pytest.LogCaptureFixture):
     """Return a function that asks for the notice and returns what was said so far."""
     said = WarnOnce()
 
-    def ask(num: int | None, ask=notice_dense_run, **parameters: object) -> list[str]:
+    def ask(num: int | None, ask=warn_if_dense_run, **parameters: object) -> list[str]:
         config = build_config(Config, parameters, backend=NAME)
         with caplog.at_level(logging.WARNING, logger=notices.__name__):
             ask(config, AttentionBackendEnum(NAME), num, said)
@@ -87,8 +87,8 @@ def test_nothing_is_said_where_a_step_is_sparse_or_their_number_unknown(
     ],
 )
 def test_a_model_without_a_sparse_layer_is_told_of_once(told, num_layers, parameters, given):
-    told(num_layers, notice_dense_layers, **parameters)
-    (message,) = told(num_layers, notice_dense_layers, **parameters)
+    told(num_layers, warn_if_dense_layers, **parameters)
+    (message,) = told(num_layers, warn_if_dense_layers, **parameters)
     assert message.startswith(f"{NAME} is sparse in no layer: {given} all {num_layers} layers")
 
 
@@ -99,12 +99,12 @@ def test_a_model_without_a_sparse_layer_is_told_of_once(told, num_layers, parame
 def test_nothing_is_said_where_a_layer_is_sparse_or_their_number_unknown(
     told, num_layers, parameters
 ) -> None:
-    assert told(num_layers, notice_dense_layers, **parameters) == []
+    assert told(num_layers, warn_if_dense_layers, **parameters) == []
 
 
 def test_a_copy_of_what_was_said_is_not_said_again(caplog) -> None:
     said = WarnOnce()
-    said.say("so it is")
-    pickle.loads(pickle.dumps(said)).say("so it is")
-    WarnOnce().say("so it is")
+    said.warn("so it is")
+    pickle.loads(pickle.dumps(said)).warn("so it is")
+    WarnOnce().warn("so it is")
     assert [record.getMessage() for record in caplog.records] == ["so it is"] * 2

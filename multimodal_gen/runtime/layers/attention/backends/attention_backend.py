@@ -5,41 +5,67 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import nn
 
-from multimodal_gen.runtime.distributed.ring import RingCall
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant, needs_platform
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     PackageProbe,
 )
+from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.layers.attention.scope import LayerSite
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
 __all__ = [
     "AttentionBackend",
     "AttentionImpl",
-    "GatedRingMethod",
-    "KeptKeysImpl",
-    "NoticingImpl",
-    "ObservingImpl",
-    "RememberingImpl",
-    "RingInputs",
-    "RingMethod",
+    "ProjectionSlot",
+    "provides",
 ]
+
+
+class ProjectionSlot:
+    """Where a layer keeps its trained projection, for all its implementations.
+
+    The projection belongs to a checkpoint, so it is not a parameter of the layer: whoever has read
+    it hands it over, before or after the first call, and may move it between devices later.
+
+    Attributes:
+        linear: [D, D], the same for all heads; None for zero.
+    """
+
+    __slots__ = ("linear",)
+
+    def __init__(self) -> None:
+        self.linear: nn.Linear | None = None
+
+    def fill(self, linear: nn.Linear | None, head_size: int) -> None:
+        """Set the projection; None for zero.
+
+        Raises:
+            UsageError: it does not map the channels of a head to themselves.
+        """
+        if linear is not None and tuple(linear.weight.shape) != (head_size, head_size):
+            raise UsageError(
+                f"`linear` must map {head_size} channels to {head_size}, those of a head, got a "
+                f"weight of {list(linear.weight.shape)}"
+            )
+        self.linear = linear
 
 
 class AttentionImpl(ABC):
     """The attention of one layer on one backend.
+
+    It is given all it needs when it is constructed; a call brings all that varies. `forward` is
+    what every implementation has. The methods below it are optional: a layer asks once, when it
+    binds an implementation, which of them a class has of its own (`provides`).
 
     Args:
         num_heads: query heads.
@@ -49,14 +75,18 @@ class AttentionImpl(ABC):
         num_kv_heads: key and value heads; `num_heads` when None.
         config: the backend's configuration; its defaults when None.
         variant: name of the chosen `Variant`.
+        site: where the layer sits, or None outside any layer.
+        projection: the layer's trained projection, for methods that have one.
+        warnings: what its user was warned of; those of the process by default.
 
     Attributes:
-        site: where the layer sits; the layer sets it before the first call.
-        first_head: the first of the layer's heads that calls bring, where ranks split them.
+        takes_projection: whether the method has a branch that `projection` weighs.
+        per_head: whether settings differ by head, so that `forward` and `forward_gated` take
+            `first_head`, the index of the call's first head among the layer's heads.
     """
 
-    site: "LayerSite | None" = None
-    first_head: int = 0
+    takes_projection: ClassVar[bool] = False
+    per_head: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -68,6 +98,9 @@ class AttentionImpl(ABC):
         *,
         config: BackendConfig | None = None,
         variant: str = "",
+        site: LayerSite | None = None,
+        projection: ProjectionSlot | None = None,
+        warnings: WarnOnce = PROCESS,
     ) -> None:
         self.num_heads = num_heads
         self.head_size = head_size
@@ -76,6 +109,9 @@ class AttentionImpl(ABC):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.config = config
         self.variant = variant
+        self.site = site
+        self.projection = ProjectionSlot() if projection is None else projection
+        self.warnings = warnings
 
     @abstractmethod
     def forward(
@@ -83,7 +119,7 @@ class AttentionImpl(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        context: "ForwardContext | None" = None,
+        context: ForwardContext | None = None,
         *,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -102,13 +138,6 @@ class AttentionImpl(ABC):
             [B, Sq, H, Dv], dtype of `query`. Rows of queries that see no key are zero.
         """
 
-    def check_run(self, context: "ForwardContext") -> None:  # noqa: B027 - most demand nothing
-        """Raise an error of this package for a run that the configuration does not fit."""
-
-    def densities(self) -> Mapping[int, float]:
-        """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
-        return {}
-
     def forward_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,6 +146,20 @@ class AttentionImpl(ABC):
         Called only when the variant declares `lse`.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no lse")
+
+    def forward_lse_masked(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as `forward_lse` for the keys that `keep`, bool [B, Sk], leaves; not causal.
+
+        What the others hold, even NaN, has no influence. Where a class has it, padding is left out
+        without waiting for the device.
+        """
+        raise NotImplementedError(f"{type(self).__name__} leaves out no keys")
 
     def forward_varlen(
         self,
@@ -147,6 +190,107 @@ class AttentionImpl(ABC):
             [Tq, H, Dv]. Rows of queries whose segment has no key are zero.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no varlen")
+
+    def forward_gated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor,
+        context: ForwardContext | None = None,
+    ) -> torch.Tensor:
+        """Return what `forward` does plus `gate`, [B, S, H, D], times a coarse branch.
+
+        `forward` gives that branch no weight.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
+
+    def add_coarse(
+        self,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor,
+        context: ForwardContext | None = None,
+    ) -> torch.Tensor:
+        """Return `out`, [B, S, H, D], plus `gate` times the coarse branch; may change `out`.
+
+        Dense steps of the method's schedule are its sparse ones at sparsity 0: they keep the
+        branch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
+
+    def forward_ring(
+        self, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """Return attention of this rank's queries over the keys of all ranks.
+
+        For methods whose choice of keys depends on where tokens lie, and whose variants therefore
+        declare `ring` without `lse`. Every rank of the ring calls it, without gradients.
+
+        Args:
+            inputs: what this rank holds.
+            context: the running denoiser call.
+
+        Returns:
+            [B, prefix + S + suffix, H, D], the gate's branch included. Rows of queries that see no
+            key are zero.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no ring of its own")
+
+    def add_coarse_ring(
+        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """Do as `add_coarse` in a ring."""
+        raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
+
+    def ring_reason(self) -> str | None:
+        """Return why this configuration cannot be part of a ring, or None."""
+        return None
+
+    def observe(  # noqa: B027 - optional
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: ForwardContext | None,
+        attn_mask: torch.Tensor | None,
+    ) -> None:
+        """Look at a call of an earlier step before a dense backend serves it.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            context: the running denoiser call.
+            attn_mask: the mask as the layer was given it.
+        """
+
+    def check_run(self, context: ForwardContext) -> None:  # noqa: B027 - most demand nothing
+        """Raise an error of this package for a run that the configuration does not fit."""
+
+    def end_request(self, request_id: str) -> None:  # noqa: B027 - optional
+        """Drop what is kept for a request that is over; others may still run.
+
+        What keeps tensors for a request drops them by itself in the last step of one whose number
+        of steps is known, if the request gets there on this layer.
+
+        Args:
+            request_id: as the contexts of its calls have it.
+        """
+
+    def densities(self) -> Mapping[int, float]:
+        """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
+        return {}
+
+    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
+        """Return the calls that the chosen kernel could not take: (kernel, reason) -> calls."""
+        return {}
+
+
+def provides(impl: AttentionImpl | type[AttentionImpl], method: str) -> bool:
+    """Whether an implementation has an optional method of `AttentionImpl` of its own."""
+    cls = impl if isinstance(impl, type) else type(impl)
+    return getattr(cls, method) is not getattr(AttentionImpl, method)
 
 
 class AttentionBackend(ABC):
@@ -233,141 +377,3 @@ class AttentionBackend(ABC):
         """Return why a supported backend should still not be chosen unasked; usually nothing."""
         del request
         return ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RingInputs:
-    """What a rank holds of a sequence whose keys and values travel round a ring.
-
-    Attributes:
-        call: how the tokens are split, and the masks of all of them.
-        query: [B, prefix + S + suffix, H, D].
-        key: [B, S, Hkv, D].
-        value: [B, S, Hkv, D].
-        shared_key: keys that all ranks hold, [B, P, Hkv, D], or None.
-        shared_value: their values.
-        gate: weight of a coarse branch, [B, S, H, D], or None.
-    """
-
-    call: RingCall
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    shared_key: torch.Tensor | None
-    shared_value: torch.Tensor | None
-    gate: torch.Tensor | None = None
-
-    def to(self, dtype: torch.dtype) -> "RingInputs":
-        """Return the same inputs in another dtype."""
-
-        def cast(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(dtype)
-
-        return replace(
-            self,
-            query=self.query.to(dtype),
-            key=self.key.to(dtype),
-            value=self.value.to(dtype),
-            shared_key=cast(self.shared_key),
-            shared_value=cast(self.shared_value),
-            gate=cast(self.gate),
-        )
-
-
-class KeptKeysImpl(AttentionImpl):
-    """An implementation that leaves padding out of a part without waiting for the device."""
-
-    @abstractmethod
-    def forward_lse_kept(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keep: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as `forward_lse`, for the keys that `keep`, bool [B, Sk], leaves; not causal.
-
-        What the others hold, even NaN, has no influence.
-        """
-
-
-class RingMethod(AttentionImpl):
-    """An implementation whose variants may declare `ring` without `lse`."""
-
-    def against_ring(self) -> str | None:
-        """Return why this configuration cannot be part of a ring, or None."""
-        return None
-
-    @abstractmethod
-    def forward_in_ring(
-        self, inputs: RingInputs, context: ForwardContext | None = None
-    ) -> torch.Tensor:
-        """Return attention of this rank's queries over the keys of all ranks.
-
-        Every rank of the ring calls it, without gradients.
-
-        Args:
-            inputs: what this rank holds.
-            context: the running denoiser call.
-
-        Returns:
-            [B, prefix + S + suffix, H, D], the gate's branch included. Rows of queries that see no
-            key are zero.
-        """
-
-
-class GatedRingMethod(RingMethod):
-    """A method with a coarse branch, which dense steps of its schedule keep."""
-
-    @abstractmethod
-    def add_coarse_in_ring(
-        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
-    ) -> torch.Tensor:
-        """Return `out`, [B, S, H, D], plus the gate times the coarse branch; may change `out`."""
-
-
-class NoticingImpl(AttentionImpl):
-    """An implementation with notices.
-
-    Attributes:
-        notices: of its pipeline, which the layer sets; of the process where there is no layer.
-    """
-
-    notices: WarnOnce = PROCESS
-
-
-class ObservingImpl(ABC):
-    """What an implementation has that looks at the dense steps before its own."""
-
-    @abstractmethod
-    def observe(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: ForwardContext | None,
-        attn_mask: torch.Tensor | None,
-    ) -> None:
-        """Look at a call before a dense backend serves it.
-
-        Args:
-            query: [B, Sq, H, D].
-            key: [B, Sk, Hkv, D].
-            context: the running denoiser call.
-            attn_mask: the mask as the layer was given it.
-        """
-
-
-class RememberingImpl(ABC):
-    """What an implementation has that keeps tensors for a request while it runs.
-
-    It drops them by itself in the last step of a request whose number of steps is known, if the
-    request gets there on this layer.
-    """
-
-    @abstractmethod
-    def end_request(self, request_id: str) -> None:
-        """Drop what is kept for a request that is over; others may still run.
-
-        Args:
-            request_id: as the contexts of its calls have it.
-        """

@@ -14,7 +14,6 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    KeptKeysImpl,
 )
 from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
@@ -42,7 +41,7 @@ _CAUSAL_BLOCK = 128
 _FASTEST_HEAD_SIZES = (64, 128)
 
 
-class TritonAttentionImpl(KeptKeysImpl):
+class TritonAttentionImpl(AttentionImpl):
     """Attention over a plan of every block; see `AttentionImpl` for the arguments."""
 
     def forward(
@@ -76,14 +75,14 @@ class TritonAttentionImpl(KeptKeysImpl):
             return attend_to_nothing(query, value)
         return self._run_lse(query, key, value, _plan(query, key, self.causal))
 
-    def forward_lse_kept(
+    def forward_lse_masked(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         keep: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KeptKeysImpl.forward_lse_kept`."""
+        """See `AttentionImpl.forward_lse_masked`."""
         plan = _plan(query, key, causal=False)
         # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
         key, value = (zero_masked_rows(x, keep) for x in (key, value))

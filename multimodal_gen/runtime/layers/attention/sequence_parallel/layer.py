@@ -8,11 +8,11 @@ Ulysses groups keys and values travel round a ring.
 Shapes: B batch, S tokens of a rank, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.distributed.collectives import partition_heads
@@ -20,32 +20,23 @@ from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_g
 from multimodal_gen.runtime.distributed.handshake import handshake
 from multimodal_gen.runtime.distributed.timing import Times, attending, recording
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.call import (
-    are_tensors,
-    autocast,
-    autocasts,
-    fits,
-    misfit,
-    no_tensor,
-    wants_gradient,
-)
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.config import settings_text
-from multimodal_gen.runtime.layers.attention.custom_ops import outside_graphs, parallel_attention_op
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.schedule import Route
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import attend_in_ring
+from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
+from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import ring_forward
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import (
     Rows,
     SplitCall,
-    attend_in_chunks,
-    next_turn,
-    num_chunks,
+    attend_in_head_groups,
+    count_exchange,
+    num_head_groups,
 )
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
-__all__ = ["SplitAttentionLayer", "tokens_are_split"]
+__all__ = ["SequenceParallelLayer", "tokens_are_split"]
 
 
 def tokens_are_split() -> bool:
@@ -54,7 +45,7 @@ def tokens_are_split() -> bool:
     return groups is not None and groups.sequence.size > 1
 
 
-class SplitAttentionLayer(AttentionLayer):
+class SequenceParallelLayer(AttentionLayer):
     """An attention layer that exchanges tokens where ranks share a sequence.
 
     Attributes:
@@ -65,192 +56,107 @@ class SplitAttentionLayer(AttentionLayer):
         super().__init__(*args, **kwargs)
         self.times = Times()
 
-    def run_over_ranks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        *,
-        replicated: tuple[int, int, int] = (0, 0, 0),
-        seq_lens: Sequence[int] | None = None,
-        gate: torch.Tensor | None = None,
-        skip: bool = False,
-    ) -> torch.Tensor:
-        """Attend to the tokens of all ranks, as one opaque operator while `torch.compile` traces.
+    def report(self) -> LayerReport:
+        """Return what the layer ran so far, and why, and what time it took."""
+        return replace(super().report(), times=self.times.taken())
 
-        On one device, and where it is told to skip, it is `run`.
-
-        Args:
-            query: [B, Sq, H, D].
-            key: [B, Sk, Hkv, D].
-            value: [B, Sk, Hkv, Dv].
-            attn_mask: [B, Sk] or [B, 1, 1, Sk], this rank's part.
-            replicated: tokens that all ranks hold: in front, at the end, keys in front.
-            seq_lens: tokens of each rank; ranks tell each other when None.
-            gate: [B, Sq, H, D] weight of the coarse branch, or None.
-            skip: exchange nothing.
-
-        Returns:
-            [B, Sq, H, Dv].
-        """
-        if skip or not tokens_are_split():
-            return self.run(query, key, value, attn_mask, gate)
-        if not torch.compiler.is_compiling():
-            return self.attend_split(query, key, value, attn_mask, replicated, seq_lens, gate)
-        if autocasts(query.device.type):
-            query, key, value = autocast(query, key, value)
-        if wants_gradient(query, key, value, gate):
-            return _outside_the_graph(
-                self, query, key, value, attn_mask, replicated, seq_lens, gate
-            )
-        return parallel_attention_op(
-            query, key, value, attn_mask, self._layer_id, replicated, seq_lens, gate
-        )
-
-    def told(self, refusal: MultimodalGenError, split: bool) -> MultimodalGenError:
+    def announced(self, error: MultimodalGenError, *, split: bool) -> MultimodalGenError:
         """Return why this rank cannot make a call, once the others have heard it.
 
         Those that make the call would take the next one of this rank for the same.
 
         Args:
-            refusal: the error of an argument.
+            error: what is wrong with the call.
             split: whether the call would have exchanged tokens.
         """
         groups = parallel_groups()
         if split and groups is not None and not torch.compiler.is_compiling():
-            handshake(groups, self._name_of_calls(), {}, (), refusal, progress=next_turn())
-        return refusal
+            handshake(groups, self._name_of_calls(), {}, (), error, progress=count_exchange())
+        return error
+
+    def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
+        return self.announced(error, split=call.exchange and tokens_are_split())
 
     def _name_of_calls(self) -> str:
         return f"{type(self).__name__} {self.site.name}".strip()
 
-    def attend_split(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        replicated: tuple[int, ...],
-        seq_lens: Sequence[int] | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `run_over_ranks`.
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attend to the tokens of all ranks; on one device, and where told so, to these alone."""
+        groups = parallel_groups()
+        if groups is None:
+            return super()._attend(call)
+        if call.exchange and groups.sequence.size > 1:
+            return self._attend_over_ranks(call, groups)
+        with recording(self.times), attending(call.query.device):
+            return super()._attend(call)
+
+    def _attend_over_ranks(self, call: AttentionCall, groups: ParallelGroups) -> torch.Tensor:
+        """Attend to the tokens of all ranks.
 
         Raises:
             UsageError: shapes do not fit, or differ between ranks where they must not.
             RankError: another rank refuses its call, or makes none.
             UnsupportedBackendError: no backend can honour the call.
         """
-        groups = parallel_groups()
-        assert groups is not None, "callers know"
-        name = self._name_of_calls()
-        refusal = self._refusal(groups, query, key, value, attn_mask)
+        refusal = _mask_refusal(call, groups)
         if refusal is not None:
-            raise self.told(refusal, split=True)
-        if autocasts(query.device.type):
-            query, key, value = autocast(query, key, value)
-            with torch.autocast(query.device.type, enabled=False):
-                return self.attend_split(query, key, value, attn_mask, replicated, seq_lens, gate)
+            raise self._refused(call, refusal)
+        if call.autocasts:
+            with torch.autocast(call.query.device.type, enabled=False):
+                return self._attend_over_ranks(call.autocast(), groups)
         try:
-            route = self.route(query)  # what is bound for these tensors may be new
+            entry = self.entry_for(call.query)  # what is bound for these tensors may be new
         except MultimodalGenError as error:
-            raise self.told(error, split=True) from None
-        rows = Rows.of(query, key, replicated)
-        lengths, key_lengths = self._agree(
-            groups, name, (query, key, value, attn_mask, gate), rows, seq_lens, route
-        )
-        call = SplitCall(
+            raise self._refused(call, error) from None
+        rows = Rows.of(call.query, call.key, call.replicated)
+        lengths, key_lengths = self._agree(groups, call, rows, entry)
+        split = SplitCall(
             groups=groups,
-            shares=partition_heads(query.shape[2], key.shape[2], groups.ulysses.size),
+            shares=partition_heads(call.query.shape[2], call.key.shape[2], groups.ulysses.size),
             rows=rows,
             lengths=lengths,
             key_lengths=key_lengths,
         )
-        self.hold_heads_from(call.heads[0])
-        try:
-            with recording(self.times):
-                if groups.ring.size > 1:
-                    return self._attend_in_ring(call, query, key, value, attn_mask, gate)
-                if attn_mask is None and gate is None and not wants_gradient(query, key, value):
-                    chunks = num_chunks(call, route)
-                    if chunks > 1:
-                        bound = route.primary
-                        return attend_in_chunks(self, bound, call, query, key, value, chunks)
-                return self._attend_to_heads(call, query, key, value, attn_mask, gate)
-        finally:
-            self.hold_heads_from(0)
+        with recording(self.times):
+            out = self._exchange_and_attend(split, call, entry)
+        return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
 
-    def attend_now(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
+    def _exchange_and_attend(
+        self, split: SplitCall, call: AttentionCall, entry: ScheduleEntry
     ) -> torch.Tensor:
-        """Attend to this rank's tensors alone; see `AttentionLayer.attend_now`."""
-        if parallel_groups() is None:
-            return super().attend_now(query, key, value, attn_mask, gate)
-        with recording(self.times), attending(query.device):
-            return super().attend_now(query, key, value, attn_mask, gate)
-
-    def report(self) -> LayerReport:
-        """Return what the layer ran so far, and why, and what time it took."""
-        return replace(super().report(), times=self.times.taken())
-
-    def whole_mask(self, call: SplitCall, mask: torch.Tensor) -> torch.Tensor:
-        """Return the mask of all keys of the sequence, of which `mask` is this rank's part."""
-        return call.gather_mask(mask)
-
-    def _attend_to_heads(
-        self,
-        call: SplitCall,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        q, k, v, gate = call.joined(call.take_heads(query, key, value, gate))
-        mask = None if attn_mask is None else self.whole_mask(call, attn_mask)
+        if split.groups.ring.size > 1:
+            return self._attend_in_ring(split, call)
+        if call.mask is None and call.gate is None and not call.wants_gradient:
+            count = num_head_groups(split, entry)
+            if count > 1:
+                return attend_in_head_groups(entry.primary, split, call, count)
+        q, k, v, gate = split.joined(split.take_heads(*call[:3], call.gate))
+        heads = AttentionCall(q, k, v, _whole_mask(split, call), gate, first_head=split.heads[0])
         with attending(q.device):
-            out = self.attend_fitting(q, k, v, mask, gate=gate)
-        return call.give_heads(out)
+            out = super()._attend(heads)
+        return split.give_heads(out)
 
-    def _attend_in_ring(
-        self,
-        call: SplitCall,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        keep = None
-        mask = None if attn_mask is None else self.whole_mask(call, attn_mask) != 0
-        self_attention = self.site.role is not AttentionRole.CROSS and call.same_tokens
-        if attn_mask is not None and attn_mask.dim() == 2 and self_attention:
-            keep = attn_mask != 0
-            if wants_gradient(query, key, value):
+    def _attend_in_ring(self, split: SplitCall, call: AttentionCall) -> torch.Tensor:
+        query, keep = call.query, None
+        mask = _whole_mask(split, call)
+        mask = None if mask is None else mask != 0
+        self_attention = self.site.role is not AttentionRole.CROSS and split.same_tokens
+        if call.mask is not None and call.mask.dim() == 2 and self_attention:
+            keep = call.mask != 0
+            if call.wants_gradient:
                 # K and V's gradients sum over all queries: zero times NaN would reach every row.
                 query = zero_masked_rows(query, keep)
-        heads = call.take_heads(query, key, value, gate)
-        out = call.give_heads(attend_in_ring(self, call, heads, mask))
+        heads = split.take_heads(query, call.key, call.value, call.gate)
+        out = split.give_heads(ring_forward(self, split, heads, mask))
         return out if keep is None else zero_masked_rows(out, keep)
 
     def _agree(
-        self,
-        groups: ParallelGroups,
-        name: str,
-        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any, Any],
-        rows: Rows,
-        seq_lens: Sequence[int] | None,
-        route: Route,
+        self, groups: ParallelGroups, call: AttentionCall, rows: Rows, entry: ScheduleEntry
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and keys each rank brings, once all make the same call."""
-        query, key, value, mask, gate = given
-        chosen = route.primary.selection
+        query, key, value, mask, gate = call[:5]
+        seq_lens = call.seq_lens
+        chosen = entry.primary.selection
         facts = {
             "attention backend": chosen.backend,
             "backend parameters": settings_text(chosen.asked.config),
@@ -262,16 +168,16 @@ class SplitAttentionLayer(AttentionLayer):
             "video": _video(),
             "replicated tokens": (rows.prefix, rows.suffix, rows.in_front),
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
-            "gradients": wants_gradient(query, key, value, gate),
+            "gradients": call.wants_gradient,
             "guidance branch": _branch(),
         }
         counts = handshake(
             groups,
-            name,
+            self._name_of_calls(),
             facts,
             (rows.query, rows.key),
-            _gate_refusal(gate, query),
-            progress=next_turn(),
+            _gate_refusal(call),
+            progress=count_exchange(),
             wait=query.device.type == "cpu",
         )
         lengths, key_lengths = (tuple(count[i] for count in counts) for i in range(2))
@@ -281,40 +187,32 @@ class SplitAttentionLayer(AttentionLayer):
             )
         return lengths, key_lengths
 
-    def _refusal(
-        self,
-        groups: ParallelGroups,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> UsageError | None:
-        """Return why this rank cannot make the call, whatever the others do; or None."""
-        if not are_tensors(query, key, value, mask):
-            return no_tensor(query=query, key=key, value=value, attn_mask=mask)
-        if not fits(query.shape, key.shape, value.shape, self.geometry):
-            return misfit(query, key, value, self.geometry)
-        if mask is None:
-            return None
-        wanted = (key.shape[0], key.shape[1])
-        narrow = mask.dim() == 4 and tuple(mask.shape[1:3]) == (1, 1)
-        if not (mask.dim() == 2 or narrow) or (mask.shape[0], mask.shape[-1]) != wanted:
-            return UsageError(
-                f"attn_mask must be [B, Sk] = {list(wanted)} or [B, 1, 1, Sk], the part of this "
-                f"rank, where tokens are split over ranks, got {list(mask.shape)}"
-            )
-        if groups.ring.size > 1 and mask.dtype.is_floating_point:
-            return UsageError(
-                f"attn_mask must be bool or integer in a ring, got {mask.dtype}; use --ring-degree "
-                f"1 for masks that are added to the scores"
-            )
+
+def _whole_mask(split: SplitCall, call: AttentionCall) -> torch.Tensor | None:
+    """Return the mask of the tokens of all ranks, or None."""
+    if call.mask is None:
         return None
+    return split.gather_mask(call.mask) if call.whole_mask is None else call.whole_mask
 
 
-@outside_graphs
-def _outside_the_graph(layer: SplitAttentionLayer, *inputs: Any) -> torch.Tensor:
-    """Attend where gradients are needed: autograd cannot look into the opaque operator."""
-    return layer.attend_split(*inputs)
+def _mask_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | None:
+    """Return why this rank cannot make a call with such a mask, whatever the others do."""
+    mask, key = call.mask, call.key
+    if mask is None:
+        return None
+    wanted = (key.shape[0], key.shape[1])
+    narrow = mask.dim() == 4 and tuple(mask.shape[1:3]) == (1, 1)
+    if not (mask.dim() == 2 or narrow) or (mask.shape[0], mask.shape[-1]) != wanted:
+        return UsageError(
+            f"attn_mask must be [B, Sk] = {list(wanted)} or [B, 1, 1, Sk], the part of this "
+            f"rank, where tokens are split over ranks, got {list(mask.shape)}"
+        )
+    if groups.ring.size > 1 and mask.dtype.is_floating_point:
+        return UsageError(
+            f"attn_mask must be bool or integer in a ring, got {mask.dtype}; use --ring-degree "
+            f"1 for masks that are added to the scores"
+        )
+    return None
 
 
 def _video() -> str:
@@ -332,7 +230,8 @@ def _branch() -> str | None:
     return None if context is None else context.cfg_branch
 
 
-def _gate_refusal(gate: torch.Tensor | None, query: torch.Tensor) -> UsageError | None:
+def _gate_refusal(call: AttentionCall) -> UsageError | None:
+    query, gate = call.query, call.gate
     if gate is None or gate.shape == query.shape:
         return None
     return UsageError(

@@ -3,8 +3,6 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
@@ -12,32 +10,30 @@ from multimodal_gen.runtime.distributed.ring import (
     AttendPart,
     KeyPart,
     RingCall,
+    RingInputs,
     part_attention,
     ring_attention,
 )
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer, check_gate
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
-    GatedRingMethod,
-    KeptKeysImpl,
-    RingInputs,
-    RingMethod,
+    provides,
 )
 from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
-from multimodal_gen.runtime.layers.attention.call import wants_gradient
-from multimodal_gen.runtime.layers.attention.gating import check_gate, gated_route
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.schedule import Route
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import HeadsOfRank, SplitCall
+from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
+from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import (
+    HeadsOfRank,
+    SplitCall,
+)
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-
-__all__ = ["attend_in_ring"]
+__all__ = ["ring_forward"]
 
 
-def attend_in_ring(
-    layer: "AttentionLayer", call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
+def ring_forward(
+    layer: AttentionLayer, call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Return attention of a rank's heads and chunk of the sequence over the whole sequence.
 
@@ -61,31 +57,28 @@ def attend_in_ring(
         )
     _check_schedule(layer, call)
     inputs = _ring_inputs(layer, call, heads, mask)
-    route = layer.route(inputs.query)
-    training = wants_gradient(inputs.query, inputs.key, inputs.value, inputs.gate)
-    impl, gate = route.primary.impl, inputs.gate
-    gated = None
-    if gate is not None:
-        every = gated_route(layer.planned_routes())
-        gated = check_gate(route, every, heads.tokens[0], gate, mask).primary.impl
-    if isinstance(impl, RingMethod) and Feature.RING in route.primary.features:
+    entry = layer.entry_for(inputs.query)
+    whole = AttentionCall(inputs.query, inputs.key, inputs.value, gate=inputs.gate)
+    training, context = whole.wants_gradient, current_forward_context()
+    bound, gated = entry.primary, None
+    if inputs.gate is not None:
+        own = whole._replace(query=heads.tokens[0], mask=mask)
+        gated = check_gate(entry, layer.gated_entry(), own).primary.impl
+    if bound.has_ring:
         if training:
-            raise _no_gradients(route)
-        route.primary.calls += 1
-        return impl.forward_in_ring(inputs, current_forward_context())
+            raise _no_gradients(entry)
+        bound.calls += 1
+        return bound.impl.forward_ring(inputs, context)
     if training and gated is not None:
-        raise _no_gradients(route)
-    attend = _attend_part(layer, route, training=training)
+        raise _no_gradients(entry)
+    attend = _attend_part(layer, entry, training=training)
     shared = (inputs.shared_key, inputs.shared_value)
     out = ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
-    if gated is None:
-        return out
-    assert isinstance(gated, GatedRingMethod), "the schedule was checked"
-    return gated.add_coarse_in_ring(out, inputs, current_forward_context())
+    return out if gated is None else gated.add_coarse_ring(out, inputs, context)
 
 
 def _ring_inputs(
-    layer: "AttentionLayer", call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
+    layer: AttentionLayer, call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
 ) -> RingInputs:
     rows, me = call.rows, call.groups.ulysses.index
     query = heads.tokens[0]
@@ -121,53 +114,54 @@ def _ring_inputs(
         shared_key=shared[0],
         shared_value=shared[1],
         gate=None if heads.gate is None else heads.gate.to(query.dtype),
+        first_head=call.heads[0],
     )
 
 
-def _check_schedule(layer: "AttentionLayer", call: SplitCall) -> None:
+def _check_schedule(layer: AttentionLayer, call: SplitCall) -> None:
     """Refuse a backend that somebody asked for, before the first of its steps.
 
     Raises:
         UnsupportedBackendError: it cannot be part of a ring.
     """
-    for route in layer.planned_routes():
-        reason = _reason_against(route)
+    for entry in layer.schedule():
+        reason = _reason_against(entry)
         if reason is not None:
             raise UnsupportedBackendError(
-                f"attention backend {route.primary.selection.label} must not be part of a ring: "
+                f"attention backend {entry.primary.selection.label} must not be part of a ring: "
                 f"{reason}; use --ring-degree 1 --ulysses-degree {call.groups.sequence.size}, or "
                 f"choose another backend"
             )
 
 
-def _reason_against(route: Route) -> str | None:
+def _reason_against(entry: ScheduleEntry) -> str | None:
     """Return why what somebody asked for cannot be part of a ring, or None."""
-    selection, impl = route.primary.selection, route.primary.impl
+    selection, impl = entry.primary.selection, entry.primary.impl
     if not (selection.source.explicit and selection.asked.backend is selection.backend):
         return None
-    if Feature.RING in route.primary.features:
-        return impl.against_ring() if isinstance(impl, RingMethod) else None
-    if selection.backend.is_sparse and not isinstance(impl, RingMethod):
+    if Feature.RING in entry.primary.features:
+        return impl.ring_reason()
+    if selection.backend.is_sparse and not provides(impl, "forward_ring"):
         return "what it attends to depends on all tokens of a head, which a ring never joins"
     return "it gives no log-sum-exp to merge by"
 
 
-def _no_gradients(route: Route) -> UnsupportedBackendError:
+def _no_gradients(entry: ScheduleEntry) -> UnsupportedBackendError:
     return UnsupportedBackendError(
-        f"attention backend {route.primary.selection.label} must not get inputs that require grad "
+        f"attention backend {entry.primary.selection.label} must not get inputs that require grad "
         f"in a ring: it has no backward there; call it under torch.no_grad(), or use "
         f"--ring-degree 1"
     )
 
 
-def _attend_part(layer: "AttentionLayer", route: Route, *, training: bool) -> AttendPart:
+def _attend_part(layer: AttentionLayer, entry: ScheduleEntry, *, training: bool) -> AttendPart:
     """Return what computes a part; it counts as one call however many parts there are."""
     causal = layer.geometry.causal
     needs = (Feature.RING, *((Feature.BACKWARD,) if training else ()))
-    bound = route.honouring(*needs, causal_in_mask=causal)
+    bound = entry.with_features(*needs, causal_in_mask=causal)
     bound.calls += 1
     full = bound.impl
-    diagonal = route.honouring(*needs).impl if causal else full
+    diagonal = entry.with_features(*needs).impl if causal else full
 
     def attend(query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
         if part.keep is None:
@@ -192,8 +186,8 @@ def _attend_to_kept(
 
     For them, how much is left has to reach the host.
     """
-    if isinstance(impl, KeptKeysImpl):
-        return impl.forward_lse_kept(query, key, value, keep)
+    if provides(impl, "forward_lse_masked"):
+        return impl.forward_lse_masked(query, key, value, keep)
     parts = []
     for sample, kept in enumerate(keep):
         positions = kept.nonzero().flatten()

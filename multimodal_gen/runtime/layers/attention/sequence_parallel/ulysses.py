@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import repeat
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,38 +23,40 @@ from multimodal_gen.runtime.distributed.collectives import (
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress
 from multimodal_gen.runtime.distributed.timing import attending
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    ObservingImpl,
-    RememberingImpl,
-)
-from multimodal_gen.runtime.layers.attention.schedule import Bound, Route
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import provides
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.schedule import BoundBackend, ScheduleEntry
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 
 __all__ = [
     "HeadsOfRank",
     "Rows",
     "SplitCall",
-    "attend_in_chunks",
-    "next_turn",
-    "num_chunks",
+    "attend_in_head_groups",
+    "count_exchange",
+    "num_head_groups",
 ]
 
+_QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-def next_turn() -> Progress:
-    """Return where this rank is, and count one exchange of the denoiser call that runs."""
+# Head groups with which a forward on four GPUs was faster than with one, by the rows of
+# scripts/bench/results/parallel.csv; what is not here was slower, or was not measured.
+_MEASURED = MappingProxyType({AttentionBackendEnum.SLIDING_TILE_ATTN: 2})
+
+
+def count_exchange() -> Progress:
+    """Return how far this rank is, and count one exchange of the denoiser call that runs.
+
+    It counts from the beginning of that call, never for longer: a rank that leaves out its last
+    exchange is found at the first one of the next call. Outside of denoiser calls, as in layers
+    that are called on their own, there is nothing to count from.
+    """
     context = current_forward_context()
     if context is None:
         return Progress()
     call = Progress().call if context.call_number is None else context.call_number
-    exchange = next(context.exchanges)
-    return Progress(step=context.current_timestep, call=call, exchange=exchange)
-
-
-_QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    return Progress(step=context.current_timestep, call=call, exchange=next(context.exchanges))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +247,7 @@ class SplitCall:
         context = current_forward_context()
         if context is None:
             return self._gather_mask(mask)
-        use = ("all keys", self.key_lengths, self.rows)
+        use = ("whole mask", self.key_lengths, self.rows)
         return context.cache.get(mask, use, lambda: self._gather_mask(mask))
 
     def _gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
@@ -291,61 +292,53 @@ def _join(pieces: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(present, dim=1) if len(present) > 1 else (present or pieces[1:2])[0]
 
 
-# Chunks with which a forward on four GPUs was faster than with one, by the rows of
-# scripts/bench/results/parallel.csv; what is not here was slower, or was not measured.
-_MEASURED = MappingProxyType({AttentionBackendEnum.SLIDING_TILE_ATTN: 2})
+def num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
+    """Return in how many groups of heads a call without mask, gate or gradient is computed.
 
-
-def num_chunks(call: SplitCall, route: Route) -> int:
-    """Return how many chunks a call without mask, gate or gradient takes; 1 for none.
-
-    What an implementation keeps from call to call is about all heads of the rank; key heads that
-    several query heads read would travel more than once.
+    Exchanges of one group then run behind the attention of another. What an implementation keeps
+    from call to call is about all heads of the rank; key heads that several query heads read would
+    travel more than once.
     """
-    bound, asked = route.primary, call.groups.head_chunks
-    keeps = isinstance(bound.impl, (ObservingImpl, RememberingImpl))
-    if keeps or route.observers or call.shares.num_heads != call.shares.num_kv_heads:
+    bound, asked = entry.primary, split.groups.head_chunks
+    keeps = provides(bound.impl, "observe") or provides(bound.impl, "end_request")
+    if keeps or entry.observers or split.shares.num_heads != split.shares.num_kv_heads:
         return 1
     if asked is None:
         asked = _MEASURED.get(bound.selection.backend, 1)
-    return min(asked, *(stop - start for start, stop in call.shares.queries))
+    return min(asked, *(stop - start for start, stop in split.shares.queries))
 
 
-def attend_in_chunks(
-    layer: "AttentionLayer",
-    bound: Bound,
-    call: SplitCall,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    count: int,
+def attend_in_head_groups(
+    bound: BoundBackend, split: SplitCall, call: AttentionCall, count: int
 ) -> torch.Tensor:
-    """Return attention of this rank's tokens, as one call of the layer.
+    """Return attention of this rank's tokens, group of heads by group of heads.
+
+    Everything is packed and sent at once; attention of a group waits for its own heads alone, and
+    its output leaves while the next group runs. Sliding tiles gain a little on four GPUs. Dense
+    attention of our own kernel takes longer by about what is hidden, and that of FlashAttention 3
+    by far more.
 
     Args:
-        layer: whose call it is.
         bound: what computes it.
-        call: how the tokens are split; there is no ring.
-        query: [B, prefix + S + suffix, H, D].
-        key: [B, prefix + in_front + S + suffix, H, D].
-        value: [B, prefix + in_front + S + suffix, H, Dv].
-        count: number of chunks, at most the heads of a rank.
+        split: how the tokens are split; there is no ring.
+        call: this rank's tensors.
+        count: number of groups, at most the heads of a rank.
 
     Returns:
         [B, prefix + S + suffix, H, Dv].
     """
-    chunks = [replace(call, shares=shares) for shares in call.shares.in_chunks(count)]
-    coming = [chunk.start_heads(query, key, value) for chunk in chunks]
+    groups = [replace(split, shares=shares) for shares in split.shares.in_chunks(count)]
+    coming = [group.start_heads(*call[:3]) for group in groups]
     bound.calls += 1
     context = current_forward_context()
     leaving = []
-    for chunk, arrived in zip(chunks, coming, strict=True):
-        layer.hold_heads_from(chunk.heads[0])
-        q, k, v, _ = chunk.joined(arrived())
-        with attending(query.device):
-            part = bound.impl.forward(q, k, v, context)
-        leaving.append(chunk.start_tokens(part))
-    out = query.new_empty((*query.shape[:3], value.shape[3]))
+    for group, arrived in zip(groups, coming, strict=True):
+        q, k, v, _ = group.joined(arrived())
+        heads = {"first_head": group.heads[0]} if bound.impl.per_head else {}
+        with attending(q.device):
+            part = bound.forward(q, k, v, context, **heads)
+        leaving.append(group.start_tokens(part))
+    out = call.query.new_empty((*call.query.shape[:3], call.value.shape[3]))
     for tokens in leaving:
         tokens.wait_into(out)
     return out

@@ -6,20 +6,20 @@ from typing import ClassVar
 
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import NoticingImpl
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.config import SparseConfig
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     sequence_layout,
 )
-from multimodal_gen.runtime.layers.attention.warn_once import notice_dense_run
+from multimodal_gen.runtime.layers.attention.warn_once import warn_if_dense_run
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["SparseImpl"]
 
 
-class SparseImpl(NoticingImpl):
+class SparseImpl(AttentionImpl):
     """A sparse method on one self-attention layer; see `AttentionImpl` for the arguments.
 
     Attributes:
@@ -29,16 +29,18 @@ class SparseImpl(NoticingImpl):
 
     backend: AttentionBackendEnum
     config_cls: ClassVar[type[SparseConfig]]
+    per_head: ClassVar[bool] = True
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        # By step and first head: heads may come in chunks.
+        self._first_head = 0  # of the call that runs
+        # By step and first head: heads may come in groups.
         self._densities: dict[tuple[int, int], float | torch.Tensor] = {}
 
     def check_run(self, context: ForwardContext) -> None:
         """Warn if no step is sparse; see `AttentionImpl.check_run`."""
         config = self.config if isinstance(self.config, self.config_cls) else self.config_cls()
-        notice_dense_run(config, self.backend, context.num_steps, self.notices)
+        warn_if_dense_run(config, self.backend, context.num_steps, self.warnings)
 
     def forward(
         self,
@@ -48,12 +50,14 @@ class SparseImpl(NoticingImpl):
         context: ForwardContext | None = None,
         *,
         attn_mask: torch.Tensor | None = None,
+        first_head: int = 0,
     ) -> torch.Tensor:
         """See `AttentionImpl.forward`; the mask is [B, 1, 1, Sk], and bool.
 
         Raises:
             UsageError: the latent grid is unknown or does not fit the sequence.
         """
+        self._first_head = first_head
         layout = sequence_layout(query, key, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         keep = None
@@ -93,7 +97,7 @@ class SparseImpl(NoticingImpl):
             density: the share, or where the data decide, a tensor [] of it, which is not waited
                 for before the report is made.
         """
-        self._densities[context.current_timestep, self.first_head] = density
+        self._densities[context.current_timestep, self._first_head] = density
 
     def densities(self) -> Mapping[int, float]:
         """Return the density of every step so far; waits for the device where data decided it."""

@@ -21,9 +21,14 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.runtime.distributed.collectives import ExchangeRowsWork
 from multimodal_gen.runtime.distributed.groups import Group
-from multimodal_gen.runtime.distributed.ring import KeyPart, PartMerger, RingCall, ring_attention
+from multimodal_gen.runtime.distributed.ring import (
+    KeyPart,
+    PartMerger,
+    RingCall,
+    RingInputs,
+    ring_attention,
+)
 from multimodal_gen.runtime.distributed.timing import attending
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (

@@ -9,7 +9,7 @@ from multimodal_gen.runtime.layers.attention.backends.flash_attn import (
 )
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.scope import Asked, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, Source
 from multimodal_gen.runtime.layers.attention.selector import resolve
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.inputs import make_qkv
@@ -225,7 +225,7 @@ def test_the_configured_version_is_honoured(request_on):
 def test_the_selector_passes_the_configuration_on(request_on):
     request = request_on(PlatformEnum.CUDA, capability=(9, 0), packages=(FA2, FA3_FWD))
     for version, variant in (("2", "fa2"), ("3", "fa3_fwd")):
-        asked = Asked(
+        asked = BackendPreference(
             source=Source.COMMAND_LINE,
             backend=AttentionBackendEnum.FA,
             config=FlashAttnConfig(version=version),
@@ -236,7 +236,9 @@ def test_the_selector_passes_the_configuration_on(request_on):
 def test_a_version_that_is_missing_falls_back_with_its_own_reasons_only(request_on):
     request = request_on(PlatformEnum.CUDA, capability=(9, 0), packages=(FA2, FA3_FWD))
     config = FlashAttnConfig(version="4")
-    asked = Asked(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.FA, config=config)
+    asked = BackendPreference(
+        source=Source.COMMAND_LINE, backend=AttentionBackendEnum.FA, config=config
+    )
     selection = resolve(request, asked)
     assert selection.backend is AttentionBackendEnum.TORCH_SDPA
     assert selection.fallback

@@ -10,7 +10,7 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
 from multimodal_gen.runtime.layers.attention.request import PackageProbe
-from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,
     PlatformEnum,
@@ -69,18 +69,18 @@ def test_every_builtin_name_has_a_backend_that_knows_its_name():
 
 def test_each_platform_gets_the_class_made_for_it():
     fa = AttentionBackendEnum.FA
-    modules = {
-        platform: registry.find_backend(fa, PlatformEnum(platform)).__module__.rpartition(".")[2]
+    classes = {
+        platform: registry.find_backend(fa, PlatformEnum(platform)).__name__
         for platform in ("cuda", "rocm", "xpu", "musa", "npu", "mps", "cpu")
     }
-    assert modules == {
-        "cuda": "flash_attn",
-        "rocm": "flash_attn",
-        "xpu": "xpu_flash_attn",
-        "musa": "musa_flash_attn",
-        "npu": "npu_flash_attn",
-        "mps": "flash_attn",
-        "cpu": "flash_attn",
+    assert classes == {
+        "cuda": "FlashAttentionBackend",
+        "rocm": "FlashAttentionBackend",
+        "xpu": "XpuFlashAttentionBackend",
+        "musa": "MusaFlashAttentionBackend",
+        "npu": "NpuFlashAttentionBackend",
+        "mps": "FlashAttentionBackend",
+        "cpu": "FlashAttentionBackend",
     }
 
 
@@ -89,7 +89,7 @@ def test_a_plugin_backend_is_selected_by_name_and_computes(plug):
     registry.load_plugins()
     mean = AttentionBackendEnum.parse("mean-attn")
     assert registry.all_backends() == (*AttentionBackendEnum, mean)
-    scope = SelectionScope(default=Asked(source=Source.COMMAND_LINE, backend=mean))
+    scope = SelectionScope(default=BackendPreference(source=Source.COMMAND_LINE, backend=mean))
     layer = LocalAttention(2, 4, scope=scope)
     assert layer.backend is mean
     q, k, v = torch.randn(3, 1, 5, 2, 4)
@@ -120,7 +120,7 @@ def test_a_broken_plugin_concerns_only_who_asks_for_it(plug, caplog, name, value
     assert name not in known
     (warning,) = caplog.records
     assert re.search(message, warning.getMessage())
-    asked = Asked(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse(name))
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse(name))
     with pytest.raises(ConfigError, match=message):
         LocalAttention(2, 4, scope=SelectionScope(default=asked))
 

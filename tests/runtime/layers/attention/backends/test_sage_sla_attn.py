@@ -15,7 +15,12 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends import sage_attn as _spas_sage
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.scope import Asked, LayerSite, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.sla.sage import (
     SageSLABackend,
@@ -53,7 +58,7 @@ def layer(
         compute_dtype=dtype,
         site=LayerSite(name="blocks.0.attn1", layer=0),
         scope=SelectionScope(
-            default=Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+            default=BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
         ),
     )
     attention.geometry.projection.fill(projection, HEAD_SIZE)

@@ -11,7 +11,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.handshake import Progress
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import next_turn
+from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import count_exchange
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv
 
@@ -68,14 +68,14 @@ def test_recomputed_calls_count_on_all_ranks_alike(two_ranks):
 
 
 def test_exchanges_are_counted_in_a_denoiser_call_only():
-    assert next_turn() == next_turn() == Progress()
+    assert count_exchange() == count_exchange() == Progress()
     with set_forward_context(5):
-        assert next_turn() == Progress(step=5, exchange=0)
+        assert count_exchange() == Progress(step=5, exchange=0)
     with set_forward_context(5, call_number=6):
-        assert [next_turn(), next_turn()] == [
+        assert [count_exchange(), count_exchange()] == [
             Progress(step=5, call=6, exchange=0),
             Progress(step=5, call=6, exchange=1),
         ]
         with set_forward_context(5, call_number=7):
-            assert next_turn() == Progress(step=5, call=7, exchange=0)
-        assert next_turn() == Progress(step=5, call=6, exchange=2)
+            assert count_exchange() == Progress(step=5, call=7, exchange=0)
+        assert count_exchange() == Progress(step=5, call=6, exchange=2)

@@ -12,7 +12,7 @@ from multimodal_gen.runtime.layers.attention import (
 )
 from multimodal_gen.runtime.layers.attention.masks import build_varlen_mask_meta
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.fakes import fake_backend
 from multimodal_gen.testing.inputs import make_qkv
@@ -241,6 +241,6 @@ class TestUSP:
 def test_the_scope_a_layer_is_given_selects_its_backend(use_backends, cls):
     use_backends(fake_backend("torch_sdpa"), fake_backend("fa"))
     fa = AttentionBackendEnum.FA
-    scope = SelectionScope(default=Asked(source=Source.COMMAND_LINE, backend=fa))
+    scope = SelectionScope(default=BackendPreference(source=Source.COMMAND_LINE, backend=fa))
     assert cls(4, 8, scope=scope).backend is fa
     assert cls(4, 8, compute_dtype=torch.float16).dtype is torch.float16

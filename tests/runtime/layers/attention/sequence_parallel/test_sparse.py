@@ -10,7 +10,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups, use_paral
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
-from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -20,7 +20,7 @@ from multimodal_gen.testing.processes import own
 
 def check_video_sparse(lengths, heads, with_gate):
     backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend)
     layer = UlyssesAttention_VSA(heads, 32, scope=SelectionScope(default=asked))
     q, k, v = make_qkv(1, sum(lengths), heads, 32)
     gate = make_qkv(1, sum(lengths), heads, 32, seed=3).query if with_gate else None

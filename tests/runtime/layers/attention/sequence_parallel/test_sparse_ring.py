@@ -11,7 +11,6 @@ from torch import nn
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
-from multimodal_gen.runtime.layers.attention.projecting import set_projection
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -69,7 +68,7 @@ def check(backend, config, grid, lengths, heads, text=(0, 0), masked=False):
     options = {"num_replicated_prefix": front, "num_replicated_suffix": back}
     alone, split = (sparse_layer(backend, config, heads, kv_heads) for _ in range(2))
     for layer in (alone, split):
-        set_projection(layer, projection())
+        layer.set_projection(projection())
     want = run(alone, None, (*whole, mask), grid, text, options)
     local = [x if x is None else own(x, lengths, front, back) for x in (*whole, mask)]
     out = run(split, parallel_groups(), local, grid, text, options)
@@ -110,7 +109,7 @@ def check_quantised(config, lengths, text, masked):
         ("sage_sla_attn", parallel_groups()),
     ):
         layer = sparse_layer(backend, config, 2, 2)
-        set_projection(layer, projection())
+        layer.set_projection(projection())
         local = (*whole, mask)
         if groups is not None:
             local = [x if x is None else own(x, lengths, front, back) for x in local]

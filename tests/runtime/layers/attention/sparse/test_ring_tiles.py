@@ -9,8 +9,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.groups import Group
-from multimodal_gen.runtime.distributed.ring import RingCall
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import RingInputs
+from multimodal_gen.runtime.distributed.ring import RingCall, RingInputs
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     chunks_of,
     ring_layout,

@@ -16,11 +16,10 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.api import add_linear
 from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    RingInputs,
-    RingMethod,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
@@ -33,7 +32,6 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     upstream_variant,
 )
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
-from multimodal_gen.runtime.layers.attention.projecting import ProjectedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
@@ -131,11 +129,12 @@ class SLAOptions(Protocol):
     kernel: str
 
 
-class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
+class SLAImpl(SparseImpl):
     """Sparse-Linear Attention of one layer; a subclass may compute the sparse branch otherwise."""
 
     backend = AttentionBackendEnum.SLA_ATTN
     config_cls: ClassVar[type[SparseConfig]] = SLAConfig
+    takes_projection: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -174,16 +173,17 @@ class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
             out[:, span] = attend_rows(query[:, span], key, value, keep, self.softmax_scale)
         return branch.add(out, q, k, v, plan, blocks.video).to(query.dtype)
 
-    def against_ring(self) -> str | None:
-        """See `RingMethod.against_ring`."""
+    def ring_reason(self) -> str | None:
+        """See `AttentionImpl.ring_reason`."""
         if self.options.linear_branch == "unselected":
             return "linear_branch unselected needs a state per query block of keys it never joins"
         return whole_tiles_only(self.options.kernel)
 
-    def forward_in_ring(
+    def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
-        """See `RingMethod.forward_in_ring`."""
+        """See `AttentionImpl.forward_ring`."""
+        self._first_head = inputs.first_head
         layout, options = ring_layout(inputs, context, str(self.backend)), self.options
         assert context is not None, "a layout needs a context"
         blocks = raster_blocks(layout, options.BLKQ, options.BLKK, inputs.query.device)
@@ -200,14 +200,14 @@ class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
             engine=self.attend_part,
         )
         rows = held.rows(inputs, layout)
-        if self.slot.linear is not None:
+        if self.projection.linear is not None:
             state = ring_state(inputs, held.keys, options.feature_map)
             if rows.start < rows.stop:
                 out = add_linear(
                     out,
                     inputs.query,
                     state,
-                    projection_of(self.slot.linear, out.device),
+                    projection_of(self.projection.linear, out.device),
                     rows=rows,
                     feature_map=options.feature_map,
                 )
@@ -283,7 +283,7 @@ class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
         options = self.options
         module = upstream_module(
             self.head_size,
-            self.slot.linear,
+            self.projection.linear,
             topk=options.topk_ratio,
             feature_map=options.feature_map,
             BLKQ=options.BLKQ,
@@ -308,13 +308,13 @@ class SLAImpl(SparseImpl, ProjectedImpl, RingMethod):
         ratio = self.options.topk_ratio
         kept = kept_blocks(ratio, blocks.num_video)
         self.record(context, density(kept, blocks, layout))
-        if self.slot.linear is None and kept < blocks.num_video:
+        if self.projection.linear is None and kept < blocks.num_video:
             component = None if self.site is None else self.site.component
-            notice_no_projection(self.notices, str(self.backend), component, ratio, kept)
+            notice_no_projection(self.warnings, str(self.backend), component, ratio, kept)
         return kept
 
     def _linear_branch(self, key: torch.Tensor, value: torch.Tensor, keys: Blocks) -> LinearBranch:
-        linear = self.slot.linear
+        linear = self.projection.linear
         return LinearBranch.of(
             key,
             value,

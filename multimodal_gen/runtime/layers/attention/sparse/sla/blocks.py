@@ -205,19 +205,19 @@ def density(kept: int, blocks: RasterBlocks, layout: SequenceLayout) -> float:
 
 
 def notice_no_projection(
-    notices: WarnOnce, backend: str, component: str | None, topk_ratio: float, kept: int
+    warnings: WarnOnce, backend: str, component: str | None, topk_ratio: float, kept: int
 ) -> None:
     """Say once per component of a pipeline what the missing projection means.
 
     Args:
-        notices: of the pipeline.
+        warnings: of the pipeline.
         backend: the method.
         component: the component; None outside a pipeline.
         topk_ratio: share of the key blocks to keep.
         kept: how many they are.
     """
     blocks = "key block" if kept == 1 else f"{100 * topk_ratio:g} % of the key blocks"
-    notices.say(
+    warnings.warn(
         f"{backend} of {component or 'a layer'} has no trained proj_l: its linear branch is zero, "
         f"so every query attends to the best {blocks} alone and the rest is lost; without a "
         f"checkpoint that was fine-tuned for Sparse-Linear Attention expect visibly worse results"

@@ -17,7 +17,7 @@ from multimodal_gen.kernels.linear_attention.api import KeyState, key_state
 from multimodal_gen.kernels.tile_order.api import gather_tokens as gather_rows
 from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import RingInputs
+from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.sparse.ring_pool import pool_over_ring
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (

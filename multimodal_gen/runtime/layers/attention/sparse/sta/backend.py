@@ -11,11 +11,10 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    RingInputs,
-    RingMethod,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
@@ -25,7 +24,6 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 )
 from multimodal_gen.runtime.layers.attention.config import IndexSelector, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     Chunk,
@@ -179,37 +177,23 @@ class SlidingTileBackend(AttentionBackend):
         return SlidingTileImpl
 
 
-class SlidingTileImpl(SparseImpl, RingMethod):
-    """Sliding Tile Attention of one layer.
-
-    Attributes:
-        first_head: index of this process's first head where heads are split over processes.
-    """
+class SlidingTileImpl(SparseImpl):
+    """Sliding Tile Attention of one layer."""
 
     backend = AttentionBackendEnum.SLIDING_TILE_ATTN
     config_cls: ClassVar[type[SparseConfig]] = SlidingTileConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.first_head = 0
         # Chosen without a configuration, its defaults name no window, and say so.
         config = self.config
         self._config = config if isinstance(config, SlidingTileConfig) else SlidingTileConfig()
         tile = self._config.tile_size
         self._tile: Window = (tile[0], tile[1], tile[2])
         self._searches = self._config.sta_mode == "STA_searching"
-        self._site: LayerSite | None = None
-        self._source: WindowSource | None = None
-
-    @property
-    def site(self) -> LayerSite | None:
-        """Where the layer sits; setting it reads the strategy and checks that it has the layer."""
-        return self._site
-
-    @site.setter
-    def site(self, site: LayerSite | None) -> None:
-        self._site = site
-        self._source = None if self._searches else self._window_source()
+        # Reads the strategy and checks that it has the layer.
+        known = self.site is not None and not self._searches
+        self._source = self._window_source() if known else None
 
     def attend(
         self,
@@ -236,16 +220,17 @@ class SlidingTileImpl(SparseImpl, RingMethod):
             return self._search(call, layout, context)
         return call.over(self._windows(query, layout, context))
 
-    def against_ring(self) -> str | None:
-        """See `RingMethod.against_ring`."""
+    def ring_reason(self) -> str | None:
+        """See `AttentionImpl.ring_reason`."""
         if self._searches:
             return "STA_searching compares whole heads, and strategies serve any number of GPUs"
         return whole_tiles_only(self._config.kernel)
 
-    def forward_in_ring(
+    def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
-        """See `RingMethod.forward_in_ring`."""
+        """See `AttentionImpl.forward_ring`."""
+        self._first_head = inputs.first_head
         layout = ring_layout(inputs, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         query, call = inputs.query, inputs.call
@@ -272,7 +257,7 @@ class SlidingTileImpl(SparseImpl, RingMethod):
             tiles_of(layout.grid, tile),
             step=context.current_timestep,
             num_steps=context.num_steps,
-            first_head=self.first_head,
+            first_head=self._first_head,
             num_heads=query.shape[2],
         )
         self.record(context, _density(windows, layout, tile))
@@ -280,7 +265,7 @@ class SlidingTileImpl(SparseImpl, RingMethod):
 
     @property
     def _layer(self) -> int | None:
-        return None if self._site is None else self._site.layer
+        return None if self.site is None else self.site.layer
 
     def check_run(self, context: ForwardContext) -> None:
         """Refuse a strategy that does not fit the run, as a call would; warn if no step is sparse.
@@ -304,7 +289,7 @@ class SlidingTileImpl(SparseImpl, RingMethod):
             window=None if window is None else (window[0], window[1], window[2]),
             retarget=config.retarget,
             layer=self._layer,
-            num_layers=None if self._site is None else self._site.num_layers,
+            num_layers=None if self.site is None else self.site.num_layers,
             num_heads=self.num_heads,
             tile_size=self._tile,
         )

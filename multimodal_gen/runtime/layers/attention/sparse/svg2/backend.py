@@ -25,8 +25,6 @@ from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_c
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    ObservingImpl,
-    RememberingImpl,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import Capability, Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
@@ -199,7 +197,7 @@ def _kmeans_reasons(request: AttentionRequest, config: BackendConfig | None) -> 
     return tuple(f"kmeans_kernel {name} {reason}" for reason in reasons if reason)
 
 
-class SVG2Impl(SparseImpl, ObservingImpl, RememberingImpl):
+class SVG2Impl(SparseImpl):
     """Sparse VideoGen 2 of one layer; remembers the centroids of the step before.
 
     Raises:
@@ -227,7 +225,7 @@ class SVG2Impl(SparseImpl, ObservingImpl, RememberingImpl):
         refuse_upstream(self._upstream_reasons(text), what="run")
 
     def end_request(self, request_id: str) -> None:
-        """Drop the centroids of a request; see `RememberingImpl.end_request`."""
+        """Drop the centroids of a request; see `AttentionImpl.end_request`."""
         self._centroids.end(request_id)
 
     def _upstream_reasons(self, text: int = 0) -> tuple[str, ...]:
@@ -282,7 +280,7 @@ class SVG2Impl(SparseImpl, ObservingImpl, RememberingImpl):
         context: ForwardContext | None,
         attn_mask: torch.Tensor | None,
     ) -> None:
-        """Cluster in a dense step, if that was asked for; see `ObservingImpl.observe`."""
+        """Cluster in a dense step, if that was asked for; see `AttentionImpl.observe`."""
         if not self._config.svg2_zero_step_kmeans_init:
             return
         if context is not None and (context.request_id is None or context.is_last_step):

@@ -19,11 +19,10 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.tile_pool.api import select_tiles
+from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
-    GatedRingMethod,
-    RingInputs,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
@@ -32,7 +31,6 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     upstream_variant,
 )
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
-from multimodal_gen.runtime.layers.attention.gating import GatedImpl
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
@@ -133,7 +131,7 @@ class VideoSparseBackend(AttentionBackend):
         return VideoSparseImpl
 
 
-class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
+class VideoSparseImpl(SparseImpl):
     """Video Sparse Attention of one layer."""
 
     backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
@@ -163,8 +161,11 @@ class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
         value: torch.Tensor,
         gate: torch.Tensor,
         context: ForwardContext | None = None,
+        *,
+        first_head: int = 0,
     ) -> torch.Tensor:
-        """Return both stages; see `GatedImpl.forward_gated`."""
+        """Return both stages; see `AttentionImpl.forward_gated`."""
+        self._first_head = first_head
         layout = sequence_layout(query, key, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         return self._attend(query, key, value, layout, context, None, gate)
@@ -178,19 +179,20 @@ class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
         gate: torch.Tensor,
         context: ForwardContext | None = None,
     ) -> torch.Tensor:
-        """Add the coarse stage; see `GatedImpl.add_coarse`."""
+        """Add the coarse stage; see `AttentionImpl.add_coarse`."""
         layout = sequence_layout(query, key, context, str(self.backend))
         coarse = coarse_alone(query, key, layout, self._tile(layout.grid), None)
         return coarse.add(out, value, gate, self.softmax_scale)
 
-    def against_ring(self) -> str | None:
-        """See `RingMethod.against_ring`."""
+    def ring_reason(self) -> str | None:
+        """See `AttentionImpl.ring_reason`."""
         return whole_tiles_only(self._config.kernel)
 
-    def forward_in_ring(
+    def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
-        """See `RingMethod.forward_in_ring`."""
+        """See `AttentionImpl.forward_ring`."""
+        self._first_head = inputs.first_head
         layout = ring_layout(inputs, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         call, gate, device = inputs.call, inputs.gate, inputs.query.device
@@ -200,7 +202,7 @@ class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
         self.record(context, _density(kept / num_tiles, layout))  # of whole tiles
         if kept == num_tiles and call.keep is None:
             out = run(whole_chunks(call, device), lambda _: None)
-            return out if gate is None else self.add_coarse_in_ring(out, inputs, context)
+            return out if gate is None else self.add_coarse_ring(out, inputs, context)
         tile = self._tile(layout.grid)
         chunks = chunks_of(layout, call, tile, device)
         coarse, mine = coarse_in_ring(inputs, layout, tile, chunks), chunks[call.group.index]
@@ -210,10 +212,10 @@ class VideoSparseImpl(SparseImpl, GatedImpl, GatedRingMethod):
         out = run(chunks, coarse.plans_of(mine, kept))
         return out if gate is None else coarse.add_to(mine, out, gate, self.softmax_scale)
 
-    def add_coarse_in_ring(
+    def add_coarse_ring(
         self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
-        """See `GatedRingMethod.add_coarse_in_ring`."""
+        """See `AttentionImpl.add_coarse_ring`."""
         layout = ring_layout(inputs, context, str(self.backend))
         assert inputs.gate is not None, "callers know"
         tile, call = self._tile(layout.grid), inputs.call

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import RingInputs
+from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.sparse.ring_pool import pool_over_ring
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Chunk, PlanOf, tiles_held
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (

@@ -16,11 +16,12 @@ from torch import nn
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention import warn_once as notices
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.projecting import set_projection, takes_projection
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -32,7 +33,7 @@ from multimodal_gen.runtime.layers.attention.sparse.sla.backend import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import centred, kept_blocks
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.testing.inputs import QKV, make_qkv
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 from tests.kernels.linear_attention.naive import assert_added, naive_linear
@@ -52,7 +53,7 @@ def config(**parameters):
 
 
 def layer(*, kv_heads=None, dtype=torch.float32, projection=None, scale=None, **parameters):
-    asked = Asked(
+    asked = BackendPreference(
         source=Source.COMMAND_LINE,
         backend=AttentionBackendEnum.SLA_ATTN,
         config=config(**parameters),
@@ -66,7 +67,7 @@ def layer(*, kv_heads=None, dtype=torch.float32, projection=None, scale=None, **
         site=LayerSite(name="blocks.0.attn1", layer=0),
         scope=SelectionScope(default=asked),
     )
-    set_projection(attention, projection)
+    attention.set_projection(projection)
     return attention
 
 
@@ -436,7 +437,7 @@ def test_a_grid_that_does_not_fit_is_refused_with_numbers():
 
 
 def test_a_missing_projection_is_warned_of_once_and_named(caplog):
-    notices.PROCESS._said.clear()
+    notices.PROCESS._given.clear()
     qkv = inputs(WHOLE)
     with caplog.at_level(logging.WARNING):
         run(layer(topk_ratio=0.25), qkv, WHOLE)
@@ -447,7 +448,7 @@ def test_a_missing_projection_is_warned_of_once_and_named(caplog):
 
 
 def test_one_block_that_is_kept_anyway_is_called_that(caplog):
-    notices.PROCESS._said.clear()
+    notices.PROCESS._given.clear()
     run(layer(topk_ratio=0.0), inputs(WHOLE), WHOLE)
     (record,) = caplog.records
     assert "every query attends to the best key block alone" in record.getMessage()
@@ -455,7 +456,7 @@ def test_one_block_that_is_kept_anyway_is_called_that(caplog):
 
 @pytest.mark.parametrize("options", [{"topk_ratio": 1.0}, {"projection": projection()}], ids=str)
 def test_nothing_is_lost_and_nothing_warned_of(options, caplog):
-    notices.PROCESS._said.clear()
+    notices.PROCESS._given.clear()
     with caplog.at_level(logging.WARNING):
         run(layer(**options), inputs(WHOLE), WHOLE)
     assert not caplog.records
@@ -474,9 +475,9 @@ def test_a_projection_may_be_set_after_the_first_call():
     qkv = inputs(WHOLE)
     attention = layer(topk_ratio=0.25)
     before = run(attention, qkv, WHOLE)
-    set_projection(attention, projection())
+    attention.set_projection(projection())
     after = run(attention, qkv, WHOLE)
-    set_projection(attention, None)
+    attention.set_projection(None)
     assert (after - before).abs().max() > 0.1
     assert torch.equal(run(attention, qkv, WHOLE), before)
 
@@ -487,8 +488,11 @@ def test_a_projection_of_another_size_is_refused():
 
 
 def test_only_methods_with_a_projection_take_one():
-    assert takes_projection([AttentionBackendEnum.TORCH_SDPA, AttentionBackendEnum.SLA_ATTN])
-    assert not takes_projection([AttentionBackendEnum.TORCH_SDPA])
+    platform = current_platform().name
+    for name in (AttentionBackendEnum.SLA_ATTN, AttentionBackendEnum.SAGE_SLA_ATTN):
+        assert find_backend(name, platform).get_impl_cls().takes_projection
+    dense = find_backend(AttentionBackendEnum.TORCH_SDPA, platform)
+    assert not dense.get_impl_cls().takes_projection
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
@@ -533,10 +537,16 @@ def upstream(monkeypatch):
 
     def make(linear=None, **parameters):
         settings = config(kernel="sparse_linear_attention", **parameters)
-        impl = SLAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, variant="sparse_linear_attention")
-        impl.slot = type(impl.slot)()
-        impl.slot.fill(linear, HEAD_SIZE)
-        return impl
+        slot = ProjectionSlot()
+        slot.fill(linear, HEAD_SIZE)
+        return SLAImpl(
+            HEADS,
+            HEAD_SIZE,
+            SCALE,
+            config=settings,
+            variant="sparse_linear_attention",
+            projection=slot,
+        )
 
     return make
 

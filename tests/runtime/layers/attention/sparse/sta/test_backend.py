@@ -10,7 +10,7 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -57,7 +57,7 @@ def layer(
         {"tile_size": TILE, "skip_time_steps": 0, **config},
         backend="sliding_tile_attn",
     )
-    asked = Asked(
+    asked = BackendPreference(
         source=Source.COMMAND_LINE, backend=AttentionBackendEnum.SLIDING_TILE_ATTN, config=built
     )
     return LocalAttention(
@@ -254,7 +254,7 @@ def test_the_first_dense_step_refuses_a_strategy_for_another_run(tmp_path) -> No
     ],
 )
 def test_a_run_without_a_step_for_windows_is_told_of_once(caplog, config, found) -> None:
-    notices.PROCESS._said.clear()
+    notices.PROCESS._given.clear()
     layers = [layer(window=(1, 1, 1), index=index, **config) for index in (0, 1)]
     q, k, v = qkv()
     with set_forward_context(0, latent_grid=GRID, num_steps=3):
@@ -383,7 +383,7 @@ def test_a_named_kernel_that_cannot_run_here_is_refused_and_not_replaced(kernel)
 def test_a_named_kernel_of_another_sparse_backend_is_not_replaced_either() -> None:
     config = build_config(VideoSparseConfig, {"kernel": "triton"}, backend="video_sparse_attn")
     backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     with pytest.raises(UnsupportedBackendError, match=r"video_sparse_attn.*this is cpu"):
         LocalAttention(HEADS, HEAD_SIZE, scope=SelectionScope(default=asked))
 

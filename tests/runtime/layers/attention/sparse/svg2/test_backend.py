@@ -17,7 +17,7 @@ from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -71,7 +71,7 @@ def layer(*, kv_heads=None, dtype=torch.float32, site=None, **parameters):
 
 
 def asked_for(**parameters):
-    return Asked(
+    return BackendPreference(
         source=Source.COMMAND_LINE,
         backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
         config=build_config(SVG2Config, parameters, backend="sparse_video_gen_2_attn"),
@@ -435,7 +435,7 @@ def test_the_authors_kernel_refuses_text_before_its_first_step(length):
     ],
 )
 def test_a_run_without_a_sparse_step_is_told_of_once(caplog, config, found):
-    notices.PROCESS._said.clear()
+    notices.PROCESS._given.clear()
     for index in (0, 1):
         site = LayerSite(name=str(index), layer=index, num_layers=2)
         run(layer(site=site, **config), inputs(batch=1), num_steps=3)
@@ -452,7 +452,7 @@ def test_a_number_of_first_steps_or_layers_is_whole(name):
 
 
 def test_dense_layers_alone_are_told_of_once(caplog):
-    notices.PROCESS._said.clear()
+    notices.PROCESS._given.clear()
     for index in (0, 1):
         layer(site=LayerSite(name=str(index), layer=index, num_layers=2), svg2_first_layers_fp=1)
     (record,) = caplog.records
@@ -536,7 +536,9 @@ def test_gradients_flow_through_the_reference():
 
 
 def test_causal_layers_are_refused():
-    asked = Asked(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN)
+    asked = BackendPreference(
+        source=Source.COMMAND_LINE, backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+    )
     with pytest.raises(UnsupportedBackendError, match="does not support causal"):
         LocalAttention(
             HEADS,

@@ -17,7 +17,7 @@ from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -51,7 +51,7 @@ def config(**parameters):
 
 
 def layer(index=0, *, kv_heads=None, dtype=torch.float32, **parameters):
-    asked = Asked(
+    asked = BackendPreference(
         source=Source.COMMAND_LINE,
         backend=AttentionBackendEnum.VMOBA_ATTN,
         config=config(**parameters),
@@ -281,7 +281,7 @@ def test_the_first_steps_and_layers_run_on_the_dense_backend():
     ],
 )
 def test_a_run_without_a_sparse_step_is_told_of_once(caplog, num_steps, parameters, found):
-    notices.PROCESS._said.clear()
+    notices.PROCESS._given.clear()
     qkv = inputs(RAGGED)
     for index in (0, 1):
         with set_forward_context(0, latent_grid=RAGGED, num_steps=num_steps):
@@ -446,11 +446,9 @@ def package(monkeypatch):
 
 
 def upstream(index=0, **parameters):
-    impl = VMoBAImpl(
-        HEADS, HEAD_SIZE, SCALE, config=config(kernel="fastvideo_kernel", **parameters)
-    )
-    impl.site = LayerSite(name="blocks.0.attn1", layer=index)
-    return impl
+    settings = config(kernel="fastvideo_kernel", **parameters)
+    site = LayerSite(name="blocks.0.attn1", layer=index)
+    return VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, site=site)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,9 +8,10 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
-    Asked,
+    BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
@@ -41,7 +42,7 @@ def config(**parameters):
 
 
 def layer(*, kv_heads=None, dtype=torch.float32, **parameters):
-    asked = Asked(
+    asked = BackendPreference(
         source=Source.COMMAND_LINE,
         backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
         config=config(**parameters),
@@ -252,7 +253,7 @@ def test_masked_text_is_not_attended_to_and_may_hold_anything():
     naive = Naive(QKV(query, key, value), RAGGED, (4, 4, 4), 3, text)
     dirty = QKV(*(x.masked_fill(~keep[..., None, None], torch.nan) for x in (query, key, value)))
     with set_forward_context(0, latent_grid=RAGGED, text_span=text):
-        out = layer(topk=3).run(*dirty, keep)
+        out = layer(topk=3).attend(AttentionCall(*dirty, keep))
     assert_within_error_budget(out, query, key, value, scale=SCALE, mask=naive.mask & out_mask)
 
 
@@ -268,7 +269,8 @@ def test_padded_tokens_of_the_video_have_no_influence():
     keep[1, 7::9] = False
     with set_forward_context(0, latent_grid=RAGGED):
         clean, *others = (
-            layer(topk=3).run(*padded(qkv, keep, value), keep) for value in (0.0, 1e4, torch.nan)
+            layer(topk=3).attend(AttentionCall(*padded(qkv, keep, value), keep))
+            for value in (0.0, 1e4, torch.nan)
         )
     assert clean.isfinite().all()
     for other in others:
@@ -288,7 +290,7 @@ def test_a_tile_that_is_all_padding_takes_no_others_place(where):
     query, key, value = qkv.query.abs(), -qkv.key.abs(), qkv.value
     dirty = padded(QKV(query, key, value), keep, 1e4)
     with set_forward_context(0, latent_grid=RAGGED, text_span=text):
-        out = layer(topk=len(tiles) - 3).run(*dirty, keep)
+        out = layer(topk=len(tiles) - 3).attend(AttentionCall(*dirty, keep))
     mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
     assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
 
@@ -299,7 +301,7 @@ def test_dropped_text_keys_leave_longer_queries():
     kept_text = slice(0, text.start + 9)
     naive = Naive(QKV(query, key, value), RAGGED, (4, 4, 4), 3, text)
     with set_forward_context(0, latent_grid=RAGGED, text_span=text):
-        out = layer(topk=3).run(query, key[:, kept_text], value[:, kept_text])
+        out = layer(topk=3).attend(AttentionCall(query, key[:, kept_text], value[:, kept_text]))
     mask = naive.mask.clone()
     mask[..., kept_text.stop :] = False
     assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
