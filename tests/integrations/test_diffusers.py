@@ -1,5 +1,6 @@
 import copy
 import pickle
+import pickletools
 import threading
 from collections import Counter
 
@@ -544,6 +545,15 @@ def test_a_copy_keeps_nothing_of_ours(fresh):
         assert config._attn_implementation == "multimodal_gen"
         for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
             assert copied._attn_implementation == "sdpa"
+
+
+def test_a_pickle_names_nothing_of_ours_but_a_hook_that_does_nothing(fresh):
+    pipe = fresh("wan")
+    with apply(pipe):
+        for model in (pipe.transformer, pipe.text_encoder):
+            words = [str(argument) for _, argument, _ in pickletools.genops(pickle.dumps(model))]
+            ours = {word for word in words if "multimodal_gen." in word}
+            assert ours <= {"multimodal_gen.integrations.hooks"}
 
 
 def test_what_users_set_on_processors_stays_after_remove(fresh):
