@@ -30,7 +30,7 @@ import multimodal_gen
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
-from multimodal_gen.runtime.layers.attention.scope import Asked, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.processes import World
@@ -161,7 +161,7 @@ def asking_for(name: str, **config: Any) -> SelectionScope:
     backend = AttentionBackendEnum.parse(name)
     config_cls = backends_of(backend)[0].config_cls
     settings = None if config_cls is None else config_cls(**config)
-    asked = Asked(source=Source.COMMAND_LINE, backend=backend, config=settings)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=settings)
     return SelectionScope(default=asked)
 
 

@@ -50,6 +50,8 @@ from multimodal_gen.runtime.layers.attention.schedule import (
     with_dense_parts,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
+    FORCED,
+    FORCED_IN_PROCESS,
     LayerSite,
     PreferenceSchedule,
     SelectionScope,
@@ -272,8 +274,11 @@ class AttentionLayer(nn.Module):
 
     def entry_for(self, query: torch.Tensor) -> ScheduleEntry:
         """Return what serves a call with `query` at the running step."""
+        # What `forced_backend` returns, spelled out, because it is part of every call.
+        forced = FORCED.get()
+        in_force = FORCED_IN_PROCESS[0] if forced is None else forced[0]
         last = self._last[0] = (query.dtype, query.device.type)
-        key = (forced_backend(), *last)
+        key = (in_force, *last)
         schedule = self._schedules.get(key) or self._bind(key)
         if len(schedule) == 1:
             return schedule[0]

@@ -164,9 +164,19 @@ class BoundBackend:
         calls: how often it served a call.
         gated: whether it has a coarse branch that a gate weighs.
         has_ring: whether it computes a ring itself.
+        keeps_state: whether something is kept from call to call, about all heads of a call.
     """
 
-    __slots__ = ("calls", "features", "forward", "gated", "has_ring", "impl", "selection")
+    __slots__ = (
+        "calls",
+        "features",
+        "forward",
+        "gated",
+        "has_ring",
+        "impl",
+        "keeps_state",
+        "selection",
+    )
 
     def __init__(
         self, selection: Selection, features: frozenset[Feature], impl: AttentionImpl
@@ -178,6 +188,7 @@ class BoundBackend:
         self.forward: Callable[..., torch.Tensor] = impl.forward
         self.gated = provides(impl, "add_coarse")
         self.has_ring = provides(impl, "forward_ring") and Feature.RING in features
+        self.keeps_state = provides(impl, "observe") or provides(impl, "end_request")
 
 
 class ScheduleEntry:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector, Steps
@@ -228,9 +228,9 @@ def decide(
 
 
 # Process-wide on purpose: `global_force_attn_backend` is documented to reach every thread.
-_FORCED_PROCESS: list[AttentionBackendEnum | None] = [None]
+FORCED_IN_PROCESS: Final[list[AttentionBackendEnum | None]] = [None]
 # A one-element tuple inside a context manager, so that forcing None there ends an outer force.
-_FORCED: ContextVar[tuple[AttentionBackendEnum | None] | None] = ContextVar(
+FORCED: ContextVar[tuple[AttentionBackendEnum | None] | None] = ContextVar(
     "multimodal_gen_forced", default=None
 )
 _SCOPE: ContextVar[SelectionScope | None] = ContextVar("multimodal_gen_scope", default=None)
@@ -275,13 +275,13 @@ def as_backend(backend: AttentionBackendEnum | str) -> AttentionBackendEnum:
 
 def forced_backend() -> AttentionBackendEnum | None:
     """Return the forced backend of this thread or process, or None."""
-    local = _FORCED.get()
-    return _FORCED_PROCESS[0] if local is None else local[0]
+    local = FORCED.get()
+    return FORCED_IN_PROCESS[0] if local is None else local[0]
 
 
 def global_force_attn_backend(backend: AttentionBackendEnum | str | None) -> None:
     """Force every attention layer of the process to `backend`, at once; None ends it."""
-    _FORCED_PROCESS[0] = None if backend is None else as_backend(backend)
+    FORCED_IN_PROCESS[0] = None if backend is None else as_backend(backend)
 
 
 @contextmanager
@@ -289,11 +289,11 @@ def global_force_attn_backend_context_manager(
     backend: AttentionBackendEnum | str | None,
 ) -> Iterator[None]:
     """Force `backend` inside the `with` block; other threads do not see it."""
-    token = _FORCED.set((None if backend is None else as_backend(backend),))
+    token = FORCED.set((None if backend is None else as_backend(backend),))
     try:
         yield
     finally:
-        _FORCED.reset(token)
+        FORCED.reset(token)
 
 
 def current_scope() -> SelectionScope:

@@ -66,6 +66,10 @@ class SDPAImpl(AlignedImpl):
     ) -> torch.Tensor:
         """See `AttentionImpl.forward`."""
         if attn_mask is None:
+            square = not self.causal or query.shape[1] == key.shape[1]
+            if square and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+                q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+                return self._call(q, k, v, None, self.causal).transpose(1, 2)
             return self._attend_aligned(query, key, value, lse=False)[0]
         mask = with_causal(attn_mask, query.shape[1], key.shape[1]) if self.causal else attn_mask
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))

@@ -23,7 +23,6 @@ from multimodal_gen.runtime.distributed.collectives import (
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress
 from multimodal_gen.runtime.distributed.timing import attending
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import provides
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.schedule import BoundBackend, ScheduleEntry
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
@@ -300,8 +299,7 @@ def num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
     travel more than once.
     """
     bound, asked = entry.primary, split.groups.head_chunks
-    keeps = provides(bound.impl, "observe") or provides(bound.impl, "end_request")
-    if keeps or entry.observers or split.shares.num_heads != split.shares.num_kv_heads:
+    if bound.keeps_state or entry.observers or split.shares.num_heads != split.shares.num_kv_heads:
         return 1
     if asked is None:
         asked = _MEASURED.get(bound.selection.backend, 1)
