@@ -5,6 +5,7 @@ pipelines in the other, so that few ranks are started twice, and before the othe
 tests that take a process and a minute each, so that none of them is left for the end.
 """
 
+import fcntl
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -71,15 +72,27 @@ def no_traces() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> TinyPipeline:
-    """Return the folder of a family's tiny pipeline; tests must not write to it."""
+def tiny_pipeline(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> TinyPipeline:
+    """Return the folder of a family's tiny pipeline; tests must not write to it.
+
+    Each is made once, by the first process of pytest-xdist that needs it.
+    """
     from multimodal_gen.testing.tiny_models import make_tiny_model
 
-    folder = tmp_path_factory.mktemp("tiny-pipelines")
+    root = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        root = root.parent
+    folder = root / "tiny-pipelines"
+    folder.mkdir(exist_ok=True)
 
     @cache
     def make(family: str) -> Path:
-        return make_tiny_model(family, folder / family)
+        with (folder / f"{family}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            made = folder / family
+            return made if made.exists() else make_tiny_model(family, made)
 
     return make
 
