@@ -239,8 +239,8 @@ class DenoiserPlan:
         stock = _is_diffusers(cls)
         replacements = self._adapter.replacements.get(cls.__name__) if stock else None
         patched = patched_class(cls, replacements)
-        geometry = attention_params(module)
-        if geometry is None:
+        params = attention_params(module)
+        if params is None:
             raise CannotPatchError(f"{type(module).__name__} does not say its number of heads")
         dtype = compute_dtype(module, self._component.model)
         # A forward or a processor of the user's own may mean something else by its mask.
@@ -249,7 +249,7 @@ class DenoiserPlan:
             and cls.__name__ in self._adapter.masks_padding
             and _is_diffusers(type(self._component.model).forward)
         )
-        layer = ModuleAttention(site, geometry, dtype, self._scope, masks_padding=masks_padding)
+        layer = ModuleAttention(site, params, dtype, self._scope, masks_padding=masks_padding)
         return _PatchedModule(
             name=site.name,
             module=module,

@@ -133,7 +133,7 @@ class ModuleAttention(StandIn):
 
     Args:
         site: where the module sits.
-        geometry: what its calls usually look like.
+        params: what its calls usually look like.
         compute_dtype: dtype of its q, k and v.
         scope: what the user configured.
         also: what other calls may look like, as far as that is known.
@@ -146,7 +146,7 @@ class ModuleAttention(StandIn):
     def __init__(
         self,
         site: LayerSite,
-        geometry: AttentionParams,
+        params: AttentionParams,
         compute_dtype: torch.dtype,
         scope: SelectionScope,
         also: tuple[AttentionParams, ...] = (),
@@ -154,16 +154,16 @@ class ModuleAttention(StandIn):
         masks_padding: bool = False,
     ) -> None:
         self.site = site
-        self.num_heads = geometry.num_heads
-        self.head_size = geometry.head_size
-        self.num_kv_heads = geometry.num_kv_heads
-        self.scale = _scale(geometry.head_size, geometry.scale)
-        self.causal = geometry.causal
+        self.num_heads = params.num_heads
+        self.head_size = params.head_size
+        self.num_kv_heads = params.num_kv_heads
+        self.scale = _scale(params.head_size, params.scale)
+        self.causal = params.causal
         self._compute_dtype = compute_dtype
         self._scope = scope
         self._masks_padding = masks_padding
         self._projection: nn.Linear | None = None
-        self.layer = self._build(geometry)
+        self.layer = self._build(params)
         self.others: dict[AttentionParams, USPAttention] = {}
         for other in also:
             # Such a call may never come; one that does gets the error.
@@ -245,30 +245,30 @@ class ModuleAttention(StandIn):
     def _other(
         self, query: torch.Tensor, key: torch.Tensor, *, causal: bool, scale: float | None
     ) -> USPAttention:
-        geometry = AttentionParams(
+        params = AttentionParams(
             num_heads=query.shape[2],
             head_size=query.shape[3],
             num_kv_heads=key.shape[2],
             scale=_scale(query.shape[3], scale),
             causal=causal,
         )
-        if geometry not in self.others:
+        if params not in self.others:
             if torch.compiler.is_compiling():
                 raise UsageError(
                     f"the attention calls of {self.site.name} must look as they did before "
-                    f"torch.compile, got {tuple(geometry)}; run one step before compiling"
+                    f"torch.compile, got {tuple(params)}; run one step before compiling"
                 )
-            self.others[geometry] = self._build(geometry)
-        return self.others[geometry]
+            self.others[params] = self._build(params)
+        return self.others[params]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _build(self, geometry: AttentionParams) -> USPAttention:
+    def _build(self, params: AttentionParams) -> USPAttention:
         layer = USPAttention(
-            geometry.num_heads,
-            geometry.head_size,
-            geometry.num_kv_heads,
-            geometry.scale,
-            geometry.causal,
+            params.num_heads,
+            params.head_size,
+            params.num_kv_heads,
+            params.scale,
+            params.causal,
             is_cross_attention=self.site.role is AttentionRole.CROSS,
             compute_dtype=self._compute_dtype,
             site=self.site,
@@ -298,8 +298,8 @@ def _scale(head_size: int, scale: float | None) -> float:
     return float(head_size**-0.5) if scale is None else scale
 
 
-def _resolved(geometry: AttentionParams) -> AttentionParams:
-    return geometry._replace(scale=_scale(geometry.head_size, geometry.scale))
+def _resolved(params: AttentionParams) -> AttentionParams:
+    return params._replace(scale=_scale(params.head_size, params.scale))
 
 
 def _intersect(allowed: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

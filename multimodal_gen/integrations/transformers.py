@@ -99,8 +99,8 @@ class EncoderPlan:
                 f"target must not be attached twice, {name}.{path} already is; call remove() on "
                 f"its handle first"
             )
-        geometry = _geometry_of(module)
-        if geometry is None:
+        params = _params_of(module)
+        if params is None:
             self._skipped.append(f"{type(module).__name__} does not say its number of heads")
             return
         site = LayerSite(
@@ -111,9 +111,9 @@ class EncoderPlan:
         )
         dtype = compute_dtype(module, self._component.model)
         # Causality may come in the mask instead, or, as in CLIP's text model, with the call.
-        unusual = geometry._replace(causal=not geometry.causal)
+        unusual = params._replace(causal=not params.causal)
         also = (unusual,) if hasattr(module, "is_causal") else ()
-        self._modules.append((module, ModuleAttention(site, geometry, dtype, scope, also)))
+        self._modules.append((module, ModuleAttention(site, params, dtype, scope, also)))
 
 
 def attention_forward(
@@ -242,7 +242,7 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             yield config
 
 
-def _geometry_of(module: nn.Module) -> AttentionParams | None:
+def _params_of(module: nn.Module) -> AttentionParams | None:
     """Read heads, sizes and scale off an attention module of transformers, or return None."""
     config = getattr(module, "config", None)
     heads = _first(module, int, "n_heads", "num_heads", "num_attention_heads")

@@ -181,9 +181,9 @@ def test_one_graph_with_gradients_is_refused_with_what_to_do():
 
 
 def test_a_call_first_met_while_compiling_asks_for_a_step_before():
-    geometry = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
+    params = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
     site = LayerSite(name="blocks.0.attn")
-    layer = ModuleAttention(site, geometry, torch.float32, SelectionScope())
+    layer = ModuleAttention(site, params, torch.float32, SelectionScope())
     q = torch.randn(1, 5, 2, 16)
 
     def scaled(x):
@@ -198,8 +198,8 @@ def test_a_call_first_met_while_compiling_asks_for_a_step_before():
 
 
 def test_a_call_first_met_while_compiling_runs_outside_a_graph_that_may_break():
-    geometry = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
-    layer = ModuleAttention(LayerSite(), geometry, torch.float32, SelectionScope())
+    params = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
+    layer = ModuleAttention(LayerSite(), params, torch.float32, SelectionScope())
     q = torch.randn(1, 5, 2, 16)
 
     def scaled(x):

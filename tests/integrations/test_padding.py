@@ -86,8 +86,8 @@ def test_attention_is_that_of_the_models_own_mask(rows):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 7, 2, 16) for _ in range(3))
     site = LayerSite(role=AttentionRole.SELF)
-    geometry = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
-    layer = ModuleAttention(site, geometry, torch.float32, SelectionScope(), masks_padding=True)
+    params = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
+    layer = ModuleAttention(site, params, torch.float32, SelectionScope(), masks_padding=True)
     padding = padding_of(rows, before=4)
     mask = padding.keep_keys()
     expected = layer.attend(query, key, value, mask)
@@ -106,9 +106,9 @@ def test_a_mask_that_says_more_than_the_padding_is_kept(rows, stock):
     query, key, value = (torch.randn(2, 7, 2, 16) for _ in range(3))
     mask = torch.rand(2, 1, rows, 7) > 0.4
     mask[..., 0] = True
-    geometry = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
+    params = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
     layer = ModuleAttention(
-        LayerSite(), geometry, torch.float32, SelectionScope(), masks_padding=stock and rows > 1
+        LayerSite(), params, torch.float32, SelectionScope(), masks_padding=stock and rows > 1
     )
     expected = layer.attend(query, key, value, mask)
     with knowing(padding_of([[1, 1, 1], [1, 1, 0]], before=4)):

@@ -25,10 +25,10 @@ SITE = LayerSite(name="blocks.3.attn", component="transformer")
 
 
 def layer_of(num_heads=4, head_size=16, num_kv_heads=None, site=SITE):
-    geometry = AttentionParams(
+    params = AttentionParams(
         num_heads=num_heads, head_size=head_size, num_kv_heads=num_kv_heads or num_heads
     )
-    return ModuleAttention(site, geometry, torch.float32, SelectionScope())
+    return ModuleAttention(site, params, torch.float32, SelectionScope())
 
 
 def tensors(batch=2, queries=5, keys=5, heads=4, kv_heads=4, size=16):
