@@ -39,12 +39,14 @@ from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
+    "Axis",
     "BackendConfig",
-    "FirstSteps",
+    "DensePart",
+    "FirstShare",
     "IndexSelector",
+    "Indices",
     "Parameter",
     "SparseConfig",
-    "Steps",
     "build_config",
     "config_as_dict",
     "first_of",
@@ -52,7 +54,6 @@ __all__ = [
     "parameters_of",
     "read_selector",
     "settings_text",
-    "short",
 ]
 
 
@@ -91,6 +92,10 @@ class IndexSelector:
             first <= index and (last is None or index <= last) for first, last in self.ranges
         )
 
+    def holds(self, index: int, total: int) -> bool:
+        """Return whether an index is in the set; how many there are makes no difference."""
+        return index in self
+
     def __and__(self, other: "IndexSelector") -> "IndexSelector | None":
         """Return the indices in both, or None where there are none."""
         shared = []
@@ -108,27 +113,28 @@ class IndexSelector:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstSteps:
-    """The first share of a run's denoising steps, whose number only the run knows.
+class FirstShare:
+    """The first share of indices whose number is known later, such as the steps of a run.
 
     Attributes:
-        share: in (0, 1]; of n steps it means the first floor(share * n).
-        among: steps that count; None for all.
+        share: in (0, 1]; of n indices it means the first floor(share * n).
+        among: indices that count; None for all.
     """
 
     share: float
     among: IndexSelector | None = None
 
-    def holds(self, step: int, num_steps: int) -> bool:
-        """Return whether a step of a run is among them."""
-        return step < first_of(self.share, num_steps) and (self.among is None or step in self.among)
+    def holds(self, index: int, total: int) -> bool:
+        """Return whether an index is among them where there are `total`."""
+        return index < first_of(self.share, total) and (self.among is None or index in self.among)
 
     def __str__(self) -> str:
         first = f"first {self.share:.4g} of all"
         return first if self.among is None else f"{first}, among {self.among}"
 
 
-Steps: TypeAlias = IndexSelector | FirstSteps
+Indices: TypeAlias = IndexSelector | FirstShare
+Axis: TypeAlias = Literal["steps", "layers"]
 
 
 def first_of(share: float, total: int) -> int:
@@ -438,6 +444,19 @@ class BackendConfig:
         """Raise `ConfigError` when parameters contradict each other; they are converted by now."""
 
 
+@dataclass(frozen=True, slots=True)
+class DensePart:
+    """Steps, or layers, that one parameter of a sparse method keeps on the dense backend.
+
+    Attributes:
+        given: the parameter with its value, such as "first_full_step=12".
+        indices: which ones.
+    """
+
+    given: str
+    indices: Indices
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseConfig(BackendConfig):
     """Parameters every sparse backend has.
@@ -445,11 +464,13 @@ class SparseConfig(BackendConfig):
     Attributes:
         dense_steps: denoising steps that run on the dense backend, e.g. "0-3,38".
         dense_layers: layers that run on the dense backend, e.g. "0-3,38".
-        first_dense: the method's own parameters for first steps and first layers that stay dense,
-            for messages; "" where it has none.
+        first_dense_steps: the method's own parameter for first steps that stay dense, or "". A
+            float up to 1 is a share of what the run has, other values are numbers.
+        first_dense_layers: the same for the layers of the model.
     """
 
-    first_dense: ClassVar[tuple[str, str]] = ("", "")
+    first_dense_steps: ClassVar[str] = ""
+    first_dense_layers: ClassVar[str] = ""
 
     dense_steps: IndexSelector | None = option(  # noqa: RUF009 - it returns a field
         None, "denoising steps that stay dense, e.g. '0-3,38'"
@@ -458,19 +479,22 @@ class SparseConfig(BackendConfig):
         None, "layers that stay dense, e.g. '0-3,38'"
     )
 
-    def dense_schedule(self) -> tuple[IndexSelector | None, IndexSelector | None]:
-        """Return the steps and the layers that run on the dense backend.
+    def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:
+        """Return the steps or the layers that run on the dense backend, by parameter."""
+        first = self.first_dense_steps if axis == "steps" else self.first_dense_layers
+        given = {name: getattr(self, name) for name in (first, f"dense_{axis}") if name}
+        return tuple(
+            DensePart(f"{name}={value}", _first(value)) for name, value in given.items() if value
+        )
 
-        Methods whose first steps or layers are dense by parameters of their own add those here.
-        """
-        return self.dense_steps, self.dense_layers
 
-    def dense_first(self) -> tuple[float, float]:
-        """Return how many first steps and first layers run on the dense backend besides.
-
-        Values up to 1 are shares of what the run and the model have, others are numbers.
-        """
-        return 0.0, 0.0
+def _first(value: IndexSelector | float) -> Indices:
+    """Return a selector as it is, and of a share or a number the first indices."""
+    if isinstance(value, IndexSelector):
+        return value
+    if isinstance(value, float) and value <= 1:
+        return FirstShare(value)
+    return IndexSelector(((0, int(value) - 1),))
 
 
 def build_config(

@@ -19,11 +19,11 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import (
-    FirstSteps,
+    DensePart,
+    FirstShare,
     IndexSelector,
+    Indices,
     SparseConfig,
-    Steps,
-    first_of,
 )
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, AttentionRole, Feature
@@ -76,7 +76,7 @@ def with_dense_parts(
     """
     if site.role is not AttentionRole.SELF:
         return schedule
-    found: list[tuple[Steps | None, BackendPreference]] = []
+    found: list[tuple[Indices | None, BackendPreference]] = []
     for steps, asked in schedule:
         config = _sparse_config(asked, platform)
         if config is None:
@@ -89,51 +89,41 @@ def with_dense_parts(
 
 
 def _parts(
-    steps: Steps | None, asked: BackendPreference, site: LayerSite, config: SparseConfig
-) -> Iterator[tuple[Steps | None, BackendPreference]]:
-    dense_steps, dense_layers = config.dense_schedule()
-    first_steps, first_layers = config.dense_first()
-    if site.layer is not None and (
-        (dense_layers is not None and site.layer in dense_layers)
-        or site.layer < _num_layers(first_layers, site, asked)
-    ):
-        because = f"layer {site.layer} is among the dense layers of {asked.backend}"
-        yield steps, replace(asked, dense_reason=because)
-        return
-    for dense in (dense_steps, _first(first_steps)):
-        shared = dense if dense is None else _among(dense, steps)
+    steps: Indices | None, asked: BackendPreference, site: LayerSite, config: SparseConfig
+) -> Iterator[tuple[Indices | None, BackendPreference]]:
+    for part in config.dense_parts("layers"):
+        if site.layer is not None and _holds_layer(part, site.layer, site, asked):
+            yield steps, replace(asked, dense_reason=_reason("layers", part.indices, part))
+            return
+    for part in config.dense_parts("steps"):
+        shared = _among(part.indices, steps)
         if shared is not None:
-            because = f"steps {shared} are dense steps of {asked.backend}"
-            yield shared, replace(asked, dense_reason=because)
+            yield shared, replace(asked, dense_reason=_reason("steps", shared, part))
     yield steps, asked
 
 
-def _num_layers(first: float, site: LayerSite, asked: BackendPreference) -> int:
-    """Return how many first layers stay dense."""
-    if first > 1 or first == 0:
-        return int(first)
-    if site.num_layers is None:
+def _reason(axis: str, indices: Indices, part: DensePart) -> str:
+    if isinstance(indices, FirstShare):
+        return f"the {indices} {axis} are dense (`{part.given}`)"
+    return f"{axis} {indices} are dense (`{part.given}`)"
+
+
+def _holds_layer(part: DensePart, layer: int, site: LayerSite, asked: BackendPreference) -> bool:
+    if site.num_layers is None and isinstance(part.indices, FirstShare):
         raise ConfigError(
             f"{asked.backend} must know how many layers a model has to keep a share of them dense, "
-            f"got layer {site.layer} of an unknown number; pass site=LayerSite(layer=..., "
+            f"got layer {layer} of an unknown number; pass site=LayerSite(layer=..., "
             f"num_layers=...), or give a number of layers above 1 or 0"
         )
-    return first_of(first, site.num_layers)
+    return part.indices.holds(layer, site.num_layers or 0)
 
 
-def _first(first: float) -> Steps | None:
-    """Return the first steps that stay dense."""
-    if first == 0:
-        return None
-    return FirstSteps(first) if first <= 1 else IndexSelector(((0, int(first) - 1),))
-
-
-def _among(dense: Steps, steps: Steps | None) -> Steps | None:
+def _among(dense: Indices, steps: Indices | None) -> Indices | None:
     """Return the steps in both, or None where there are none."""
     if steps is None:
         return dense
     assert isinstance(steps, IndexSelector), "only this module makes others"
-    return FirstSteps(dense.share, steps) if isinstance(dense, FirstSteps) else steps & dense
+    return FirstShare(dense.share, steps) if isinstance(dense, FirstShare) else steps & dense
 
 
 def _sparse_config(asked: BackendPreference, platform: PlatformEnum) -> SparseConfig | None:
@@ -213,7 +203,7 @@ class ScheduleEntry:
 
     def __init__(
         self,
-        steps: Steps | None,
+        steps: Indices | None,
         asked: BackendPreference,
         request: AttentionRequest,
         geometry: LayerGeometry,
@@ -238,7 +228,7 @@ class ScheduleEntry:
         Raises:
             UsageError: that depends on how many steps the run has, which is unknown.
         """
-        if not isinstance(self.steps, FirstSteps):
+        if not isinstance(self.steps, FirstShare):
             return self.steps is None or context.current_timestep in self.steps
         if context.num_steps is None:
             raise UsageError(

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector, Steps
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector, Indices
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -165,7 +165,7 @@ class SelectionScope:
 
 
 # A schedule as asked for: the first entry whose steps hold (None: every step) is the one that runs.
-PreferenceSchedule = tuple[tuple[Steps | None, BackendPreference], ...]
+PreferenceSchedule = tuple[tuple[Indices | None, BackendPreference], ...]
 
 
 def component_names(component: str | None) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ def decide(
     override = scope.component_override(site)
     if override is not None:
         return ((None, override[1]),)
-    schedule: list[tuple[Steps | None, BackendPreference]] = []
+    schedule: list[tuple[Indices | None, BackendPreference]] = []
     for number, rule in enumerate(scope.rules, start=1):
         if rule.matches(site):
             asked = BackendPreference(

@@ -3,7 +3,7 @@
 import logging
 from typing import Final
 
-from multimodal_gen.runtime.layers.attention.config import IndexSelector, SparseConfig, first_of
+from multimodal_gen.runtime.layers.attention.config import Axis, SparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["PROCESS", "WarnOnce", "warn_if_dense_layers", "warn_if_dense_run"]
@@ -46,7 +46,7 @@ def warn_if_dense_run(
         num_steps: denoising steps of the run, or None when unknown.
         warnings: of the pipeline.
     """
-    _warn_if_dense(config, backend, num_steps, warnings, 0, "step", "run")
+    _warn_if_dense(config, backend, num_steps, warnings, "steps", "run")
 
 
 def warn_if_dense_layers(
@@ -60,7 +60,7 @@ def warn_if_dense_layers(
         num_layers: self-attention layers of the model, or None when unknown.
         warnings: of the pipeline.
     """
-    _warn_if_dense(config, backend, num_layers, warnings, 1, "layer", "model")
+    _warn_if_dense(config, backend, num_layers, warnings, "layers", "model")
 
 
 def _warn_if_dense(
@@ -68,31 +68,17 @@ def _warn_if_dense(
     backend: AttentionBackendEnum,
     total: int | None,
     warnings: WarnOnce,
-    axis: int,
-    unit: str,
+    axis: Axis,
     whole: str,
 ) -> None:
-    """Warn where every `unit` of the `whole` is dense; axis 0 is that of steps, 1 of layers."""
-    if not total or not _all_dense(
-        config.dense_schedule()[axis], config.dense_first()[axis], total
+    """Warn where all steps of the run, or all layers of the model, are dense."""
+    parts = config.dense_parts(axis)
+    if not total or not all(
+        any(part.indices.holds(i, total) for part in parts) for i in range(total)
     ):
         return
-    given, instead = _given(config, config.first_dense[axis], f"dense_{unit}s")
+    given = " and ".join(part.given for part in parts)
     warnings.warn(
-        f"{backend} is sparse in no {unit}: {given} keep all {total} {unit}s of this {whole} "
-        f"dense; give fewer, such as {instead}"
+        f"{backend} is sparse in no {axis[:-1]}: {given} keep all {total} {axis} of this {whole} "
+        f"dense; give fewer, such as {parts[0].given.partition('=')[0]}=0"
     )
-
-
-def _all_dense(named: IndexSelector | None, first: float, total: int) -> bool:
-    """Whether the named steps or layers, and the first ones besides, are all that there are."""
-    start = int(first) if first > 1 else first_of(first, total)
-    return all(named is not None and i in named for i in range(start, total))
-
-
-def _given(config: SparseConfig, *names: str) -> tuple[str, str]:
-    """Return the parameters among `names` that were given, and what to give instead."""
-    given = [name for name in names if name and getattr(config, name)]
-    if not given:  # a method with parameters that `first_dense` does not name
-        return "its parameters", f"{names[-1]}=0"
-    return " and ".join(f"{name}={getattr(config, name)}" for name in given), f"{given[0]}=0"

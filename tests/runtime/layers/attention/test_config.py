@@ -12,7 +12,7 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
-    FirstSteps,
+    FirstShare,
     IndexSelector,
     build_config,
     config_as_dict,
@@ -227,12 +227,16 @@ def test_sparse_backends_share_dense_steps_and_dense_layers():
         assert ({"dense_steps", "dense_layers"} <= set(names)) == member.is_sparse
 
 
-def test_dense_steps_and_layers_are_the_dense_schedule():
-    config = build_config(
-        VideoSparseConfig, {"dense_steps": "0-3", "dense_layers": [1, 5]}, backend="b"
-    )
-    assert [str(selector) for selector in config.dense_schedule()] == ["0-3", "1,5"]
-    assert VideoSparseConfig().dense_schedule() == (None, None)
+def test_dense_steps_and_layers_name_their_parameter():
+    raw = {"dense_steps": "0-3", "dense_layers": [1, 5]}
+    config = build_config(VideoSparseConfig, raw, backend="video_sparse_attn")
+    for axis, spelled, indices in (
+        ("steps", "dense_steps=0-3", "0-3"),
+        ("layers", "dense_layers=1,5", "1,5"),
+    ):
+        (part,) = config.dense_parts(axis)
+        assert (part.given, str(part.indices)) == (spelled, indices)
+        assert VideoSparseConfig().dense_parts(axis) == ()
 
 
 @pytest.mark.parametrize("alias", ["sta_mode", "STA_mode"])
@@ -453,12 +457,12 @@ def test_a_selector_is_the_union_of_its_ranges_and_reads_back_as_written(parts):
 )
 def test_a_share_is_read_in_decimals_and_rounded_down(share, total, first):
     assert first_of(share, total) == first
-    steps = FirstSteps(share)
+    steps = FirstShare(share)
     assert [step for step in range(total) if steps.holds(step, total)] == list(range(first))
 
 
 def test_a_share_of_the_steps_may_be_among_others():
-    steps = FirstSteps(0.5, IndexSelector.parse("2-3,8"))
+    steps = FirstShare(0.5, IndexSelector.parse("2-3,8"))
     assert [step for step in range(10) if steps.holds(step, 10)] == [2, 3]
     assert str(steps) == "first 0.5 of all, among 2-3,8"
 

@@ -35,14 +35,14 @@ def parts(
 
 def test_dense_steps_come_before_the_others() -> None:
     assert parts(asked(dense_steps="0-3,38")) == [
-        ("0-3,38", "steps 0-3,38 are dense steps of video_sparse_attn"),
+        ("0-3,38", "steps 0-3,38 are dense (`dense_steps=0-3,38`)"),
         (None, ""),
     ]
 
 
 def test_a_rule_for_some_steps_keeps_to_them() -> None:
     assert parts(asked(dense_steps="0-3,38"), steps="2-9") == [
-        ("2-3", "steps 2-3 are dense steps of video_sparse_attn"),
+        ("2-3", "steps 2-3 are dense (`dense_steps=0-3,38`)"),
         ("2-9", ""),
     ]
     assert parts(asked(dense_steps="0-3"), steps="4-") == [("4-", "")]
@@ -50,7 +50,7 @@ def test_a_rule_for_some_steps_keeps_to_them() -> None:
 
 def test_dense_layers_are_dense_in_every_step() -> None:
     ask = asked(dense_layers="1-2", dense_steps="0")
-    because = "layer 2 is among the dense layers of video_sparse_attn"
+    because = "layers 1-2 are dense (`dense_layers=1-2`)"
     assert parts(ask, layer=2) == [(None, because)]
     assert parts(ask, layer=3)[-1] == (None, "")
 

@@ -23,14 +23,11 @@ NAME = "sparse_video_gen_2_attn"
 class Config(SparseConfig):
     """A method whose first steps and layers stay dense: a share up to 1, a number above."""
 
-    first_dense: ClassVar[tuple[str, str]] = ("first", "first_layers")
+    first_dense_steps: ClassVar[str] = "first"
+    first_dense_layers: ClassVar[str] = "first_layers"
 
     first: float = 0.0
     first_layers: float = 0.0
-
-    def dense_first(self) -> tuple[float, float]:
-        """Return the first steps and layers."""
-        return self.first, self.first_layers
 
 
 @pytest.fixture

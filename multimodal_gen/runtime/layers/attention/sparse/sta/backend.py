@@ -22,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import IndexSelector, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import Axis, DensePart, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
@@ -82,7 +82,7 @@ class SlidingTileConfig(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
-    first_dense: ClassVar[tuple[str, str]] = ("skip_time_steps", "")
+    first_dense_steps: ClassVar[str] = "skip_time_steps"
 
     mask_strategy_file_path: str | None = option(
         None, "JSON file with a window per step, layer and head"
@@ -151,12 +151,11 @@ class SlidingTileConfig(SparseConfig):
                     f"STA_searching, which tries every step and layer, got {value}"
                 )
 
-    def dense_schedule(self) -> tuple[IndexSelector | None, IndexSelector | None]:
-        """Return the dense steps and layers: `skip_time_steps` adds the first steps."""
-        if self.sta_mode == "STA_searching" or not self.skip_time_steps:
-            return self.dense_steps, self.dense_layers
-        named = () if self.dense_steps is None else self.dense_steps.ranges
-        return IndexSelector(((0, self.skip_time_steps - 1), *named)), self.dense_layers
+    def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:
+        """Return the steps or the layers that stay dense; a search tries all of them."""
+        if self.sta_mode == "STA_searching":
+            return ()
+        return SparseConfig.dense_parts(self, axis)
 
 
 class SlidingTileBackend(AttentionBackend):

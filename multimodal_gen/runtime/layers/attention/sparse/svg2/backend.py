@@ -105,7 +105,8 @@ class SVG2Config(SparseConfig):
         ConfigError: `svg2_first_layers_fp` or `svg2_first_times_fp` is above 1 and no whole number.
     """
 
-    first_dense: ClassVar[tuple[str, str]] = ("svg2_first_times_fp", "svg2_first_layers_fp")
+    first_dense_steps: ClassVar[str] = "svg2_first_times_fp"
+    first_dense_layers: ClassVar[str] = "svg2_first_layers_fp"
 
     svg2_num_q_centroids: int = option(300, "clusters of queries per head", ge=1)
     svg2_num_k_centroids: int = option(1000, "clusters of keys per head", ge=1)
@@ -129,17 +130,13 @@ class SVG2Config(SparseConfig):
 
     def check(self) -> None:
         """Steps and layers above 1 are counted."""
-        for name in self.first_dense:
+        for name in (self.first_dense_steps, self.first_dense_layers):
             value: float = getattr(self, name)
             if value > 1 and not value.is_integer():
                 raise ConfigError(
                     f"`{name}` of sparse_video_gen_2_attn must be a share from 0 to 1 or a whole "
                     f"number above, got {value:g}"
                 )
-
-    def dense_first(self) -> tuple[float, float]:
-        """Return the first steps and layers that stay dense; see `SparseConfig.dense_first`."""
-        return self.svg2_first_times_fp, self.svg2_first_layers_fp
 
 
 class SVG2Backend(AttentionBackend):

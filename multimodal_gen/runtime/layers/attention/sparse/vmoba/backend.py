@@ -25,7 +25,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import IndexSelector, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
@@ -82,7 +82,8 @@ class VMoBAConfig(SparseConfig):
     """
 
     groups: ClassVar[tuple[str, ...]] = ("moba_config",)
-    first_dense: ClassVar[tuple[str, str]] = ("first_full_step", "first_full_layer")
+    first_dense_steps: ClassVar[str] = "first_full_step"
+    first_dense_layers: ClassVar[str] = "first_full_layer"
 
     temporal_chunk_size: int | None = option(None, "frames per temporal chunk", ge=1)
     temporal_topk: int | None = option(None, "temporal chunks each query keeps", ge=1)
@@ -142,13 +143,6 @@ class VMoBAConfig(SparseConfig):
                         f"give it, or set `{kind}_layer` to 0"
                     )
 
-    def dense_schedule(self) -> tuple[IndexSelector | None, IndexSelector | None]:
-        """Return the dense steps and layers; `first_full_*` add the first ones."""
-        return (
-            _with_first(self.first_full_step, self.dense_steps),
-            _with_first(self.first_full_layer, self.dense_layers),
-        )
-
     def kind(self, layer: int | None) -> ChunkKind:
         """Return the kind of chunk that a layer has.
 
@@ -174,12 +168,6 @@ class VMoBAConfig(SparseConfig):
         if self.moba_select_mode == "topk":
             return Rule(topk=getattr(self, f"{kind}_topk"), scope=scope)
         return Rule(threshold=self.moba_threshold, scope=scope)
-
-
-def _with_first(first: int, named: IndexSelector | None) -> IndexSelector | None:
-    if not first:
-        return named
-    return IndexSelector(((0, first - 1), *(() if named is None else named.ranges)))
 
 
 class VMoBABackend(AttentionBackend):

@@ -448,7 +448,8 @@ def test_a_run_without_a_sparse_step_is_told_of_once(caplog, config, found):
 def test_a_number_of_first_steps_or_layers_is_whole(name):
     with pytest.raises(ConfigError, match=f"`{name}` of sparse_video_gen_2_attn must be .* 2.5"):
         SVG2Config(**{name: 2.5})
-    assert SVG2Config(**{name: 2.0}).dense_first().count(2.0) == 1
+    parts = [SVG2Config(**{name: 2.0}).dense_parts(axis) for axis in ("steps", "layers")]
+    assert [str(p.indices) for (p,) in parts if p.given == f"{name}=2.0"] == ["0-1"]
 
 
 def test_dense_layers_alone_are_told_of_once(caplog):

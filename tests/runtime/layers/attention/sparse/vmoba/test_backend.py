@@ -306,11 +306,10 @@ def test_settings_for_another_resolution_are_refused():
 
 
 def test_the_documented_defaults_keep_twelve_steps_dense():
-    steps, layers = VMoBAConfig(
-        temporal_chunk_size=1, spatial_chunk_size=(1, 1), st_chunk_size=(1, 1, 1)
-    ).dense_schedule()
-    assert str(steps) == "0-11"
-    assert layers is None
+    config = VMoBAConfig(temporal_chunk_size=1, spatial_chunk_size=(1, 1), st_chunk_size=(1, 1, 1))
+    (part,) = config.dense_parts("steps")
+    assert (part.given, str(part.indices)) == ("first_full_step=12", "0-11")
+    assert config.dense_parts("layers") == ()
 
 
 def test_a_layer_without_an_index_must_not_take_turns():
