@@ -1,6 +1,6 @@
 """The platforms that come with the package."""
 
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from multimodal_gen.runtime.platforms.interface import (
     AttentionBackendEnum,
@@ -8,6 +8,9 @@ from multimodal_gen.runtime.platforms.interface import (
     Platform,
     PlatformEnum,
 )
+
+_Backends: TypeAlias = tuple[AttentionBackendEnum, ...]
+_FA_FIRST: _Backends = (AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA)
 
 
 class MpsPlatform(Platform):
@@ -23,19 +26,13 @@ class MpsPlatform(Platform):
 
         return torch.backends.mps.is_available()
 
-    def attention_priority(
-        self, capability: DeviceCapability | None
-    ) -> tuple[AttentionBackendEnum, ...]:
-        """SDPA is all there is."""
-        del capability
-        return (AttentionBackendEnum.TORCH_SDPA,)
-
 
 class XpuPlatform(Platform):
     """Intel GPUs: their own FlashAttention for fp16 and bf16 at its head sizes, else SDPA."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.XPU
     device_type: ClassVar[str] = "xpu"
+    priority: ClassVar[_Backends] = _FA_FIRST
     dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
 
     def is_available(self) -> bool:
@@ -44,22 +41,13 @@ class XpuPlatform(Platform):
 
         return hasattr(torch, "xpu") and torch.xpu.is_available()
 
-    def attention_priority(
-        self, capability: DeviceCapability | None
-    ) -> tuple[AttentionBackendEnum, ...]:
-        """Prefer FlashAttention."""
-        del capability
-        return (
-            AttentionBackendEnum.FA,
-            AttentionBackendEnum.TORCH_SDPA,
-        )
-
 
 class RocmPlatform(Platform):
     """AMD GPUs: FlashAttention where installed, else SDPA; AITER when asked for."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.ROCM
     device_type: ClassVar[str] = "cuda"
+    priority: ClassVar[_Backends] = _FA_FIRST
 
     def is_available(self) -> bool:
         """Whether torch is built with HIP and sees a GPU."""
@@ -78,13 +66,6 @@ class RocmPlatform(Platform):
         import torch
 
         return torch.cuda.get_device_name(device_id)
-
-    def attention_priority(
-        self, capability: DeviceCapability | None
-    ) -> tuple[AttentionBackendEnum, ...]:
-        """Prefer FlashAttention."""
-        del capability
-        return (AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA)
 
 
 class CudaPlatform(Platform):
@@ -117,7 +98,7 @@ class CudaPlatform(Platform):
         """Prefer our own kernel on SM90 and FlashAttention from SM80 on; others take SDPA."""
         if capability is None or capability.major < 8 or capability.major == 12:
             return (AttentionBackendEnum.TORCH_SDPA,)
-        packaged = (AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA)
+        packaged = _FA_FIRST
         if capability == DeviceCapability(9, 0):
             return (AttentionBackendEnum.TRITON_ATTN, *packaged)
         return packaged
@@ -128,6 +109,11 @@ class NpuPlatform(Platform):
 
     name: ClassVar[PlatformEnum] = PlatformEnum.NPU
     device_type: ClassVar[str] = "npu"
+    # Ring attention needs a log-sum-exp, which only FlashAttention has here.
+    priority: ClassVar[_Backends] = (
+        AttentionBackendEnum.TORCH_SDPA,
+        AttentionBackendEnum.FA,
+    )
     dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
 
     def is_available(self) -> bool:
@@ -137,22 +123,13 @@ class NpuPlatform(Platform):
         npu = getattr(torch, "npu", None)
         return npu is not None and bool(npu.is_available())
 
-    def attention_priority(
-        self, capability: DeviceCapability | None
-    ) -> tuple[AttentionBackendEnum, ...]:
-        """Prefer SDPA; ring attention needs a log-sum-exp, which only FlashAttention has here."""
-        del capability
-        return (
-            AttentionBackendEnum.TORCH_SDPA,
-            AttentionBackendEnum.FA,
-        )
-
 
 class MusaPlatform(Platform):
     """Moore Threads GPUs: FlashAttention where installed, else SDPA; SageAttention on request."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.MUSA
     device_type: ClassVar[str] = "musa"
+    priority: ClassVar[_Backends] = _FA_FIRST
     dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
 
     def is_available(self) -> bool:
@@ -161,16 +138,6 @@ class MusaPlatform(Platform):
 
         musa = getattr(torch, "musa", None)
         return musa is not None and bool(musa.is_available())
-
-    def attention_priority(
-        self, capability: DeviceCapability | None
-    ) -> tuple[AttentionBackendEnum, ...]:
-        """Prefer FlashAttention."""
-        del capability
-        return (
-            AttentionBackendEnum.FA,
-            AttentionBackendEnum.TORCH_SDPA,
-        )
 
 
 class CpuPlatform(Platform):
@@ -183,10 +150,3 @@ class CpuPlatform(Platform):
     def is_available(self) -> bool:
         """Always."""
         return True
-
-    def attention_priority(
-        self, capability: DeviceCapability | None
-    ) -> tuple[AttentionBackendEnum, ...]:
-        """SDPA is all there is."""
-        del capability
-        return (AttentionBackendEnum.TORCH_SDPA,)

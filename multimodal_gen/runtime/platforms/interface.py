@@ -150,12 +150,14 @@ class Platform(ABC):
     Attributes:
         name: the platform's kind.
         device_type: the string torch uses in `torch.device`.
+        priority: the dense backends to try when nothing was asked, best first.
         always: a backend that serves every request on this platform, whatever was asked, or None.
         dense_fallback: what an unsupported explicit request falls back to here, or None to refuse.
     """
 
     name: ClassVar[PlatformEnum]
     device_type: ClassVar[str]
+    priority: ClassVar[tuple[AttentionBackendEnum, ...]] = (AttentionBackendEnum.TORCH_SDPA,)
     always: ClassVar[AttentionBackendEnum | None] = None
     dense_fallback: ClassVar[AttentionBackendEnum | None] = None
 
@@ -163,11 +165,12 @@ class Platform(ABC):
     def is_available(self) -> bool:
         """Whether this process can use such a device."""
 
-    @abstractmethod
     def attention_priority(
         self, capability: DeviceCapability | None
     ) -> tuple[AttentionBackendEnum, ...]:
-        """Return the dense backends to try when nothing was asked, best first."""
+        """Return `priority`; a platform may have another one by compute capability."""
+        del capability
+        return self.priority
 
     def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
         """Return the compute capability of a device, or None where the notion does not exist."""
