@@ -22,18 +22,94 @@ from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.errors import MultimodalGenError, RankError, nearest
 
-__all__ = ["CommandLineError", "app", "describe", "main"]
+__all__ = ["app", "main"]
+
+
+# Plain help: with a markup mode, square brackets in help and messages would be read as styles.
+app = typer.Typer(
+    name="sglang",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command()(generate)
+attention.app.add_typer(sta.app, name="sta")
+app.add_typer(attention.app, name="attention")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"multimodal_gen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Run diffusion pipelines on the attention backend of your choice, and say which one ran."""
+
 
 # Typer brings click's exceptions from click or, in later releases, from a copy inside itself; of
 # those it exports only this subclass of the one that stands for everything the user mistyped.
-CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-def describe(error: Any, arguments: Sequence[str]) -> str:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments after the program's name; those of the process when None.
+
+    Returns:
+        Exit status: 0; 2 when the user asked for something that cannot be done (one line on
+        stderr); 130 after Ctrl-C; 1 when a rank of several was lost, or nobody reads the output any
+        more. Any other exception is a defect and keeps its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _noting_interrupts() as interrupts:
+        try:
+            arguments = fold_dotted(arguments)
+            command = typer.main.get_command(app)
+            with command.make_context(_program_name(), arguments) as context:
+                command.invoke(context)
+        except typer.Exit as exit_:
+            return exit_.exit_code
+        except BaseException as error:
+            if interrupts or isinstance(error, KeyboardInterrupt):
+                typer.echo("interrupted", err=True)
+                return 130
+            return _failed(error, arguments)
+    return 0
+
+
+def _failed(error: BaseException, arguments: Sequence[str]) -> int:
+    """Say what is wrong and return the exit status; raise `error` again where it is a defect."""
+    if isinstance(error, _CommandLineError):
+        text = _described(error, arguments)
+        typer.echo(text if "\n" in text else f"error: {text}", err=True)
+        return 2
+    if isinstance(error, MultimodalGenError):
+        typer.echo(f"error: {_one_line(error)}", err=True)
+        return 1 if isinstance(error, RankError) else 2
+    if isinstance(error, BrokenPipeError):
+        # What is left in the buffer would fail again, with a message, when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    raise error
+
+
+def _described(error: Any, arguments: Sequence[str]) -> str:
     """Return an error in one line; in several only where it is the help that was asked for.
 
     Args:
-        error: a `CommandLineError`.
+        error: a `_CommandLineError`.
         arguments: the arguments it is about.
     """
     context = error.ctx
@@ -89,81 +165,6 @@ def _values(names: Sequence[str], arguments: Sequence[str]) -> Iterator[str]:
 def _plain(error: Any) -> str:
     text = " ".join(error.format_message().split()).rstrip(".")
     return text[:1].lower() + text[1:]
-
-
-# Plain help: with a markup mode, square brackets in help and messages would be read as styles.
-app = typer.Typer(
-    name="sglang",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-app.command()(generate)
-attention.app.add_typer(sta.app, name="sta")
-app.add_typer(attention.app, name="attention")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"multimodal_gen {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    """Run diffusion pipelines on the attention backend of your choice, and say which one ran."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments after the program's name; those of the process when None.
-
-    Returns:
-        Exit status: 0; 2 when the user asked for something that cannot be done (one line on
-        stderr); 130 after Ctrl-C; 1 when a rank of several was lost, or nobody reads the output any
-        more. Any other exception is a defect and keeps its traceback.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    with _noting_interrupts() as interrupts:
-        try:
-            arguments = fold_dotted(arguments)
-            command = typer.main.get_command(app)
-            with command.make_context(_program_name(), arguments) as context:
-                command.invoke(context)
-        except typer.Exit as exit_:
-            return exit_.exit_code
-        except BaseException as error:
-            if interrupts or isinstance(error, KeyboardInterrupt):
-                typer.echo("interrupted", err=True)
-                return 130
-            return _failed(error, arguments)
-    return 0
-
-
-def _failed(error: BaseException, arguments: Sequence[str]) -> int:
-    """Say what is wrong and return the exit status; raise `error` again where it is a defect."""
-    if isinstance(error, CommandLineError):
-        text = describe(error, arguments)
-        typer.echo(text if "\n" in text else f"error: {text}", err=True)
-        return 2
-    if isinstance(error, MultimodalGenError):
-        typer.echo(f"error: {_one_line(error)}", err=True)
-        return 1 if isinstance(error, RankError) else 2
-    if isinstance(error, BrokenPipeError):
-        # What is left in the buffer would fail again, with a message, when the process ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    raise error
 
 
 @contextmanager

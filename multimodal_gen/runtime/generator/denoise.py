@@ -7,17 +7,13 @@ its progress bar just before the first step.
 """
 
 import functools
-import importlib.metadata
 import inspect
-import json
-import platform
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -39,12 +35,12 @@ __all__ = [
     "diffusers_backend_explained",
     "out_of_memory_explained",
     "produced",
-    "record_json",
     "refusal_explained",
-    "versions",
 ]
 
-_DISTRIBUTIONS = ("torch", "diffusers", "transformers", "accelerate", "triton")
+_DISPATCH = "diffusers.models.attention_dispatch"
+_REFUSING = ("diffusers.pipelines.", "diffusers.schedulers.")
+_REMEDY = "try --dtype bfloat16 or float32, another --attention-backend, or a smaller guidance"
 
 
 class Timings:
@@ -100,36 +96,38 @@ class Timings:
         return {**phases, "steps": [round(value, 6) for value in self.steps]}
 
 
-def versions(device: torch.device) -> dict[str, Json]:
-    """Return versions of Python and the libraries, and the device's name."""
-    found: dict[str, Json] = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    # The module knows the local build, e.g. 2.13.0+cu130, which the metadata may leave out.
-    found["torch"] = torch.__version__
-    found["cuda"] = torch.version.cuda
-    found["device"] = _device_name(device)
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denoised:
+    """What a call of a pipeline gave.
+
+    Attributes:
+        pixels: floats in [0, 1], one [T, H, W, C] array per video or [H, W, C] per image.
+        latents: what the last denoising step left, in the pipeline's own layout.
+    """
+
+    pixels: tuple[Any, ...]
+    latents: torch.Tensor
 
 
-def record_json(record: dict[str, Any], path: Path) -> None:
-    """Write a record as indented JSON."""
-    path.write_text(
-        json.dumps(record, indent=2, ensure_ascii=True, allow_nan=False) + "\n", "utf-8"
-    )
+def denoise(pipe: Any, call: Call, timings: Timings) -> Denoised:
+    """Run the pipeline, and time its parts.
 
+    The phases are "prepare" (text encoding and noise), the steps, and "decode".
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
-
-
-_DISPATCH = "diffusers.models.attention_dispatch"
-_REFUSING = ("diffusers.pipelines.", "diffusers.schedulers.")
+    Raises:
+        UsageError: the pipeline refuses its arguments.
+    """
+    pipe.set_progress_bar_config(disable=not (is_main_rank() and sys.stderr.isatty()))
+    start = timings.now()
+    watch = _Watch(timings)
+    with _watched(pipe, watch), refusal_explained():
+        result = pipe(**call.arguments, **_callback(pipe, watch))
+    if watch.latents is None:
+        raise UsageError(f"{type(pipe).__name__} made no denoising step, so there is no result")
+    timings.split(start)
+    found = getattr(result, "frames", None)
+    pixels = result.images if found is None else found
+    return Denoised(pixels=tuple(pixels), latents=watch.latents)
 
 
 @contextmanager
@@ -195,40 +193,6 @@ def _modules(error: BaseException) -> list[str]:
     """Return the modules that an error came through, the one that raised it last."""
     frames = traceback.walk_tb(error.__traceback__)
     return [str(frame.f_globals.get("__name__")) for frame, _ in frames]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denoised:
-    """What a call of a pipeline gave.
-
-    Attributes:
-        pixels: floats in [0, 1], one [T, H, W, C] array per video or [H, W, C] per image.
-        latents: what the last denoising step left, in the pipeline's own layout.
-    """
-
-    pixels: tuple[Any, ...]
-    latents: torch.Tensor
-
-
-def denoise(pipe: Any, call: Call, timings: Timings) -> Denoised:
-    """Run the pipeline, and time its parts.
-
-    The phases are "prepare" (text encoding and noise), the steps, and "decode".
-
-    Raises:
-        UsageError: the pipeline refuses its arguments.
-    """
-    pipe.set_progress_bar_config(disable=not (is_main_rank() and sys.stderr.isatty()))
-    start = timings.now()
-    watch = _Watch(timings)
-    with _watched(pipe, watch), refusal_explained():
-        result = pipe(**call.arguments, **_callback(pipe, watch))
-    if watch.latents is None:
-        raise UsageError(f"{type(pipe).__name__} made no denoising step, so there is no result")
-    timings.split(start)
-    found = getattr(result, "frames", None)
-    pixels = result.images if found is None else found
-    return Denoised(pixels=tuple(pixels), latents=watch.latents)
 
 
 class _Watch:
@@ -309,9 +273,6 @@ def _watched(pipe: Any, watch: _Watch) -> Iterator[None]:
     finally:
         del pipe.scheduler.step
         del pipe.progress_bar
-
-
-_REMEDY = "try --dtype bfloat16 or float32, another --attention-backend, or a smaller guidance"
 
 
 def check_finite(run: Denoised) -> None:

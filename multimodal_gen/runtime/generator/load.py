@@ -19,7 +19,7 @@ from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.platforms import current_platform
-from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 __all__ = [
     "PipelineIndex",
@@ -35,124 +35,12 @@ __all__ = [
     "pick_dtype",
 ]
 
-_SHOWN = 3
-# Files that any tokenizer of transformers can be made of, whatever its class names.
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json")
-
-
-def check_folders(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a folder that lacks components, or components that lack their first files.
-
-    Args:
-        model_path: a folder, or a hub id, which is not looked at.
-        components: (library, class name) by component.
-
-    Raises:
-        UsageError: a folder, a config or the files of a tokenizer are missing.
-    """
-    folder = Path(model_path)
-    if not folder.is_dir():
-        return
-    missing = [name for name in components if not (folder / name).is_dir()]
-    if missing:
-        raise UsageError(
-            f"the pipeline at {model_path!r} must have a folder for every component of its "
-            f"model_index.json, missing {', '.join(missing)}; download it again"
-        )
-    for name, (library, class_name) in components.items():
-        files = _needed(_class_of(library, class_name))
-        if files and not any((folder / name / file).is_file() for file in files):
-            raise UsageError(
-                f"the pipeline at {model_path!r} must have {' or '.join(files)} in {name}, which "
-                f"has none; download it again"
-            )
-
-
-def load_text_models(
-    model_path: str, components: Mapping[str, tuple[str, str]], dtype: Any
-) -> dict[str, Any]:
-    """Load the components that are models of transformers.
-
-    Args:
-        model_path: folder or hub id.
-        components: (library, class name) by component.
-        dtype: one for all, or one by component and "default".
-
-    Returns:
-        Models by component, in evaluation mode, on the CPU.
-
-    Raises:
-        UsageError: the weights of a model lack parameters; transformers would draw them at random.
-    """
-    from transformers import PreTrainedModel
-
-    loaded = {}
-    for name, (library, class_name) in components.items():
-        found = _class_of(library, class_name)
-        if library != "transformers" or found is None or not issubclass(found, PreTrainedModel):
-            continue
-        own = dtype.get(name, dtype["default"]) if isinstance(dtype, Mapping) else dtype
-        model, info = found.from_pretrained(
-            model_path, subfolder=name, dtype=own, output_loading_info=True
-        )
-        if info["missing_keys"]:
-            raise _incomplete(model_path, name, info["missing_keys"])
-        loaded[name] = model
-    return loaded
-
-
-def check_complete(model_path: str, pipe: Any) -> None:
-    """Refuse models with parameters that no file held: diffusers leaves them without values.
-
-    Raises:
-        UsageError: a parameter is on the meta device.
-    """
-    for name, component in pipe.components.items():
-        if isinstance(component, torch.nn.Module):
-            state = component.state_dict(keep_vars=True)
-            missing = [key for key, value in state.items() if getattr(value, "is_meta", False)]
-            if missing:
-                raise _incomplete(model_path, name, missing)
-
-
-def _incomplete(model_path: str, name: str, missing: Collection[str]) -> UsageError:
-    names = sorted(missing)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return UsageError(
-        f"the weights of {name} at {model_path!r} must hold every parameter of its config, missing "
-        f"{', '.join(names[:_SHOWN])}{more}; download the component again"
-    )
-
-
-def _class_of(library: str, class_name: str) -> Any:
-    """Return the class of a component, or None for one that is not these libraries' own."""
-    import diffusers
-    import transformers
-
-    module = {"diffusers": diffusers, "transformers": transformers}.get(library)
-    found = getattr(module, class_name, None)
-    return found if isinstance(found, type) else None
-
-
-def _needed(found: Any) -> tuple[str, ...]:
-    """Return the files of which a component of the class has at least one; none if not known."""
-    from diffusers import ConfigMixin
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    if found is None:
-        return ()
-    if issubclass(found, ConfigMixin):
-        return (str(found.config_name),) if found.config_name else ()
-    if issubclass(found, PreTrainedModel):
-        return ("config.json",)
-    if issubclass(found, PreTrainedTokenizerBase) and found.vocab_files_names:
-        return tuple(dict.fromkeys((*found.vocab_files_names.values(), *_TOKENIZERS)))
-    return ()
-
-
 _INDEX = "model_index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_DTYPES = ("float32", "float16", "bfloat16")
+_SHOWN = 3
+
+# Files that any tokenizer of transformers can be made of, whatever its class names.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json")
 
 
 def import_diffusers() -> Any:
@@ -273,6 +161,81 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     return pipe
 
 
+def check_folders(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse a folder that lacks components, or components that lack their first files.
+
+    Args:
+        model_path: a folder, or a hub id, which is not looked at.
+        components: (library, class name) by component.
+
+    Raises:
+        UsageError: a folder, a config or the files of a tokenizer are missing.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        return
+    missing = [name for name in components if not (folder / name).is_dir()]
+    if missing:
+        raise UsageError(
+            f"the pipeline at {model_path!r} must have a folder for every component of its "
+            f"model_index.json, missing {', '.join(missing)}; download it again"
+        )
+    for name, (library, class_name) in components.items():
+        files = _needed(_class_of(library, class_name))
+        if files and not any((folder / name / file).is_file() for file in files):
+            raise UsageError(
+                f"the pipeline at {model_path!r} must have {' or '.join(files)} in {name}, which "
+                f"has none; download it again"
+            )
+
+
+def load_text_models(
+    model_path: str, components: Mapping[str, tuple[str, str]], dtype: Any
+) -> dict[str, Any]:
+    """Load the components that are models of transformers.
+
+    Args:
+        model_path: folder or hub id.
+        components: (library, class name) by component.
+        dtype: one for all, or one by component and "default".
+
+    Returns:
+        Models by component, in evaluation mode, on the CPU.
+
+    Raises:
+        UsageError: the weights of a model lack parameters; transformers would draw them at random.
+    """
+    from transformers import PreTrainedModel
+
+    loaded = {}
+    for name, (library, class_name) in components.items():
+        found = _class_of(library, class_name)
+        if library != "transformers" or found is None or not issubclass(found, PreTrainedModel):
+            continue
+        own = dtype.get(name, dtype["default"]) if isinstance(dtype, Mapping) else dtype
+        model, info = found.from_pretrained(
+            model_path, subfolder=name, dtype=own, output_loading_info=True
+        )
+        if info["missing_keys"]:
+            raise _incomplete(model_path, name, info["missing_keys"])
+        loaded[name] = model
+    return loaded
+
+
+def check_complete(model_path: str, pipe: Any) -> None:
+    """Refuse models with parameters that no file held: diffusers leaves them without values.
+
+    Raises:
+        UsageError: a parameter is on the meta device.
+    """
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            state = component.state_dict(keep_vars=True)
+            missing = [key for key, value in state.items() if getattr(value, "is_meta", False)]
+            if missing:
+                raise _incomplete(model_path, name, missing)
+
+
 def pick_device(device: str | None) -> torch.device:
     """Return the device to run on; this machine's accelerator when none is named.
 
@@ -299,22 +262,16 @@ def pick_device(device: str | None) -> torch.device:
     )
 
 
-def _devices() -> tuple[str, ...]:
-    """Return the devices of this machine by torch's names."""
-    kind = current_platform().device_type
-    if kind == "cpu":
-        return ("cpu",)
-    count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
-    return ("cpu", *(f"{kind}:{n}" for n in range(count)))
-
-
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype to load weights in; "auto" is half precision on accelerators."""
-    if dtype in _DTYPES:
-        chosen: torch.dtype = getattr(torch, dtype)
+    """Return the dtype to load weights in; "auto" is half precision on accelerators.
+
+    Raises:
+        ConfigError: it is none of those of `--dtype`.
+    """
+    asked = SETTINGS["dtype"].normalised(dtype)
+    if asked != "auto":
+        chosen: torch.dtype = getattr(torch, str(asked))
         return chosen
-    if dtype != "auto":
-        raise UsageError(f"--dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r}")
     if device.type == "cpu":
         return torch.float32
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -346,6 +303,50 @@ def is_out_of_memory(error: BaseException) -> bool:
     # The CPU's allocator raises a plain RuntimeError.
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or "can't allocate memory" in str(error)
+
+
+def _incomplete(model_path: str, name: str, missing: Collection[str]) -> UsageError:
+    names = sorted(missing)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return UsageError(
+        f"the weights of {name} at {model_path!r} must hold every parameter of its config, missing "
+        f"{', '.join(names[:_SHOWN])}{more}; download the component again"
+    )
+
+
+def _class_of(library: str, class_name: str) -> Any:
+    """Return the class of a component, or None for one that is not these libraries' own."""
+    import diffusers
+    import transformers
+
+    module = {"diffusers": diffusers, "transformers": transformers}.get(library)
+    found = getattr(module, class_name, None)
+    return found if isinstance(found, type) else None
+
+
+def _needed(found: Any) -> tuple[str, ...]:
+    """Return the files of which a component of the class has at least one; none if not known."""
+    from diffusers import ConfigMixin
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    if found is None:
+        return ()
+    if issubclass(found, ConfigMixin):
+        return (str(found.config_name),) if found.config_name else ()
+    if issubclass(found, PreTrainedModel):
+        return ("config.json",)
+    if issubclass(found, PreTrainedTokenizerBase) and found.vocab_files_names:
+        return tuple(dict.fromkeys((*found.vocab_files_names.values(), *_TOKENIZERS)))
+    return ()
+
+
+def _devices() -> tuple[str, ...]:
+    """Return the devices of this machine by torch's names."""
+    kind = current_platform().device_type
+    if kind == "cpu":
+        return ("cpu",)
+    count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
+    return ("cpu", *(f"{kind}:{n}" for n in range(count)))
 
 
 def _described(error: BaseException) -> str:

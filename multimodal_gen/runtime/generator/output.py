@@ -5,9 +5,12 @@ none. Nothing is replaced unless asked for, not even what appeared meanwhile: a 
 free, in a folder the next free name is taken.
 """
 
+import importlib.metadata
 import itertools
+import json
 import logging
 import os
+import platform
 import re
 import tempfile
 import uuid
@@ -17,7 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
+
 from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.layers.attention.report import Json
 
 __all__ = [
     "Kind",
@@ -28,14 +34,18 @@ __all__ = [
     "require_encoder",
     "sweep",
     "to_uint8",
+    "versions",
     "write_image",
     "write_latents",
+    "write_record",
     "write_video",
 ]
 
 Kind = Literal["image", "video"]
-
+logger = logging.getLogger(__name__)
 _PARTIAL = "partial"
+_DISTRIBUTIONS = ("torch", "diffusers", "transformers", "accelerate", "triton")
+_INSTALL = "install with: pip install 'multimodal_gen[video]'"
 
 # Suffixes that name a file rather than a folder; only .png and .mp4 are written.
 _FILES = frozenset(
@@ -249,63 +259,6 @@ def sweep(folder: Path, mark: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _rename_to_free(temporary: Path, final: Path) -> None:
-    """Give a file its final name; `FileExistsError` if that is taken. `temporary` may remain."""
-    try:
-        os.link(temporary, final)
-    except FileExistsError:
-        raise
-    except OSError:
-        # Not every file system has links; there the name is taken first, with an empty file.
-        os.close(os.open(final, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        try:
-            temporary.replace(final)
-        except BaseException:
-            final.unlink(missing_ok=True)
-            raise
-
-
-def _require_writable(folder: Path) -> None:
-    existing = _existing(folder)
-    if not existing.is_dir():
-        raise UsageError(
-            f"--output-path must lie in a folder, got {str(folder)!r}, where {str(existing)!r} "
-            f"is none"
-        )
-    # Permissions alone say little: some file systems take no files from anybody.
-    try:
-        if existing == folder:
-            tempfile.TemporaryFile(dir=existing).close()
-        else:
-            tempfile.TemporaryDirectory(dir=existing).cleanup()
-    except OSError as error:
-        raise UsageError(
-            f"--output-path must be writable, got {str(folder)!r}, which is not ({error.strerror})"
-        ) from error
-
-
-def _require_short(names: OutputNames) -> None:
-    folder = _existing(names.record.parent)
-    limit = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
-    longest = max((file.name for file in names.all), key=lambda name: len(os.fsencode(name)))
-    if len(os.fsencode(longest)) > limit:
-        raise UsageError(
-            f"--output-path must give file names of at most {limit} bytes, got {longest!r} with "
-            f"{len(os.fsencode(longest))}"
-        )
-
-
-def _existing(folder: Path) -> Path:
-    # A link to nowhere exists too: no folder can be made in its place.
-    parents = (folder, *folder.absolute().parents)
-    return next(parent for parent in parents if os.path.lexists(parent))
-
-
-logger = logging.getLogger(__name__)
-
-_INSTALL = "install with: pip install 'multimodal_gen[video]'"
-
-
 def require_encoder() -> None:
     """Check that videos can be written, before minutes are spent on making one.
 
@@ -398,6 +351,88 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
     return note
 
 
+def write_latents(latents: Any, path: Path) -> None:
+    """Write the tensor `latents` to a safetensors file, under the key "latents"."""
+    from safetensors.torch import save
+
+    # Through Python's own open: safetensors' `save_file` makes files only their owner can read.
+    path.write_bytes(save({"latents": latents.detach().cpu().contiguous()}))
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    """Write a record as indented JSON."""
+    path.write_text(
+        json.dumps(record, indent=2, ensure_ascii=True, allow_nan=False) + "\n", "utf-8"
+    )
+
+
+def versions(device: torch.device) -> dict[str, Json]:
+    """Return versions of Python and the libraries, and the device's name."""
+    found: dict[str, Json] = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    # The module knows the local build, e.g. 2.13.0+cu130, which the metadata may leave out.
+    found["torch"] = torch.__version__
+    found["cuda"] = torch.version.cuda
+    found["device"] = _device_name(device)
+    return found
+
+
+def _rename_to_free(temporary: Path, final: Path) -> None:
+    """Give a file its final name; `FileExistsError` if that is taken. `temporary` may remain."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        raise
+    except OSError:
+        # Not every file system has links; there the name is taken first, with an empty file.
+        os.close(os.open(final, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        try:
+            temporary.replace(final)
+        except BaseException:
+            final.unlink(missing_ok=True)
+            raise
+
+
+def _require_writable(folder: Path) -> None:
+    existing = _existing(folder)
+    if not existing.is_dir():
+        raise UsageError(
+            f"--output-path must lie in a folder, got {str(folder)!r}, where {str(existing)!r} "
+            f"is none"
+        )
+    # Permissions alone say little: some file systems take no files from anybody.
+    try:
+        if existing == folder:
+            tempfile.TemporaryFile(dir=existing).close()
+        else:
+            tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        raise UsageError(
+            f"--output-path must be writable, got {str(folder)!r}, which is not ({error.strerror})"
+        ) from error
+
+
+def _require_short(names: OutputNames) -> None:
+    folder = _existing(names.record.parent)
+    limit = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
+    longest = max((file.name for file in names.all), key=lambda name: len(os.fsencode(name)))
+    if len(os.fsencode(longest)) > limit:
+        raise UsageError(
+            f"--output-path must give file names of at most {limit} bytes, got {longest!r} with "
+            f"{len(os.fsencode(longest))}"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    # A link to nowhere exists too: no folder can be made in its place.
+    parents = (folder, *folder.absolute().parents)
+    return next(parent for parent in parents if os.path.lexists(parent))
+
+
 def _check_video(path: Path, num_frames: int) -> None:
     """Read the video back: the writer hides what ffmpeg exits with."""
     import imageio_ffmpeg
@@ -413,9 +448,7 @@ def _check_video(path: Path, num_frames: int) -> None:
         )
 
 
-def write_latents(latents: Any, path: Path) -> None:
-    """Write the tensor `latents` to a safetensors file, under the key "latents"."""
-    from safetensors.torch import save
-
-    # Through Python's own open: safetensors' `save_file` makes files only their owner can read.
-    path.write_bytes(save({"latents": latents.detach().cpu().contiguous()}))
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

@@ -5,7 +5,6 @@ then changes nothing. Here the former is restored and the latter refused.
 """
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from multimodal_gen.errors import UsageError, nearest
@@ -125,12 +124,7 @@ class DiffusersAttention:
     def __enter__(self) -> "DiffusersAttention":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
 

@@ -3,13 +3,14 @@
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.runtime.generator import output as media
+from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.denoise import (
     Denoised,
     Timings,
@@ -19,8 +20,6 @@ from multimodal_gen.runtime.generator.denoise import (
     diffusers_backend_explained,
     out_of_memory_explained,
     produced,
-    record_json,
-    versions,
 )
 from multimodal_gen.runtime.generator.load import (
     PipelineIndex,
@@ -163,7 +162,7 @@ def generate(
     made = produced(run.pixels)
     record: dict[str, Json] = {
         **(facts or {}),
-        "versions": versions(device),
+        "versions": output.versions(device),
         "pipeline": index.name,
         "arguments": _arguments(args),
         "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
@@ -172,7 +171,8 @@ def generate(
     }
     notes = (*call.notes, *notes, *differences(made, args))
     with ending_signals_raise():
-        names, more = _save(target, run, call, timings, record, notes=notes, mark=mark)
+        write = partial(_write, target, run, call, timings, record, notes, mark)
+        names, notes = _save(target, len(run.pixels), write)
     return Generated(
         media=names.media,
         record=names.record,
@@ -180,7 +180,7 @@ def generate(
         seed=seed,
         report=report,
         mesh=mesh,
-        notes=more,
+        notes=notes,
     )
 
 
@@ -240,7 +240,7 @@ def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
             f"({getattr(error, 'strerror', None) or error})"
         ) from error
     if index.kind == "video":
-        media.require_encoder()
+        output.require_encoder()
     return target
 
 
@@ -258,43 +258,38 @@ def _compile(pipe: Any) -> tuple[str, ...]:
 
 
 def _save(
-    target: OutputTarget,
-    run: Denoised,
-    call: Call,
-    timings: Timings,
-    record: dict[str, Json],
-    *,
-    notes: tuple[str, ...],
-    mark: str,
+    target: OutputTarget, count: int, write: Callable[[OutputNames], tuple[str, ...]]
 ) -> tuple[OutputNames, tuple[str, ...]]:
-    """Write everything, or nothing; return the names and all notes."""
-    names = target.names(len(run.pixels))
-    try:
-        return names, _write(target, names, run, call, timings, record, notes=notes, mark=mark)
-    except FileExistsError:
-        if target.overwrite or not names.taken:
-            raise
-        if target.is_file:
+    """Write everything under names that are free, or nothing; return the names and all notes."""
+    while True:
+        names = target.names(count)
+        try:
+            return names, write(names)
+        except FileExistsError:
+            if target.overwrite or not names.taken:
+                raise
+            if target.is_file:
+                raise UsageError(
+                    f"--output-path must not exist yet, got {str(target.path)!r}, which another "
+                    f"program wrote meanwhile; run again with another name, a folder, or "
+                    f"--overwrite"
+                ) from None
+            # Another run took the name in the folder while this one encoded.
+        except OSError as error:
             raise UsageError(
-                f"--output-path must not exist yet, got {str(target.path)!r}, which another "
-                f"program wrote meanwhile; run again with another name, a folder, or --overwrite"
-            ) from None
-    except OSError as error:
-        raise UsageError(f"the output could not be written to {target.path}: {error}") from error
-    # Another run took the name in the folder while this one encoded.
-    return _save(target, run, call, timings, record, notes=notes, mark=mark)
+                f"the output could not be written to {target.path}: {error}"
+            ) from error
 
 
 def _write(
     target: OutputTarget,
-    names: OutputNames,
     run: Denoised,
     call: Call,
     timings: Timings,
     record: dict[str, Json],
-    *,
     notes: tuple[str, ...],
     mark: str,
+    names: OutputNames,
 ) -> tuple[str, ...]:
     """Write everything, or nothing; return all notes."""
     with Staging(overwrite=target.overwrite, mark=mark) as staging:
@@ -302,11 +297,11 @@ def _write(
         with timings.phase("save"):
             for pixels, final in zip(run.pixels, names.media, strict=True):
                 if target.kind == "video":
-                    found.append(media.write_video(pixels, staging.path(final), call.fps))
+                    found.append(output.write_video(pixels, staging.path(final), call.fps))
                 else:
-                    media.write_image(pixels, staging.path(final))
+                    output.write_image(pixels, staging.path(final))
             if names.latents is not None:
-                media.write_latents(run.latents, staging.path(names.latents))
+                output.write_latents(run.latents, staging.path(names.latents))
         notes = (*notes, *dict.fromkeys(note for note in found if note))
         complete = {
             **record,
@@ -315,5 +310,5 @@ def _write(
             "timings_s": timings.as_dict(),
             "notes": list(notes),
         }
-        record_json(complete, staging.path(names.record))
+        output.write_record(complete, staging.path(names.record))
     return notes

@@ -56,6 +56,8 @@ __all__ = [
     "settings_text",
 ]
 
+_MOST = 240
+
 
 @dataclass(frozen=True, slots=True)
 class IndexSelector:
@@ -387,8 +389,6 @@ _NAMES = MappingProxyType(
         IndexSelector: "indices from 0 such as '0-3,38'",
     }
 )
-
-
 _ConfigT = TypeVar("_ConfigT", bound="BackendConfig")
 
 
@@ -568,9 +568,6 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, IndexSelector) else value
 
 
-_MOST = 240
-
-
 @lru_cache(maxsize=256)
 def settings_text(config: BackendConfig | None) -> str:
     """Return the parameters that are not at their defaults; of files they name, the content.
@@ -586,15 +583,15 @@ def settings_text(config: BackendConfig | None) -> str:
     """
     if config is None:
         return "defaults"
-    told = []
+    given = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value == field.default:
             continue
         if field.name.endswith("_path") and Path(str(value)).is_file():
             value = f"file {_digest(Path(str(value)).read_bytes())}"
-        told.append(f"{field.name}={value}")
-    text = ", ".join(told) or "defaults"
+        given.append(f"{field.name}={value}")
+    text = ", ".join(given) or "defaults"
     if len(text) <= _MOST:
         return text
     ending = f"... {_digest(text.encode())}"
