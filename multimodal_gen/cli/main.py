@@ -6,6 +6,7 @@ line: what was typed, and what is valid.
 """
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -59,6 +60,8 @@ def _root(
 # Typer brings click's exceptions from click or, in later releases, from a copy inside itself; of
 # those it exports only this subclass of the one that stands for everything the user mistyped.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
+# What earlier releases say of a number: "0 is not in the range x>=1", or "... 1<=x<=240".
+_OUTSIDE = re.compile(r"(\S+) is not in the range (?:x>=(\S+)|(\S+)<=x<=(\S+))")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,19 +134,28 @@ def _problem(error: Any, arguments: Sequence[str]) -> str:
     name = parameter.opts[0]
     if hasattr(error, "param_type"):
         return f"{name} must be given"
-    return _invalid(name, _last_value(parameter.opts, arguments), error.message)
+    value = _last_value(parameter.opts, arguments)
+    return f"{name} must be {_rule(value, error.message)}"
 
 
-def _invalid(name: str, value: str | None, message: str) -> str:
-    """Return what a value must be, from the message of the library that checked it."""
+def _rule(value: str | None, message: str) -> str:
+    """Return what a value must be, and is, from the message of the library that checked it."""
     text = " ".join(message.split()).removeprefix("Value error, ").rstrip(".")
     _, one_of, choices = text.partition(" is not one of ")
+    outside = _OUTSIDE.fullmatch(text)
     if one_of:
-        return f"{name} must be one of {choices}, got {value!r}"
-    if text.startswith("Input should be "):
+        rule = f"one of {choices}"
+    elif outside:
+        number, least, low, high = outside.groups()
+        too_much = high is not None and float(number) > float(high)
+        rule = f"at most {high}" if too_much else f"at least {least or low}"
+    elif text.startswith("Input should be "):
         rule = text.removeprefix("Input should be ").partition(", ")[0]
-        return f"{name} must be {rule}, got {value!r}"
-    return f"{name} must be valid, got {value!r}: {text}"
+        rule = rule.replace("less than or equal to", "at most")
+        rule = rule.replace("greater than or equal to", "at least")
+    else:
+        return f"valid, got {value!r}: {text}"
+    return f"{rule}, got {value!r}"
 
 
 def _last_value(names: Sequence[str], arguments: Sequence[str]) -> str | None:
