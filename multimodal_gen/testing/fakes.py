@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes, Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.request import Environment, Feature
 from multimodal_gen.runtime.platforms import (
     BUILTIN_PLATFORMS,

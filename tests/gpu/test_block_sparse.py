@@ -1,4 +1,4 @@
-"""The block-sparse providers on a GPU, against float64."""
+"""The block-sparse kernels on a GPU, against float64."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.providers import PROVIDERS
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.testing.block_plans import PlanShape, dense_mask, random_plan
 from multimodal_gen.testing.inputs import QKV, make_qkv
 from multimodal_gen.testing.reference import reference_attention
@@ -284,6 +284,6 @@ def test_auto_is_the_fastest_that_can_serve(kernel: str) -> None:
     plan = random_plan(PLANS["regular 64"], seed=9, device="cuda")
     q, k, v = inputs_for(plan, dtype=torch.bfloat16)
     chosen = kernel_for(q, k, v, plan)
-    names = [provider.name for provider in PROVIDERS]
+    names = BLOCK_SPARSE.names
     assert names.index(chosen) <= names.index(kernel), f"{kernel} can run here, but {chosen} does"
     assert kernel_for(q.float(), k.float(), v.float(), plan) == "reference"

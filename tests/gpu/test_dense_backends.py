@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes, Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     all_backends,
     current_environment,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from multimodal_gen.kernels.block_sparse.providers import GLUON_TRITON
+from multimodal_gen.kernels.engine import TRITON_WITH_GLUON
 
 
 def installed_release() -> str | None:
@@ -26,8 +26,8 @@ def installed_release() -> str | None:
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 needs_gluon = pytest.mark.skipif(
-    not (installed_release() or "").startswith(GLUON_TRITON),
-    reason=f"compiles with triton {GLUON_TRITON}x, this one is {installed_release()}",
+    TRITON_WITH_GLUON.unsupported_reason(installed_release()) is not None,
+    reason=str(TRITON_WITH_GLUON.unsupported_reason(installed_release())),
 )
 # Triton announces a new default.
 silent = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")

@@ -4,24 +4,66 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from multimodal_gen.kernels.block_sparse import providers
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, check_arguments
-from multimodal_gen.kernels.block_sparse.providers import loadable
-from multimodal_gen.kernels.block_sparse.reference import attention_reference_backward
-from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
+from multimodal_gen.kernels.block_sparse import fa4
+from multimodal_gen.kernels.block_sparse.plan import (
+    BlockPlan,
+    Blocks,
+    check_arguments,
+    empty_results,
+)
+from multimodal_gen.kernels.block_sparse.reference import (
+    attention_reference,
+    attention_reference_backward,
+)
+from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS, gluon_tile, triton_tile
+from multimodal_gen.kernels.engine import (
+    AUTO,
+    BLOCK_SPARSE,
+    KernelChoice,
+    Request,
+    choose,
+    fa4_keys,
+    kernel_name,
+    place_of,
+    serves,
+)
 
 __all__ = [
+    "RUN",
+    "Call",
     "block_sparse_attention",
     "block_sparse_attention_backward_op",
     "block_sparse_attention_op",
     "kernel_for",
     "loadable",
+    "request_for",
     "rows_for_choice",
 ]
+
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Call(NamedTuple):
+    """One call as kernels are given it; see `block_sparse_attention`.
+
+    `request` is what the choice of the kernel depended on.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    plan: BlockPlan
+    scale: float
+    return_lse: bool
+    deterministic: bool
+    request: Request
 
 
 def block_sparse_attention(
@@ -32,7 +74,7 @@ def block_sparse_attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
-    kernel: str = providers.AUTO,
+    kernel: KernelChoice = AUTO,
     deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention over the pairs of `plan`.
@@ -47,8 +89,8 @@ def block_sparse_attention(
         plan: which pairs count; on the device of q.
         scale: positive factor of the scores, 1 / sqrt(D) by default.
         return_lse: whether to return the log-sum-exp of the scores as well.
-        kernel: provider that must run, or "auto" for the fastest that can.
-        deterministic: whether two runs must agree bit by bit; costs speed in some providers.
+        kernel: what must run, "auto" for the fastest that can, or what was selected for a layer.
+        deterministic: whether two runs must agree bit by bit; costs speed in some kernels.
 
     Returns:
         out [B, Sq, H, D] in q's dtype, contiguous; with `return_lse` also lse [B, H, Sq], fp32,
@@ -64,11 +106,17 @@ def block_sparse_attention(
     if q.shape[0] == 0:
         lse = q.new_empty((0, q.shape[2], q.shape[1]), dtype=torch.float32)
         return (q.clone(), lse) if return_lse else q.clone()
-    if not backward and type(q) is torch.Tensor and not torch.compiler.is_compiling():
-        # Past the operator, whose plan would be another object every time, without a cache.
-        provider = providers.choose(kernel, providers.request_for(q, k, v, plan, backward=False))
-        out, found = provider.run(q, k, v, plan, scale, return_lse, deterministic)
-        return out if found is None else (out, found)
+    if not torch.compiler.is_compiling():
+        request = request_for(q, k, v, plan, backward=backward)
+        kernel = choose(BLOCK_SPARSE, kernel, request)
+        if not backward and type(q) is torch.Tensor:
+            # Past the operator, whose plan would be another object every time, without a cache.
+            call = Call(q, k, v, plan, scale, return_lse, deterministic, request)
+            out, found = RUN[kernel](call)
+            return out if found is None else (out, found)
+    elif not isinstance(kernel, str):
+        # What a call is like is known when the graph runs; layers never come here.
+        kernel = kernel.name if kernel.named else AUTO
     out, lse = block_sparse_attention_op(
         q,
         k,
@@ -84,39 +132,139 @@ def block_sparse_attention(
 
 
 def kernel_for(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, kernel: str = providers.AUTO
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, kernel: KernelChoice = AUTO
 ) -> str:
-    """Return the name of the provider that `block_sparse_attention` would run.
+    """Return the name of the kernel that `block_sparse_attention` would run.
 
     Raises:
         UnsupportedBackendError: the kernel asked for cannot serve this call; lists the reasons.
     """
     backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    return providers.choose(kernel, providers.request_for(q, k, v, plan, backward=backward)).name
+    return choose(BLOCK_SPARSE, kernel, request_for(q, k, v, plan, backward=backward))
 
 
-def rows_for_choice(q: torch.Tensor, kernel: str, given: tuple[torch.Tensor, ...]) -> int:
+def request_for(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, *, backward: bool
+) -> Request:
+    """Return what the choice of a kernel depends on for one call."""
+    platform, capability = place_of(q.device)
+    return Request(
+        platform=platform,
+        capability=capability,
+        dtype=q.dtype,
+        head_size=q.shape[3],
+        q_size=plan.q.size,
+        kv_size=plan.kv.size,
+        ragged=plan.q.lengths is not None or plan.kv.lengths is not None,
+        row_bits=plan.row_bits is not None,
+        causal=plan.causal,
+        unaligned=not (loadable(q) and loadable(k) and loadable(v)),
+        backward=backward,
+    )
+
+
+def loadable(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can read the tensor, [B, S, H, D]: in rows of 16 bytes."""
+    size = tensor.element_size()
+    strides = [s for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1]
+    rows = all(s > 0 and s * size % 16 == 0 for s in strides)
+    return tensor.stride(3) == 1 and rows and tensor.data_ptr() % 16 == 0
+
+
+def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Tensor, ...]) -> int:
     """Return the rows of a query block that suit plans with row bits best; whatever keys there are.
 
     Args:
         q: [B, S, H, D], what the queries are copied from.
-        kernel: provider that will be asked for.
+        kernel: what will be asked for.
         given: keys and values, unless they will be copied, too.
     """
-    on_cuda = q.device.type == "cuda"
-    request = providers.EngineRequest(
-        device_type=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if on_cuda else None,
-        rocm=torch.version.hip is not None,
+    platform, capability = place_of(q.device)
+    request = Request(
+        platform=platform,
+        capability=capability,
         dtype=q.dtype,
         head_size=q.shape[3],
         q_size=CHOICE_ROWS,
-        regular=False,
+        ragged=True,
         row_bits=True,
-        aligned=q.shape[3] * q.element_size() % 16 == 0 and all(map(loadable, given)),
+        unaligned=q.shape[3] * q.element_size() % 16 != 0 or not all(map(loadable, given)),
     )
-    wide = kernel in (providers.AUTO, "gluon") and providers.serves("gluon", request)
+    wide = kernel_name(kernel) in (AUTO, "gluon") and serves(BLOCK_SPARSE, "gluon", request)
     return CHOICE_ROWS if wide and q.dtype == torch.bfloat16 else 128
+
+
+def _run_gluon(call: Call) -> Results:
+    from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
+
+    q, plan = call.q, call.plan
+    out, lse = empty_results(q, plan, call.return_lse)
+    tile = gluon_tile(
+        q_size=plan.q.size,
+        kv_size=plan.kv.size,
+        regular=plan.kv.is_regular,
+        row_bits=plan.row_bits is not None,
+        fast=q.dtype == torch.bfloat16,
+        deterministic=call.deterministic,
+    )
+    attend(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile)
+    return out, lse
+
+
+def _run_fa4(call: Call) -> Results:
+    keys = fa4_keys(call.request)
+    assert keys is not None, "the reasons refuse such plans"
+    return fa4.attend(
+        call.q,
+        call.k,
+        call.v,
+        call.plan,
+        scale=call.scale,
+        keys=keys,
+        return_lse=call.return_lse,
+    )
+
+
+def _run_triton(call: Call) -> Results:
+    from multimodal_gen.kernels.block_sparse.triton_kernel import attend
+
+    q, plan = call.q, call.plan
+    out, lse = empty_results(q, plan, call.return_lse)
+    capability, shared_memory = _limits(q.get_device())
+    tile = triton_tile(
+        head_size=q.shape[3],
+        q_size=plan.q.size,
+        kv_size=plan.kv.size if plan.kv.is_regular else 1,
+        capability=capability,
+        shared_memory=shared_memory,
+    )
+    engine = capability is not None and capability >= (9, 0) and not call.request.unaligned
+    attend(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile, copy_engine=engine)
+    return out, lse
+
+
+@cache
+def _limits(index: int) -> tuple[tuple[int, int] | None, int]:
+    """Return compute capability and shared memory per thread block; index -1 is the CPU."""
+    if index < 0:
+        return (9, 0), 232448  # the interpreter follows the path that is measured
+    if torch.version.hip is not None:
+        return None, 65536
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    # Older releases of torch do not tell the limit; 99 KiB is the least of SM80 and later.
+    return capability, int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
+
+
+def _run_reference(call: Call) -> Results:
+    out, lse = attention_reference(call.q, call.k, call.v, call.plan, scale=call.scale)
+    return out, lse.float() if call.return_lse else None
+
+
+RUN: MappingProxyType[str, Callable[[Call], Results]] = MappingProxyType(
+    {"gluon": _run_gluon, "fa4": _run_fa4, "triton": _run_triton, "reference": _run_reference}
+)
+"""Kernel -> how it is run."""
 
 
 def _flatten(plan: BlockPlan) -> tuple[Any, ...]:
@@ -180,12 +328,12 @@ def block_sparse_attention_op(
     deterministic: bool,
     backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the provider; the plan comes as its tensors and sizes. lse is empty unless asked for."""
+    """Run a kernel; the plan comes as its tensors and sizes. lse is empty unless asked for."""
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
     plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
-    provider = providers.choose(kernel, providers.request_for(q, k, v, plan, backward=backward))
-    # The reference computes lse anyway, and the backward pass is only its.
-    out, lse = provider.run(q, k, v, plan, scale, return_lse, deterministic)
+    request = request_for(q, k, v, plan, backward=backward)
+    call = Call(q, k, v, plan, scale, return_lse, deterministic, request)
+    out, lse = RUN[choose(BLOCK_SPARSE, kernel, request)](call)
     return out, q.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 

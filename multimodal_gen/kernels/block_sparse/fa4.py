@@ -11,11 +11,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 
-__all__ = ["TileLists", "attend", "make_lists", "tile_keys", "widest_tile"]
-
-# Narrower tiles are possible, but no faster than the Triton provider.
-_NARROWEST = 64
-_GRANULE = 16
+__all__ = ["TileLists", "attend", "make_lists"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,41 +29,6 @@ class TileLists:
     full_indices: torch.Tensor
     mask_counts: torch.Tensor
     mask_indices: torch.Tensor
-
-
-def widest_tile(capability: tuple[int, int], *, head_size: int, q_size: int) -> int:
-    """Return the most keys that a tile may have.
-
-    Args:
-        capability: compute capability, 9.0 or 10.x.
-        head_size: D.
-        q_size: rows of a query block.
-    """
-    if capability >= (10, 0) or head_size <= 64:
-        return 128
-    if head_size <= 96:
-        return 144 if q_size % 192 == 0 else 128
-    if head_size <= 128:
-        return 128
-    return 112 if head_size <= 192 else 80
-
-
-def tile_keys(
-    capability: tuple[int, int], *, head_size: int, q_size: int, kv_size: int
-) -> int | None:
-    """Return the keys of a tile for key blocks of `kv_size`, or None when no tile cuts them evenly.
-
-    Args:
-        capability: compute capability, 9.0 or 10.x.
-        head_size: D.
-        q_size: rows of a query block.
-        kv_size: keys of a key block.
-    """
-    widest = widest_tile(capability, head_size=head_size, q_size=q_size)
-    # SM90 narrows its tile to the blocks it is told; SM100 has one width.
-    narrowest = _NARROWEST if capability < (10, 0) else widest
-    fitting = (n for n in range(widest, narrowest - 1, -_GRANULE) if kv_size % n == 0)
-    return next(fitting, None)
 
 
 def make_lists(plan: BlockPlan, keys: int) -> TileLists:
@@ -115,7 +76,7 @@ def attend(
         v: [B, Sk, Hkv, D], as q.
         plan: regular blocks without row bits, on the same device.
         scale: factor of the scores.
-        keys: keys of a tile, as `tile_keys` chooses them.
+        keys: keys of a tile, as `fa4_keys` chooses them.
         return_lse: whether lse is wanted.
 
     Returns:
@@ -125,7 +86,7 @@ def attend(
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    key = ("cute", keys)
+    key = ("fa4", keys)
     if key not in plan.cache:
         plan.cache[key] = make_lists(plan, keys)
     lists: TileLists = plan.cache[key]

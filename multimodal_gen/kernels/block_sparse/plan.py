@@ -20,6 +20,7 @@ __all__ = [
     "broadcast_leading",
     "check_arguments",
     "check_values",
+    "empty_results",
     "launch_order",
     "unit_stride",
 ]
@@ -525,3 +526,23 @@ def _validate_plan(
         for name, size, wanted in zip(("batch", "heads"), tensor.shape, leading, strict=False):
             if size not in (1, wanted):
                 raise UsageError(f"`plan` must have 1 or {wanted} as {name}, got {size}")
+
+
+def empty_results(
+    q: torch.Tensor, plan: BlockPlan, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return out and lse to write into; rows outside every query block hold 0 and -inf already.
+
+    Args:
+        q: [B, Sq, H, D], whose shape and dtype out has.
+        plan: what will be computed.
+        return_lse: whether lse is wanted.
+    """
+    batch, total, heads, _ = q.shape
+    # Only blocks with starts of their own may leave rows out.
+    make = torch.empty if plan.q.starts is None else torch.zeros
+    out = make(q.shape, dtype=q.dtype, device=q.device)
+    if not return_lse:
+        return out, None
+    lse = torch.empty((batch, heads, total), dtype=torch.float32, device=q.device)
+    return out, lse if plan.q.starts is None else lse.fill_(float("-inf"))

@@ -4,9 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size, N chunks. Chunk i holds the key
 [starts[i], starts[i] + lengths[i]), or, with an `index`, the keys it names at these positions.
 """
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -17,6 +15,7 @@ from multimodal_gen.kernels.chunk_select.reference import (
     pack_bits,
     select_chunks_reference,
 )
+from multimodal_gen.kernels.engine import runs_triton
 
 __all__ = ["ChunkMeans", "Rule", "chunk_means", "select_chunks"]
 
@@ -73,10 +72,12 @@ def chunk_means(
         kept = keep if index is None else keep[:, index.long()]
         before = torch.nn.functional.pad(kept.cumsum(1), (1, 0))
         counts = (before[:, (starts + lengths).long()] - before[:, starts.long()]).int()
-    if _runs_triton(key):
-        from multimodal_gen.kernels.chunk_select import chunk_select_kernel as kernel
+    if runs_triton([key], _TRITON_DTYPES):
+        from multimodal_gen.kernels.chunk_select import chunk_select_kernel
 
-        means = kernel.chunk_means(key.detach(), starts, lengths, size, index, keep, counts)
+        means = chunk_select_kernel.chunk_means(
+            key.detach(), starts, lengths, size, index, keep, counts
+        )
     else:
         means = chunk_means_reference(key.detach(), starts, lengths, index, keep, counts)
     return ChunkMeans(means=means, counts=counts, masked=keep is not None)
@@ -115,10 +116,10 @@ def select_chunks(
     _check_keep(keep, query)
     query = query.detach()  # a choice has no gradient
     fits = rule.scope == "query_head" and means.shape[2] <= _MAX_CHUNKS
-    if fits and _runs_triton(query):
-        from multimodal_gen.kernels.chunk_select import chunk_select_kernel as kernel
+    if fits and runs_triton([query], _TRITON_DTYPES):
+        from multimodal_gen.kernels.chunk_select import chunk_select_kernel
 
-        return kernel.select_chunks(
+        return chunk_select_kernel.select_chunks(
             query, means, chunks.counts, own, rule, masked=chunks.masked, keep=keep
         )
     real = chunks.counts > 0 if chunks.masked else None
@@ -165,13 +166,3 @@ def _check_query(query: torch.Tensor, means: torch.Tensor, own: torch.Tensor) ->
             f"`own` must be int32 [{tokens}] on {query.device}, got {own.dtype} "
             f"{list(own.shape)} on {own.device}"
         )
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels can serve."""
-    return tensor.dtype in _TRITON_DTYPES and tensor.device.type == "cuda" and _has_triton()

@@ -6,8 +6,7 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.block_sparse.providers import EngineRequest, choose, loadable
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
 from multimodal_gen.kernels.cluster_attention.plan import (
     ROWS,
     TILE_ROWS,
@@ -15,6 +14,14 @@ from multimodal_gen.kernels.cluster_attention.plan import (
     Pieces,
     cluster_plan,
     cut,
+)
+from multimodal_gen.kernels.engine import (
+    AUTO,
+    BLOCK_SPARSE,
+    KernelChoice,
+    Request,
+    choose,
+    place_of,
 )
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 
@@ -34,7 +41,7 @@ def cluster_attention(
     out: torch.Tensor,
     *,
     scale: float,
-    kernel: str = "auto",
+    kernel: KernelChoice = AUTO,
     pieces: Pieces | None = None,
 ) -> None:
     """Write the attention of clustered queries into `out`; does not wait for the device.
@@ -48,7 +55,8 @@ def cluster_attention(
         keep: bool [B, H, Cq, Ck], which clusters attend to which.
         out: [B, Sq, H, D]; rows of queries in `queries.order` are written.
         scale: factor of the scores.
-        kernel: provider of the block-sparse engine.
+        kernel: what must run of the block-sparse kernels, "auto" for the fastest that can, or what
+            was selected for a layer. In place of gluon, a kernel for clusters runs where it can.
         pieces: `query_pieces(queries)`, where it is known already.
 
     Raises:
@@ -58,7 +66,8 @@ def cluster_attention(
     _validate(q, k, queries, keys, keep)
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
-    if _has_own_kernel(sorted_q, sorted_k, sorted_v, keep, kernel):
+    kernel = _chosen(sorted_q, sorted_k, sorted_v, kernel)
+    if kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS:
         from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
         pieces = pieces or query_pieces(queries)
@@ -78,27 +87,20 @@ def query_pieces(queries: Groups) -> Pieces:
     return cut(queries, TILE_ROWS, multiple=TILE_ROWS // 3)
 
 
-def _has_own_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, kernel: str
-) -> bool:
-    """Whether the kernel for clusters on SM90 serves a call; it stands for the provider gluon."""
-    if kernel not in ("auto", "gluon") or q.device.type != "cuda":
-        return False
-    if keep.shape[3] > _MOST_CLUSTERS:
-        return False
-    request = EngineRequest(
-        device_type=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device),
-        rocm=torch.version.hip is not None,
+def _chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: KernelChoice) -> str:
+    platform, capability = place_of(q.device)
+    request = Request(
+        platform=platform,
+        capability=capability,
         dtype=q.dtype,
         head_size=q.shape[3],
         q_size=ROWS,
         kv_size=ROWS,
-        regular=False,
+        ragged=True,
+        unaligned=not all(map(loadable, (q, k, v))),
         backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
-        aligned=all(map(loadable, (q, k, v))),
     )
-    return choose(kernel, request).name == "gluon"
+    return choose(BLOCK_SPARSE, kernel, request)
 
 
 def _validate(

@@ -3,18 +3,17 @@
 Shapes: B batch, S tokens, H heads, D head size, C clusters.
 """
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.engine import AUTO, KMEANS, Request, choose, place_of
 from multimodal_gen.kernels.kmeans.reference import kmeans_reference
 
 __all__ = [
-    "KERNELS",
     "Clusters",
     "by_similarity",
     "initial_centroids",
@@ -22,9 +21,7 @@ __all__ = [
     "similarity_order",
 ]
 
-KERNELS = ("auto", "triton", "flash_kmeans", "reference")
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32)
-_LARGEST_HEAD_SIZE = 256
 _SEED = 0
 
 
@@ -84,7 +81,7 @@ def kmeans(
     iterations: int,
     keep: torch.Tensor | None = None,
     tolerance: float = 1e-4,
-    kernel: str = "auto",
+    kernel: str = AUTO,
 ) -> Clusters:
     """Cluster the tokens of every head by Lloyd's algorithm; does not wait for the device.
 
@@ -106,7 +103,7 @@ def kmeans(
         UnsupportedBackendError: the kernel asked for cannot serve this call.
     """
     _validate(x, centroids, keep, iterations, tolerance)
-    kernel = _choose(kernel, x, keep)
+    kernel = choose(KMEANS, kernel, _request(x, keep))
     centroids = centroids.float()
     batch, tokens, heads, size = x.shape
     if kernel == "triton":
@@ -159,49 +156,15 @@ def _validate(
         raise UsageError(f"`tolerance` must be at least 0, got {tolerance}")
 
 
-def _choose(kernel: str, x: torch.Tensor, keep: torch.Tensor | None) -> str:
-    if kernel not in KERNELS:
-        raise UnsupportedBackendError(
-            f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}"
-        )
-    if kernel == "auto":
-        served = not _reasons("triton", x, keep) and x.device.type == "cuda"
-        return "triton" if served else "reference"
-    reasons = _reasons(kernel, x, keep)
-    if reasons:
-        raise UnsupportedBackendError(
-            f"k-means kernel {kernel!r} cannot serve this call: {'; '.join(reasons)}; use "
-            f"kernel='auto'"
-        )
-    return kernel
-
-
-def _reasons(kernel: str, x: torch.Tensor, keep: torch.Tensor | None) -> list[str]:
-    reasons: list[str] = []
-    if kernel == "reference":
-        return reasons
-    package = "triton" if kernel == "triton" else "flash_kmeans"
-    if not _installed(package):
-        reasons.append(f"needs the package {package.replace('_', '-')}, which is not installed")
-    elif x.device.type != "cuda" and not (kernel == "triton" and _interpreted()):
-        reasons.append(f"needs a GPU, the tensors are on {x.device.type}")
-    if kernel == "triton" and x.shape[3] > _LARGEST_HEAD_SIZE:
-        reasons.append(f"needs a head size of at most {_LARGEST_HEAD_SIZE}, got {x.shape[3]}")
-    if kernel == "flash_kmeans" and keep is not None:
-        reasons.append("leaves no tokens out, and some are masked")
-    return reasons
-
-
-@cache
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-@cache
-def _interpreted() -> bool:
-    from multimodal_gen.kernels.kmeans.kmeans_kernel import interpreted
-
-    return interpreted()
+def _request(x: torch.Tensor, keep: torch.Tensor | None) -> Request:
+    platform, capability = place_of(x.device)
+    return Request(
+        platform=platform,
+        capability=capability,
+        dtype=x.dtype,
+        head_size=x.shape[3],
+        masked=keep is not None,
+    )
 
 
 def _run_flash_kmeans(

@@ -3,13 +3,11 @@
 Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, N blocks.
 """
 
-import importlib.util
-from functools import cache
-
 import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import runs_triton
 from multimodal_gen.kernels.linear_attention.reference import (
     FEATURE_MAPS,
     KeyState,
@@ -52,9 +50,9 @@ def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     _check_keys(key, None, blocks)
     key = _channels_last(key.detach())
     if _runs_triton(key, blocks=blocks):
-        from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
+        from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
-        return launch.key_means(key, blocks)
+        return linear_attention_kernel.key_means(key, blocks)
     return key_means_reference(key, blocks)
 
 
@@ -78,10 +76,10 @@ def key_state(
     _check_keys(key, value, blocks)
     _check_feature_map(feature_map)
     if _runs_triton(key, value, blocks=blocks):
-        from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
+        from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
         k, v = _channels_last(key), _channels_last(value)
-        return launch.key_state(k, v, blocks, feature_map)
+        return linear_attention_kernel.key_state(k, v, blocks, feature_map)
     means = key_means_reference(key.detach(), blocks)
     return means, key_state_reference(key, value, blocks, feature_map)
 
@@ -121,9 +119,11 @@ def add_linear(
         )
     tensors = (out, query, state.moments, projection.weight)
     if _runs_triton(query, gradients=tensors):
-        from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
+        from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
-        launch.add_linear(out, _channels_last(query), state, projection, rows, feature_map)
+        linear_attention_kernel.add_linear(
+            out, _channels_last(query), state, projection, rows, feature_map
+        )
         return out
     return add_linear_reference(out, query, state, projection, rows, feature_map)
 
@@ -164,10 +164,10 @@ def add_unselected(
     tensors = (out, query, key, value, projection.weight)
     small = query.shape[3] <= _MAX_UNSELECTED_HEAD_SIZE
     if small and _runs_triton(query, key, value, blocks=plan.kv, gradients=tensors):
-        from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
+        from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
         q, k, v = (_channels_last(x) for x in (query, key, value))
-        launch.add_unselected(out, q, k, v, plan, projection, feature_map)
+        linear_attention_kernel.add_unselected(out, q, k, v, plan, projection, feature_map)
         return out
     return add_unselected_reference(out, query, key, value, plan, projection, feature_map)
 
@@ -213,19 +213,12 @@ def _check_queries(out: torch.Tensor, query: torch.Tensor, projection: Projectio
         )
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _runs_triton(
     *tensors: torch.Tensor,
     blocks: Blocks | None = None,
     gradients: tuple[torch.Tensor, ...] | None = None,
 ) -> bool:
     """Whether the Triton kernels, which have no backward, can serve."""
-    inputs = tensors if gradients is None else gradients
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    known = all(x.dtype in _TRITON_DTYPES and x.device.type == "cuda" for x in tensors)
     sized = blocks is None or blocks.size in _BLOCK_SIZES
-    return known and sized and not gradient and _has_triton()
+    inputs = tensors if gradients is None else gradients
+    return sized and runs_triton(tensors, _TRITON_DTYPES, gradients=inputs)

@@ -3,12 +3,10 @@
 Shapes: B batch, S tokens, H heads, D head size.
 """
 
-import importlib.util
-from functools import cache
-
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.engine import runs_triton
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
 
 __all__ = ["merge_two"]
@@ -53,20 +51,11 @@ def merge_two(
                 f"`{name}` must be [B, H, S] = {[batch, heads, tokens]} {lse.dtype}, got "
                 f"{list(x.shape)} {x.dtype}"
             )
-    if _runs_triton(out, more, lse, dtype):
-        from multimodal_gen.kernels.part_merge.part_merge_kernel import merge_two as run
+    known = dtype in _TRITON_DTYPES and lse.dtype is torch.float32 and out.numel() > 0
+    if known and runs_triton([out, more], _TRITON_DTYPES):
+        from multimodal_gen.kernels.part_merge import part_merge_kernel
 
-        return run(out.contiguous(), lse, more.contiguous(), more_lse, dtype)
+        return part_merge_kernel.merge_two(
+            out.contiguous(), lse, more.contiguous(), more_lse, dtype
+        )
     return merge_two_reference(out, lse, more, more_lse, dtype)
-
-
-def _runs_triton(
-    out: torch.Tensor, more: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype
-) -> bool:
-    known = {out.dtype, more.dtype, dtype} <= _TRITON_DTYPES and lse.dtype is torch.float32
-    return known and out.device.type == "cuda" and out.numel() > 0 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -1,21 +1,54 @@
-"""8-bit attention: validates, chooses a provider, quantises and computes.
+"""8-bit attention: validates, chooses a kernel, quantises and computes.
 
 Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 """
 
 import math
-from typing import Literal, get_args
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments
-from multimodal_gen.kernels.quantized_attention import providers
-from multimodal_gen.kernels.quantized_attention.providers import Call, QuantisedRequest
+from multimodal_gen.kernels.block_sparse.api import loadable
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments, empty_results
+from multimodal_gen.kernels.engine import (
+    AUTO,
+    QUANTIZED,
+    KernelChoice,
+    Request,
+    choose,
+    place_of,
+)
+from multimodal_gen.kernels.quantized_attention.packed import Packed, slots_of
+from multimodal_gen.kernels.quantized_attention.reference import (
+    key_mean_reference,
+    quantise_reference,
+    quantized_reference,
+)
+from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
 
-__all__ = ["Values", "kernel_for", "quantized_attention"]
+__all__ = ["RUN", "Call", "Values", "kernel_for", "quantized_attention"]
 
 Values = Literal["16-bit", "e4m3"]
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+# What the reference takes for a tile of rows or keys.
+_REFERENCE_TILE = 64
+
+
+class Call(NamedTuple):
+    """One call as kernels are given it; see `quantized_attention`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    plan: BlockPlan
+    scale: float
+    return_lse: bool
+    e4m3: bool
+    mean: torch.Tensor | None
 
 
 def quantized_attention(
@@ -26,7 +59,7 @@ def quantized_attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
-    kernel: str = providers.AUTO,
+    kernel: KernelChoice = AUTO,
     values: Values = "16-bit",
     mean: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +78,7 @@ def quantized_attention(
         plan: which pairs count, without row bits; on the device of q.
         scale: positive factor of the scores, 1 / sqrt(D) by default.
         return_lse: whether to return the log-sum-exp of the scores as well.
-        kernel: provider that must run, or "auto" for the fastest that can.
+        kernel: what must run, "auto" for the fastest that can, or what was selected for a layer.
         values: what weights and values are rounded to before they are multiplied: "16-bit", where
             float16 may become bfloat16, or "e4m3", which needs compute capability 8.9 and is a
             third to half as exact: where values have no mean, the relative L1 error exceeds 3 %.
@@ -79,32 +112,32 @@ def quantized_attention(
         e4m3=values == "e4m3",
         mean=None if mean is None else mean.contiguous(),
     )
-    out, lse = providers.choose(kernel, request).run(call)
+    out, lse = RUN[choose(QUANTIZED, kernel, request)](call)
     return out if lse is None else (out, lse)
 
 
 def kernel_for(
-    q: torch.Tensor, plan: BlockPlan, kernel: str = providers.AUTO, values: Values = "16-bit"
+    q: torch.Tensor, plan: BlockPlan, kernel: KernelChoice = AUTO, values: Values = "16-bit"
 ) -> str:
-    """Return the name of the provider that `quantized_attention` would run.
+    """Return the name of the kernel that `quantized_attention` would run.
 
     Raises:
         UnsupportedBackendError: the call cannot be served; lists the reasons.
     """
-    return providers.choose(kernel, _request(q, plan, values)).name
+    return choose(QUANTIZED, kernel, _request(q, plan, values))
 
 
-def _request(q: torch.Tensor, plan: BlockPlan, values: Values) -> QuantisedRequest:
-    on_cuda = q.device.type == "cuda"
-    return QuantisedRequest(
-        device_type=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if on_cuda else None,
-        rocm=torch.version.hip is not None,
+def _request(q: torch.Tensor, plan: BlockPlan, values: Values) -> Request:
+    platform, capability = place_of(q.device)
+    return Request(
+        platform=platform,
+        capability=capability,
         dtype=q.dtype,
         head_size=q.shape[3],
-        values=values,
+        q_size=plan.q.size,
+        kv_size=plan.kv.size,
         causal=plan.causal,
-        aligned_causal=plan.q.size % 64 == plan.kv.size % 64 == 0,
+        e4m3=values == "e4m3",
     )
 
 
@@ -124,3 +157,80 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan
                 f"`plan` must cut keys alike for the query heads that share them, or 1 or "
                 f"{kv_heads} times, got {tensor.shape[1]} times"
             )
+
+
+def _run_gluon(call: Call) -> Results:
+    from multimodal_gen.kernels.quantized_attention.gluon_kernel import attend
+
+    plan, blocks = call.plan, call.plan.kv
+    tile = gluon_tile(
+        q_size=plan.q.size, kv_size=blocks.size, regular=blocks.is_regular, e4m3=call.e4m3
+    )
+    rows, in_bfloat16 = 64 * tile.consumers, call.v.dtype == torch.bfloat16 and loadable(call.v)
+    packed = _quantised(call, rows, tile.unit, permuted=call.e4m3, in_bfloat16=in_bfloat16)
+    out, lse = empty_results(call.q, plan, call.return_lse)
+    attend(packed, plan, out, lse, tile=tile)
+    return out, lse
+
+
+def _run_triton(call: Call) -> Results:
+    from multimodal_gen.kernels.quantized_attention.triton_kernel import attend
+
+    tile = triton_tile(q_size=call.plan.q.size)
+    packed = _quantised(call, tile.rows, tile.keys)
+    out, lse = empty_results(call.q, call.plan, call.return_lse)
+    attend(packed, call.plan, out, lse, tile=tile)
+    return out, lse
+
+
+def _quantised(
+    call: Call, rows: int, keys: int, *, permuted: bool = False, in_bfloat16: bool | None = None
+) -> Packed:
+    """Return the tensors of a call in 8 bits.
+
+    Args:
+        call: the call.
+        rows: of a tile of queries.
+        keys: of a tile of keys and values.
+        permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
+        in_bfloat16: whether the values are ones that a kernel can load which wants them in
+            bfloat16; None for a kernel that wants nothing.
+    """
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
+
+    kv_slots = slots_of(call.plan.kv, keys)
+    as_they_are = in_bfloat16 is None or (in_bfloat16 and kv_slots.in_place)
+    return quantise(
+        *call[:3],
+        slots_of(call.plan.q, rows),
+        kv_slots,
+        scale=call.scale,
+        mean=key_mean(call.k, kv_slots) if call.mean is None else call.mean,
+        shift=call.return_lse,
+        e4m3=call.e4m3,
+        permuted=permuted,
+        copied=None if as_they_are else torch.bfloat16,
+    )
+
+
+def _run_reference(call: Call) -> Results:
+    q_slots, kv_slots = (
+        slots_of(blocks, _REFERENCE_TILE) for blocks in (call.plan.q, call.plan.kv)
+    )
+    packed = quantise_reference(
+        *call[:3],
+        q_slots,
+        kv_slots,
+        scale=call.scale,
+        mean=key_mean_reference(call.k, kv_slots) if call.mean is None else call.mean,
+        e4m3=call.e4m3,
+        permuted=False,
+    )
+    out, lse = quantized_reference(packed, call.plan, q_slots, kv_slots, call.q.shape[3])
+    return out.to(call.q.dtype), lse if call.return_lse else None
+
+
+RUN: MappingProxyType[str, Callable[[Call], Results]] = MappingProxyType(
+    {"gluon": _run_gluon, "triton": _run_triton, "reference": _run_reference}
+)
+"""Kernel -> how it is run."""

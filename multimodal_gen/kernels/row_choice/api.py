@@ -3,13 +3,12 @@
 Shapes: B batch, S rows, H heads, D head size, G groups of chunks.
 """
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.engine import runs_triton
 from multimodal_gen.kernels.row_choice.reference import (
     block_lists_reference,
     group_patterns,
@@ -21,6 +20,8 @@ from multimodal_gen.kernels.row_choice.reference import (
 
 __all__ = ["ChunkGroups", "SortedRows", "chunk_groups", "merge_parts", "move_rows", "sort_rows"]
 
+_BITS = frozenset({torch.int32})
+_TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _MAX_SIZE = 8
 _MAX_BLOCK = 256
 
@@ -134,10 +135,10 @@ def sort_rows(
         )
     if not 1 <= block <= _MAX_BLOCK:
         raise UsageError(f"`block` must lie in [1, {_MAX_BLOCK}], got {block}")
-    if _runs_triton(bits):
-        from multimodal_gen.kernels.row_choice import row_choice_kernel as kernel
+    if runs_triton([bits], _BITS):
+        from multimodal_gen.kernels.row_choice import row_choice_kernel
 
-        fields = kernel.sort_rows(bits, groups.num_chunks, groups.size, extra, block)
+        fields = row_choice_kernel.sort_rows(bits, groups.num_chunks, groups.size, extra, block)
         return SortedRows(**fields)
     patterns = group_patterns(bits, groups.num_chunks, groups.size, groups.num)
     position, used = row_positions_reference(patterns, groups.size, extra)
@@ -178,10 +179,10 @@ def move_rows(query: torch.Tensor, rows: SortedRows) -> torch.Tensor:
         )
     if query.device != position.device:
         raise UsageError(f"`query` must be on {position.device}, got {query.device}")
-    if _runs_triton(query):
-        from multimodal_gen.kernels.row_choice import row_choice_kernel as kernel
+    if runs_triton([query], _TRITON_DTYPES, gradients=[query]):
+        from multimodal_gen.kernels.row_choice import row_choice_kernel
 
-        return kernel.move_rows(query, position, rows.used, rows.room)
+        return row_choice_kernel.move_rows(query, position, rows.used, rows.room)
     return move_rows_reference(query, position, rows.room)
 
 
@@ -210,20 +211,9 @@ def merge_parts(
         raise UsageError(
             f"`out` must be [{batch}, {tokens}, {heads}, {parts.shape[3]}], got {list(out.shape)}"
         )
-    if _runs_triton(parts):
-        from multimodal_gen.kernels.row_choice import row_choice_kernel as kernel
+    if runs_triton([parts], _TRITON_DTYPES, gradients=[parts]):
+        from multimodal_gen.kernels.row_choice import row_choice_kernel
 
-        kernel.merge_parts(parts, lse, rows.position, rows.used, out)
+        row_choice_kernel.merge_parts(parts, lse, rows.position, rows.used, out)
     else:
         out.copy_(merge_parts_reference(parts, lse, rows.position, rows.used))
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels, which have no backward, can serve."""
-    gradient = torch.is_grad_enabled() and tensor.requires_grad
-    return tensor.device.type == "cuda" and not gradient and _has_triton()

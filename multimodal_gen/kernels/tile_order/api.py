@@ -3,19 +3,19 @@
 Shapes: B batch, S tokens, H heads, D head size; T, H, W of a grid are frames, rows and columns.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.engine import runs_triton
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 
 __all__ = ["TileOrder", "gather_tokens", "scatter_tokens", "tile_order"]
 
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _MAX_TENSORS = 4
 _MAX_TOKENS = 2**31 - 1  # positions are int32
 
@@ -148,7 +148,7 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
                 f"got {list(tensor.shape)}"
             )
     _expect_index(index, *tensors)
-    if not _runs_kernel(tensors):
+    if not runs_triton(tensors, _FLOATING, gradients=tensors):
         return tuple(gather_reference(tensor, index) for tensor in tensors)
     if index.ndim == 3:
         from multimodal_gen.kernels.tile_order.tile_order_kernel import gather_per_head
@@ -192,7 +192,7 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
             f"`index` must hold one value per token of source ({source.shape[1]}), "
             f"got {index.shape[-1]}"
         )
-    if not _runs_kernel((source, out)):
+    if not runs_triton([source], _FLOATING, gradients=[source, out]):
         scatter_reference(source, index, out)
         return
     if index.ndim == 3:
@@ -237,15 +237,3 @@ def _expect_index(index: torch.Tensor, *tensors: torch.Tensor) -> None:
             f"`tensors` must be at most 3 of {heads} heads for an order per head, got heads "
             f"{[t.shape[2] for t in tensors]}"
         )
-
-
-def _runs_kernel(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the Triton kernel serves the call."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
-    return tensors[0].device.type == "cuda" and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

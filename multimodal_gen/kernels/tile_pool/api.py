@@ -6,12 +6,10 @@ tokens that `index` names at these positions. So one set of tiles serves tensors
 in the order they came in.
 """
 
-import importlib.util
-from functools import cache
-
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.engine import runs_triton
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,
     pool_tiles_reference,
@@ -57,10 +55,12 @@ def pool_tiles(
     _check_tiles(tensors[0], starts, lengths, size, index)
     if keep is not None:
         _check_keep(tensors, keep)
-    if _runs_triton(*tensors):
-        from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
+    if runs_triton(tensors, _TRITON_DTYPES, gradients=tensors):
+        from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
-        return tuple(kernel.pool_tiles(x, starts, lengths, index, keep, dtype) for x in tensors)
+        return tuple(
+            tile_pool_kernel.pool_tiles(x, starts, lengths, index, keep, dtype) for x in tensors
+        )
     return tuple(
         pool_tiles_reference(x, starts, lengths, index, size, keep, dtype) for x in tensors
     )
@@ -102,10 +102,10 @@ def select_tiles(
     query, key = query.detach(), key.detach()  # indices have no gradient
     if real is not None:
         query, key = _with_last(query, key, real)
-    if _runs_triton(query) and key.shape[2] <= _MAX_TILES:
-        from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
+    if runs_triton([query], _TRITON_DTYPES) and key.shape[2] <= _MAX_TILES:
+        from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
-        kernel.select_tiles(query, key, count, always, out)
+        tile_pool_kernel.select_tiles(query, key, count, always, out)
     else:
         select_tiles_reference(query, key, count, always, out)
     return out
@@ -198,10 +198,11 @@ def add_gated(
             f"`coarse` must be {list(wanted)} on {out.device}, got {list(coarse.shape)} on "
             f"{coarse.device}"
         )
-    if _runs_triton(out, gate, coarse):
-        from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
+    inputs = (out, gate, coarse)
+    if runs_triton(inputs, _TRITON_DTYPES, gradients=inputs):
+        from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
-        return kernel.add_gated(out, gate, coarse, starts, lengths, index)
+        return tile_pool_kernel.add_gated(out, gate, coarse, starts, lengths, index)
     return add_gated_reference(out, gate, coarse, starts, lengths, index, size)
 
 
@@ -251,15 +252,3 @@ def _check_tiles(
         )
     if size < 1:
         raise UsageError(f"`size` must be at least 1, got {size}")
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _runs_triton(*tensors: torch.Tensor) -> bool:
-    """Whether the Triton kernels, which have no backward, can serve."""
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    known = all(x.dtype in _TRITON_DTYPES and x.device.type == "cuda" for x in tensors)
-    return known and not gradient and _has_triton()

@@ -1,23 +1,31 @@
-"""What block_sparse_attention refuses, which provider it takes, and that it compiles."""
+"""What block_sparse_attention refuses, which kernel it takes, and that it compiles."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
-from multimodal_gen.kernels.block_sparse import providers
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
+from multimodal_gen.kernels.block_sparse.api import (
+    block_sparse_attention,
+    kernel_for,
+    request_for,
+)
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.providers import EngineRequest, choose
+from multimodal_gen.kernels.engine import BLOCK_SPARSE, Request, SelectedKernel, choose
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.machine import machine_with
 
 PLAN = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
 Q, K, V = make_qkv(2, 20, 4, 8, num_keys=30, num_kv_heads=2)
-H100 = EngineRequest(
-    device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, head_size=128, q_size=128
+H100 = Request(
+    platform="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    head_size=128,
+    q_size=128,
+    kv_size=128,
 )
 
 
@@ -86,38 +94,36 @@ def test_auto_on_the_cpu_is_the_reference() -> None:
 
 
 @pytest.fixture
-def with_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def with_triton() -> Iterator[None]:
     """Choose as where triton is installed and compiles, whether it is or not."""
-    monkeypatch.setattr(providers, "_installed", lambda _: True)
-    monkeypatch.setattr(providers, "_interpreted", lambda: False)
-    choose.cache_clear()
-    yield
-    choose.cache_clear()
+    with machine_with({"triton": "3.9.0"}):
+        yield
 
 
 @pytest.mark.usefixtures("with_triton")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),
-        ({"head_size": 320}, "needs a head size of at most 256, got 320"),
+        ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
+        ({"head_size": 320}, "needs head size <= 256, got 320"),
         ({"capability": (7, 5)}, "needs compute capability >= 8.0, this GPU has 7.5"),
         ({"backward": True}, "has no backward pass, and an input requires grad"),
-        ({"device_type": "mps"}, "needs a CUDA or ROCm device, the tensors are on mps"),
+        ({"platform": "mps", "capability": None}, "needs platform cuda or rocm, this is mps"),
     ],
 )
 def test_triton_says_why_it_cannot_serve(changes: dict[str, object], reason: str) -> None:
-    request = dataclasses.replace(H100, **changes)
+    request = H100._replace(**changes)
     with pytest.raises(UnsupportedBackendError, match=reason):
-        choose("triton", request)
-    assert choose("auto", request).name == "reference"
+        choose(BLOCK_SPARSE, "triton", request)
+    assert choose(BLOCK_SPARSE, "auto", request) == "reference"
 
 
-def test_triton_is_not_offered_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "_installed", lambda _: False)
-    request = dataclasses.replace(H100, q_size=127)  # not cached by another test
-    with pytest.raises(UnsupportedBackendError, match="needs the package triton, which is not"):
-        choose("triton", request)
+def test_triton_is_not_offered_where_it_is_not_installed() -> None:
+    with (
+        machine_with({}),
+        pytest.raises(UnsupportedBackendError, match="needs the package triton, which is not"),
+    ):
+        choose(BLOCK_SPARSE, "triton", H100)
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -131,8 +137,8 @@ def test_a_gradient_through_a_kernel_without_backward_is_refused() -> None:
 
 @pytest.mark.usefixtures("with_triton")
 def test_amd_gpus_are_not_measured_by_compute_capability() -> None:
-    request = dataclasses.replace(H100, rocm=True, capability=(7, 0))
-    assert choose("triton", request).name == "triton"
+    request = H100._replace(platform="rocm", capability=None)
+    assert choose(BLOCK_SPARSE, "triton", request) == "triton"
 
 
 @pytest.mark.parametrize("shape", [PlanShape(heads=4), PlanShape(q_form="ragged", row_bits=True)])
@@ -173,40 +179,44 @@ def test_the_operator_passes_torchs_own_checks() -> None:
     )
 
 
-def gluon_reasons(request: EngineRequest) -> tuple[str, ...]:
-    (gluon,) = (p for p in providers.PROVIDERS if p.name == "gluon")
-    return gluon.unsupported_reasons(request)
+def gluon_reasons(request: Request, triton: str = "3.6.0") -> tuple[str, ...]:
+    with machine_with({"triton": triton} if triton else {}):
+        return BLOCK_SPARSE.kernel("gluon").unsupported_reasons(request)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"capability": (10, 0)}, "needs compute capability 9.0, this GPU has 10.0"),
-        ({"rocm": True}, "needs an NVIDIA GPU"),
-        ({"head_size": 192}, "needs a head size that is a multiple of 8 up to 128, got 192"),
-        ({"head_size": 36}, "needs a head size that is a multiple of 8 up to 128, got 36"),
+        ({"platform": "rocm", "capability": None}, "needs platform cuda, this is rocm"),
+        ({"head_size": 192}, "needs head size <= 128, multiple of 8, got 192"),
+        ({"head_size": 36}, "needs head size <= 128, multiple of 8, got 36"),
         ({"causal": True}, "has no causal variant"),
-        ({"aligned": False}, "needs q, k and v in rows of 16 bytes"),
+        ({"unaligned": True}, "needs q, k and v in rows of 16 bytes"),
         ({"backward": True}, "has no backward pass, and an input requires grad"),
-        ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),
+        ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
     ],
 )
-def test_gluon_says_why_it_cannot_serve(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str
-) -> None:
-    monkeypatch.setattr(providers, "_version", lambda _: "3.6.0")
+def test_gluon_says_why_it_cannot_serve(changes: dict[str, object], reason: str) -> None:
     assert gluon_reasons(H100) == ()
-    assert any(reason in text for text in gluon_reasons(dataclasses.replace(H100, **changes)))
+    assert any(reason in text for text in gluon_reasons(H100._replace(**changes)))
 
 
 @pytest.mark.parametrize(
-    ("version", "found"), [("3.9.0", "3.9.0 is installed"), ("", "it is not installed")]
+    ("version", "reason"),
+    [
+        ("3.9.0", "needs triton < 3.7, found 3.9.0 (pip install 'triton==3.6.*')"),
+        ("3.5.1", "needs triton >= 3.6, found 3.5.1 (pip install 'triton==3.6.*')"),
+        ("", "needs the package triton, which is not installed (pip install 'triton==3.6.*')"),
+    ],
 )
-def test_gluon_wants_the_triton_it_was_made_for(
-    monkeypatch: pytest.MonkeyPatch, version: str, found: str
-) -> None:
-    monkeypatch.setattr(providers, "_version", lambda _: version)
-    assert gluon_reasons(H100) == (f"was made for triton 3.6.x, {found}",)
+def test_gluon_wants_the_triton_it_was_made_for(version: str, reason: str) -> None:
+    assert gluon_reasons(H100, version) == (reason,)
+
+
+def test_gluon_wants_to_know_the_version_of_triton() -> None:
+    reason = BLOCK_SPARSE.kernel("gluon").packages[0].unsupported_reason("")
+    assert reason == "needs a known version of triton, found none (pip install 'triton==3.6.*')"
 
 
 @pytest.mark.parametrize(
@@ -225,4 +235,41 @@ def test_gluon_wants_the_triton_it_was_made_for(
 def test_what_the_copy_engine_can_read_is_recognised(make: object, aligned: bool) -> None:
     q = make()  # type: ignore[operator]
     plan = BlockPlan.dense(Blocks.regular(5, 5), Blocks.regular(5, 5), "cpu")
-    assert providers.request_for(q, q, q, plan, backward=False).aligned is aligned
+    assert request_for(q, q, q, plan, backward=False).unaligned is not aligned
+
+
+HOPPER = {"triton": "3.6.0", "flash-attn-4": "4.0.0"}
+
+
+def test_a_kernel_that_was_selected_runs_where_it_can() -> None:
+    kernel = SelectedKernel("fa4")
+    with machine_with(HOPPER):
+        assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
+        assert choose(BLOCK_SPARSE, kernel, H100) == "fa4"
+    assert not kernel.detours()
+
+
+def test_calls_that_a_selected_kernel_cannot_serve_are_served_and_counted() -> None:
+    kernel = SelectedKernel("fa4")
+    with machine_with(HOPPER):
+        for _ in range(2):
+            kernel.begin_call()
+            for _ in range(3):  # heads in turns
+                assert choose(BLOCK_SPARSE, kernel, H100._replace(ragged=True)) == "gluon"
+        kernel.begin_call()
+        assert choose(BLOCK_SPARSE, kernel, H100._replace(causal=True)) == "triton"
+        assert choose(BLOCK_SPARSE, kernel, H100) == "fa4"
+    assert kernel.detours() == {
+        ("gluon", "fa4 needs regular blocks, and the plan's have lengths of their own"): 2,
+        ("triton", "fa4 has no causal variant, and the plan is causal"): 1,
+    }
+
+
+def test_a_kernel_that_a_user_named_refuses_what_it_cannot_serve() -> None:
+    kernel = SelectedKernel("fa4", named=True)
+    with (
+        machine_with(HOPPER),
+        pytest.raises(UnsupportedBackendError, match=r"kernel 'fa4' .* regular blocks"),
+    ):
+        choose(BLOCK_SPARSE, kernel, H100._replace(ragged=True))
+    assert not kernel.detours()

@@ -1,7 +1,8 @@
-"""The FlashAttention-4 provider, with a stand-in for the package that records its calls."""
+"""FlashAttention 4 on plans, with a stand-in for the package that records its calls."""
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,18 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UnsupportedBackendError
-from multimodal_gen.kernels.block_sparse import providers
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.block_sparse.fa4 import TileLists, make_lists, tile_keys
+from multimodal_gen.kernels.block_sparse.fa4 import TileLists, make_lists
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.providers import EngineRequest
+from multimodal_gen.kernels.engine import BLOCK_SPARSE, Request, fa4_keys
 from multimodal_gen.testing.block_plans import PlanShape, dense_mask, random_plan
 from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.machine import machine_with
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
-H100 = EngineRequest(
-    device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, head_size=128, q_size=128
+H100 = Request(
+    platform="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    head_size=128,
+    q_size=128,
+    kv_size=128,
 )
 
 
@@ -65,7 +71,7 @@ def meaning(tensors: BlockSparseTensorsTorch, leading: tuple[int, int], sizes: t
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """Install the stand-in, on what looks like an H100; return the calls it gets."""
     seen = []
 
@@ -89,17 +95,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         for attribute, value in attributes.items():
             setattr(module, attribute, value)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(providers, "_version", lambda _: "4.0.0b36")
-    # Uncached: what is chosen here must not outlive the stand-in.
-    monkeypatch.setattr(providers, "choose", providers.choose.__wrapped__)
-    real = providers.request_for
-
-    def on_an_h100(*arguments: Any, **options: Any) -> EngineRequest:
-        request = real(*arguments, **options)
-        return dataclasses.replace(request, device_type="cuda", capability=(9, 0))
-
-    monkeypatch.setattr(providers, "request_for", on_an_h100)
-    return seen
+    with machine_with({"flash-attn-4": "4.0.0b36"}, ("cuda", (9, 0))):
+        yield seen
 
 
 PLANS = {
@@ -179,30 +176,33 @@ def test_entries_past_the_count_are_never_read() -> None:
     assert torch.equal(found, dense_mask(plan, 1, 1))
 
 
-def reasons(request: EngineRequest) -> tuple[str, ...]:
-    (fa4,) = (p for p in providers.PROVIDERS if p.name == "fa4")
-    return fa4.unsupported_reasons(request)
+def reasons(request: Request, version: str = "4.0.0b36") -> tuple[str, ...]:
+    with machine_with({"flash-attn-4": version} if version else {}):
+        return BLOCK_SPARSE.kernel("fa4").unsupported_reasons(request)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device_type": "cpu", "capability": None}, "needs an NVIDIA GPU, the tensors are on cpu"),
-        ({"rocm": True}, "needs an NVIDIA GPU"),
-        ({"capability": (8, 0)}, "needs compute capability 9.0 or 10.x, this GPU has 8.0"),
-        ({"capability": (12, 0)}, "needs compute capability 9.0 or 10.x, this GPU has 12.0"),
-        ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),
-        ({"head_size": 36}, "needs a head size that is a multiple of 8 up to 256, got 36"),
-        ({"head_size": 320}, "needs a head size of at most 256, got 320"),
+        ({"platform": "cpu", "capability": None}, "needs platform cuda, this is cpu"),
+        ({"platform": "rocm", "capability": None}, "needs platform cuda, this is rocm"),
+        (
+            {"capability": (8, 0)},
+            "needs compute capability 9.0 or 10.0 or 10.1",
+        ),
+        ({"capability": (12, 0)}, ", this GPU has 12.0"),
+        ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
+        ({"head_size": 36}, "needs head size <= 256, multiple of 8, got 36"),
+        ({"head_size": 320}, "needs head size <= 256, multiple of 8, got 320"),
         ({"q_size": 96}, "needs query blocks of a multiple of 64 rows, got 96"),
         (
             {"kv_size": 200},
             "needs key blocks that tiles of 64 to 128 keys (in steps of 16) cut evenly, got 200",
         ),
         ({"kv_size": 32}, "cut evenly, got 32"),
-        ({"regular": False}, "needs regular blocks, and the plan's have lengths of their own"),
+        ({"ragged": True}, "needs regular blocks, and the plan's have lengths of their own"),
         ({"row_bits": True}, "has no choice per row, and the plan has row bits"),
-        ({"causal": True}, "serves no causal plans, and this one is"),
+        ({"causal": True}, "has no causal variant, and the plan is causal"),
         ({"backward": True}, "has no backward pass, and an input requires grad"),
         ({"capability": (10, 0)}, "needs query blocks of a multiple of 256 rows, got 128"),
         (
@@ -211,22 +211,19 @@ def reasons(request: EngineRequest) -> tuple[str, ...]:
         ),
         (
             {"capability": (10, 0), "q_size": 256, "head_size": 192},
-            "needs a head size that is a multiple of 8 up to 128, got 192",
+            "needs head size <= 128 from compute capability 10.0 on, got 192",
         ),
     ],
 )
-def test_it_says_why_it_cannot_serve(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
-) -> None:
-    monkeypatch.setattr(providers, "_version", lambda _: "4.0.0b36")
+def test_it_says_why_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
     assert reasons(H100) == ()
-    assert any(reason in text for text in reasons(dataclasses.replace(H100, **changes)))
+    assert any(reason in text for text in reasons(H100._replace(**changes)))
 
 
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        ("", "needs the package flash-attn-4, which is not installed"),
+        ("", "needs the package flash_attn.cute, which is not installed"),
         ("4.0.0b9", "needs flash-attn-4 >= 4.0.0b36, found 4.0.0b9"),
         ("4.0.0b36", None),
         ("4.0.0b37", None),
@@ -236,16 +233,18 @@ def test_it_says_why_it_cannot_serve(
     ],
 )
 def test_it_wants_a_release_that_fits_its_tiles_to_the_blocks(
-    monkeypatch: pytest.MonkeyPatch, version: str, reason: str | None
+    version: str, reason: str | None
 ) -> None:
-    monkeypatch.setattr(providers, "_version", lambda _: version)
-    assert reasons(H100) == (() if reason is None else (reason,))
+    install = "pip install --pre flash-attn-4"
+    assert reasons(H100, version) == (() if reason is None else (f"{reason} ({install})",))
 
 
 def test_plans_of_every_other_kind_are_refused_by_name(calls: list[dict[str, Any]]) -> None:
     plan = random_plan(dataclasses.replace(PLANS["one tile per block"], kv_form="ragged"), seed=0)
     q, k, v = make_qkv(1, plan.q.total, 4, 64, num_keys=plan.kv.total, dtype=torch.float16)
-    with pytest.raises(UnsupportedBackendError, match=r"kernel 'fa4' cannot .* regular blocks"):
+    with pytest.raises(
+        UnsupportedBackendError, match=r"kernel 'fa4' of .* cannot .* regular blocks"
+    ):
         block_sparse_attention(q, k, v, plan, kernel="fa4")
     assert calls == []
 
@@ -266,4 +265,5 @@ def test_plans_of_every_other_kind_are_refused_by_name(calls: list[dict[str, Any
 def test_the_tile_is_the_widest_that_cuts_the_blocks_evenly(
     head_size: int, q_size: int, kv_size: int, keys: int | None
 ) -> None:
-    assert tile_keys((9, 0), head_size=head_size, q_size=q_size, kv_size=kv_size) == keys
+    request = H100._replace(head_size=head_size, q_size=q_size, kv_size=kv_size)
+    assert fa4_keys(request) == keys

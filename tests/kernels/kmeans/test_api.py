@@ -11,6 +11,7 @@ from multimodal_gen.kernels.kmeans.api import (
     kmeans,
     similarity_order,
 )
+from multimodal_gen.testing.machine import machine_with
 
 X = torch.randn(2, 30, 3, 8, generator=torch.Generator().manual_seed(0))
 START = initial_centroids(X, 4)
@@ -144,23 +145,18 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
     ("kernel", "message"),
     [
         ("cuml", "`kernel` must be one of auto, triton, flash_kmeans, reference, got 'cuml'"),
-        ("flash_kmeans", "needs the package flash-kmeans, which is not installed"),
+        ("flash_kmeans", "needs the package flash_kmeans, which is not installed"),
     ],
 )
-def test_kernels_that_cannot_run_are_refused(
-    kernel: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from multimodal_gen.kernels.kmeans import api
-
-    monkeypatch.setattr(api, "_installed", lambda package: False)
-    with pytest.raises(UnsupportedBackendError, match=message):
+def test_kernels_that_cannot_run_are_refused(kernel: str, message: str) -> None:
+    with machine_with({}), pytest.raises(UnsupportedBackendError, match=message):
         kmeans(X, START, iterations=1, kernel=kernel)
 
 
-def test_flash_kmeans_leaves_no_tokens_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multimodal_gen.kernels.kmeans import api
-
-    monkeypatch.setattr(api, "_installed", lambda package: True)
+def test_flash_kmeans_leaves_no_tokens_out() -> None:
     keep = torch.ones(2, 30, dtype=torch.bool)
-    with pytest.raises(UnsupportedBackendError, match="leaves no tokens out, and some are masked"):
+    with (
+        machine_with({"flash-kmeans": "0.1", "triton": "3.9.0"}),
+        pytest.raises(UnsupportedBackendError, match="leaves no tokens out, and some are masked"),
+    ):
         kmeans(X, START, iterations=1, keep=keep, kernel="flash_kmeans")

@@ -1,19 +1,20 @@
 """What the engine refuses, and which kernel it takes."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.quantized_attention import providers
+from multimodal_gen.kernels.engine import QUANTIZED, Request, choose
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import in_slots, slots_of
-from multimodal_gen.kernels.quantized_attention.providers import QuantisedRequest, choose
 from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.machine import machine_with
 
 
 def dense(queries: int = 64, keys: int = 64, *, causal: bool = False) -> BlockPlan:
@@ -35,7 +36,7 @@ def dense(queries: int = 64, keys: int = 64, *, causal: bool = False) -> BlockPl
         ({"values": "int4"}, "`values` must be 16-bit or e4m3, got 'int4'"),
         ({"mean": torch.zeros(1, 2, 32)}, r"`mean` must be float32 \[1, 2, 64\]"),
         ({"kernel": "tritom"}, r"`kernel` must be one of auto, gluon, .* did you mean 'triton'\?"),
-        ({"kernel": "gluon"}, "8-bit attention cannot serve this call"),
+        ({"kernel": "gluon"}, "kernel 'gluon' of 8-bit attention cannot serve this call"),
     ],
 )
 def test_wrong_calls_are_refused_in_one_line(change: dict[str, object], rule: str) -> None:
@@ -74,54 +75,52 @@ def test_key_blocks_of_their_own_for_heads_that_share_keys_are_refused() -> None
         quantized_attention(q, k, v, plan)
 
 
-def request(**changes: object) -> QuantisedRequest:
-    fields = {
-        "device_type": "cuda",
-        "capability": (9, 0),
-        "dtype": torch.bfloat16,
-        "head_size": 128,
-    }
-    return QuantisedRequest(**{**fields, **changes})
+H100 = Request(
+    platform="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    head_size=128,
+    q_size=128,
+    kv_size=128,
+)
 
 
 @pytest.fixture
-def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "_triton_version", lambda: "3.6.0")
-    choose.cache_clear()
-    yield
-    choose.cache_clear()
+def with_triton() -> Iterator[None]:
+    with machine_with({"triton": "3.6.0"}):
+        yield
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, "gluon"),
-        ({"values": "e4m3"}, "gluon"),
+        ({"e4m3": True}, "gluon"),
         ({"causal": True}, "triton"),
         ({"capability": (8, 0)}, "triton"),
         ({"capability": (8, 9)}, "triton"),
         ({"capability": (12, 0)}, "triton"),
-        ({"device_type": "cpu", "capability": None}, "reference"),
+        ({"platform": "cpu", "capability": None}, "reference"),
     ],
 )
 @pytest.mark.usefixtures("with_triton")
 def test_the_fastest_kernel_that_can_is_taken(changes: dict[str, object], expected: str) -> None:
-    assert choose("auto", request(**changes)).name == expected
+    assert choose(QUANTIZED, "auto", H100._replace(**changes)) == expected
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_size": 256}, "needs a head size that is a multiple of 8 up to 128, got 256"),
-        ({"dtype": torch.float32}, "needs float16 or bfloat16, got torch.float32"),
+        ({"head_size": 256}, "needs head size <= 128, multiple of 8, got 256"),
+        ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
         ({"capability": (7, 5)}, "needs compute capability >= 8.0, this GPU has 7.5"),
-        ({"rocm": True, "capability": None}, "the tensors are on an AMD GPU"),
+        ({"platform": "rocm", "capability": None}, "needs platform cuda, this is rocm"),
         (
-            {"capability": (8, 0), "values": "e4m3"},
+            {"capability": (8, 0), "e4m3": True},
             "needs compute capability >= 8.9 for e4m3 values, this GPU has 8.0",
         ),
         (
-            {"causal": True, "aligned_causal": False},
+            {"causal": True, "q_size": 96},
             "needs blocks of a multiple of 64 queries and keys to be causal",
         ),
     ],
@@ -132,21 +131,18 @@ def test_what_no_gpu_kernel_can_do_is_refused_in_one_line(
     changes: dict[str, object], reason: str, kernel: str
 ) -> None:
     with pytest.raises(UnsupportedBackendError, match=reason.replace("(", r"\(")) as caught:
-        choose(kernel, request(**changes))
+        choose(QUANTIZED, kernel, H100._replace(**changes))
     assert "\n" not in str(caught.value)
 
 
-def test_triton_of_another_release_leaves_the_portable_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    choose.cache_clear()
-    monkeypatch.setattr(providers, "_triton_version", lambda: "3.9.0")
-    assert choose("auto", request()).name == "triton"
-    choose.cache_clear()
-    monkeypatch.setattr(providers, "_triton_version", lambda: "")
-    with pytest.raises(UnsupportedBackendError, match="needs the package triton, which is not ins"):
-        choose("auto", request())
-    choose.cache_clear()
+def test_triton_of_another_release_leaves_the_portable_kernel() -> None:
+    with machine_with({"triton": "3.9.0"}):
+        assert choose(QUANTIZED, "auto", H100) == "triton"
+    with (
+        machine_with({}),
+        pytest.raises(UnsupportedBackendError, match="needs the package triton, which is not ins"),
+    ):
+        choose(QUANTIZED, "auto", H100)
 
 
 def test_on_the_cpu_the_reference_runs() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.quantized_attention.providers import PROVIDERS, Call
+from multimodal_gen.kernels.quantized_attention.api import RUN, Call
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from tests.kernels.compiling import Compiler, needs_gluon
 
@@ -59,7 +59,6 @@ class Case:
         k, v = (
             torch.zeros(2, plan.kv.total, 2, self.head_size, dtype=torch.bfloat16) for _ in range(2)
         )
-        provider = next(p for p in PROVIDERS if p.name == self.kernel)
         call = Call(
             q=q,
             k=k,
@@ -70,7 +69,7 @@ class Case:
             e4m3=self.e4m3,
             mean=None,
         )
-        provider.run(call)
+        RUN[self.kernel](call)
 
 
 SQUARE, SHORT, NARROW, SMALL = (128, 128), (128, 64), (64, 128), (64, 64)

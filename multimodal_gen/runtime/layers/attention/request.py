@@ -1,14 +1,12 @@
 """What selection may depend on: the environment and one layer's request, as hashable data."""
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
 
 import torch
 
+from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.platforms import DeviceCapability, Platform, PlatformEnum
 
 
@@ -37,48 +35,6 @@ class Feature(Enum):
 
     def __str__(self) -> str:
         return str(self.value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackageProbe:
-    """An optional package a backend needs, and how to find it without importing it.
-
-    Attributes:
-        module: dotted module that must exist; its parents are located on disk, never imported.
-        distribution: distribution that owns the module, for its version.
-        install: the command that installs it.
-        minimum: lowest version that works, e.g. "2.0", or None.
-        below: first version that no longer works, or None.
-    """
-
-    module: str
-    distribution: str
-    install: str
-    minimum: str | None = None
-    below: str | None = None
-
-    def find(self) -> str | None:
-        """Return the installed version, "" when it has none, or None when absent."""
-        if not _module_exists(self.module):
-            return None
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
-
-    def unsupported_reason(self, environment: "Environment") -> str | None:
-        """Return why the package is not usable in `environment`, or None when it is."""
-        version = environment.version(self)
-        error = dict(environment.broken).get(self.module)
-        if error is not None:
-            return f"{self.module} {error}"
-        if version is None:
-            return f"needs the package {self.module}, which is not installed ({self.install})"
-        if version and self.minimum and _parts(version) < _parts(self.minimum):
-            return f"needs {self.distribution} >= {self.minimum}, found {version} ({self.install})"
-        if version and self.below and _parts(version) >= _parts(self.below):
-            return f"needs {self.distribution} < {self.below}, found {version} ({self.install})"
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +83,13 @@ class Environment:
                 return version
         return None
 
+    def lacks(self, probe: PackageProbe) -> str | None:
+        """Return why a package is not usable here, or None when it is."""
+        error = dict(self.broken).get(probe.module)
+        if error is not None:
+            return f"{probe.module} {error}"
+        return probe.unsupported_reason(self.version(probe))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRequest:
@@ -153,45 +116,3 @@ class AttentionRequest:
     def with_needs(self, *features: Feature) -> "AttentionRequest":
         """Return this request with `features` added to what it needs."""
         return replace(self, needs=self.needs | frozenset(features))
-
-
-def _module_exists(dotted: str) -> bool:
-    top, *rest = dotted.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return False
-    if spec is None:
-        return False
-    folders = list(spec.submodule_search_locations or ())
-    for part in rest:
-        # A namespace may span several folders; each may hold the next part.
-        folders = [str(Path(f) / part) for f in folders if _holds(Path(f), part)]
-        if not folders:
-            return False
-    return True
-
-
-def _holds(folder: Path, part: str) -> bool:
-    return (
-        (folder / part).is_dir()
-        or any(folder.glob(f"{part}.py"))
-        or any(folder.glob(f"{part}.*.so"))
-    )
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    numbers: list[int] = []
-    for piece in version.split("+")[0].split("."):
-        digits = ""
-        for character in piece:
-            if not character.isdigit():
-                break
-            digits += character
-        if not digits:
-            break
-        numbers.append(int(digits))
-    # 2.0 and 2.0.0 are the same version.
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.fakes import ALL_FEATURES, PlainImpl, fake_backend

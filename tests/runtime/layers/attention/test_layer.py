@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector
 from multimodal_gen.runtime.layers.attention.custom_ops import _LAYERS
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature

@@ -3,17 +3,13 @@ import sys
 import pytest
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends.declaration import (
-    Capability,
-    HeadSizes,
-    Variant,
-)
+from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
     Environment,
     Feature,
-    PackageProbe,
 )
 from multimodal_gen.runtime.platforms import DeviceCapability, PlatformEnum
 from multimodal_gen.runtime.platforms.devices import CpuPlatform
@@ -79,14 +75,14 @@ def test_detection_finds_a_package_and_its_version_without_importing_it(package)
     package("2.4.1")
     found = Environment.of(CpuPlatform(), [PROBE])
     assert found.version(PROBE) == "2.4.1"
-    assert PROBE.unsupported_reason(found) is None
+    assert found.lacks(PROBE) is None
     assert not any(name.startswith("exploding_attn") for name in sys.modules)
 
 
 def test_a_package_without_metadata_has_no_version_and_will_do(package):
     found = Environment.of(CpuPlatform(), [PROBE])
     assert found.version(PROBE) == ""
-    assert PROBE.unsupported_reason(found) is None
+    assert found.lacks(PROBE) is None
 
 
 @pytest.mark.usefixtures("package")
@@ -117,7 +113,7 @@ def test_a_namespace_over_two_folders_is_searched_in_both(monkeypatch, tmp_path)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
-    assert PROBE.unsupported_reason(environment()) == (
+    assert environment().lacks(PROBE) == (
         "needs the package exploding_attn.kernels.fast, which is not installed "
         "(pip install exploding-attn)"
     )
@@ -125,28 +121,28 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it():
 
 @pytest.mark.parametrize("version", ["2.0.9", "2", "1.9", "2.0rc1", "2.0.5+cu128"])
 def test_a_package_that_is_too_old_says_what_it_found(version):
-    assert PROBE.unsupported_reason(with_version(version)) == (
+    assert with_version(version).lacks(PROBE) == (
         f"needs exploding-attn >= 2.1, found {version} (pip install exploding-attn)"
     )
 
 
 @pytest.mark.parametrize("version", ["3", "3.0.0", "3.1", "10.0"])
 def test_a_package_that_is_too_new_says_what_it_found(version):
-    assert PROBE.unsupported_reason(with_version(version)) == (
+    assert with_version(version).lacks(PROBE) == (
         f"needs exploding-attn < 3, found {version} (pip install exploding-attn)"
     )
 
 
 @pytest.mark.parametrize("version", ["2.1", "2.1.0", "2.10", "2.1.0.post1+cu128", "2.99b3"])
 def test_a_version_within_bounds_will_do(version):
-    assert PROBE.unsupported_reason(with_version(version)) is None
+    assert with_version(version).lacks(PROBE) is None
 
 
 @pytest.mark.parametrize(("found", "minimum"), [("2.0", "2.0.0"), ("2", "2.0"), ("2.0.0", "2")])
 def test_trailing_zeros_of_a_version_do_not_matter(found, minimum):
     probe = PackageProbe(module="m", distribution="d", install="", minimum=minimum)
     packages = frozenset({("m", "d", found)})
-    assert probe.unsupported_reason(environment(packages=packages)) is None
+    assert environment(packages=packages).lacks(probe) is None
 
 
 @pytest.mark.parametrize(

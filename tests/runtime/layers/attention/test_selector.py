@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention import selector
-from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from multimodal_gen.kernels.requirements import HeadSizes, PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -18,10 +19,9 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    HeadSizes,
     Variant,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 _ROCM = frozenset({PlatformEnum.ROCM})

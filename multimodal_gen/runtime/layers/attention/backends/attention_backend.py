@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
 from multimodal_gen.runtime.distributed.ring import RingInputs
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant, needs_platform
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.request import (
-    AttentionRequest,
-    PackageProbe,
-)
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
@@ -332,6 +330,15 @@ class AttentionBackend(ABC):
         return tuple(v for v in cls.variants if kernel in ("auto", v.name))
 
     @classmethod
+    def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
+        """Return queries and keys of a block of the method's plans; 0 where it has none.
+
+        What a call makes of them, where its latents are small, is not known here.
+        """
+        del config
+        return 0, 0
+
+    @classmethod
     def choose_variant(
         cls,
         request: AttentionRequest,
@@ -340,8 +347,9 @@ class AttentionBackend(ABC):
         only: Callable[[Variant], bool] | None = None,
     ) -> Variant | None:
         """Return the first variant `config` leaves that serves `request` and passes `only`."""
+        blocks = cls.block_sizes(config)
         for variant in cls.variants_for(config):
-            if not variant.unsupported_reasons(request) and (only is None or only(variant)):
+            if not variant.unsupported_reasons(request, blocks) and (only is None or only(variant)):
                 return variant
         return None
 
@@ -361,15 +369,16 @@ class AttentionBackend(ABC):
         platform = request.environment.platform
         here = [variant for variant in variants if platform in variant.platforms]
         if not here:
-            served = sorted({str(name) for variant in variants for name in variant.platforms})
-            return (needs_platform(served, platform),)
+            served = {name for variant in variants for name in variant.platforms}
+            return tuple(filter(None, [platform_reason(served, platform)]))
         here = [v for v in here if v.capability_reason(request) is None] or here
+        blocks = cls.block_sizes(config)
         if len(here) == 1:
-            return here[0].unsupported_reasons(request)
+            return here[0].unsupported_reasons(request, blocks)
         return tuple(
             f"{variant.name}: {reason}"
             for variant in here
-            for reason in variant.unsupported_reasons(request)
+            for reason in variant.unsupported_reasons(request, blocks)
         )
 
     @classmethod

@@ -15,8 +15,17 @@ import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import (
+    AUTO,
+    QUANTIZED,
+    KernelDeclaration,
+    Operation,
+    Request,
+    SelectedKernel,
+    e4m3_reason,
+)
 from multimodal_gen.kernels.quantized_attention.api import Values, quantized_attention
-from multimodal_gen.kernels.quantized_attention.providers import has_e4m3
+from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -28,19 +37,13 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     refuse_mask,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
-    ALL_ROLES,
-    HALF_DTYPES,
-    Capability,
-    HeadSizes,
     Variant,
 )
-from multimodal_gen.runtime.layers.attention.backends.flash_attn import FLASH_ATTN_4
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
     Feature,
-    PackageProbe,
 )
 from multimodal_gen.runtime.platforms import PlatformEnum
 
@@ -50,19 +53,16 @@ if TYPE_CHECKING:
 __all__ = [
     "BF16_ONLY",
     "CUDA_ONLY",
-    "ENGINE_KERNELS",
     "FASTVIDEO_KERNEL",
     "SELF_ONLY",
     "SPAS_SAGE_ATTN",
-    "TRITON",
-    "TRITON_WITH_GLUON",
     "QuantizedAttentionImpl",
     "QuantizedBackend",
     "dense_plan",
     "drop_masked",
     "engine_variants",
-    "quantized_variants",
     "refuse_foreign_values",
+    "selected_kernel",
     "upstream_variant",
     "values_of",
     "values_option",
@@ -72,15 +72,6 @@ SELF_ONLY = frozenset({AttentionRole.SELF})
 CUDA_ONLY = frozenset({PlatformEnum.CUDA})
 BF16_ONLY = frozenset({torch.bfloat16})
 
-TRITON = PackageProbe(module="triton", distribution="triton", install="pip install triton")
-# Gluon is experimental: its interface changes with every minor release.
-TRITON_WITH_GLUON = PackageProbe(
-    module="triton",
-    distribution="triton",
-    install="pip install 'triton==3.6.*'",
-    minimum="3.6",
-    below="3.7",
-)
 FASTVIDEO_KERNEL = PackageProbe(
     module="fastvideo_kernel",
     distribution="fastvideo-kernel",
@@ -92,57 +83,64 @@ SPAS_SAGE_ATTN = PackageProbe(
     install="pip install git+https://github.com/thu-ml/SpargeAttn.git --no-build-isolation",
 )
 
-_HEAD_SIZES = HeadSizes(minimum=32, maximum=256, multiple_of=16)
 _HOPPER = Capability(exact=((9, 0),))
 
 
-def engine_variants(features: Iterable[Feature]) -> tuple[Variant, ...]:
-    """Return the block-sparse engine's kernels, fastest first, each with `features`.
+def engine_variants(
+    operation: Operation,
+    features: Iterable[Feature],
+    *,
+    roles: frozenset[AttentionRole] = SELF_ONLY,
+    plans: Iterable[str] = (),
+    kernels: Iterable[str] | None = None,
+) -> tuple[Variant, ...]:
+    """Return what an engine's kernels declare, fastest first.
 
     Args:
-        features: what the method can honour on every kernel.
+        operation: the engine, `BLOCK_SPARSE` or `QUANTIZED`.
+        features: what the method can honour on kernels that can.
+        roles: layer roles that it serves.
+        plans: what all plans of the method are, as fields of a kernel's request: other kernels
+            are left out.
+        kernels: the kernels to take; all when None.
     """
-    shared = frozenset(features)
-    return (
-        Variant(
-            name="gluon",
-            platforms=CUDA_ONLY,
-            dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(minimum=32, maximum=128, multiple_of=16),
-            features=shared,
-            packages=(TRITON_WITH_GLUON,),
-            capability=_HOPPER,
-            roles=SELF_ONLY,
-        ),
-        Variant(
-            name="fa4",
-            platforms=CUDA_ONLY,
-            dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(listed=(64, 96, 128)),
-            features=shared,
-            packages=(FLASH_ATTN_4,),
-            capability=Capability(exact=((9, 0), (10, 0))),
-            roles=SELF_ONLY,
-        ),
-        Variant(
-            name="triton",
-            platforms=frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM}),
-            dtypes=HALF_DTYPES,
-            head_sizes=_HEAD_SIZES,
-            features=shared,
-            packages=(TRITON,),
-            capability=Capability(minimum=(8, 0)),
-            roles=SELF_ONLY,
-        ),
-        Variant(
-            name="reference",
-            platforms=frozenset(PlatformEnum),
-            dtypes=HALF_DTYPES | {torch.float32},
-            head_sizes=_HEAD_SIZES,
-            features=shared | {Feature.BACKWARD},
-            roles=SELF_ONLY,
-        ),
+    names = operation.names if kernels is None else kernels
+    return tuple(
+        _variant(kernel, frozenset(features), roles)
+        for kernel in operation.kernels
+        if kernel.name in names and kernel.serves >= set(plans)
     )
+
+
+def _variant(
+    kernel: KernelDeclaration, features: frozenset[Feature], roles: frozenset[AttentionRole]
+) -> Variant:
+    refused = set() if "causal" in kernel.serves else {Feature.CAUSAL}
+    backward = {Feature.BACKWARD} if "backward" in kernel.serves else set()
+    names = map(str, PlatformEnum) if kernel.platforms is None else kernel.platforms
+    return Variant(
+        name=kernel.name,
+        platforms=frozenset(map(PlatformEnum, names)),
+        # What methods compute beside an engine takes 32 bits at most.
+        dtypes=kernel.dtypes - {torch.float64},
+        head_sizes=kernel.head_sizes,
+        features=(features - refused) | backward,
+        packages=kernel.packages,
+        capability=kernel.capability,
+        roles=roles,
+        kernel=kernel,
+    )
+
+
+def selected_kernel(variant: str, config: BackendConfig | None) -> SelectedKernel:
+    """Return what an implementation passes to an engine as `kernel`.
+
+    Args:
+        variant: name of the variant that selection chose; "" for a layer built without selection.
+        config: the backend's configuration; a kernel that it names refuses calls it cannot serve.
+    """
+    asked = getattr(config, "kernel", AUTO)
+    return SelectedKernel(variant or asked, named=asked != AUTO)
 
 
 def upstream_variant(
@@ -235,39 +233,7 @@ def drop_masked(
     return key, value, replace(plan, kv=ragged)
 
 
-ENGINE_KERNELS = ("gluon", "triton", "reference")
-"""Kernels of the 8-bit engine, fastest first."""
-
-_QUANTIZED_HEAD_SIZES = HeadSizes(minimum=16, maximum=128, multiple_of=8)
 _BLOCK = 128
-
-
-def quantized_variants(
-    features: Iterable[Feature], roles: frozenset[AttentionRole] = ALL_ROLES
-) -> tuple[Variant, ...]:
-    """Return the engine's GPU kernels, fastest first, each with `features`.
-
-    Args:
-        features: what the method can honour on every kernel.
-        roles: layer roles it serves.
-    """
-    portable = Variant(
-        name="triton",
-        platforms=CUDA_ONLY,
-        dtypes=HALF_DTYPES,
-        head_sizes=_QUANTIZED_HEAD_SIZES,
-        features=frozenset(features),
-        packages=(TRITON,),
-        capability=Capability(minimum=(8, 0)),
-        roles=roles,
-    )
-    hopper = replace(
-        portable,
-        name="gluon",
-        packages=(TRITON_WITH_GLUON,),
-        capability=Capability(exact=((9, 0),)),
-    )
-    return hopper, portable
 
 
 def values_option() -> Any:
@@ -304,7 +270,7 @@ class QuantizedBackend(AttentionBackend):
     def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
         """Return the variants that the parameters leave: e4m3 values leave the engine's."""
         left = super().variants_for(config)
-        return tuple(v for v in left if v.name in ENGINE_KERNELS or values_of(config) == "16-bit")
+        return tuple(v for v in left if v.name in QUANTIZED.names or values_of(config) == "16-bit")
 
     @classmethod
     def choose_variant(
@@ -329,16 +295,17 @@ class QuantizedBackend(AttentionBackend):
 
 def _values_reasons(request: AttentionRequest, config: BackendConfig | None) -> tuple[str, ...]:
     environment = request.environment
-    capability = environment.capability
-    asked = values_of(config) == "e4m3" and getattr(config, "kernel", "auto") != "reference"
-    if not asked or environment.platform is not PlatformEnum.CUDA or capability is None:
+    if values_of(config) != "e4m3" or getattr(config, "kernel", AUTO) == "reference":
         return ()
-    if has_e4m3("cuda", capability):
-        return ()
-    return (
-        f"needs compute capability >= 8.9 for `values` e4m3, this GPU has "
-        f"{capability.as_version_str()}; use values=16-bit",
+    asked = Request(
+        platform=str(environment.platform),
+        capability=environment.capability,
+        dtype=request.dtype,
+        head_size=request.head_size,
+        e4m3=True,
     )
+    reason = e4m3_reason(asked)
+    return () if reason is None else (reason,)
 
 
 class QuantizedAttentionImpl(AttentionImpl):
@@ -373,7 +340,7 @@ class QuantizedAttentionImpl(AttentionImpl):
             value,
             plan,
             scale=self.softmax_scale,
-            kernel=self.variant or "auto",
+            kernel=self.variant or AUTO,
             values=values_of(self.config),
         )
         assert isinstance(out, torch.Tensor)
@@ -393,7 +360,7 @@ class QuantizedAttentionImpl(AttentionImpl):
             value,
             plan,
             scale=self.softmax_scale,
-            kernel=self.variant or "auto",
+            kernel=self.variant or AUTO,
             values=values_of(self.config),
             return_lse=True,
         )

@@ -5,13 +5,15 @@ key, and return the log-sum-exp as natural logarithm in fp32 [B, H, S].
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.engine import FLASH_ATTN_4
+from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -19,16 +21,10 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad, refuse_mask
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    Capability,
-    HeadSizes,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
-from multimodal_gen.runtime.layers.attention.request import (
-    AttentionRequest,
-    Feature,
-    PackageProbe,
-)
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 if TYPE_CHECKING:
@@ -38,11 +34,8 @@ _FORWARD = frozenset({Feature.GQA, Feature.CAUSAL, Feature.VARLEN, Feature.LSE, 
 _UP_TO_256 = HeadSizes(minimum=8, maximum=256, multiple_of=8)
 _CUDA = frozenset({PlatformEnum.CUDA})
 
-FLASH_ATTN_4 = PackageProbe(
-    module="flash_attn.cute",
-    distribution="flash-attn-4",
-    install="pip install --pre flash-attn-4",
-)
+# Dense calls have the same interface in every version.
+_FLASH_ATTN_4 = replace(FLASH_ATTN_4, minimum=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +203,7 @@ class FlashAttentionBackend(AttentionBackend):
             dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 96, 128, 192, 256)),
             features=_FORWARD | {Feature.BACKWARD},
-            packages=(FLASH_ATTN_4,),
+            packages=(_FLASH_ATTN_4,),
             capability=Capability(exact=((9, 0),)),
         ),
         Variant(
@@ -219,7 +212,7 @@ class FlashAttentionBackend(AttentionBackend):
             dtypes=HALF_DTYPES,
             head_sizes=_UP_TO_256,
             features=_FORWARD,
-            packages=(FLASH_ATTN_4,),
+            packages=(_FLASH_ATTN_4,),
             capability=Capability(exact=((9, 0),)),
         ),
         Variant(
@@ -228,7 +221,7 @@ class FlashAttentionBackend(AttentionBackend):
             dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 96, 128)),
             features=_FORWARD | {Feature.BACKWARD},
-            packages=(FLASH_ATTN_4,),
+            packages=(_FLASH_ATTN_4,),
             capability=Capability(minimum=(10, 0), below=(12, 0)),
         ),
         Variant(

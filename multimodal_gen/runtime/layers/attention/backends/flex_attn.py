@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -23,7 +24,6 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    HeadSizes,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.masks import with_causal

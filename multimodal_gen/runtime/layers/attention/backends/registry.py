@@ -13,8 +13,9 @@ from types import MappingProxyType
 import torch
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
-from multimodal_gen.runtime.layers.attention.request import Environment, PackageProbe
+from multimodal_gen.runtime.layers.attention.request import Environment
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,
     PlatformEnum,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.engine import QUANTIZED
+from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -23,24 +25,22 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    ALL_ROLES,
     HALF_DTYPES,
-    Capability,
-    HeadSizes,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    ENGINE_KERNELS,
     SPAS_SAGE_ATTN,
     QuantizedAttentionImpl,
     QuantizedBackend,
-    quantized_variants,
+    engine_variants,
     refuse_foreign_values,
     upstream_variant,
     values_of,
     values_option,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def attend_spas_sage(
 
 
 _BASIC = frozenset({Feature.GQA, Feature.CAUSAL})
-_ENGINE = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.LSE, Feature.RING})
+_ENGINE = frozenset({Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.LSE, Feature.RING})
 # Value of `kernel` -> variants that it leaves.
 _VARIANTS = MappingProxyType(
     {
@@ -188,7 +188,7 @@ class SageAttentionImpl(AttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         kind: type[AttentionImpl] = PackageImpl
-        if self.variant in ENGINE_KERNELS:
+        if self.variant in QUANTIZED.names:
             kind = QuantizedAttentionImpl
         elif self.variant == SPAS_SAGE:
             kind = SpasImpl
@@ -275,12 +275,7 @@ class PackageImpl(AlignedImpl):
         return (result[0], result[1]) if lse else (result, None)
 
 
-_HOPPER, _PORTABLE = (
-    replace(variant, features=variant.features | {Feature.CAUSAL})
-    if variant.name == "triton"
-    else variant
-    for variant in quantized_variants(_ENGINE)
-)
+_GLUON, _TRITON = engine_variants(QUANTIZED, _ENGINE, roles=ALL_ROLES, kernels=("gluon", "triton"))
 
 
 class SageAttentionBackend(QuantizedBackend):
@@ -307,8 +302,8 @@ class SageAttentionBackend(QuantizedBackend):
             capability=Capability(exact=((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))),
         ),
         # Version 1 is behind both: 427 to 448 TFLOP/s on an H200, where they reach 844 and 479.
-        _HOPPER,
-        _PORTABLE,
+        _GLUON,
+        _TRITON,
         Variant(
             name="sage1",
             platforms=frozenset({PlatformEnum.CUDA}),

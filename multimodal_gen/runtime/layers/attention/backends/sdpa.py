@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -31,8 +32,6 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    Capability,
-    HeadSizes,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, with_causal

@@ -3,14 +3,13 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -33,9 +32,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 if TYPE_CHECKING:
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.LSE, Feature.RING})
-# By kernel: what it can do beyond that.
-_MORE = MappingProxyType({"triton": frozenset({Feature.CAUSAL})})
+_FEATURES = frozenset({Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.LSE, Feature.RING})
 _KEY_BLOCK = 384
 _CAUSAL_BLOCK = 128
 _FASTEST_HEAD_SIZES = (64, 128)
@@ -62,7 +59,7 @@ class TritonAttentionImpl(AttentionImpl):
             key, value, plan = drop_masked(key, value, plan, attn_mask, "triton_attn")
         query, key, value = map(_loadable, (query, key, value))
         out = block_sparse_attention(
-            query, key, value, plan, scale=self.softmax_scale, kernel=self.variant
+            query, key, value, plan, scale=self.softmax_scale, kernel=self.variant or AUTO
         )
         assert isinstance(out, torch.Tensor)
         return out
@@ -94,7 +91,13 @@ class TritonAttentionImpl(AttentionImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = map(_loadable, (query, key, value))
         out, lse = block_sparse_attention(
-            query, key, value, plan, scale=self.softmax_scale, kernel=self.variant, return_lse=True
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.variant or AUTO,
+            return_lse=True,
         )
         return out, lse
 
@@ -116,14 +119,8 @@ class TritonAttentionBackend(AttentionBackend):
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.TRITON_ATTN
     summary: ClassVar[str] = "dense attention on the package's own kernels"
-    variants: ClassVar[tuple[Variant, ...]] = tuple(
-        replace(
-            variant,
-            roles=ALL_ROLES,
-            features=variant.features | _MORE.get(variant.name, frozenset()),
-        )
-        for variant in engine_variants(_FEATURES)
-        if variant.name in ("gluon", "triton")
+    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
+        BLOCK_SPARSE, _FEATURES, roles=ALL_ROLES, kernels=("gluon", "triton")
     )
 
     @classmethod

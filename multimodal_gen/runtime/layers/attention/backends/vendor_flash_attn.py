@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.requirements import HeadSizes, PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -21,14 +22,13 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    HeadSizes,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashLibrary,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 

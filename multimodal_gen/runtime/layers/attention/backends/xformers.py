@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -16,11 +17,9 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    Capability,
-    HeadSizes,
     Variant,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 

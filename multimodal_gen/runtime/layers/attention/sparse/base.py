@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
 from multimodal_gen.runtime.layers.attention.config import SparseConfig
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -25,6 +26,7 @@ class SparseImpl(AttentionImpl):
     Attributes:
         backend: the method, for messages.
         config_cls: its parameters.
+        kernel: what runs its plans, or the authors' package.
     """
 
     backend: AttentionBackendEnum
@@ -33,6 +35,7 @@ class SparseImpl(AttentionImpl):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.kernel = selected_kernel(self.variant, self.config)
         self._first_head = 0  # of the call that runs
         # By step and first head: heads may come in groups.
         self._densities: dict[tuple[int, int], float | torch.Tensor] = {}
@@ -58,6 +61,7 @@ class SparseImpl(AttentionImpl):
             UsageError: the latent grid is unknown or does not fit the sequence.
         """
         self._first_head = first_head
+        self.kernel.begin_call()
         layout = sequence_layout(query, key, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         keep = None
@@ -98,6 +102,10 @@ class SparseImpl(AttentionImpl):
                 for before the report is made.
         """
         self._densities[context.current_timestep, self._first_head] = density
+
+    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
+        """See `AttentionImpl.kernel_detours`."""
+        return self.kernel.detours()
 
     def densities(self) -> Mapping[int, float]:
         """Return the density of every step so far; waits for the device where data decided it."""

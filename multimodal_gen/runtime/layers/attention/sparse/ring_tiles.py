@@ -18,6 +18,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, KernelChoice, SelectedKernel
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.runtime.distributed.collectives import ExchangeRowsWork
 from multimodal_gen.runtime.distributed.groups import Group
@@ -244,9 +245,13 @@ def tiles_held(indices: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch
     return lists[..., :room], (counts.squeeze(-1) + text).int()
 
 
-def whole_tiles_only(kernel: str) -> str | None:
-    """Return why a kernel that somebody asked for cannot serve chunks, or None."""
-    return "kernel fa4 takes whole tiles only, and chunks cut them" if kernel == "fa4" else None
+def whole_tiles_only(kernel: SelectedKernel) -> str | None:
+    """Return why a kernel that a user named cannot serve chunks, or None."""
+    if not kernel.named or kernel.name not in BLOCK_SPARSE.names:
+        return None
+    if "ragged" in BLOCK_SPARSE.kernel(kernel.name).serves:
+        return None
+    return f"kernel {kernel.name} takes whole tiles only, and chunks cut them"
 
 
 PlanOf = Callable[[Chunk], BlockPlan | None]
@@ -265,7 +270,7 @@ def attend_in_ring(
     plan_of: PlanOf,
     *,
     scale: float,
-    kernel: str = "auto",
+    kernel: KernelChoice = AUTO,
     queries: Chunk | None = None,
     engine: Engine | None = None,
     reach: Reach | None = None,
@@ -278,7 +283,7 @@ def attend_in_ring(
         plan_of: gives the plan of this rank's video queries over the keys of a chunk, its text
             included, or None where they keep none of them. Other queries attend to every key.
         scale: factor of the scores.
-        kernel: provider of the block-sparse engine.
+        kernel: what the block-sparse engine is to run.
         queries: this rank's tokens in the tiles of queries, where those of keys are others.
         engine: what computes the plans, where that is not the block-sparse engine.
         reach: which keys ranks send each other instead of passing all of them round, where the
@@ -442,7 +447,7 @@ def _block_sparse(
     plan: BlockPlan,
     *,
     scale: float,
-    kernel: str,
+    kernel: KernelChoice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = block_sparse_attention(
         query, key, value, plan, scale=scale, return_lse=True, kernel=kernel

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import AUTO, KernelChoice, kernel_name
 from multimodal_gen.kernels.tile_order.api import (
     TileOrder,
     gather_tokens,
@@ -250,7 +251,7 @@ def attend_tiled(
     plan_of: Callable[[slice], BlockPlan],
     *,
     scale: float,
-    kernel: str = "auto",
+    kernel: KernelChoice = AUTO,
     keep: torch.Tensor | None = None,
     cached_plans: bool = False,
 ) -> torch.Tensor:
@@ -267,7 +268,7 @@ def attend_tiled(
         plan_of: gives the plan of a range of query heads, over `queries.blocks` and
             `keys.blocks`.
         scale: factor of the scores.
-        kernel: provider of the block-sparse engine.
+        kernel: what the block-sparse engine is to run.
         keep: bool [B, Sk], keys to attend to; None for all.
         cached_plans: whether `plan_of` may return one plan several times.
 
@@ -302,7 +303,7 @@ def attend_tiled(
     for part in heads_at_once(query, out, kv_heads):
         call = partial(attend, part)
         plan = plan_of(slice(part.start * group, part.stop * group)) if cached_plans else None
-        use = (query.shape, kv_heads, query.dtype, kernel)
+        use = (query.shape, kv_heads, query.dtype, kernel_name(kernel))
         if plan is not None and keep is None and _is_new(plan, use):
             call()
         else:

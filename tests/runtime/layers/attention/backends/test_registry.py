@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
-from multimodal_gen.runtime.layers.attention.request import PackageProbe
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,

@@ -179,7 +179,7 @@ def test_the_kernel_is_the_fastest_that_the_parameter_leaves(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"head_size": 160}, "needs head size 16 to 128, multiple of 8, got 160"),
+        ({"head_size": 160}, "needs head size <= 128, multiple of 8, got 160"),
         ({"capability": (7, 5)}, "needs compute capability >= 8.0, this GPU has 7.5"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_gpu_without_e4m3_is_the_only_reason_given(kernel, request_on):
     assert SageAttentionBackend.choose_variant(request, e4m3(kernel=kernel)) is None
     (reason,) = SageAttentionBackend.unsupported_reasons(request, e4m3(kernel=kernel))
     assert reason == (
-        "needs compute capability >= 8.9 for `values` e4m3, this GPU has 8.6; use values=16-bit"
+        "needs compute capability >= 8.9 for e4m3 values, this GPU has 8.6; use values=16-bit"
     )
 
 

@@ -14,7 +14,9 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import BLOCK_SPARSE, TRITON
 from multimodal_gen.kernels.linear_attention.api import add_linear
+from multimodal_gen.kernels.requirements import Capability, PackageProbe
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -23,16 +25,14 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    Capability,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    TRITON,
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_in_ring,
@@ -105,11 +105,17 @@ class SLABackend(AttentionBackend):
     summary: ClassVar[str] = "Sparse-Linear Attention: exact over the best blocks, linear beside it"
     config_cls: ClassVar[type[SLAConfig]] = SLAConfig
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA, Feature.KEY_MASK, Feature.RING)),
+        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
         upstream_variant(
             "sparse_linear_attention", _SLA, TRITON, capability=Capability(minimum=(8, 0))
         ),
     )
+
+    @classmethod
+    def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
+        """Return the tokens of a block; see `AttentionBackend.block_sizes`."""
+        options = config if isinstance(config, SLAConfig) else SLAConfig()
+        return options.BLKQ, options.BLKK
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
@@ -177,13 +183,14 @@ class SLAImpl(SparseImpl):
         """See `AttentionImpl.ring_reason`."""
         if self.options.linear_branch == "unselected":
             return "linear_branch unselected needs a state per query block of keys it never joins"
-        return whole_tiles_only(self.options.kernel)
+        return whole_tiles_only(self.kernel)
 
     def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
         self._first_head = inputs.first_head
+        self.kernel.begin_call()
         layout, options = ring_layout(inputs, context, str(self.backend)), self.options
         assert context is not None, "a layout needs a context"
         blocks = raster_blocks(layout, options.BLKQ, options.BLKK, inputs.query.device)
@@ -235,7 +242,7 @@ class SLAImpl(SparseImpl):
         """
         del means
         out = block_sparse_attention(
-            query, key, value, plan, scale=self.softmax_scale, kernel=self.options.kernel
+            query, key, value, plan, scale=self.softmax_scale, kernel=self.kernel
         )
         assert isinstance(out, torch.Tensor)
         return out
@@ -251,14 +258,14 @@ class SLAImpl(SparseImpl):
             plan,
             scale=self.softmax_scale,
             return_lse=True,
-            kernel=self.options.kernel,
+            kernel=self.kernel,
         )
         return out, lse
 
     @property
     def by_upstream(self) -> bool:
         """Whether the authors' package computes everything."""
-        return UPSTREAM in (self.options.kernel, self.variant)
+        return self.kernel.name == UPSTREAM
 
     def attend_upstream(
         self,

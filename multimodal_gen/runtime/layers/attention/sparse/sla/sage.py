@@ -12,21 +12,19 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.engine import QUANTIZED
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
+from multimodal_gen.kernels.requirements import Capability
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
-    Capability,
-    HeadSizes,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    ENGINE_KERNELS,
-    SELF_ONLY,
     SPAS_SAGE_ATTN,
     QuantizedBackend,
-    quantized_variants,
+    engine_variants,
     refuse_foreign_values,
     upstream_variant,
     values_of,
@@ -41,7 +39,7 @@ from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAImpl
-from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 
@@ -83,7 +81,7 @@ class SageSLAConfig(SparseConfig):
 
     def check(self) -> None:
         """SpargeAttn takes no `values`."""
-        refuse_foreign_values(self.kernel, self.values, "sage_sla_attn", *ENGINE_KERNELS)
+        refuse_foreign_values(self.kernel, self.values, "sage_sla_attn", *QUANTIZED.names)
 
 
 class SageSLABackend(QuantizedBackend):
@@ -93,15 +91,7 @@ class SageSLABackend(QuantizedBackend):
     summary: ClassVar[str] = "Sparse-Linear Attention: 8-bit scores, and 16-bit values by default"
     config_cls: ClassVar[type[SageSLAConfig]] = SageSLAConfig
     variants: ClassVar[tuple[Variant, ...]] = (
-        *quantized_variants(_FEATURES, SELF_ONLY),
-        Variant(
-            name="reference",
-            platforms=frozenset(PlatformEnum),
-            dtypes=HALF_DTYPES | {torch.float32},
-            head_sizes=HeadSizes(minimum=16, maximum=128, multiple_of=8),
-            features=_FEATURES,
-            roles=SELF_ONLY,
-        ),
+        *engine_variants(QUANTIZED, _FEATURES),
         replace(
             upstream_variant(
                 SPAS_SAGE,
@@ -143,7 +133,7 @@ class SageSLAImpl(SLAImpl):
         they have in common.
         """
         refuse_grad(str(self.backend), query, key, value)
-        if SPAS_SAGE in (self.options.kernel, self.variant):
+        if self.kernel.name == SPAS_SAGE:
             return self._attend_spas_sage(query, key, value, plan)
         out = quantized_attention(
             query,
@@ -151,7 +141,7 @@ class SageSLAImpl(SLAImpl):
             value,
             plan,
             scale=self.softmax_scale,
-            kernel=self.variant or self.options.kernel,
+            kernel=self.kernel,
             values=values_of(self.config),
             mean=means.mean(2).float(),
         )
@@ -169,7 +159,7 @@ class SageSLAImpl(SLAImpl):
             plan,
             scale=self.softmax_scale,
             return_lse=True,
-            kernel=self.variant or self.options.kernel,
+            kernel=self.kernel,
             values=values_of(self.config),
         )
         return out, lse

@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -11,6 +12,8 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
+from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -22,8 +25,14 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import Axis, DensePart, SparseConfig, option
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.config import (
+    Axis,
+    BackendConfig,
+    DensePart,
+    SparseConfig,
+    option,
+)
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     Chunk,
@@ -165,10 +174,16 @@ class SlidingTileBackend(AttentionBackend):
     summary: ClassVar[str] = "Sliding Tile Attention: a window of tiles per step, layer and head"
     config_cls: ClassVar[type[SlidingTileConfig]] = SlidingTileConfig
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA, Feature.KEY_MASK, Feature.RING)),
+        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
         upstream_variant("st_attn", _ST_ATTN, head_sizes=(128,)),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, head_sizes=(128,)),
     )
+
+    @classmethod
+    def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
+        """Return the tokens of a tile; see `AttentionBackend.block_sizes`."""
+        size = math.prod(getattr(config, "tile_size", DEFAULT_TILE))
+        return size, size
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
@@ -213,7 +228,7 @@ class SlidingTileImpl(SparseImpl):
             keys=tiled_sequence(layout, layout.num_keys, tile, query.device),
             keep=keep,
             scale=self.softmax_scale,
-            kernel=self._config.kernel,
+            kernel=self.kernel,
         )
         if self._searches:
             return self._search(call, layout, context)
@@ -223,13 +238,14 @@ class SlidingTileImpl(SparseImpl):
         """See `AttentionImpl.ring_reason`."""
         if self._searches:
             return "STA_searching compares whole heads, and strategies serve any number of GPUs"
-        return whole_tiles_only(self._config.kernel)
+        return whole_tiles_only(self.kernel)
 
     def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
         self._first_head = inputs.first_head
+        self.kernel.begin_call()
         layout = ring_layout(inputs, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         query, call = inputs.query, inputs.call
@@ -244,7 +260,7 @@ class SlidingTileImpl(SparseImpl):
         reach = None
         if call.keep is None and inputs.shared_key is None:
             reach = reach_of(windows, chunks, call.group.index)
-        scale, kernel = self.softmax_scale, self._config.kernel
+        scale, kernel = self.softmax_scale, self.kernel
         return attend_in_ring(inputs, chunks, plan_of, scale=scale, kernel=kernel, reach=reach)
 
     def _windows(

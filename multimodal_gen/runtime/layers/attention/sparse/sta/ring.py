@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Chunk, Reach, tiles_held
 from multimodal_gen.runtime.layers.attention.sparse.sta.upstream import (
     UPSTREAM,
@@ -43,7 +44,7 @@ class WindowedCall:
     keys: TiledSequence
     keep: torch.Tensor | None
     scale: float
-    kernel: str
+    kernel: SelectedKernel
 
     @property
     def tiles(self) -> Window:
@@ -52,7 +53,7 @@ class WindowedCall:
 
     def over(self, windows: tuple[Window, ...]) -> torch.Tensor:
         """Return attention over a window per head, [B, Sq, H, D]."""
-        if self.kernel in UPSTREAM:
+        if self.kernel.name in UPSTREAM:
             return self._upstream(windows)
         return attend_tiled(
             self.query,
@@ -81,7 +82,7 @@ class WindowedCall:
             kv_heads=self.key.shape[2],
         )
         index = self.keys.index  # that of the queries too, where the kernels serve the call
-        return attend_upstream(self.kernel, self.query, self.key, self.value, index, call)
+        return attend_upstream(self.kernel.name, self.query, self.key, self.value, index, call)
 
 
 # Few heads share a pass, so there are few combinations of windows.

@@ -10,7 +10,6 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,14 +20,15 @@ from multimodal_gen.kernels.cluster_attention.plan import (
     kept_clusters,
     kept_pairs,
 )
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, FLASH_KMEANS, KMEANS
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
+from multimodal_gen.kernels.requirements import Capability, PackageProbe, platform_reason
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import Capability, Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    TRITON,
     engine_variants,
     upstream_variant,
 )
@@ -38,11 +38,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     first_of,
     option,
 )
-from multimodal_gen.runtime.layers.attention.request import (
-    AttentionRequest,
-    Feature,
-    PackageProbe,
-)
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import (
     CentroidCache,
@@ -65,18 +61,13 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     sequence_layout,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _SVG = PackageProbe(
     module=UPSTREAM,
     distribution="svg",
     install="see https://github.com/svg-project/Sparse-VideoGen",
 )
-_FLASH_KMEANS = PackageProbe(
-    module="flash_kmeans", distribution="flash-kmeans", install="pip install flash-kmeans"
-)
-_KMEANS_PACKAGES = MappingProxyType({"triton": TRITON, "flash_kmeans": _FLASH_KMEANS})
-_GPUS = frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +136,9 @@ class SVG2Backend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
     summary: ClassVar[str] = "Sparse VideoGen 2: clusters of queries attend to clusters of keys"
     config_cls: ClassVar[type[SVG2Config]] = SVG2Config
-    packages: ClassVar[tuple[PackageProbe, ...]] = (_FLASH_KMEANS,)
+    packages: ClassVar[tuple[PackageProbe, ...]] = (FLASH_KMEANS,)
     variants: ClassVar[tuple[Variant, ...]] = (
-        *(v for v in engine_variants((Feature.GQA, Feature.KEY_MASK)) if v.name != "fa4"),
+        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("ragged",)),
         upstream_variant(
             UPSTREAM, _SVG, head_sizes=(64, 128, 256), capability=Capability(minimum=(8, 0))
         ),
@@ -185,12 +176,12 @@ class SVG2Backend(AttentionBackend):
 def _kmeans_reasons(request: AttentionRequest, config: BackendConfig | None) -> tuple[str, ...]:
     """Return why the k-means that `config` asks for cannot run where `request` does."""
     name = getattr(config, "kmeans_kernel", "auto")
-    probe, environment = _KMEANS_PACKAGES.get(name), request.environment
-    if probe is None:
+    if name == AUTO:
         return ()
-    reasons = [probe.unsupported_reason(environment)]
-    if environment.platform not in _GPUS:
-        reasons.append(f"needs a GPU, this is {environment.platform}")
+    kernel, environment = KMEANS.kernel(name), request.environment
+    reasons = [environment.lacks(probe) for probe in kernel.packages]
+    if kernel.platforms is not None:
+        reasons.append(platform_reason(kernel.platforms, str(environment.platform)))
     return tuple(f"kmeans_kernel {name} {reason}" for reason in reasons if reason)
 
 
@@ -226,7 +217,7 @@ class SVG2Impl(SparseImpl):
         self._centroids.end(request_id)
 
     def _upstream_reasons(self, text: int = 0) -> tuple[str, ...]:
-        if self._config.kernel != UPSTREAM:
+        if self.kernel.name != UPSTREAM:
             return ()
         return upstream_reasons(
             heads=self.num_heads,
@@ -256,7 +247,7 @@ class SVG2Impl(SparseImpl):
             if out[:, span].shape[1]:
                 rows = query[:, span]
                 out[:, span] = attend_rows(rows, key, value, keep, self.softmax_scale)
-        if self._config.kernel == UPSTREAM:
+        if self.kernel.name == UPSTREAM:
             attend_upstream(query, key, value, call, keep, out, scale=self.softmax_scale)
         else:
             attend_clusters(
@@ -266,7 +257,7 @@ class SVG2Impl(SparseImpl):
                 call,
                 out,
                 scale=self.softmax_scale,
-                kernel=self._config.kernel,
+                kernel=self.kernel,
             )
         return out
 

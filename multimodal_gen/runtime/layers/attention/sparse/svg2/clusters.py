@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from multimodal_gen.kernels.cluster_attention.api import cluster_attention, query_pieces
 from multimodal_gen.kernels.cluster_attention.plan import Groups
+from multimodal_gen.kernels.engine import KernelChoice
 from multimodal_gen.kernels.kmeans.api import Clusters
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -196,7 +197,7 @@ def attend_clusters(
     out: torch.Tensor,
     *,
     scale: float,
-    kernel: str,
+    kernel: KernelChoice,
 ) -> None:
     """Write the attention of the video's queries into `out`; does not wait for the device.
 
@@ -207,7 +208,7 @@ def attend_clusters(
         call: what attends to what.
         out: [B, Sq, H, D].
         scale: factor of the scores.
-        kernel: provider of the block-sparse engine.
+        kernel: what the block-sparse engine is to run.
     """
     kv_heads = key.shape[2]
     group = query.shape[2] // kv_heads

@@ -15,6 +15,8 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.chunk_select.api import Rule
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
+from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -26,7 +28,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     upstream_variant,
 )
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
@@ -177,8 +179,7 @@ class VMoBABackend(AttentionBackend):
     summary: ClassVar[str] = "V-MoBA: each query picks temporal, spatial or 3-D chunks of keys"
     config_cls: ClassVar[type[VMoBAConfig]] = VMoBAConfig
     variants: ClassVar[tuple[Variant, ...]] = (
-        # flash-attn-4 has no choice per row.
-        *(v for v in engine_variants((Feature.GQA, Feature.KEY_MASK)) if v.name != "fa4"),
+        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("row_bits",)),
         upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, _FLASH_ATTN),
     )
 
@@ -241,12 +242,12 @@ class VMoBAImpl(SparseImpl):
             chunks=partition(layout, chunk, query.device),
             rule=config.rule(kind),
             scale=self.softmax_scale,
-            kernel=config.kernel,
+            kernel=self.kernel,
             keep=keep,
         )
         num_chunks = call.chunks.num_chunks
         own_only = call.rule.keeps_own_only(num_chunks)
-        if config.kernel == UPSTREAM:
+        if self.kernel.name == UPSTREAM:
             keeps_own = own_only and config.only_own_chunk == "keep"
             self.record(context, 1.0 if own_only else call.density(select(call)[1]))
             return attend_upstream(call, keeps_own=keeps_own)

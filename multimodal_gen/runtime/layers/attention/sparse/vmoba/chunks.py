@@ -13,6 +13,7 @@ import torch
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
+from multimodal_gen.kernels.engine import AUTO, KernelChoice
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
     SortedRows,
@@ -197,7 +198,7 @@ class ChunkCall:
         chunks: its chunks.
         rule: how queries choose among them.
         scale: factor of the scores.
-        kernel: provider of the block-sparse engine.
+        kernel: what the block-sparse engine is to run.
         keep: bool [B, Sk], keys that may be attended to; None for all.
         groups: how the chunks are grouped; None for what suits the sizes.
     """
@@ -209,7 +210,7 @@ class ChunkCall:
     chunks: Partition
     rule: Rule
     scale: float
-    kernel: str = "auto"
+    kernel: KernelChoice = AUTO
     keep: torch.Tensor | None = None
     groups: ChunkGroups | None = None
 

@@ -18,6 +18,8 @@ import torch
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import BLOCK_SPARSE, KernelChoice
+from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -30,8 +32,8 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
-from multimodal_gen.runtime.layers.attention.request import Feature, PackageProbe
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_in_ring,
@@ -120,10 +122,16 @@ class VideoSparseBackend(AttentionBackend):
     summary: ClassVar[str] = "Video Sparse Attention: coarse attention picks the tiles to attend to"
     config_cls: ClassVar[type[VideoSparseConfig]] = VideoSparseConfig
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants((Feature.GQA, Feature.KEY_MASK, Feature.RING)),
+        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
         upstream_variant("vsa", _VSA),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),
     )
+
+    @classmethod
+    def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
+        """Return the tokens of a tile; see `AttentionBackend.block_sizes`."""
+        size = math.prod(getattr(config, "tile_size", VideoSparseConfig().tile_size))
+        return size, size
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
@@ -166,6 +174,7 @@ class VideoSparseImpl(SparseImpl):
     ) -> torch.Tensor:
         """Return both stages; see `AttentionImpl.forward_gated`."""
         self._first_head = first_head
+        self.kernel.begin_call()
         layout = sequence_layout(query, key, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         return self._attend(query, key, value, layout, context, None, gate)
@@ -186,17 +195,18 @@ class VideoSparseImpl(SparseImpl):
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
-        return whole_tiles_only(self._config.kernel)
+        return whole_tiles_only(self.kernel)
 
     def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
         self._first_head = inputs.first_head
+        self.kernel.begin_call()
         layout = ring_layout(inputs, context, str(self.backend))
         assert context is not None, "a layout needs a context"
         call, gate, device = inputs.call, inputs.gate, inputs.query.device
-        run = partial(attend_in_ring, inputs, scale=self.softmax_scale, kernel=self._config.kernel)
+        run = partial(attend_in_ring, inputs, scale=self.softmax_scale, kernel=self.kernel)
         num_tiles = math.prod(self._tiles(layout.grid))
         kept = kept_tiles(self._config, num_tiles, layout.num_video)
         self.record(context, _density(kept / num_tiles, layout))  # of whole tiles
@@ -233,15 +243,15 @@ class VideoSparseImpl(SparseImpl):
         keep: torch.Tensor | None,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
-        scale, kernel = self.softmax_scale, self._config.kernel
+        scale, kernel = self.softmax_scale, self.kernel
         tiles = self._tiles(layout.grid)
         kept = kept_tiles(self._config, math.prod(tiles), layout.num_video)
         self.record(context, _density(kept / math.prod(tiles), layout))  # of whole tiles
-        if kept == math.prod(tiles) and keep is None and kernel not in UPSTREAM:
+        if kept == math.prod(tiles) and keep is None and kernel.name not in UPSTREAM:
             out = _attend_to_all(query, key, value, scale, kernel)
             return out if gate is None else self.add_coarse(out, query, key, value, gate, context)
         coarse = coarse_alone(query, key, layout, self._tile(layout.grid), keep)
-        if kernel in UPSTREAM:
+        if kernel.name in UPSTREAM:
             out = self._upstream(query, key, value, coarse, kept, keep)
             return out if gate is None else coarse.add(out, value, gate, scale)
 
@@ -295,7 +305,7 @@ class VideoSparseImpl(SparseImpl):
             kv_heads=key.shape[2],
         )
         return attend_upstream(
-            self._config.kernel,
+            self.kernel.name,
             query,
             key,
             value,
@@ -336,7 +346,7 @@ def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> in
 
 
 def _attend_to_all(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, kernel: str
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, kernel: KernelChoice
 ) -> torch.Tensor:
     """Return dense attention, in the order of the sequence: there is nothing to select."""
     q_blocks, kv_blocks = (Blocks.regular(x.shape[1], _DENSE_BLOCK) for x in (query, key))

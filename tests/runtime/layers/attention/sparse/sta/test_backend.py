@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.config import build_config
@@ -395,7 +396,7 @@ def test_a_named_kernel_of_another_sparse_backend_is_not_replaced_either() -> No
 
 def test_a_named_kernel_of_the_authors_refuses_with_its_reasons() -> None:
     attention = layer(window=(1, 1, 3))
-    attention.attn_impl._config = SlidingTileConfig(window=(1, 1, 3), kernel="st_attn")
+    attention.attn_impl.kernel = SelectedKernel("st_attn", named=True)
     with (
         set_forward_context(0, latent_grid=GRID),
         pytest.raises(UnsupportedBackendError, match=r"needs a latent grid of 30x48x80, .*4x6x10"),

@@ -363,8 +363,12 @@ def test_the_dense_last_step_of_a_request_leaves_others_alone():
         (CUDA_WITH_FLASH_KMEANS, "flash_kmeans", None),
         (CUDA, "triton", None),
         (CUDA, "auto", None),
-        (CPU, "flash_kmeans", "kmeans_kernel flash_kmeans needs a GPU, this is cpu"),
-        (CPU, "triton", "kmeans_kernel triton needs a GPU, this is cpu"),
+        (
+            CPU,
+            "flash_kmeans",
+            "kmeans_kernel flash_kmeans needs platform cuda or rocm, this is cpu",
+        ),
+        (CPU, "triton", "kmeans_kernel triton needs platform cuda or rocm, this is cpu"),
         (CPU, "reference", None),
     ],
 )
@@ -389,7 +393,9 @@ def test_the_package_of_a_kmeans_is_looked_for():
 
 
 def test_a_layer_whose_kmeans_is_missing_is_not_built():
-    with pytest.raises(UnsupportedBackendError, match="kmeans_kernel flash_kmeans needs a GPU"):
+    with pytest.raises(
+        UnsupportedBackendError, match="kmeans_kernel flash_kmeans needs platform cuda"
+    ):
         layer(kmeans_kernel="flash_kmeans")
 
 
