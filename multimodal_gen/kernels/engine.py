@@ -86,7 +86,7 @@ class Request(NamedTuple):
     e4m3: bool = False
 
 
-Rule: TypeAlias = Callable[[Request], str | None]
+_Rule: TypeAlias = Callable[[Request], str | None]
 
 # Field of a request -> why a kernel refuses what it asks for, unless it declares to serve it.
 _REFUSALS = MappingProxyType(
@@ -125,7 +125,7 @@ class KernelDeclaration:
     serves: frozenset[str] = frozenset()
     packages: tuple[PackageProbe, ...] = ()
     capability: Capability = ANY_CAPABILITY
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[_Rule, ...] = ()
     interpreted: bool = False
     unasked: frozenset[str] | None = None
 

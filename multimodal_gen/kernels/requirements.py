@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 __all__ = [
+    "ANY_CAPABILITY",
     "Capability",
     "HeadSizes",
     "PackageProbe",

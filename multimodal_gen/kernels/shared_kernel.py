@@ -23,6 +23,18 @@ def locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB: tl.constexpr, ORDERED: t
     return b.to(tl.int64), h.to(tl.int64), (row % num_q).to(tl.int64), sub
 
 
+@triton.jit
+def maximum(a, b):
+    """The larger one; for scans."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def minimum(a, b):
+    """The smaller one; for scans."""
+    return tl.minimum(a, b)
+
+
 def interpreted() -> bool:
     """Whether Triton's interpreter stands in for a GPU in this process."""
     return not isinstance(locate, triton.runtime.JITFunction)

@@ -3,13 +3,20 @@
 Rules that hardware or an optional package would decide can then be tested anywhere.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from multimodal_gen.kernels import engine
+from multimodal_gen.kernels.block_sparse import api as block_sparse
+from multimodal_gen.kernels.cluster_attention import api as cluster_attention
+from multimodal_gen.kernels.kmeans import api as kmeans
+from multimodal_gen.kernels.quantized_attention import api as quantized_attention
 from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -27,6 +34,7 @@ from multimodal_gen.runtime.platforms import (
 if TYPE_CHECKING:
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
+_ASKING = (block_sparse, cluster_attention, kmeans, quantized_attention)
 ALL_FEATURES = frozenset(Feature)
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -157,3 +165,26 @@ def simulated_environment(device: FakeDevice) -> Environment:
         dense_fallback=str(platform.dense_fallback) if platform.dense_fallback else None,
         packages=device.packages,
     )
+
+
+@contextmanager
+def machine_with(
+    packages: Mapping[str, str], place: tuple[str, tuple[int, int] | None] | None = None
+) -> Iterator[None]:
+    """Let kernels be chosen as where other packages are installed.
+
+    Args:
+        packages: distribution -> version; others are not installed.
+        place: platform and compute capability that every tensor seems to lie on; None for its own.
+    """
+    with ExitStack() as stack:
+        stack.callback(engine.forget_choices)
+        engine.forget_choices()
+        stack.enter_context(
+            patch.object(engine, "installed", lambda probe: packages.get(probe.distribution))
+        )
+        stack.enter_context(patch.object(engine, "_interpreted", lambda: False))
+        if place is not None:
+            for module in _ASKING:
+                stack.enter_context(patch.object(module, "place_of", lambda _: place))
+        yield

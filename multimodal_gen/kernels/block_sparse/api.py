@@ -47,7 +47,7 @@ __all__ = [
     "rows_for_choice",
 ]
 
-Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+_Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Call(NamedTuple):
@@ -194,7 +194,7 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
     return CHOICE_ROWS if wide and q.dtype == torch.bfloat16 else 128
 
 
-def _run_gluon(call: Call) -> Results:
+def _run_gluon(call: Call) -> _Results:
     from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
 
     q, plan = call.q, call.plan
@@ -211,7 +211,7 @@ def _run_gluon(call: Call) -> Results:
     return out, lse
 
 
-def _run_fa4(call: Call) -> Results:
+def _run_fa4(call: Call) -> _Results:
     keys = fa4_keys(call.request)
     assert keys is not None, "the reasons refuse such plans"
     return fa4.attend(
@@ -225,7 +225,7 @@ def _run_fa4(call: Call) -> Results:
     )
 
 
-def _run_triton(call: Call) -> Results:
+def _run_triton(call: Call) -> _Results:
     from multimodal_gen.kernels.block_sparse.triton_kernel import attend
 
     q, plan = call.q, call.plan
@@ -256,12 +256,12 @@ def _limits(index: int) -> tuple[tuple[int, int] | None, int]:
     return capability, int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
 
 
-def _run_reference(call: Call) -> Results:
+def _run_reference(call: Call) -> _Results:
     out, lse = attention_reference(call.q, call.k, call.v, call.plan, scale=call.scale)
     return out, lse.float() if call.return_lse else None
 
 
-RUN: MappingProxyType[str, Callable[[Call], Results]] = MappingProxyType(
+RUN: MappingProxyType[str, Callable[[Call], _Results]] = MappingProxyType(
     {"gluon": _run_gluon, "fa4": _run_fa4, "triton": _run_triton, "reference": _run_reference}
 )
 """Kernel -> how it is run."""

@@ -21,7 +21,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -34,30 +34,15 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     Outs,
     Plan,
     Rings,
+    Shape,
     find_work,
     first_turn,
     step_start,
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
+from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.launcher import Launcher
-
-if TYPE_CHECKING:
-    from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Shape
-
-__all__ = [
-    "LOWEST",
-    "OPERANDS",
-    "OPERANDS_WIDE",
-    "OVERFLOW",
-    "RESCALE",
-    "RESCALE_WIDE",
-    "SLACK",
-    "UNDERFLOW",
-    "attend",
-    "attention_kernel",
-    "describe",
-]
 
 # Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
 OVERFLOW = gl.constexpr(2.0**64)
@@ -540,8 +525,6 @@ def attend(
         scale: factor of the scores.
         tile: shape of a program, as `hopper_tile` chooses it.
     """
-    from multimodal_gen.kernels.block_sparse.gluon_kernel import describe
-
     key = ("hopper", tile, q.shape, k.shape[2], lse is None)
     launch = plan.cache.get(key)
     if launch is None:
@@ -561,8 +544,6 @@ def attend(
 
 @cache
 def _launcher() -> Launcher:
-    from multimodal_gen.kernels.block_sparse.gluon_kernel import attention_kernel
-
     return Launcher(attention_kernel)
 
 
@@ -581,7 +562,7 @@ class _Launch:
     """
 
     grid: tuple[int]
-    shape: "Shape"
+    shape: Shape
     variants: tuple[dict[str, Any], ...]
     arguments: tuple[Any, ...]
     counts: torch.Tensor
@@ -596,8 +577,6 @@ def _prepare(
     tile: GluonTile,
     lse: torch.Tensor | None,
 ) -> _Launch:
-    from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
-
     batch, _, heads, channels = q.shape
     kv = plan.kv
     whole = kv.is_regular and kv.size % tile.keys == 0 and plan.row_bits is None
@@ -651,10 +630,8 @@ def _q_tiles(plan: BlockPlan, tile: GluonTile) -> int:
 
 def _shape(
     plan: BlockPlan, tile: GluonTile, channels: int, sub: int, *, ordered: bool, lse: bool
-) -> "Shape":
+) -> Shape:
     """Return the compile-time shape of the kernel."""
-    from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Shape
-
     kv_tail = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
     return Shape(
         keys=tile.keys,

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading, unit_stride
 from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import maximum
 
 CHUNK = 128  # entries of a list that a program looks at together
 
@@ -37,11 +38,6 @@ class Steps:
     num_full: torch.Tensor
     num_tail: torch.Tensor
     blocks: torch.Tensor | None
-
-
-@triton.jit
-def _max(a, b):
-    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -152,7 +148,7 @@ def _steps_kernel(
             ends = listed
         done = cumulated + tl.cumsum(length, 0)
         marked = tl.where(begins, done - length, run_began)
-        began = tl.associative_scan(marked, 0, _max)
+        began = tl.associative_scan(marked, 0, maximum)
         p = done - length - began
         whole = tl.where(listed, (p + length) // STEP - p // STEP, 0)
         slot = num_full + tl.cumsum(whole, 0) - whole

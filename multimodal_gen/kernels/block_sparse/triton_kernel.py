@@ -19,28 +19,10 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.steps_kernel import Steps, make_steps
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+from multimodal_gen.kernels.shared_kernel import interpreted, locate
 
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB: tl.constexpr, ORDERED: tl.constexpr):
-    """Return batch, head, query block and tile within it of this program.
-
-    Rows of the plan run fastest, in `order`; heads and batches that share them slowest, so that
-    neighbours read the same keys.
-    """
-    pid = tl.program_id(0)
-    sub = pid % QSUB
-    position = pid // QSUB
-    outer = position // rows
-    row = position % rows
-    if ORDERED:
-        row = tl.load(order_ptr + row)
-    h = row // num_q % plan_h + outer % rep_h
-    b = row // num_q // plan_h + outer // rep_h
-    return b.to(tl.int64), h.to(tl.int64), (row % num_q).to(tl.int64), sub
 
 
 @triton.jit
@@ -151,7 +133,7 @@ def _attention_kernel(
     SUB = 0: it holds the steps of `make_steps`. CAUSAL: the list holds every block, and the steps
     that cross the diagonal are taken as partial ones.
     """
-    b, h, i, sub = _locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
+    b, h, i, sub = locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
     list_ptr += b * list_b + h * list_h + i * list_q
     at = b * count_b + h * count_h + i * count_q
     count = tl.load(count_ptr + at)
@@ -265,11 +247,6 @@ def _attention_kernel(
     if LSE:
         lse = tl.where(nothing, float("-inf"), 0.6931471805599453 * (m + tl.log2(total)))
         tl.store(lse_ptr + b * lse_b + h * lse_h + first_row + in_tile, lse, mask=owned)
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU in this process."""
-    return not isinstance(_attention_kernel, triton.runtime.JITFunction)
 
 
 def attend(

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from multimodal_gen.kernels.chunk_select.reference import Rule
 from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import interpreted
 
 SPAN = 512  # keys of a chunk that one program adds up
 KEYS = 64
@@ -228,11 +229,6 @@ def _split_kernel(m_ptr, term_ptr, total, SHIFT: tl.constexpr, N: tl.constexpr):
 
 _launch_means, _launch_select = Launcher(_means_kernel), Launcher(_select_kernel)
 _launch_split = Launcher(_split_kernel)
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU in this process."""
-    return not isinstance(_select_kernel, triton.runtime.JITFunction)
 
 
 def chunk_means(

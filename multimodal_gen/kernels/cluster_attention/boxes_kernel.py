@@ -1,7 +1,7 @@
 """What a cluster of queries loads: whole steps of keys, and boxes of eight.
 
 Kept clusters of keys that adjoin form runs. A run is cut into whole steps from its front; what
-remains of it is cut into boxes of BOX keys, of which the last may be partial. Full boxes come
+remains of it is cut into boxes of BOX_KEYS keys, of which the last may be partial. Full boxes come
 first, then partial ones, so a step of boxes needs a mask only where those begin.
 """
 
@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.cluster_attention.plan import Groups
+from multimodal_gen.kernels.shared_kernel import maximum, minimum
 
 STEP = 64
-BOX = 8
-_BOXES = STEP // BOX
+BOX_KEYS = 8
+_BOXES = STEP // BOX_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,16 +35,6 @@ class Boxes:
     starts: torch.Tensor
     lengths: torch.Tensor
     counts: torch.Tensor
-
-
-@triton.jit
-def _max(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _min(a, b):
-    return tl.minimum(a, b)
 
 
 @triton.jit
@@ -80,11 +71,11 @@ def _boxes_kernel(
     end = start + length
     # Where the last kept cluster before this one ends, and the next one after it begins.
     s, n = _clusters(keep_ptr, start_ptr, count_ptr, j - 1, num_k)
-    before = tl.associative_scan(tl.where(n > 0, s + n, -1), 0, _max)
+    before = tl.associative_scan(tl.where(n > 0, s + n, -1), 0, maximum)
     s, n = _clusters(keep_ptr, start_ptr, count_ptr, j + 1, num_k)
-    after = tl.associative_scan(tl.where(n > 0, s, 2147483647), 0, _min, reverse=True)
+    after = tl.associative_scan(tl.where(n > 0, s, 2147483647), 0, minimum, reverse=True)
     done = tl.cumsum(length, 0)
-    began = tl.associative_scan(tl.where(kept & (start != before), done - length, 0), 0, _max)
+    began = tl.associative_scan(tl.where(kept & (start != before), done - length, 0), 0, maximum)
     p = done - length - began
 
     steps = tl.where(kept, (p + length) // STEP - p // STEP, 0)
@@ -143,6 +134,6 @@ def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
             keep.view(torch.uint8), begin, count, whole, starts, lengths, counts,
             *keep.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
             heads, heads // count.shape[1], num_q, num_k, whole_room, room,
-            BLOCK=block, STEP=STEP, BOX=BOX, num_warps=4,
+            BLOCK=block, STEP=STEP, BOX=BOX_KEYS, num_warps=4,
         )  # fmt: skip
     return Boxes(whole=whole, starts=starts, lengths=lengths, counts=counts)

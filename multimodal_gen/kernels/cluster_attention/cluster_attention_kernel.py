@@ -8,7 +8,7 @@ without rows only gives back what it is handed.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -21,29 +21,15 @@ from multimodal_gen.kernels.block_sparse.gluon_kernel import (
     _advance,
     _partial_sums,
     _store,
+    describe,
 )
-from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
+from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, Pieces
 
-if TYPE_CHECKING:
-    from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Shape
-
-__all__ = [
-    "BOX",
-    "BOXES",
-    "EXACT",
-    "FAST",
-    "Lists",
-    "Outs",
-    "Tiles",
-    "Work",
-    "attend",
-    "cluster_kernel",
-]
-
-BOX = gl.constexpr(8)
-BOXES = gl.constexpr(8)
+BOX = gl.constexpr(BOX_KEYS)
+BOXES = gl.constexpr(STEP // BOX_KEYS)
 
 
 class Lists(NamedTuple):
@@ -406,10 +392,6 @@ def attend(
     Returns:
         [B, Sq, H, D], in cluster order.
     """
-    from multimodal_gen.kernels.block_sparse.gluon_kernel import describe
-    from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX, make_boxes
-    from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import cluster_kernel
-
     tile = tile or (FAST if q.dtype == torch.bfloat16 else EXACT)
     batch, _, heads, channels = q.shape
     width = 64 if channels <= 64 else 128
@@ -424,7 +406,7 @@ def attend(
     flags = boxes.counts.new_zeros(total if tile.fast else 1)
     arguments = (
         describe(q, 64, width), describe(k, tile.keys, width), describe(v, tile.keys, width),
-        describe(k, BOX, width), describe(v, BOX, width), out, flags,
+        describe(k, BOX_KEYS, width), describe(v, BOX_KEYS, width), out, flags,
         starts, lengths, cluster,
         boxes.whole, boxes.starts, boxes.lengths, boxes.counts,
         num, heads, heads // k.shape[2], keep.shape[2],
@@ -437,10 +419,8 @@ def attend(
     return out
 
 
-def _shape(tile: GluonTile, channels: int, *, redo: bool) -> "Shape":
+def _shape(tile: GluonTile, channels: int, *, redo: bool) -> Shape:
     """Return the compile-time shape of the kernel, of which the consumers use a part."""
-    from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Shape
-
     return Shape(
         keys=tile.keys,
         head_size=64 if channels <= 64 else 128,

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multimodal_gen.kernels.shared_kernel import interpreted
+
 CHUNK = 1024
 COMPARED = 64  # as many as a program has threads
 SCANNED = 64
@@ -199,11 +201,6 @@ def _update_kernel(
                 half -= rest.to(tl.float32)
         else:
             tl.store(half_ptr, half)
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in the interpreter."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 class _Sorter:

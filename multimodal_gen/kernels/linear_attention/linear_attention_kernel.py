@@ -17,6 +17,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     KeyState,
     Projection,
 )
+from multimodal_gen.kernels.shared_kernel import interpreted
 
 
 @triton.jit
@@ -230,11 +231,6 @@ def add_blocks_kernel(
         tl.store(outs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU in this process."""
-    return not isinstance(key_kernel, triton.runtime.JITFunction)
-
-
 # H200, 2026-11, [2, 32760, 16, 128]: over the keys, 4 warps that spill a few registers take 0.35 ms
 # and 8 that spill none 0.45; over the queries, 64 at once take 0.37 ms, other shapes up to 0.69.
 PIECE = 64  # tokens that are read at once
@@ -322,11 +318,6 @@ def _summarise(
 
     States are taken times `share`, and go through the projection of `weight`.
     """
-    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import (
-        interpreted,
-        key_kernel,
-    )
-
     batch, _, heads, head_size = key.shape
     padded = _channels(head_size)
     columns = _columns(padded)
@@ -361,11 +352,6 @@ def add_linear(
     feature_map: str,
 ) -> None:
     """Launch the pass over the queries, which changes `out`; see `api.add_linear`."""
-    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import (
-        add_kernel,
-        interpreted,
-    )
-
     batch, _, heads, head_size = query.shape
     padded = _channels(head_size)
     columns = _columns(padded)
@@ -463,11 +449,6 @@ def _add_blocks(
     feature_map: str,
 ) -> None:
     """Launch the pass over query blocks with states of their own."""
-    from multimodal_gen.kernels.linear_attention.linear_attention_kernel import (
-        add_blocks_kernel,
-        interpreted,
-    )
-
     batch, _, heads, head_size = query.shape
     given, starts, lengths, _ = _bounds_of(plan.q, query.device)
     add_blocks_kernel[(batch * heads * plan.q.num,)](

@@ -32,7 +32,7 @@ from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton
 __all__ = ["RUN", "Call", "Values", "kernel_for", "quantized_attention"]
 
 Values = Literal["16-bit", "e4m3"]
-Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+_Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 # What the reference takes for a tile of rows or keys.
 _REFERENCE_TILE = 64
@@ -159,7 +159,7 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan
             )
 
 
-def _run_gluon(call: Call) -> Results:
+def _run_gluon(call: Call) -> _Results:
     from multimodal_gen.kernels.quantized_attention.gluon_kernel import attend
 
     plan, blocks = call.plan, call.plan.kv
@@ -173,7 +173,7 @@ def _run_gluon(call: Call) -> Results:
     return out, lse
 
 
-def _run_triton(call: Call) -> Results:
+def _run_triton(call: Call) -> _Results:
     from multimodal_gen.kernels.quantized_attention.triton_kernel import attend
 
     tile = triton_tile(q_size=call.plan.q.size)
@@ -213,7 +213,7 @@ def _quantised(
     )
 
 
-def _run_reference(call: Call) -> Results:
+def _run_reference(call: Call) -> _Results:
     q_slots, kv_slots = (
         slots_of(blocks, _REFERENCE_TILE) for blocks in (call.plan.q, call.plan.kv)
     )
@@ -230,7 +230,7 @@ def _run_reference(call: Call) -> Results:
     return out.to(call.q.dtype), lse if call.return_lse else None
 
 
-RUN: MappingProxyType[str, Callable[[Call], Results]] = MappingProxyType(
+RUN: MappingProxyType[str, Callable[[Call], _Results]] = MappingProxyType(
     {"gluon": _run_gluon, "triton": _run_triton, "reference": _run_reference}
 )
 """Kernel -> how it is run."""

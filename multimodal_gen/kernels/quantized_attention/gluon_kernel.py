@@ -17,7 +17,7 @@ scores of the next one are computed. Three things differ from 16 bits:
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -27,12 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
+from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
     Outs,
     Plan,
     Rings,
     Scales,
+    Shape,
     find_work,
     produce,
     step_keys,
@@ -40,21 +42,6 @@ from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
 )
 from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
 from multimodal_gen.kernels.quantized_attention.tuning import GluonTile
-
-if TYPE_CHECKING:
-    from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import Shape
-
-__all__ = [
-    "LIFT",
-    "MAGIC",
-    "MAGIC_VALUE",
-    "OVERFLOW",
-    "PACK",
-    "State",
-    "attend",
-    "attention_kernel",
-    "describe",
-]
 
 MAGIC = gl.constexpr(0x4B400000)
 MAGIC_VALUE = gl.constexpr(12582912.0)
@@ -544,7 +531,7 @@ class _Launch:
     """
 
     grid: tuple[int]
-    shape: "Shape"
+    shape: Shape
     variants: tuple[dict[str, Any], ...]
     arguments: tuple[Any, ...]
     counts: torch.Tensor
@@ -568,8 +555,6 @@ def attend(
         lse: contiguous fp32 [B, H, Sq], or None.
         tile: shape of a program, as `hopper_tile` chooses it.
     """
-    from multimodal_gen.kernels.quantized_attention.gluon_kernel import describe
-
     key = ("8-bit hopper", tile, out.shape, packed.k.shape[1], lse is None)
     launch = plan.cache.get(key)
     if launch is None:
@@ -592,16 +577,12 @@ def attend(
 
 @cache
 def _launcher() -> Launcher:
-    from multimodal_gen.kernels.quantized_attention.gluon_kernel import attention_kernel
-
     return Launcher(attention_kernel)
 
 
 def _prepare(
     packed: Packed, plan: BlockPlan, out: torch.Tensor, tile: GluonTile, *, lse: bool
 ) -> _Launch:
-    from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
-
     batch, _, heads, channels = out.shape
     slotted = in_slots(plan, tile.unit)
     kv = slotted.kv
@@ -650,10 +631,8 @@ def _prepare(
     )
 
 
-def _shape(plan: BlockPlan, tile: GluonTile, *, channels: int, head_size: int, sub: int) -> "Shape":
+def _shape(plan: BlockPlan, tile: GluonTile, *, channels: int, head_size: int, sub: int) -> Shape:
     """Return the compile-time shape of the kernel, as far as it does not follow from a call."""
-    from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import Shape
-
     return Shape(
         keys=tile.keys,
         unit=tile.unit,

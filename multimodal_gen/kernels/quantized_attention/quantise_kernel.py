@@ -17,6 +17,7 @@ from multimodal_gen.kernels.block_sparse.plan import Blocks
 from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, rotation
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
+from multimodal_gen.kernels.shared_kernel import interpreted
 
 MEAN_CHUNKS = 64
 MEAN_ROWS = 64
@@ -238,11 +239,6 @@ def _quantise_kernel(
                 head * q_tiles * Q_ROWS + slot, q8_ptr, q_scale_ptr, shift_ptr, scale, factor,
                 D, DP, SHIFT, UPCAST,
             )  # fmt: skip
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU in this process."""
-    return not isinstance(_quantise_kernel, triton.runtime.JITFunction)
 
 
 _launch_mean, _launch_quantise = Launcher(_mean_kernel), Launcher(_quantise_kernel)

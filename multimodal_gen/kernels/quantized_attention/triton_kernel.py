@@ -17,22 +17,9 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
-from multimodal_gen.kernels.quantized_attention.quantise_kernel import interpreted, to_e4m3
+from multimodal_gen.kernels.quantized_attention.quantise_kernel import to_e4m3
 from multimodal_gen.kernels.quantized_attention.tuning import TritonTile
-
-
-@triton.jit
-def _locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB: tl.constexpr, ORDERED: tl.constexpr):
-    """Return batch, head, query block and tile within it of this program."""
-    pid = tl.program_id(0)
-    position = pid // QSUB
-    outer = position // rows
-    row = position % rows
-    if ORDERED:
-        row = tl.load(order_ptr + row)
-    h = row // num_q % plan_h + outer % rep_h
-    b = row // num_q // plan_h + outer // rep_h
-    return b.to(tl.int64), h.to(tl.int64), (row % num_q).to(tl.int64), pid % QSUB
+from multimodal_gen.kernels.shared_kernel import interpreted, locate
 
 
 @triton.jit
@@ -114,7 +101,7 @@ def _attention_kernel(
     SUB = 0: it holds the steps of `make_steps`. CAUSAL: the list holds every block, and the steps
     that cross the diagonal are taken as partial ones.
     """
-    b, h, i, sub = _locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
+    b, h, i, sub = locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
     list_ptr += b * list_b + h * list_h + i * list_q
     at = b * count_b + h * count_h + i * count_q
     count = tl.load(count_ptr + at)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import interpreted
 
 READ_BYTES = 2**15  # of a tile, at once
 SCORE_ROWS = 64
@@ -186,11 +187,6 @@ def _select_kernel(
         for first in range(0, always, CHUNK):
             j = first + tl.arange(0, CHUNK)
             tl.store(out_ptr + count + j, num_kv + j, mask=j < always)
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU in this process."""
-    return not isinstance(_select_kernel, triton.runtime.JITFunction)
 
 
 def _channels(head_size: int) -> int:

@@ -37,7 +37,7 @@ def groups(counts: torch.Tensor, gap: int) -> Groups:
 def test_the_lists_hold_every_kept_key_once(
     num: int, most: int, share: float, gap: int, seed: int
 ) -> None:
-    from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX, STEP, make_boxes
+    from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
 
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, most, (2, 2, num), generator=generator)
@@ -58,8 +58,8 @@ def test_the_lists_hold_every_kept_key_once(
         starts = boxes.starts[b, h, i].tolist()
         lengths = boxes.lengths[b, h, i].tolist()
         found = [s + t for s in boxes.whole[b, h, i, :whole].tolist() for t in range(STEP)]
-        assert lengths[:full] == [BOX] * full
-        assert all(0 < length < BOX for length in lengths[full : full + partial])
+        assert lengths[:full] == [BOX_KEYS] * full
+        assert all(0 < length < BOX_KEYS for length in lengths[full : full + partial])
         used = -(-(full + partial) // 8) * 8
         assert lengths[full + partial : used] == [0] * (used - full - partial)
         assert all(s == 0 for s in starts[full + partial : used])

@@ -13,8 +13,8 @@ from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized
 from multimodal_gen.kernels.quantized_attention.packed import in_slots, slots_of
 from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from multimodal_gen.testing.fakes import machine_with
 from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.machine import machine_with
 
 
 def dense(queries: int = 64, keys: int = 64, *, causal: bool = False) -> BlockPlan:
