@@ -21,6 +21,7 @@ from multimodal_gen.testing.processes import World
 TinyPipeline = Callable[[str], Path]
 
 RANKS = ("two_ranks", "four_ranks")
+PROCESSES = World.__module__
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
 

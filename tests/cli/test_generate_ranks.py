@@ -1,7 +1,9 @@
 """`sglang generate` on several ranks: the same result as one, and what is refused before any."""
 
 import contextlib
+import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ from safetensors.torch import load_file
 from multimodal_gen.cli.main import main
 from multimodal_gen.runtime.distributed import launch
 from multimodal_gen.testing.tiny_models import FAMILIES
+from tests.conftest import A_PIPELINE, PROCESSES
 
 FLAGS = {
     "height": "--height",
@@ -113,42 +116,70 @@ def test_rings_and_branches_give_the_latents_of_one(
     assert record(tmp_path)["mesh"] == mesh
 
 
-def test_ranks_are_started_and_only_the_first_speaks(sglang, tiny_pipeline, alone, tmp_path):
+def start(arguments: list[str], folder: Path, results) -> None:
+    """Run the command line, whose ranks are forks of this process."""
+    for number, name in ((1, "out"), (2, "err")):
+        with (folder / name).open("wb") as file:
+            os.dup2(file.fileno(), number)
+    config = launch._config
+    launch._config = lambda *args: dataclasses.replace(config(*args), start_method="fork")
+    results.send(main(arguments))
+
+
+def test_ranks_are_started_and_only_the_first_speaks(tiny_pipeline, alone, tmp_path):
     flags = _flags(FAMILIES["wan"])
     degrees = ("--num-gpus", "2", "--ring-degree", "2", "--rank-timeout", "120")
-    done = sglang(*command(tiny_pipeline("wan"), tmp_path, *flags, *degrees))
-    assert (done.code, done.err) == (0, "")
-    torch.testing.assert_close(latents(tmp_path), alone("wan", flags), atol=1e-4, rtol=0)
-    lines = done.out.splitlines()
+    made = tmp_path / "made"
+    line = command(tiny_pipeline("wan"), made, *flags, *degrees)
+    # Not of this process, whose threads and locks ranks would inherit.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PROCESSES, A_PIPELINE])
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=start, args=(line, tmp_path, theirs))
+    process.start()
+    theirs.close()
+    try:
+        assert mine.poll(BOUND_S), (tmp_path / "err").read_text()
+        assert mine.recv() == 0, (tmp_path / "err").read_text()
+    finally:
+        process.kill()
+    assert (tmp_path / "err").read_text() == ""
+    torch.testing.assert_close(latents(made), alone("wan", flags), atol=1e-4, rtol=0)
+    lines = (tmp_path / "out").read_text().splitlines()
     assert lines.count("seed: 0") == 1
     assert lines.count("ranks: 2 (1 CFG x 2 ring x 1 Ulysses)") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in made.iterdir()) == [
         *("wan-seed0.json", "wan-seed0.mp4", "wan-seed0.safetensors")
     ]
 
 
+# The second rank stays in the second step. Ranks import this file under another name.
 FAULTY = """
 import os, pathlib, sys, time
-import diffusers
-import torch.distributed as dist
 
-forward = diffusers.WanTransformer3DModel.forward
-calls = []
+def patch():
+    import diffusers
+    import torch.distributed as dist
 
-def watched(*args, **kwargs):
-    calls.append(1)
-    if dist.is_initialized() and len(calls) == 2:
-        here = pathlib.Path(sys.argv[-1], str(dist.get_rank()))
-        here.with_suffix(".new").write_text(str(os.getpid()))
-        here.with_suffix(".new").rename(here)
-        if dist.get_rank() == 1:
-            time.sleep(1000)
-    return forward(*args, **kwargs)
+    forward = diffusers.WanTransformer3DModel.forward
+    calls = []
 
-diffusers.WanTransformer3DModel.forward = watched
+    def watched(*args, **kwargs):
+        calls.append(1)
+        if dist.is_initialized() and len(calls) == 2:
+            here = pathlib.Path(sys.argv[-1], str(dist.get_rank()))
+            here.with_suffix(".new").write_text(str(os.getpid()))
+            here.with_suffix(".new").rename(here)
+            if dist.get_rank() == 1:
+                time.sleep(1000)
+        return forward(*args, **kwargs)
+
+    diffusers.WanTransformer3DModel.forward = watched
+
 if __name__ == "__main__":
     from multimodal_gen.cli.main import main
     sys.exit(main(sys.argv[1:-1]))
+patch()
 """
 
 
