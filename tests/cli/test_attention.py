@@ -112,10 +112,19 @@ def _install_broken_plugins(folder: Path) -> None:
     )
 
 
-def _list_in(folder: Path, *flags: str) -> str:
+LIST_TWICE = """
+from multimodal_gen.cli.main import main
+assert main(["attention", "list", "--json"]) == 0
+print("---")
+raise SystemExit(main(["attention", "list"]))
+"""
+
+
+def _lists_in(folder: Path) -> tuple[str, str]:
+    """Return the list as JSON and as text, in a process that has the packages of `folder`."""
     path = f"{folder}{os.pathsep}{Path(multimodal_gen.__file__).parents[1]}"
     done = subprocess.run(
-        [sys.executable, "-m", "multimodal_gen", "attention", "list", *flags],
+        [sys.executable, "-c", LIST_TWICE],
         capture_output=True,
         text=True,
         timeout=120,
@@ -123,12 +132,14 @@ def _list_in(folder: Path, *flags: str) -> str:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    document, _, text = done.stdout.partition("---\n")
+    return document, text
 
 
 def test_list_shows_broken_plug_ins_with_their_errors(tmp_path) -> None:
     _install_broken_plugins(tmp_path)
-    document = json.loads(_list_in(tmp_path, "--json"))
+    printed, text = _lists_in(tmp_path)
+    document = json.loads(printed)
     found = {(item["name"], item["group"]) for item in document["broken_plugins"]}
     assert found == {
         ("broken_attn", "multimodal_gen.attention_backends"),
@@ -138,7 +149,7 @@ def test_list_shows_broken_plug_ins_with_their_errors(tmp_path) -> None:
     errors = [item["error"] for item in document["broken_plugins"]]
     assert all("libbroken.so.3 is missing" in error for error in errors)
 
-    _, _, table = _list_in(tmp_path).partition("broken plug-in ")
+    _, _, table = text.partition("broken plug-in ")
     assert all(name in table for name, _ in found)
     assert " ".join(table.split()).count("must load, got OSError('libbroken.so.3 is missing')") == 3
 
@@ -210,22 +221,16 @@ def test_explain_shows_who_asked_for_what(tiny_pipeline, sglang) -> None:
     }
 
 
-def test_explain_prints_a_table_that_pipes_well(tiny_pipeline) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "multimodal_gen", "attention", "explain"),
-            *("--model-path", tiny_pipeline("wan"), "--attention-backend", "fa"),
-            *("--device", "cpu"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={"COLUMNS": "80", "FORCE_COLOR": "1"},
+def test_explain_prints_a_table_that_pipes_well(tiny_pipeline, sglang, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = sglang(
+        *("attention", "explain", "--model-path", tiny_pipeline("wan")),
+        *("--attention-backend", "fa", "--device", "cpu"),
     )
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout
-    lines = done.stdout.splitlines()
+    assert done.code == 0, done.err
+    assert "\x1b" not in done.out
+    lines = done.out.splitlines()
     assert lines[3].split() == ["component", "role", "layers", "steps", "backend", "source"]
     assert lines[5].split() == [
         "text_encoder",

@@ -37,12 +37,21 @@ class _PlainLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
     yaml_constructors: ClassVar[dict[str | None, Any]] = {}
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuse anchors, whose expansion can be endless."""
+        """Refuse anchors, whose expansion can be endless, and what nests too deeply."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             raise MalformedError(f"anchors are not accepted, got *{event.anchor}")
-        return super().compose_node(parent, index)
+        if self._depth > MAX_DEPTH:
+            raise MalformedError(f"values must nest at most {MAX_DEPTH} levels deep")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 def _yaml_mapping(loader: _PlainLoader, node: yaml.MappingNode) -> object:
@@ -79,8 +88,6 @@ def _read_yaml(text: str) -> object:
     """Return the value of a YAML text; raises MalformedError."""
     try:
         return _PlainLoader(text).get_single_data()
-    except RecursionError:
-        raise MalformedError(f"values must nest at most {MAX_DEPTH} levels deep") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
