@@ -1,14 +1,13 @@
 """`sglang attention`: which backends this machine has, and which ones a pipeline would run."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, takes
-from multimodal_gen.cli.table import Row, table, wrapped
+from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.runtime.server_args import ROLES, SETTINGS, ServerArgs, Setting
 
 if TYPE_CHECKING:
@@ -83,9 +82,9 @@ def list_backends(
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    _echo(wrapped(f"platform: {_platform_line(environment)}"))
-    _echo(wrapped(f"layer:    {_request_line(request)}"))
-    _echo(wrapped(f"auto:     {picked.label}: {picked.reason}"))
+    echo(wrapped(f"platform: {_platform_line(environment)}"))
+    echo(wrapped(f"layer:    {_request_line(request)}"))
+    echo(wrapped(f"auto:     {picked.label}: {picked.reason}"))
     typer.echo("")
     rows = [
         Row(
@@ -94,11 +93,11 @@ def list_backends(
         )
         for item in found
     ]
-    _echo(table(("backend", "usable", "as"), rows))
+    echo(table(("backend", "usable", "as"), rows))
     if broken:
         typer.echo("")
         rows = [Row((item["name"], item["group"]), [item["error"]]) for item in broken]
-        _echo(table(("broken plug-in", "entry-point group"), rows))
+        echo(table(("broken plug-in", "entry-point group"), rows))
 
 
 @app.command()
@@ -133,8 +132,8 @@ def explain(settings: Settings, as_json: AsJson = False) -> None:
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    _echo(wrapped(f"platform: {_platform_line(environment)}"))
-    _echo(wrapped(f"pipeline: {index.name} ({len(report.layers)} attention layers)"))
+    echo(wrapped(f"platform: {_platform_line(environment)}"))
+    echo(wrapped(f"pipeline: {index.name} ({len(report.layers)} attention layers)"))
     typer.echo("")
     footnotes = Footnotes()
     rows = []
@@ -142,9 +141,9 @@ def explain(settings: Settings, as_json: AsJson = False) -> None:
         selection = group.entry.selection
         cells = (group.component, group.role, group.layers_text, group.steps, selection.label)
         rows.append(Row((*cells, group.source), [footnotes.reason(selection)]))
-    _echo(table(("component", "role", "layers", "steps", "backend", "source"), rows))
+    echo(table(("component", "role", "layers", "steps", "backend", "source"), rows))
     for text in (*(f"note: {note}" for note in report.notes), *footnotes.lines()):
-        _echo(wrapped(text))
+        echo(wrapped(text))
 
 
 def _request(
@@ -226,8 +225,3 @@ def _request_as_dict(request: "AttentionRequest") -> dict[str, Any]:
 def _request_line(request: "AttentionRequest") -> str:
     facts = _request_as_dict(request)
     return "{role} attention, {heads} heads of size {head_size}, {dtype}".format(**facts)
-
-
-def _echo(lines: Iterable[str]) -> None:
-    for line in lines:
-        typer.echo(line)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, takes
-from multimodal_gen.cli.table import Row, table
+from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
@@ -252,9 +252,9 @@ def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson =
     rows = [
         Row((_by_axis(w), f"{n / total:.1%}", f"{tile_density(w, grid):.1%}")) for w, n in counts
     ]
-    _echo(table(("window", "heads", "density"), rows))
+    echo(table(("window", "heads", "density"), rows))
     typer.echo("")
-    _echo(_density_table(density))
+    echo(_density_table(density))
     if png is not None:
         typer.echo(f"\ndrawn: {png}")
 
@@ -340,8 +340,3 @@ def _mean(values: Sequence[float]) -> float:
 
 def _by_axis(sizes: Any) -> str:
     return "x".join(map(str, sizes))
-
-
-def _echo(lines: Iterator[str]) -> None:
-    for line in lines:
-        typer.echo(line)

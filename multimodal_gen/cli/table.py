@@ -2,10 +2,12 @@
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Row", "table", "wrapped"]
+import typer
+
+__all__ = ["Row", "echo", "table", "wrapped"]
 
 _INDENT = " " * 4
 _PIPED_WIDTH = 100
@@ -40,6 +42,12 @@ def table(headings: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         yield _line(row.cells, widths)
         yield from _details(row)
+
+
+def echo(lines: Iterable[str]) -> None:
+    """Print lines."""
+    for line in lines:
+        typer.echo(line)
 
 
 def wrapped(text: str, *, indent: str = "") -> list[str]:

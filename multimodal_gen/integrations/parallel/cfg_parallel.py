@@ -24,7 +24,7 @@ from multimodal_gen.runtime.distributed.groups import HandshakeState, ParallelGr
 from multimodal_gen.runtime.distributed.handshake import Progress, handshake
 from multimodal_gen.runtime.distributed.timing import Times
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
-from multimodal_gen.runtime.managers.guidance import unguided
+from multimodal_gen.runtime.managers.guidance import unguided_error
 
 __all__ = [
     "BatchedCfg",
@@ -112,7 +112,7 @@ def refuse_unguided(pipeline: Any, component: str) -> UsageError:
     if "true_cfg_scale" in inspect.signature(type(pipeline).__call__).parameters:
         # Their guidance scale is an input of the denoiser, which has one branch whatever it is.
         advice = "pass a true_cfg_scale above 1 and a negative prompt"
-    return unguided(name, "a generation without", advice)
+    return unguided_error(name, "a generation without", advice)
 
 
 _LATENT = "hidden_states"

@@ -22,7 +22,7 @@ from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.managers.guidance import has_branches, one_branch
+from multimodal_gen.runtime.managers.guidance import has_branches, one_branch_error
 
 __all__ = ["ParallelPlan", "is_split", "none_can_be_split"]
 
@@ -88,7 +88,7 @@ class ParallelPlan:
             ranks = self._ranks = CfgRanks(groups)
             name, model = component.name, component.model
             if pipeline is not None and not has_branches(type(pipeline), [type(model)]):
-                raise one_branch(type(pipeline).__name__)
+                raise one_branch_error(type(pipeline).__name__)
             if adapter is not None and adapter.batches_guidance:
                 self._batched = BatchedCfg(ranks, model, name, pipeline, adapter.batched)
             else:

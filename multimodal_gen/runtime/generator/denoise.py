@@ -201,7 +201,7 @@ class _Watch:
     def __init__(self, timings: Timings) -> None:
         self.latents: torch.Tensor | None = None
         self._timings = timings
-        self._told_by_scheduler = False
+        self._counted_by_scheduler = False
 
     def starts(self) -> None:
         """The first step is about to start."""
@@ -211,15 +211,15 @@ class _Watch:
         """The pipeline's own scheduler, not a copy of it, made a step."""
         self.latents = result[0] if isinstance(result, tuple) else result.prev_sample
         self._timings.step_done()
-        self._told_by_scheduler = True
+        self._counted_by_scheduler = True
 
     def step_ended(self, pipe: Any, step: int, timestep: Any, tensors: Any) -> Any:
         """Serve as a pipeline's `callback_on_step_end`."""
         # Some pipelines step a part of the latents, so that what they hold now is the truth.
         self.latents = tensors["latents"]
-        if not self._told_by_scheduler:
+        if not self._counted_by_scheduler:
             self._timings.step_done()
-        self._told_by_scheduler = False
+        self._counted_by_scheduler = False
         return tensors
 
 

@@ -23,7 +23,12 @@ from multimodal_gen.runtime.distributed.groups import (
 from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
 from multimodal_gen.runtime.generator.load import PipelineIndex, import_diffusers, pick_device
 from multimodal_gen.runtime.generator.skeleton import denoiser_configs
-from multimodal_gen.runtime.managers.guidance import guides_at, has_branches, one_branch, unguided
+from multimodal_gen.runtime.managers.guidance import (
+    guides_at,
+    has_branches,
+    one_branch_error,
+    unguided_error,
+)
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import ServerArgs, as_flag
 
@@ -137,7 +142,7 @@ def check_guided(index: PipelineIndex, args: ServerArgs) -> None:
     configs = [config for _, config in denoiser_configs(index)]
     classes = [getattr(import_diffusers(), config["_class_name"]) for config in configs]
     if not has_branches(index.pipeline_class, classes):
-        raise one_branch(index.name)
+        raise one_branch_error(index.name)
     embeds = [config.get("guidance_embeds") for config in configs]
     refused = (
         _by_true_scale(index, args, distilled=False not in embeds)
@@ -163,14 +168,14 @@ def _by_true_scale(index: PipelineIndex, args: ServerArgs, *, distilled: bool) -
     if not missing:
         return None
     advice = "give --true-cfg-scale above 1 and --negative-prompt"
-    return unguided(index.name, " and ".join(missing), advice)
+    return unguided_error(index.name, " and ".join(missing), advice)
 
 
 def _by_scale(index: PipelineIndex, args: ServerArgs) -> UsageError | None:
     """Return why a pipeline that guides by its guidance scale does not."""
     scale = args.guidance_scale
     if guides_at(index.pipeline_class, math.inf, index.settings) is False:
-        return one_branch(index.name)
+        return one_branch_error(index.name)
     if "guider" in index.components:
         # Without the option its guider's own scale counts.
         guided = scale is None or not math.isclose(scale, 1.0)
@@ -182,7 +187,9 @@ def _by_scale(index: PipelineIndex, args: ServerArgs) -> UsageError | None:
         )
     if guided:
         return None
-    return unguided(index.name, f"a guidance scale of {scale:g}", "give --guidance-scale above 1")
+    return unguided_error(
+        index.name, f"a guidance scale of {scale:g}", "give --guidance-scale above 1"
+    )
 
 
 def _device_type(args: ServerArgs) -> str:

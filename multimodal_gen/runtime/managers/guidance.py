@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from multimodal_gen.errors import UsageError
 
-__all__ = ["guides_at", "has_branches", "one_branch", "unguided"]
+__all__ = ["guides_at", "has_branches", "one_branch_error", "unguided_error"]
 
 
 def has_branches(pipeline_class: type, denoiser_classes: Iterable[type]) -> bool:
@@ -49,7 +49,7 @@ def guides_at(
         return None
 
 
-def unguided(name: str, got: str, advice: str) -> UsageError:
+def unguided_error(name: str, got: str, advice: str) -> UsageError:
     """Return the error for a generation that has one branch only.
 
     Args:
@@ -63,7 +63,7 @@ def unguided(name: str, got: str, advice: str) -> UsageError:
     )
 
 
-def one_branch(name: str) -> UsageError:
+def one_branch_error(name: str) -> UsageError:
     """Return the error for a pipeline whose generations all have one branch."""
     return UsageError(
         f"{name} must not run under --cfg-parallel, which gives each of two guidance branches to "
