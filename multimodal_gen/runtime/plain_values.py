@@ -39,8 +39,8 @@ def read_json(text: str) -> object:
             text,
             object_pairs_hook=as_mapping,
             parse_constant=_refuse_constant,
-            parse_float=_number,
-            parse_int=_number,
+            parse_float=_float,
+            parse_int=_integer,
         )
     except RecursionError:
         raise MalformedError(f"values must nest at most {MAX_DEPTH} levels deep") from None
@@ -85,7 +85,9 @@ def read_scalar(text: str) -> object:
         return _WORDS[text.lower()]
     if _NOT_FINITE.fullmatch(text):
         return _refuse_constant(text)
-    return _number(text) if _FLOAT.fullmatch(text) else text
+    if _INTEGER.fullmatch(text):
+        return _integer(text)
+    return _float(text) if _FLOAT.fullmatch(text) else text
 
 
 def read_value(text: str) -> object:
@@ -101,12 +103,14 @@ def read_value(text: str) -> object:
     return text if isinstance(value, str) else value
 
 
-def _number(text: str) -> object:
-    if _INTEGER.fullmatch(text):
-        try:
-            return int(text)
-        except ValueError:  # Python refuses thousands of digits
-            raise MalformedError(f"{short(text)} has too many digits") from None
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # Python refuses thousands of digits
+        raise MalformedError(f"{short(text)} has too many digits") from None
+
+
+def _float(text: str) -> object:
     number = float(text)
     return number if math.isfinite(number) else _refuse_constant(text)
 

@@ -10,10 +10,10 @@ import dataclasses
 import importlib.metadata
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
 
 from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.runtime.plain_values import MalformedError, frozen, read_json, read_pairs
@@ -30,7 +30,6 @@ __all__ = [
     "parse_attention_backend",
     "parse_component_backends",
     "parse_component_key",
-    "setting",
 ]
 
 ROLES = ("self", "cross", "encoder")
@@ -48,12 +47,12 @@ class Setting:
     """One setting: what it is called, what it may be, and what help says of it.
 
     Attributes:
-        name: of its field; the flag is `--name` with dashes.
-        kind: type of its values as text on the command line spells them: bool, int, float, `Path`
-            or str.
         help: what it means, with unit and default.
-        default: value where none is given; `MISSING` where one must be given. None is accepted
-            only where it is the default, which then means "the pipeline's own" or "automatic".
+        name: that of its field; the flag is `--name` with dashes.
+        kind: type of its values as text on the command line spells them: bool, int, float, `Path`
+            or str. That of the field.
+        default: that of the field; `MISSING` where a value must be given. None is accepted only
+            where it is the default, which then means "the pipeline's own" or "automatic".
         metavar: what stands for the value in help; None for switches and choices.
         short: a second, shorter flag, or "".
         choices: the texts that are valid, in lower case; empty where others are.
@@ -64,9 +63,9 @@ class Setting:
             attributes say.
     """
 
-    name: str
-    kind: type
     help: str
+    name: str = ""
+    kind: type = str
     default: Any = MISSING
     metavar: str | None = None
     short: str = ""
@@ -96,32 +95,6 @@ class Setting:
     def wrong(self, expected: str, value: object) -> ConfigError:
         """Return the error for a value that is not what was expected."""
         return ConfigError(f"{self.flag} must be {expected}, got {value!r}")
-
-
-def setting(
-    default: Any = MISSING,
-    *,
-    help: str,
-    metavar: str | None = None,
-    short: str = "",
-    choices: tuple[str, ...] = (),
-    ge: float | None = None,
-    le: float | None = None,
-    empty: bool = True,
-    check: _Check | None = None,
-) -> Any:
-    """Declare a field of `ServerArgs`; the arguments are the attributes of `Setting`."""
-    metadata = {
-        "help": help,
-        "metavar": metavar,
-        "short": short,
-        "choices": choices,
-        "ge": ge,
-        "le": le,
-        "empty": empty,
-        "check": check,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def as_flag(setting: str) -> str:
@@ -233,177 +206,225 @@ class ServerArgs:
         ConfigError: a value has the wrong type, is out of range or contradicts another.
     """
 
-    model_path: str = setting(
-        metavar="FOLDER_OR_ID",
-        empty=False,
-        help="Diffusers pipeline: a folder with model_index.json, or a Hugging Face Hub id.",
-    )
-    prompt: str | None = setting(None, metavar="TEXT", check=_prompt, help="What to generate.")
-    negative_prompt: str | None = setting(
-        None, metavar="TEXT", check=_prompt, help="What to keep out. Default: none."
-    )
-    backend: str = setting(
-        "auto",
-        choices=("auto", "sglang", "diffusers"),
-        help="sglang: this package's attention layers. diffusers: diffusers' own, chosen by its "
-        "set_attention_backend. auto: sglang, unless --attention-backend is a name that only "
-        "diffusers has.",
-    )
-    attention_backend: AttentionBackendEnum | str | None = setting(  # noqa: RUF009 - it returns a field
-        None,
-        metavar="NAME",
-        check=_any,
-        help="Attention backend of every layer; `sglang attention list` names them. With "
-        "--backend diffusers, a name of diffusers such as native or _native_cudnn. Default: the "
-        "best one for each layer.",
-    )
-    attention_backend_config: str | Mapping[str, object] | None = setting(
-        None,
-        metavar="CONFIG",
-        check=_configuration,
-        help="Parameters of --attention-backend: a JSON or YAML file, a JSON object, or k=v,k=v. "
-        "Default: the backend's own.",
-    )
-    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None = (
-        setting(
-            None,
+    model_path: Annotated[
+        str,
+        Setting(
+            metavar="FOLDER_OR_ID",
+            empty=False,
+            help="Diffusers pipeline: a folder with model_index.json, or a Hugging Face Hub id.",
+        ),
+    ]
+    prompt: Annotated[
+        str | None, Setting(metavar="TEXT", check=_prompt, help="What to generate.")
+    ] = None
+    negative_prompt: Annotated[
+        str | None, Setting(metavar="TEXT", check=_prompt, help="What to keep out. Default: none.")
+    ] = None
+    backend: Annotated[
+        str,
+        Setting(
+            choices=("auto", "sglang", "diffusers"),
+            help="sglang: this package's attention layers. diffusers: diffusers' own, chosen by "
+            "its set_attention_backend. auto: sglang, unless --attention-backend is a name "
+            "that only diffusers has.",
+        ),
+    ] = "auto"
+    attention_backend: Annotated[
+        AttentionBackendEnum | str | None,
+        Setting(
+            metavar="NAME",
+            check=_any,
+            help="Attention backend of every layer; `sglang attention list` names them. With "
+            "--backend diffusers, a name of diffusers such as native or _native_cudnn. "
+            "Default: the best one for each layer.",
+        ),
+    ] = None
+    attention_backend_config: Annotated[
+        str | Mapping[str, object] | None,
+        Setting(
+            metavar="CONFIG",
+            check=_configuration,
+            help="Parameters of --attention-backend: a JSON or YAML file, a JSON object, or "
+            "k=v,k=v. Default: the backend's own.",
+        ),
+    ] = None
+    component_attention_backends: Annotated[
+        Mapping[str, AttentionBackendEnum | str | None] | str | None,
+        Setting(
             metavar="OVERRIDES",
             check=_overrides,
             help="Backends of single components or roles, e.g. "
             "text_encoder=torch_sdpa,transformer.cross=fa, or a JSON object; also "
             "--component-attention-backends.text-encoder torch_sdpa. Stronger than "
             "--attention-backend.",
-        )
-    )
-    attention_config: str | Mapping[str, object] | None = setting(
-        None,
-        metavar="CONFIG",
-        short="-ac",
-        check=_configuration,
-        help="Rules over component, role, layers and steps: a file, a JSON object, or dotted "
-        "flags such as -ac.backend fa. Excludes --attention-backend.",
-    )
-    strict_attention: bool = setting(
-        False, help="Refuse instead of falling back when a named backend cannot serve a layer."
-    )
-    num_gpus: int | None = setting(
-        None,
-        metavar="N",
-        ge=1,
-        help="GPUs that share the work; starts a process for each on this host. Default: what "
-        "the degrees multiply to. Under torchrun: the ranks it started.",
-    )
-    sp_degree: int | None = setting(
-        None,
-        metavar="N",
-        ge=1,
-        help="GPUs that share one sequence: Ulysses times ring. Default: --num-gpus, or half of "
-        "them with --cfg-parallel.",
-    )
-    ulysses_degree: int | None = setting(
-        None,
-        metavar="N",
-        ge=1,
-        help="GPUs the heads are split over. Default: as many as share a sequence and fit.",
-    )
-    ring_degree: int | None = setting(
-        None,
-        metavar="N",
-        ge=1,
-        help="GPUs in a ring over keys. Default: what the Ulysses degree leaves.",
-    )
-    cfg_parallel: bool = setting(
-        False, help="Run the two branches of classifier-free guidance on different GPUs."
-    )
-    rank_timeout: int = setting(
-        300,
-        metavar="SECONDS",
-        ge=1,
-        le=1_000_000,  # exchanges count waits in milliseconds
-        help="How long GPUs wait for each other before the run fails.",
-    )
+        ),
+    ] = None
+    attention_config: Annotated[
+        str | Mapping[str, object] | None,
+        Setting(
+            metavar="CONFIG",
+            short="-ac",
+            check=_configuration,
+            help="Rules over component, role, layers and steps: a file, a JSON object, or dotted "
+            "flags such as -ac.backend fa. Excludes --attention-backend.",
+        ),
+    ] = None
+    strict_attention: Annotated[
+        bool,
+        Setting(help="Refuse instead of falling back when a named backend cannot serve a layer."),
+    ] = False
+    num_gpus: Annotated[
+        int | None,
+        Setting(
+            metavar="N",
+            ge=1,
+            help="GPUs that share the work; starts a process for each on this host. Default: what "
+            "the degrees multiply to. Under torchrun: the ranks it started.",
+        ),
+    ] = None
+    sp_degree: Annotated[
+        int | None,
+        Setting(
+            metavar="N",
+            ge=1,
+            help="GPUs that share one sequence: Ulysses times ring. Default: --num-gpus, or half "
+            "of them with --cfg-parallel.",
+        ),
+    ] = None
+    ulysses_degree: Annotated[
+        int | None,
+        Setting(
+            metavar="N",
+            ge=1,
+            help="GPUs the heads are split over. Default: as many as share a sequence and fit.",
+        ),
+    ] = None
+    ring_degree: Annotated[
+        int | None,
+        Setting(
+            metavar="N",
+            ge=1,
+            help="GPUs in a ring over keys. Default: what the Ulysses degree leaves.",
+        ),
+    ] = None
+    cfg_parallel: Annotated[
+        bool, Setting(help="Run the two branches of classifier-free guidance on different GPUs.")
+    ] = False
+    rank_timeout: Annotated[
+        int,
+        Setting(
+            metavar="SECONDS",
+            ge=1,
+            le=1_000_000,  # exchanges count waits in milliseconds
+            help="How long GPUs wait for each other before the run fails.",
+        ),
+    ] = 300
     # The largest sizes and scales are beyond all use: past them memory runs out while the noise is
     # drawn or the files are named, or floats overflow.
-    height: int | None = setting(
-        None, metavar="N", ge=1, le=65536, help="Height in pixels. Default: the pipeline's."
-    )
-    width: int | None = setting(
-        None, metavar="N", ge=1, le=65536, help="Width in pixels. Default: the pipeline's."
-    )
-    num_frames: int | None = setting(
-        None, metavar="N", ge=1, le=65536, help="Frames of a video. Default: the pipeline's."
-    )
-    num_inference_steps: int | None = setting(
-        None, metavar="N", ge=1, le=10_000, help="Denoising steps. Default: the pipeline's."
-    )
-    guidance_scale: float | None = setting(
-        None,
-        metavar="X",
-        ge=0,
-        le=10**6,
-        help="Guidance of the kind the model has: distilled where the transformer embeds it, "
-        "else classifier-free (true_cfg_scale of Qwen-Image, the guider of HunyuanVideo-1.5). "
-        "Default: the pipeline's.",
-    )
-    true_cfg_scale: float | None = setting(
-        None,
-        metavar="X",
-        ge=0,
-        le=10**6,
-        help="Classifier-free guidance of pipelines that have distilled guidance too, such as "
-        "Flux and HunyuanVideo. Default: the pipeline's.",
-    )
-    num_outputs: int = setting(1, metavar="N", ge=1, le=1000, help="Images or videos per prompt.")
-    seed: int | None = setting(
-        None,
-        metavar="N",
-        ge=0,
-        le=2**63 - 1,  # generators of torch take seeds of 63 bits on every device
-        help="Seed of the noise, drawn on the CPU. Default: a random one, which is printed and "
-        "recorded.",
-    )
-    fps: int | None = setting(
-        None,
-        metavar="N",
-        ge=1,
-        le=240,
-        help="Frames per second of the video, told to pipelines that ask for it. Default: the "
-        "rate the model was made for.",
-    )
-    output_path: Path | str = setting(  # noqa: RUF009 - it returns a field
-        Path("outputs"),
-        metavar="FILE_OR_FOLDER",
-        help="A .mp4 or .png file, which must not exist yet, or a folder, where a new name is "
-        "made from the model and the seed. Several outputs are numbered.",
-    )
-    overwrite: bool = setting(False, help="Replace the files at --output-path.")
-    save_latents: bool = setting(
-        False,
-        help="Also write the last latents, as the pipeline holds them, to a .safetensors file "
-        "beside the output.",
-    )
-    dtype: str = setting(
-        "auto",
-        choices=("auto", "float32", "float16", "bfloat16"),
-        help="Dtype of the weights. auto: bfloat16 on accelerators that have it, else float16 "
-        "there, float32 on the CPU.",
-    )
-    device: str | None = setting(
-        None,
-        metavar="DEVICE",
-        empty=False,
-        help="Torch device, e.g. cuda:1 or cpu. Default: this machine's accelerator.",
-    )
-    offload: str = setting(
-        "none",
-        choices=("none", "model", "sequential"),
-        help="Keep weights in CPU memory while they do not run: model by model, or layer by "
-        "layer (least memory, slowest).",
-    )
-    vae_tiling: bool = setting(False, help="Decode in tiles: less memory, slower.")
-    enable_torch_compile: bool = setting(
-        False, help="Compile the repeated blocks of every denoiser."
-    )
+    height: Annotated[
+        int | None,
+        Setting(metavar="N", ge=1, le=65536, help="Height in pixels. Default: the pipeline's."),
+    ] = None
+    width: Annotated[
+        int | None,
+        Setting(metavar="N", ge=1, le=65536, help="Width in pixels. Default: the pipeline's."),
+    ] = None
+    num_frames: Annotated[
+        int | None,
+        Setting(metavar="N", ge=1, le=65536, help="Frames of a video. Default: the pipeline's."),
+    ] = None
+    num_inference_steps: Annotated[
+        int | None,
+        Setting(metavar="N", ge=1, le=10_000, help="Denoising steps. Default: the pipeline's."),
+    ] = None
+    guidance_scale: Annotated[
+        float | None,
+        Setting(
+            metavar="X",
+            ge=0,
+            le=10**6,
+            help="Guidance of the kind the model has: distilled where the transformer embeds it, "
+            "else classifier-free (true_cfg_scale of Qwen-Image, the guider of "
+            "HunyuanVideo-1.5). Default: the pipeline's.",
+        ),
+    ] = None
+    true_cfg_scale: Annotated[
+        float | None,
+        Setting(
+            metavar="X",
+            ge=0,
+            le=10**6,
+            help="Classifier-free guidance of pipelines that have distilled guidance too, such as "
+            "Flux and HunyuanVideo. Default: the pipeline's.",
+        ),
+    ] = None
+    num_outputs: Annotated[
+        int, Setting(metavar="N", ge=1, le=1000, help="Images or videos per prompt.")
+    ] = 1
+    seed: Annotated[
+        int | None,
+        Setting(
+            metavar="N",
+            ge=0,
+            le=2**63 - 1,  # generators of torch take seeds of 63 bits on every device
+            help="Seed of the noise, drawn on the CPU. Default: a random one, which is printed and"
+            " recorded.",
+        ),
+    ] = None
+    fps: Annotated[
+        int | None,
+        Setting(
+            metavar="N",
+            ge=1,
+            le=240,
+            help="Frames per second of the video, told to pipelines that ask for it. Default: the "
+            "rate the model was made for.",
+        ),
+    ] = None
+    output_path: Annotated[
+        Path | str,
+        Setting(
+            metavar="FILE_OR_FOLDER",
+            help="A .mp4 or .png file, which must not exist yet, or a folder, where a new name is "
+            "made from the model and the seed. Several outputs are numbered.",
+        ),
+    ] = Path("outputs")
+    overwrite: Annotated[bool, Setting(help="Replace the files at --output-path.")] = False
+    save_latents: Annotated[
+        bool,
+        Setting(
+            help="Also write the last latents, as the pipeline holds them, to a .safetensors file "
+            "beside the output."
+        ),
+    ] = False
+    dtype: Annotated[
+        str,
+        Setting(
+            choices=("auto", "float32", "float16", "bfloat16"),
+            help="Dtype of the weights. auto: bfloat16 on accelerators that have it, else float16 "
+            "there, float32 on the CPU.",
+        ),
+    ] = "auto"
+    device: Annotated[
+        str | None,
+        Setting(
+            metavar="DEVICE",
+            empty=False,
+            help="Torch device, e.g. cuda:1 or cpu. Default: this machine's accelerator.",
+        ),
+    ] = None
+    offload: Annotated[
+        str,
+        Setting(
+            choices=("none", "model", "sequential"),
+            help="Keep weights in CPU memory while they do not run: model by model, or layer by "
+            "layer (least memory, slowest).",
+        ),
+    ] = "none"
+    vae_tiling: Annotated[bool, Setting(help="Decode in tiles: less memory, slower.")] = False
+    enable_torch_compile: Annotated[
+        bool, Setting(help="Compile the repeated blocks of every denoiser.")
+    ] = False
 
     def __post_init__(self) -> None:
         for name, declared in SETTINGS.items():
@@ -446,18 +467,14 @@ class ServerArgs:
 
 
 def _settings() -> Mapping[str, Setting]:
-    hints = get_type_hints(ServerArgs)
-    return {
-        field.name: Setting(
-            name=field.name,
-            kind=next(
-                kind for kind in _KINDS if kind in (hints[field.name], *get_args(hints[field.name]))
-            ),
-            default=field.default,
-            **field.metadata,
-        )
-        for field in dataclasses.fields(ServerArgs)
-    }
+    hints = get_type_hints(ServerArgs, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(ServerArgs):
+        annotation, declared = get_args(hints[field.name])
+        members = (annotation, *get_args(annotation))
+        kind = next(kind for kind in _KINDS if kind in members)
+        found[field.name] = replace(declared, name=field.name, kind=kind, default=field.default)
+    return found
 
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(_settings())
