@@ -26,7 +26,12 @@ from _sparse_contenders import (
 from torch.nn import functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.runtime.layers.attention.sparse.sta.upstream import UpstreamCall
+from multimodal_gen.kernels.tile_order.api import tile_order
+from multimodal_gen.runtime.layers.attention.sparse.sta.upstream import (
+    upstream_reasons,
+    upstream_windows,
+)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 
 # Two whole operators that select tiles by scores of different precision choose differently.
 OWN_SELECTION = 0.5
@@ -79,18 +84,12 @@ def fastvideo_sta(setting: Setting) -> Contender:
     """Sliding Tile Attention of fastvideo-kernel."""
     case = setting.case
     need(case.sta, "not measured here")
-    call = UpstreamCall(
-        grid=case.grid,
-        tile=case.sta_tile,
-        windows=(case.window,) * case.heads,
-        query_text=case.text,
-        key_text=case.text,
-        masked=False,
-        scale=case.scale,
-        head_size=case.head_size,
-        kv_heads=case.heads,
-    )
-    reasons = call.reasons()
+    query, key, value = setting.inputs.qkv
+    tokens = query.shape[1]
+    layout = SequenceLayout(grid=case.grid, start=0, num_queries=tokens, num_keys=tokens)
+    call = SparseCall(query=query, key=key, value=value, layout=layout, scale=case.scale)
+    order, windows = tile_order(case.grid, case.sta_tile), (case.window,) * case.heads
+    reasons = upstream_reasons(call, order, windows)
     need(not reasons, "; ".join(reasons))
     function = _import("fastvideo_kernel").sliding_tile_attention
     q, k, v, _ = setting.sta.heads_first
@@ -98,7 +97,7 @@ def fastvideo_sta(setting: Setting) -> Contender:
     return Contender(
         name="sta fastvideo-kernel",
         kind="sta",
-        run=lambda: function(q, k, v, call.effective(), case.text, **options),
+        run=lambda: function(q, k, v, upstream_windows(windows, order), case.text, **options),
         take=setting.sta.take_heads_first,
         version=version_of("fastvideo-kernel"),
     )

@@ -42,8 +42,8 @@ from _sparse_contenders import (
 )
 from _sparse_peers import OTHERS, SAFE
 
-from multimodal_gen.runtime.layers.attention.sparse import tiles as tiled
-from multimodal_gen.runtime.layers.attention.sparse.vsa import coarse as video_sparse_coarse
+from multimodal_gen.runtime.layers.attention.sparse import tiles
+from multimodal_gen.runtime.layers.attention.sparse.vsa import coarse
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 
 PROBE_SECONDS = 180
@@ -53,12 +53,12 @@ FLOP = "4*H*D*kept pairs; ragged tiles by their real tokens (sta) or as of mean 
 DENSE_FLOP = "4*H*S*S*D"
 # What a layer spends its time in: (what to call it, where it is called, under what name).
 PIECES = (
-    ("gather", tiled, "gather_tokens"),
-    ("engine", tiled, "block_sparse_attention"),
-    ("scatter", tiled, "scatter_tokens"),
-    ("pooling", video_sparse_coarse, "pool_tiles"),
-    ("selection", video_sparse_coarse, "select_tiles"),
-    ("gate", video_sparse_coarse, "add_gated"),
+    ("gather", tiles, "gather_tokens"),
+    ("engine", tiles, "block_sparse_attention"),
+    ("scatter", tiles, "scatter_tokens"),
+    ("pooling", tiles, "pool_tiles"),
+    ("selection", coarse, "select_tiles"),
+    ("gate", coarse, "add_gated"),
 )
 REST = "rest"
 
@@ -130,7 +130,7 @@ def split(run: Callable[[], object], rounds: int) -> dict[str, list[float]]:
                 marked = _marked(piece, getattr(module, name), spans)
                 stack.enter_context(mock.patch.object(module, name, marked))
             # One after the other: pieces that overlap cannot be told apart.
-            stack.enter_context(mock.patch.object(tiled, "run_in_turns", _run_in_line))
+            stack.enter_context(mock.patch.object(tiles, "run_on_two_streams", _run_in_line))
             start = mark()
             run()
             stop = mark()

@@ -36,7 +36,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Config
-from multimodal_gen.runtime.layers.attention.sparse.tiles import run_in_turns
+from multimodal_gen.runtime.layers.attention.sparse.tiles import run_on_two_streams
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import make_video_qkv
@@ -184,7 +184,7 @@ def kmeans_runs(data: Clustered) -> dict[str, Run]:
             partial(kmeans, x, centroids, iterations=2, tolerance=0, kernel=kernel)
             for x, centroids in sides
         ]
-        run_in_turns(calls, data.q.device)
+        run_on_two_streams(calls, data.q.device)
 
     return {f"k-means, {kernel}": lambda kernel=kernel: run(kernel) for kernel in kernels}
 

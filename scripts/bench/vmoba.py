@@ -34,9 +34,9 @@ from multimodal_gen.kernels.block_sparse.api import rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule
 from multimodal_gen.kernels.row_choice.api import chunk_groups, sort_rows
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
-    ChunkCall,
+    Partition,
     attend_chunks,
     partition,
     select,
@@ -100,8 +100,21 @@ SMOKE = [
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChunkCall:
+    """A call, the chunks of its video, and how queries choose among them."""
+
+    call: SparseCall
+    chunks: Partition
+    rule: Rule
+
+    def select(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is selected, and how many pairs that is."""
+        return select(self.call, self.chunks, self.rule)
+
+
 def make_call(case: Case) -> ChunkCall:
-    """Return the call of a case."""
+    """Return the call of a case, its chunks and the rule."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     if case.smooth:
         qkv = make_video_qkv(case.grid, case.heads, case.head_size, dtype=dtype, device=DEVICE)
@@ -112,21 +125,22 @@ def make_call(case: Case) -> ChunkCall:
         qkv = QKV(*(x.to(dtype) for x in drawn))
     tokens = math.prod(case.grid)
     layout = SequenceLayout(grid=case.grid, start=0, num_queries=tokens, num_keys=tokens)
-    return ChunkCall(
+    call = SparseCall(
         query=qkv.query,
         key=qkv.key,
         value=qkv.value,
         layout=layout,
-        chunks=partition(layout, case.chunk, qkv.query.device),
-        rule=Rule(topk=case.topk),
         scale=case.head_size**-0.5,
     )
+    chunks = partition(layout, case.chunk, qkv.query.device)
+    return ChunkCall(call=call, chunks=chunks, rule=Rule(topk=case.topk))
 
 
-def make_contenders(call: ChunkCall) -> dict[str, Run]:
+def make_contenders(given: ChunkCall) -> dict[str, Run]:
     """Return what can run here; the rest is named and left out."""
+    call, chunks, rule = given.call, given.chunks, given.rule
     query, key, value = call.query, call.key, call.value
-    found: dict[str, Run] = {"vmoba layer": lambda: attend_chunks(call)[0]}
+    found: dict[str, Run] = {"vmoba layer": lambda: attend_chunks(call, chunks, rule)[0]}
     if DEVICE == "cuda" and importlib.util.find_spec("fa3_fwd_interface"):
         dense = importlib.import_module("fa3_fwd_interface").flash_attn_func
 
@@ -145,7 +159,9 @@ def make_contenders(call: ChunkCall) -> dict[str, Run]:
     elif query.shape[2] > MOST_HEADS_OF_THEIRS:
         print(f"left out: fastvideo-kernel, copies the queries of {query.shape[2]} heads per chunk")
     else:
-        found[upstream] = lambda: attend_upstream(call, keeps_own=False)
+        found[upstream] = lambda: attend_upstream(
+            call, chunks, rule, keeps_own=False, backend="vmoba_attn"
+        )
     return found
 
 
@@ -162,26 +178,26 @@ def find_upstream(*, fa3: bool) -> str | None:
     return THEIRS_ON_FA3
 
 
-def expected(call: ChunkCall, rows: torch.Tensor, *, dense: bool) -> torch.Tensor:
+def expected(given: ChunkCall, rows: torch.Tensor, *, dense: bool) -> torch.Tensor:
     """Return the attention of a few rows in float64, [rows, H, D]."""
-    bits, num = select(call)[0], call.chunks.num_chunks
+    call, bits, num = given.call, given.select()[0], given.chunks.num_chunks
     n = torch.arange(num, device=bits.device)
     chosen = (bits[0, :, rows][..., n // 32] >> (n % 32) & 1).bool()
     q, k, v = (x[0].transpose(0, 1).double() for x in (call.query, call.key, call.value))
     scores = q[:, rows] @ k.mT * call.scale
     if not dense:
-        scores = scores.masked_fill(~chosen[..., call.chunks.own.long()], -math.inf)
+        scores = scores.masked_fill(~chosen[..., given.chunks.own.long()], -math.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def union(call: ChunkCall, pairs: float) -> float:
+def union(given: ChunkCall, pairs: float) -> float:
     """Return the pairs that are computed over those that are kept, from the first heads."""
-    bits, _ = select(call)
+    call, (bits, _) = given.call, given.select()
     heads = min(3, call.query.shape[2])
-    groups = chunk_groups(call.chunks.num_chunks, call.layout.num_video)
+    groups = chunk_groups(given.chunks.num_chunks, call.layout.num_video)
     block = rows_for_choice(call.query, call.kernel, ())
     rows = sort_rows(bits[:, :heads], groups, block=block)
-    _, keys = call.chunks.key_blocks(groups, heads, None)
+    _, keys = given.chunks.key_blocks(groups, heads, None)
     plan = BlockPlan(
         indices=rows.indices, counts=rows.counts, q=Blocks.padded(rows.lengths, block), kv=keys
     )
@@ -190,30 +206,30 @@ def union(call: ChunkCall, pairs: float) -> float:
 
 def measure(case: Case, *, commit: str, rounds: int) -> tuple[list[VMoBARow], list[str]]:
     """Check and time a case; returns its rows and who was wrong."""
-    call = make_call(case)
-    contenders = make_contenders(call)
+    given = make_call(case)
+    layout, contenders = given.call.layout, make_contenders(given)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, call.layout.num_video, (SAMPLED,), generator=generator).to(DEVICE)
+    rows = torch.randint(0, layout.num_video, (SAMPLED,), generator=generator).to(DEVICE)
     errors, wrong = {}, []
     for name, run in list(contenders.items()):
-        wanted = expected(call, rows, dense=name in DENSE)
+        wanted = expected(given, rows, dense=name in DENSE)
         errors[name] = relative_error(run()[0, rows], wanted)
         if not errors[name] < BOUND:
             print(f"WRONG {case.name} {name}: relative error {errors[name]:.2e}")
             wrong.append(f"{case.name} {name}")
             del contenders[name]
     times = interleave(contenders, rounds=rounds, block_ms=80.0)
-    kept = float(select(call)[1])
-    density = kept / (case.heads * call.layout.num_video**2)
+    kept = float(given.select()[1])
+    density = kept / (case.heads * layout.num_video**2)
     ideal = density * min(statistics.median(times[name]) for name in DENSE if name in times)
-    every = case.heads * call.layout.num_video**2
+    every = case.heads * layout.num_video**2
     written = []
     for row in rows_of(
         times,
         commit=commit,
         benchmark="vmoba",
         case=case.name,
-        shape=f"B1 H{case.heads} S{call.layout.num_video} D{case.head_size} chunk {case.chunk} "
+        shape=f"B1 H{case.heads} S{layout.num_video} D{case.head_size} chunk {case.chunk} "
         f"topk {case.topk}",
         flop=4.0 * case.head_size * kept,
         flop_formula=FLOP,
@@ -236,7 +252,7 @@ def measure(case: Case, *, commit: str, rounds: int) -> tuple[list[VMoBARow], li
                     ),
                 },
                 density=1.0 if dense else round(density, 4),
-                union=round(union(call, kept), 3) if row.contender == "vmoba layer" else 1.0,
+                union=round(union(given, kept), 3) if row.contender == "vmoba layer" else 1.0,
                 over_ideal=round(row.median_ms / ideal, 3),
             )
         )

@@ -211,12 +211,12 @@ def test_a_layer_is_the_definition(branch: str, where: str, sizes: tuple[int, in
     weights = Projection(weight=linear.weight, bias=linear.bias)
     if branch == "all":
         state = key_state_reference(k, v, blocks.keys, "softmax")
-        exact = add_linear_reference(exact, q, state, weights, blocks.video, "softmax")
+        exact = add_linear_reference(exact, q, state, weights, layout.video, "softmax")
     else:
         exact = add_unselected_reference(exact, q, k, v, plan, weights, "softmax")
-    found, wanted = out[:, blocks.video].double(), exact[:, blocks.video].double()
+    found, wanted = out[:, layout.video].double(), exact[:, layout.video].double()
     assert (found - wanted).norm() / wanted.norm() < torch.finfo(torch.bfloat16).eps
-    for rest in blocks.rest:
+    for rest in layout.text:
         dense = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q[:, rest], k, v)), enable_gqa=True
         )

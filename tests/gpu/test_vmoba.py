@@ -11,6 +11,7 @@ from multimodal_gen.kernels.chunk_select.reference import (
     pack_bits,
     select_chunks_reference,
 )
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
     SortedRows,
@@ -19,10 +20,9 @@ from multimodal_gen.kernels.row_choice.api import (
     sort_rows,
 )
 from multimodal_gen.kernels.row_choice.reference import merge_parts_reference
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
-from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks as attend
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks as vmoba_chunks
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
-    ChunkCall,
     attend_chunks,
     partition,
     select,
@@ -113,8 +113,8 @@ def test_rows_are_sorted_and_merged_as_defined(dtype, num_chunks, size, extra, b
 @pytest.fixture
 def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs take as many shares of heads as large ones."""
-    monkeypatch.setattr(attend, "_BYTES_AT_ONCE", 1)
-    monkeypatch.setattr(attend, "_PAIRS_AT_ONCE", 1)
+    monkeypatch.setattr(vmoba_chunks, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(vmoba_chunks, "_PAIRS_AT_ONCE", 1)
 
 
 @pytest.mark.usefixtures("one_head_at_a_time")
@@ -133,26 +133,25 @@ def test_the_layer_attends_to_what_was_chosen_and_waits_for_nothing(
     start = extra if text == "first" else 0
     total = video + extra
     shape = SequenceLayout(grid=GRID, start=start, num_queries=total, num_keys=total)
-    call = ChunkCall(
+    call = SparseCall(
         query=query,
         key=key,
         value=value,
         layout=shape,
-        chunks=partition(shape, chunk, query.device),
-        rule=rule,
         scale=128**-0.5,
-        kernel=kernel,
+        kernel=SelectedKernel(kernel, named=True),
         keep=keep,
     )
-    attend_chunks(call)  # compiles
+    chunks = partition(shape, chunk, query.device)
+    attend_chunks(call, chunks, rule)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out, _ = attend_chunks(call)
+        out, _ = attend_chunks(call, chunks, rule)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    chosen = unpacked(select(call)[0], call.chunks.num_chunks)
+    chosen = unpacked(select(call, chunks, rule)[0], chunks.num_chunks)
     mask = torch.ones(2, 4, total, total, dtype=torch.bool, device="cuda")
-    mask[:, :, call.video, call.video] = chosen[..., call.chunks.own.long()]
+    mask[:, :, shape.video, shape.video] = chosen[..., chunks.own.long()]
     if keep is not None:
         mask &= keep[:, None, None, :]
     assert_within_error_budget(out, query, key, value, scale=128**-0.5, mask=mask)

@@ -1,49 +1,60 @@
-"""What the sparse backends share: the layout of a call, key masks, and the density they report."""
+"""What the sparse methods share: their configuration, what a call is, the density they report.
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+)
 from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
 from multimodal_gen.runtime.layers.attention.config import SparseConfig
-from multimodal_gen.runtime.layers.attention.sparse.tiles import (
-    SequenceLayout,
-    sequence_layout,
-)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, layout_of
 from multimodal_gen.runtime.layers.attention.warn_once import warn_if_dense_run
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["SparseImpl"]
 
+ConfigT = TypeVar("ConfigT", bound=SparseConfig)
 
-class SparseImpl(AttentionImpl):
+
+class SparseImpl(AttentionImpl, Generic[ConfigT]):
     """A sparse method on one self-attention layer; see `AttentionImpl` for the arguments.
 
     Attributes:
-        backend: the method, for messages.
-        config_cls: its parameters.
-        kernel: what runs its plans, or the authors' package.
+        declaration: the backend that it implements.
+        config: the parameters; the defaults where a method was chosen without any.
+        label: the backend's name, for messages.
+        kernel: what computes every call: a kernel of the engine, or the authors' package.
     """
 
-    backend: AttentionBackendEnum
-    config_cls: ClassVar[type[SparseConfig]]
+    declaration: ClassVar[type[AttentionBackend]]
     per_head: ClassVar[bool] = True
+    config: ConfigT
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        cls: Any = self.declaration.config_cls
+        self.config = self.config if isinstance(self.config, cls) else cls()
+        self.label = str(self.declaration.backend)
         self.kernel = selected_kernel(self.variant, self.config)
-        self._first_head = 0  # of the call that runs
         # By step and first head: heads may come in groups.
         self._densities: dict[tuple[int, int], float | torch.Tensor] = {}
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what the layer keeps between calls; the end of construction."""
 
     def check_run(self, context: ForwardContext) -> None:
         """Warn if no step is sparse; see `AttentionImpl.check_run`."""
-        config = self.config if isinstance(self.config, self.config_cls) else self.config_cls()
-        warn_if_dense_run(config, self.backend, context.num_steps, self.warnings)
+        backend = self.declaration.backend
+        warn_if_dense_run(self.config, backend, context.num_steps, self.warnings)
 
     def forward(
         self,
@@ -60,48 +71,63 @@ class SparseImpl(AttentionImpl):
         Raises:
             UsageError: the latent grid is unknown or does not fit the sequence.
         """
-        self._first_head = first_head
-        self.kernel.begin_call()
-        layout = sequence_layout(query, key, context, str(self.backend))
-        assert context is not None, "a layout needs a context"
         keep = None
         if attn_mask is not None:
             keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
-        return self.attend(query, key, value, layout, context, keep)
+        call = self.call(query, key, value, context, keep=keep, first_head=first_head)
+        assert context is not None, "a layout needs a context"
+        return self.attend(call, context)
 
-    @abstractmethod
-    def attend(
+    def call(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: SequenceLayout,
-        context: ForwardContext,
-        keep: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the method's attention.
+        context: ForwardContext | None,
+        *,
+        keep: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+        first_head: int = 0,
+    ) -> SparseCall:
+        """Return a call of this layer; see `SparseCall`.
+
+        Raises:
+            UsageError: the latent grid is unknown or does not fit the sequence.
+        """
+        self.kernel.begin_call()
+        return SparseCall(
+            query=query,
+            key=key,
+            value=value,
+            layout=layout_of(query.shape[1], key.shape[1], context, self.label),
+            scale=self.softmax_scale,
+            kernel=self.kernel,
+            keep=keep,
+            gate=gate,
+            first_head=first_head,
+        )
+
+    @abstractmethod
+    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
+        """Return the method's attention, [B, Sq, H, D].
 
         Args:
-            query: [B, Sq, H, D] in the order of the sequence.
-            key: [B, Sk, Hkv, D].
-            value: [B, Sk, Hkv, D].
-            layout: where the video lies.
+            call: the call.
             context: the running denoiser call.
-            keep: bool [B, Sk], keys that may be attended to; None for all.
-
-        Returns:
-            [B, Sq, H, D].
         """
 
-    def record(self, context: ForwardContext, density: float | torch.Tensor) -> None:
+    def record(
+        self, context: ForwardContext, density: float | torch.Tensor, first_head: int = 0
+    ) -> None:
         """Note the share of query-key pairs that the step attends to, in [0, 1], for the report.
 
         Args:
             context: the running denoiser call.
             density: the share, or where the data decide, a tensor [] of it, which is not waited
                 for before the report is made.
+            first_head: see `SparseCall`.
         """
-        self._densities[context.current_timestep, self._first_head] = density
+        self._densities[context.current_timestep, first_head] = density
 
     def kernel_detours(self) -> Mapping[tuple[str, str], int]:
         """See `AttentionImpl.kernel_detours`."""

@@ -1,12 +1,12 @@
-"""Tiles in a ring: every rank holds a part of the sequence, which may cut tiles.
+"""Tiles in a ring: every rank holds a shard of the sequence, which may cut tiles.
 
-Where a part cuts a tile, it holds a shorter block of it, and what its tokens attend to is the sum
-of what they attend to in every part. A rank brings its tokens into tile order once, before they
-travel. Of every part it is given it then does the blocks that its queries keep. Text attends to
-everything and is attended to by all, whether it lies in parts or on all ranks.
+Where a shard cuts a tile, it holds a shorter block of it, and what its tokens attend to is the sum
+of what they attend to in every shard. A rank brings its tokens into tile order once, before they
+travel. Of every shard it is given it then does the blocks that its queries keep. Text attends to
+everything and is attended to by all, whether it lies in shards or on all ranks.
 
-Shapes: B batch, S tokens of a part, H heads, D head size, N tiles of the grid, n tiles that have
-tokens in a part.
+Shapes: B batch, S tokens of a shard, H heads, D head size, N tiles of the grid, n tiles that have
+tokens in a shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, KernelChoice, SelectedKernel
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
-from multimodal_gen.runtime.distributed.collectives import ExchangeRowsWork
+from multimodal_gen.kernels.tile_pool.api import pool_tiles
+from multimodal_gen.runtime.distributed.collectives import ExchangeRowsWork, all_gather_tokens
 from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.ring import (
     KeyPart,
@@ -35,22 +36,24 @@ from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     TiledSequence,
+    kept_first,
     layout_of,
-    masked_keys,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
-    "Chunk",
-    "Engine",
+    "AttendPlan",
+    "Halo",
     "PlanOf",
-    "Reach",
-    "attend_in_ring",
-    "chunks_of",
+    "Shard",
+    "attend_ring_tiles",
+    "pool_over_ring",
     "ring_layout",
-    "text_chunk",
-    "tiles_held",
-    "whole_chunks",
+    "ring_plans",
+    "shard_lists",
+    "shards_of",
+    "text_shard",
+    "whole_shards",
     "whole_tiles_only",
 ]
 
@@ -58,10 +61,11 @@ _Grid = tuple[int, int, int]
 
 # Rows and keys of a block where everything is attended to: what the engine is fastest with.
 _DENSE_BLOCK = 384
+_DENSE_ROWS = (64, 128, _DENSE_BLOCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chunk:
+class Shard:
     """The tokens of one rank in tiles; shared between callers, not to be written to.
 
     Attributes:
@@ -86,20 +90,30 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reach:
+class Halo:
     """Which keys of other ranks the queries of each rank keep, where the grid alone tells.
 
     Attributes:
         rows: int64, rows of this rank's tiles that others need, those for the first rank first.
-        leaving: how many of them are for each rank.
-        coming: how many rows of each rank this one needs.
+        send_counts: how many of them are for each rank.
+        recv_counts: how many rows of each rank this one needs.
         plan: what this rank's queries keep of them; None for nothing.
     """
 
     rows: torch.Tensor
-    leaving: tuple[int, ...]
-    coming: tuple[int, ...]
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
     plan: BlockPlan | None
+
+
+PlanOf = Callable[[Shard], BlockPlan | None]
+"""Gives the plan of a rank's video queries over the keys of a shard, its text included; None where
+they keep none of them."""
+
+AttendPlan = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan], tuple[torch.Tensor, torch.Tensor]
+]
+"""Computes q, k, v and a plan to the output and its log-sum-exp."""
 
 
 def ring_layout(inputs: RingInputs, context: ForwardContext | None, backend: str) -> SequenceLayout:
@@ -132,9 +146,9 @@ def ring_layout(inputs: RingInputs, context: ForwardContext | None, backend: str
     return layout
 
 
-def chunks_of(
+def shards_of(
     layout: SequenceLayout, call: RingCall, tile: _Grid, device: torch.device
-) -> tuple[Chunk | None, ...]:
+) -> tuple[Shard | None, ...]:
     """Return what every rank of a ring holds; None for those without tokens.
 
     Args:
@@ -145,30 +159,30 @@ def chunks_of(
     """
     stops = [call.prefix + sum(call.lengths[: i + 1]) for i in range(len(call.lengths))]
     return tuple(
-        _chunk(layout.grid, layout.start, stop - length, stop, tile, device) if length else None
+        _shard(layout.grid, layout.start, stop - length, stop, tile, device) if length else None
         for length, stop in zip(call.lengths, stops, strict=True)
     )
 
 
-def whole_chunks(call: RingCall, device: torch.device) -> tuple[Chunk | None, ...]:
+def whole_shards(call: RingCall, device: torch.device) -> tuple[Shard | None, ...]:
     """Return what every rank of a ring holds for methods that attend to everything just now."""
-    return tuple(text_chunk(length, device) if length else None for length in call.lengths)
+    return tuple(text_shard(length, device) if length else None for length in call.lengths)
 
 
-def text_chunk(length: int, device: torch.device, size: int = _DENSE_BLOCK) -> Chunk:
+def text_shard(length: int, device: torch.device, size: int = _DENSE_BLOCK) -> Shard:
     """Return tokens without video, which everything attends to, in blocks of `size`."""
-    return _chunk((1, 1, 1), length, 0, length, (1, 1, size), device)
+    return _shard((1, 1, 1), length, 0, length, (1, 1, size), device)
 
 
 @lru_cache(maxsize=256)
-def _chunk(
+def _shard(
     grid: _Grid, video_start: int, first: int, stop: int, tile: _Grid, device: torch.device
-) -> Chunk:
+) -> Shard:
     """Return the tokens [first, stop) of a sequence whose video starts at `video_start`."""
     order = tile_order(grid, tile, "cpu")
     # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
     with torch.inference_mode(False), torch.device("cpu"):
-        here = order.order + (video_start - first)  # counted from the chunk's first token
+        here = order.order + (video_start - first)  # counted from the shard's first token
         inside = (here >= 0) & (here < stop - first)
         video = here[inside]
         tile_of = torch.repeat_interleave(torch.arange(len(order.starts)), order.lengths)
@@ -196,7 +210,7 @@ def _chunk(
     queries = None
     if len(video):
         queries = _blocks(starts, lengths, len(video), order.largest, uniform=uniform)
-    return Chunk(
+    return Shard(
         keys=keys,
         queries=queries,
         num_video=len(video),
@@ -217,22 +231,22 @@ def _blocks(
     return Blocks.ragged(starts, lengths, total=total, size=size)
 
 
-def tiles_held(indices: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what lists of tiles become where only a chunk's keys are at hand.
+def shard_lists(indices: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what lists of tiles become where only a shard's keys are at hand.
 
     Does not wait for the device.
 
     Args:
         indices: int32 [B|1, H|1, Nq, K], tiles of the grid, increasing along every row.
-        chunk: the keys.
+        shard: the keys.
 
     Returns:
-        indices int32 [B|1, H|1, Nq, K'] into the chunk's blocks, its text included, and counts
+        indices int32 [B|1, H|1, Nq, K'] into the shard's blocks, its text included, and counts
         int32 [B|1, H|1, Nq], which may be 0.
     """
-    block = chunk.block_of[indices.long()]
+    block = shard.block_of[indices.long()]
     held = block >= 0
-    num_tiles, text = chunk.keys.num_tiles, chunk.keys.num_text_blocks
+    num_tiles, text = shard.keys.num_tiles, shard.keys.num_text_blocks
     room = min(indices.shape[-1], num_tiles) + text
     # What is not here goes to one slot that is cut off again.
     slot = torch.where(held, held.cumsum(-1) - 1, room)
@@ -245,48 +259,145 @@ def tiles_held(indices: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch
     return lists[..., :room], (counts.squeeze(-1) + text).int()
 
 
+def ring_plans(mine: Shard | None, select: Callable[[torch.Tensor], torch.Tensor]) -> PlanOf:
+    """Return what gives the plans of a shard's queries.
+
+    Tiles are selected once, among those of the grid; a plan has those of them that its keys hold.
+
+    Args:
+        mine: the queries.
+        select: gives what some of the tiles, int64 [n], keep: int32 [B|1, H|1, n or 1, K], tiles of
+            the grid, increasing along every row.
+    """
+    if mine is None or mine.queries is None:
+        return lambda _: None
+    selected, blocks = select(mine.tiles), mine.queries
+
+    def plan_of(theirs: Shard) -> BlockPlan:
+        indices, counts = shard_lists(selected, theirs)
+        rows = (*indices.shape[:2], blocks.num)
+        return BlockPlan(
+            indices=indices.expand(*rows, -1),
+            counts=counts.expand(rows),
+            q=blocks,
+            kv=theirs.keys.blocks,
+        )
+
+    return plan_of
+
+
 def whole_tiles_only(kernel: SelectedKernel) -> str | None:
-    """Return why a kernel that a user named cannot serve chunks, or None."""
+    """Return why a kernel that a user named cannot serve shards, or None."""
     if not kernel.named or kernel.name not in BLOCK_SPARSE.names:
         return None
     if "ragged" in BLOCK_SPARSE.kernel(kernel.name).serves:
         return None
-    return f"kernel {kernel.name} takes whole tiles only, and chunks cut them"
+    return f"kernel {kernel.name} takes whole tiles only, and shards cut them"
 
 
-PlanOf = Callable[[Chunk], BlockPlan | None]
-# Computes q, k, v and a plan to out and lse.
-Engine = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan], tuple[torch.Tensor, torch.Tensor]
-]
+def pool_over_ring(
+    tensors: Sequence[torch.Tensor], shards: Sequence[Shard | None], call: RingCall
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Return the mean of every tile's tokens, the same numbers on every rank.
 
-# Rows of a query block where everything is attended to.
-_DENSE_ROWS = (64, 128, 384)
+    Ranks exchange the means of what they hold, in fp32, and weigh them by how many tokens they are
+    of. A tile that one rank holds is not changed by that. Does not wait for the device.
+
+    Args:
+        tensors: this rank's tokens, [B, S, H, D], alike but for H.
+        shards: the tokens of every rank.
+        call: how they are split; masked tokens do not count.
+
+    Returns:
+        For every tensor [B, H, N, D], fp32 (fp64 for fp64), zero where no token counts; and how
+        many tokens of every tile count, [B, N] in the same dtype.
+    """
+    (batch, _, _, size), like = tensors[0].shape, tensors[0]
+    precise = torch.promote_types(like.dtype, torch.float32)
+    held = [
+        (shard, _counts(shard, call.keep_of(owner), precise))
+        for owner, shard in enumerate(shards)
+        if shard is not None and shard.num_video
+    ]
+    order = next(shard.keys.order for shard, _ in held)
+    total = like.new_zeros((batch, len(order.starts)), dtype=precise)
+    for shard, counts in held:
+        total.index_add_(1, shard.tiles, counts.expand(batch, -1))
+
+    columns = [x.shape[2] * size for x in tensors]
+    sizes = [0 if c is None else batch * len(c.tiles) * sum(columns) for c in shards]
+    received = all_gather_tokens(_own(tensors, shards, call, precise), sizes, call.group)
+    blocks = [block for block in torch.split(received, sizes) if len(block)]
+    means = like.new_zeros((len(order.starts), batch, sum(columns)), dtype=precise)
+    for (shard, counts), block in zip(held, blocks, strict=True):
+        share = counts / total[:, shard.tiles].clamp_min(1)
+        parts = block.view(len(shard.tiles), batch, -1) * share.mT.unsqueeze(-1)
+        means.index_add_(0, shard.tiles, parts)
+    pooled = tuple(
+        torch.unflatten(x, -1, (-1, size)).permute(1, 2, 0, 3).contiguous()
+        for x in torch.split(means, columns, dim=-1)
+    )
+    return pooled, total
 
 
-def attend_in_ring(
+def _own(
+    tensors: Sequence[torch.Tensor],
+    shards: Sequence[Shard | None],
+    call: RingCall,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the means of what this rank holds, as they travel: [n, B, H * D] of all, flat."""
+    mine = shards[call.group.index]
+    if mine is None or not mine.num_video:
+        return tensors[0].new_empty(0, dtype=dtype)
+    means = pool_tiles(
+        tuple(tensors),
+        mine.starts,
+        mine.lengths,
+        size=mine.keys.order.largest,
+        index=mine.keys.index,
+        keep=call.keep_of(call.group.index),
+        dtype=dtype,
+    )
+    return torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in means], dim=-1).flatten()
+
+
+def _counts(shard: Shard, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return how many tokens of a shard's tiles count, [1 or B, n]."""
+    if keep is None:
+        return shard.lengths.to(dtype).unsqueeze(0)
+    (share,) = pool_tiles(
+        (keep[..., None, None].to(dtype),),
+        shard.starts,
+        shard.lengths,
+        size=shard.keys.order.largest,
+        index=shard.keys.index,
+    )
+    return (share[:, 0, :, 0] * shard.lengths).round()
+
+
+def attend_ring_tiles(
     inputs: RingInputs,
-    chunks: Sequence[Chunk | None],
+    shards: Sequence[Shard | None],
     plan_of: PlanOf,
     *,
     scale: float,
     kernel: KernelChoice = AUTO,
-    queries: Chunk | None = None,
-    engine: Engine | None = None,
-    reach: Reach | None = None,
+    queries: Shard | None = None,
+    attend: AttendPlan | None = None,
+    halo: Halo | None = None,
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, once round the ring, and back.
 
     Args:
         inputs: what this rank holds.
-        chunks: the tokens of every rank, from `chunks_of` or `whole_chunks`.
-        plan_of: gives the plan of this rank's video queries over the keys of a chunk, its text
-            included, or None where they keep none of them. Other queries attend to every key.
+        shards: the tokens of every rank, from `shards_of` or `whole_shards`.
+        plan_of: see `PlanOf`. Queries that are not of the video attend to every key.
         scale: factor of the scores.
         kernel: what the block-sparse engine is to run.
         queries: this rank's tokens in the tiles of queries, where those of keys are others.
-        engine: what computes the plans, where that is not the block-sparse engine.
-        reach: which keys ranks send each other instead of passing all of them round, where the
+        attend: what computes the plans, where that is not the block-sparse engine.
+        halo: which keys ranks send each other instead of passing all of them round, where the
             sequence has no text and no mask; None for the ring.
 
     Returns:
@@ -295,11 +406,11 @@ def attend_in_ring(
     """
     call = inputs.call
     held = {
-        owner: _hold(chunk, call.keep_of(owner))
-        for owner, chunk in enumerate(chunks)
-        if chunk is not None
+        owner: _shard_keys(shard, call.keep_of(owner))
+        for owner, shard in enumerate(shards)
+        if shard is not None
     }
-    here, mine = held.get(call.group.index), queries or chunks[call.group.index]
+    here, mine = held.get(call.group.index), queries or shards[call.group.index]
     query, key, value = inputs.query, inputs.key, inputs.value
     if here is not None:
         key, value = here.ordered(key, value)
@@ -310,14 +421,14 @@ def attend_in_ring(
     if order is not None:
         (query,) = gather_tokens((query,), order)
     dense = partial(_block_sparse, scale=scale, kernel=kernel)
-    parts = _Parts(plan_of=plan_of, engine=engine or dense, dense=dense, held=held, queries=rows)
+    parts = _Parts(plan_of=plan_of, sparse=attend or dense, dense=dense, held=held, queries=rows)
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
-        text = _hold(text_chunk(inputs.shared_key.shape[1], query.device), call.shared_keep)
+        text = _shard_keys(text_shard(inputs.shared_key.shape[1], query.device), call.shared_keep)
         parts.shared = text
         shared = text.ordered(inputs.shared_key, inputs.shared_value)
-    if reach is not None:
-        out = _attend_to_reached(query, key, value, call.group, parts, reach)
+    if halo is not None:
+        out = _attend_halo(query, key, value, call.group, parts, halo)
     else:
         plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
         out = ring_attention(query, key, value, *shared, parts.attend, plain)
@@ -328,63 +439,63 @@ def attend_in_ring(
     return result
 
 
-def _attend_to_reached(
+def _attend_halo(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     group: Group,
     parts: "_Parts",
-    reach: Reach,
+    halo: Halo,
 ) -> torch.Tensor:
     """Attend to this rank's keys while those of others are under way, then to all of them."""
-    under_way = ExchangeRowsWork(group, (key, value), reach.rows, reach.leaving, reach.coming)
+    under_way = ExchangeRowsWork(group, (key, value), halo.rows, halo.send_counts, halo.recv_counts)
     merger, rows = PartMerger(query, value.shape[3]), slice(0, query.shape[1])
     with attending(query.device):
         own = KeyPart(key=key, value=value, owner=group.index)
         merger.add(rows, *parts.attend(query, own))
     key, value = under_way.wait()
     with attending(query.device):
-        if reach.plan is not None:
-            merger.add(rows, *parts.engine(query, key, value, reach.plan))
+        if halo.plan is not None:
+            merger.add(rows, *parts.sparse(query, key, value, halo.plan))
         return merger.result()[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
-    """The keys of a chunk as they travel: masked ones behind the others of their block.
+class _ShardKeys:
+    """The keys of a shard as they travel: masked ones behind the others of their block.
 
     Attributes:
-        chunk: the chunk.
+        shard: the shard.
         blocks: what its blocks hold of kept keys.
         index: the order the keys travel in, int32 [S] or [B, S].
         keep: bool [B, S], or None.
     """
 
-    chunk: Chunk
+    shard: Shard
     blocks: Blocks
     index: torch.Tensor
     keep: torch.Tensor | None
 
     def ordered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chunk's keys and values as they travel."""
+        """Return the shard's keys and values as they travel."""
         if self.keep is not None:
             # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
             key, value = (zero_masked_rows(x, self.keep) for x in (key, value))
-        elif self.chunk.in_order:
+        elif self.shard.in_order:
             return key, value
         key, value = gather_tokens((key, value), self.index)
         return key, value
 
     def kept(self, plan: BlockPlan) -> BlockPlan:
-        """Return a plan over the chunk's keys without those that are masked."""
+        """Return a plan over the shard's keys without those that are masked."""
         return plan if self.keep is None else replace(plan, kv=self.blocks)
 
 
-def _hold(chunk: Chunk, keep: torch.Tensor | None) -> _Held:
+def _shard_keys(shard: Shard, keep: torch.Tensor | None) -> _ShardKeys:
     if keep is None:
-        return _Held(chunk=chunk, blocks=chunk.keys.blocks, index=chunk.keys.index, keep=None)
-    index, blocks = masked_keys(chunk.keys, keep)
-    return _Held(chunk=chunk, blocks=blocks, index=index, keep=keep)
+        return _ShardKeys(shard=shard, blocks=shard.keys.blocks, index=shard.keys.index, keep=None)
+    index, blocks = kept_first(shard.keys.index, shard.keys.blocks, keep)
+    return _ShardKeys(shard=shard, blocks=blocks, index=index, keep=keep)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -392,8 +503,8 @@ class _Parts:
     """Computes the parts of one call.
 
     Attributes:
-        plan_of: see `attend_in_ring`.
-        engine: what computes the plans.
+        plan_of: see `attend_ring_tiles`.
+        sparse: what computes the plans.
         dense: what computes attention to everything.
         held: the keys of every rank that has any.
         queries: rows of this rank's video tokens.
@@ -401,11 +512,11 @@ class _Parts:
     """
 
     plan_of: PlanOf
-    engine: Engine
-    dense: Engine
-    held: dict[int, _Held]
+    sparse: AttendPlan
+    dense: AttendPlan
+    held: dict[int, _ShardKeys]
     queries: slice
-    shared: _Held | None = None
+    shared: _ShardKeys | None = None
 
     def attend(self, query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a part; see `AttendPart`."""
@@ -424,19 +535,19 @@ class _Parts:
         return torch.cat(outs, dim=1), torch.cat(stats, dim=2)
 
     def _by_plan(
-        self, query: torch.Tensor, part: KeyPart, theirs: _Held
+        self, query: torch.Tensor, part: KeyPart, theirs: _ShardKeys
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = self.plan_of(theirs.chunk)
+        plan = self.plan_of(theirs.shard)
         if plan is None:
             return attend_to_nothing(query, part.value)
-        return self.engine(query, part.key, part.value, theirs.kept(plan))
+        return self.sparse(query, part.key, part.value, theirs.kept(plan))
 
     def _to_all(
-        self, query: torch.Tensor, part: KeyPart, theirs: _Held
+        self, query: torch.Tensor, part: KeyPart, theirs: _ShardKeys
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not query.shape[1]:
             return attend_to_nothing(query, part.value)
-        plan = _plan_of_all(query.shape[1], theirs.chunk)
+        plan = _plan_of_all(query.shape[1], theirs.shard)
         return self.dense(query, part.key, part.value, theirs.kept(plan))
 
 
@@ -456,7 +567,7 @@ def _block_sparse(
 
 
 @lru_cache(maxsize=128)
-def _query_order(mine: Chunk, prefix: int, suffix: int) -> torch.Tensor:
+def _query_order(mine: Shard, prefix: int, suffix: int) -> torch.Tensor:
     """Return the order of a rank's queries: its tokens in tiles between those that all hold."""
     index = mine.keys.index
     total = prefix + len(index)
@@ -467,7 +578,7 @@ def _query_order(mine: Chunk, prefix: int, suffix: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _plan_of_all(num_queries: int, theirs: Chunk) -> BlockPlan:
+def _plan_of_all(num_queries: int, theirs: Shard) -> BlockPlan:
     size = next((rows for rows in _DENSE_ROWS if num_queries <= rows), _DENSE_ROWS[-1])
     with torch.inference_mode(False):
         return BlockPlan.dense(

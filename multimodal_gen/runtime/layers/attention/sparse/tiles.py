@@ -9,8 +9,9 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,36 +19,47 @@ import torch.nn.functional as F
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.engine import AUTO, KernelChoice, kernel_name
+from multimodal_gen.kernels.engine import AUTO, SelectedKernel
 from multimodal_gen.kernels.tile_order.api import (
     TileOrder,
     gather_tokens,
     scatter_tokens,
     tile_order,
 )
+from multimodal_gen.kernels.tile_pool.api import pool_tiles
+from multimodal_gen.runtime.layers.attention.backends.engine import dense_plan
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
     "SequenceLayout",
+    "SparseCall",
     "TiledSequence",
+    "attend_densely",
     "attend_rows",
+    "attend_text",
     "attend_tiled",
-    "hand_over",
-    "heads_at_once",
+    "fit_tile",
+    "head_slices",
+    "kept_first",
     "layout_of",
-    "masked_keys",
-    "run_in_turns",
-    "sequence_layout",
+    "plan_of_tiles",
+    "pool_video",
+    "record_on_current_stream",
+    "run_on_two_streams",
+    "tile_means",
     "tiled_sequence",
     "tiled_video",
 ]
 
 _Grid = tuple[int, int, int]
+_Share = TypeVar("_Share", float, torch.Tensor)
 
 # Copies of q, k, v and the output are made for a share of the heads at a time, and of two such
 # shares at once. Launches of less than so many bytes would cost more than they save.
 _SHARE_AT_ONCE = 0.05
 _BYTES_AT_ONCE = 64 << 20
+
+_DENSE_BLOCK = 384  # rows of a block where everything is attended to: the engine's fastest
 
 # Key of a plan's cache.
 _USED = "used on the current stream"
@@ -74,6 +86,53 @@ class SequenceLayout:
         """Number of video tokens."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
+    @property
+    def video(self) -> slice:
+        """Where the video lies, on both sides."""
+        return slice(self.start, self.start + self.num_video)
+
+    @property
+    def text(self) -> tuple[slice, ...]:
+        """Where the other queries lie."""
+        spans = (slice(0, self.start), slice(self.start + self.num_video, self.num_queries))
+        return tuple(span for span in spans if span.start < span.stop)
+
+    def density(self, of_video: _Share) -> _Share:
+        """Return the share of all pairs attended to, from that of pairs of the video.
+
+        Text attends to everything and is attended to by everything.
+        """
+        video, queries, keys = self.num_video, self.num_queries, self.num_keys
+        kept = video * (of_video * video + keys - video) + (queries - video) * keys
+        return kept / (queries * keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SparseCall:
+    """One call of a sparse method.
+
+    Attributes:
+        query: [B, Sq, H, D] in the order of the sequence.
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, D].
+        layout: where the video lies.
+        scale: factor of the scores.
+        kernel: what computes it.
+        keep: bool [B, Sk], keys that may be attended to; None for all.
+        gate: weight of a coarse branch, as `query`; None where there is none.
+        first_head: index of the first of `query`'s heads among those of the layer.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    layout: SequenceLayout
+    scale: float
+    kernel: SelectedKernel = field(default_factory=lambda: SelectedKernel(AUTO))
+    keep: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    first_head: int = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TiledSequence:
@@ -99,27 +158,20 @@ class TiledSequence:
         return self.blocks.num - self.num_tiles
 
 
-def sequence_layout(
-    query: torch.Tensor, key: torch.Tensor, context: ForwardContext | None, backend: str
+def layout_of(
+    num_queries: int, num_keys: int, context: ForwardContext | None, backend: str
 ) -> SequenceLayout:
     """Find the video in the sequences of a self-attention layer.
 
     Args:
-        query: [B, Sq, H, D].
-        key: [B, Sk, Hkv, D].
+        num_queries: Sq.
+        num_keys: Sk.
         context: the running denoiser call.
         backend: who asks, for messages.
 
     Raises:
         UsageError: the latent grid is unknown, or the sequences do not hold it.
     """
-    return layout_of(query.shape[1], key.shape[1], context, backend)
-
-
-def layout_of(
-    num_queries: int, num_keys: int, context: ForwardContext | None, backend: str
-) -> SequenceLayout:
-    """Find the video in sequences of so many tokens; see `sequence_layout`."""
     if context is None or context.latent_grid is None:
         raise UsageError(
             f"{backend} must know the latent grid of the video, got none; run the model through "
@@ -144,6 +196,11 @@ def layout_of(
     return layout
 
 
+def fit_tile(tile: Sequence[int], grid: _Grid) -> _Grid:
+    """Return the same cut with tiles no larger than the grid: kernels make room for whole tiles."""
+    return (min(tile[0], grid[0]), min(tile[1], grid[1]), min(tile[2], grid[2]))
+
+
 def tiled_sequence(
     layout: SequenceLayout, num_tokens: int, tile: _Grid, device: torch.device
 ) -> TiledSequence:
@@ -158,26 +215,21 @@ def tiled_sequence(
     return _tiled_sequence(layout.grid, layout.start, num_tokens, tile, device)
 
 
+@lru_cache(maxsize=64)
 def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> TiledSequence:
     """Return the queries of the video in tiles, without text; the last 64 are cached.
 
     Text attends to everything, which `attend_tiled` does apart: in a plan, its long rows would
     keep the GPU waiting.
     """
-    return _tiled_video(layout, tile, device)
-
-
-@lru_cache(maxsize=64)
-def _tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> TiledSequence:
-    first, last = layout.start, layout.start + layout.num_video
+    first = layout.start
     alone = _tiled_sequence(layout.grid, 0, layout.num_video, tile, device)
     index = alone.index
     if first:
         # Added on the CPU: a copy is waited for, so that any stream may read what is cached.
         with torch.inference_mode(False):
             index = (tile_order(layout.grid, tile, "cpu").order + first).to(device)
-    spans = (slice(0, first), slice(last, layout.num_queries))
-    return replace(alone, index=index, rest=tuple(s for s in spans if s.start < s.stop))
+    return replace(alone, index=index, rest=layout.text)
 
 
 @lru_cache(maxsize=64)
@@ -209,21 +261,75 @@ def _tiled_sequence(
     return TiledSequence(order=order, index=index, blocks=blocks, num_tiles=num_tiles)
 
 
-def masked_keys(sequence: TiledSequence, keep: torch.Tensor) -> tuple[torch.Tensor, Blocks]:
+def tile_means(
+    call: SparseCall, queries: TiledSequence
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the means of every tile's queries and keys; masked tokens do not count.
+
+    Args:
+        call: the call.
+        queries: its queries in tiles.
+
+    Returns:
+        [B, H, N, D], [B, Hkv, N, D], and bool [B, N], the tiles of which not everything is masked;
+        None for all.
+    """
+    if call.keep is None:
+        query, key = pool_video((call.query, call.key), queries)
+        return query, key, None
+    # The video lies at the same positions on both sides.
+    parts = (call.query[:, : call.key.shape[1]], call.key)
+    query, key = pool_video(parts, queries, keep=call.keep)
+    (share,) = pool_video((call.keep[..., None, None].to(key.dtype),), queries)
+    return query, key, share[:, 0, :, 0] > 0
+
+
+def pool_video(
+    tensors: tuple[torch.Tensor, ...], video: TiledSequence, *, keep: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return the mean of every tile's tokens, [B, H, N, D]; see `pool_tiles`.
+
+    Args:
+        tensors: [B, S, H, D] in the order of the sequence, alike but for H.
+        video: the tiles.
+        keep: bool [B, S], tokens that count; None for all.
+    """
+    order = video.order
+    return pool_tiles(
+        tensors, order.starts, order.lengths, size=order.largest, index=video.index, keep=keep
+    )
+
+
+def plan_of_tiles(indices: torch.Tensor, queries: TiledSequence, keys: TiledSequence) -> BlockPlan:
+    """Return the plan of lists of equal length.
+
+    Args:
+        indices: int32 [B|1, H|1, N, K], the blocks of `keys` that every tile of `queries` keeps,
+            increasing along every row.
+        queries: the queries in tiles.
+        keys: the keys in tiles.
+    """
+    counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
+    return BlockPlan(indices=indices, counts=counts, q=queries.blocks, kv=keys.blocks, uniform=True)
+
+
+def kept_first(
+    index: torch.Tensor, blocks: Blocks, keep: torch.Tensor
+) -> tuple[torch.Tensor, Blocks]:
     """Move the kept keys of every block to its front; does not wait for the device.
 
     Args:
-        sequence: the keys' side.
+        index: int32 [Sk], the order of the keys in which `blocks` cuts them without gaps.
+        blocks: the blocks, in this order.
         keep: bool [B, Sk], in the order of the sequence.
 
     Returns:
         The index [B, Sk] of such keys, and the blocks without the others.
     """
-    blocks = sequence.blocks
     starts, lengths = (bound[0, 0].long() for bound in blocks.bounds(keep.device))
-    kept = keep[:, sequence.index.long()]
+    kept = keep[:, index.long()]
     # Number of kept tokens before each position, and before each block.
-    before = torch.nn.functional.pad(kept.cumsum(1), (1, 0))
+    before = F.pad(kept.cumsum(1), (1, 0))
     at_start = before[:, starts]
     counts = before[:, starts + lengths] - at_start
     block = torch.repeat_interleave(lengths, output_size=kept.shape[1])
@@ -231,28 +337,23 @@ def masked_keys(sequence: TiledSequence, keep: torch.Tensor) -> tuple[torch.Tens
     kept_before = before[:, :-1] - at_start[:, block]
     inside = torch.arange(kept.shape[1], device=keep.device) - starts[block]
     slot = torch.where(kept, kept_before, counts[:, block] + inside - kept_before) + starts[block]
-    index = torch.empty_like(slot, dtype=torch.int32)
-    index.scatter_(1, slot, sequence.index.expand_as(index))
+    moved = torch.empty_like(slot, dtype=torch.int32)
+    moved.scatter_(1, slot, index.expand_as(moved))
     ragged = Blocks.ragged(
         starts.int().view(1, 1, -1),
         counts.int().unsqueeze(1),
         total=blocks.total,
         size=blocks.size,
     )
-    return index, ragged
+    return moved, ragged
 
 
 def attend_tiled(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    call: SparseCall,
     queries: TiledSequence,
     keys: TiledSequence,
     plan_of: Callable[[slice], BlockPlan],
     *,
-    scale: float,
-    kernel: KernelChoice = AUTO,
-    keep: torch.Tensor | None = None,
     cached_plans: bool = False,
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, block-sparse attention, and back.
@@ -260,26 +361,24 @@ def attend_tiled(
     Works on a share of the heads at a time, which bounds the memory of the copies.
 
     Args:
-        query: [B, Sq, H, D] in the order of the sequence.
-        key: [B, Sk, Hkv, D].
-        value: [B, Sk, Hkv, D].
+        call: the call.
         queries: the queries in tiles; those left out attend to every key.
         keys: the keys in tiles.
         plan_of: gives the plan of a range of query heads, over `queries.blocks` and
             `keys.blocks`.
-        scale: factor of the scores.
-        kernel: what the block-sparse engine is to run.
-        keep: bool [B, Sk], keys to attend to; None for all.
         cached_plans: whether `plan_of` may return one plan several times.
 
     Returns:
         [B, Sq, H, D] in the order of the sequence. Queries that see no key are zero.
     """
-    heads, kv_heads = query.shape[2], key.shape[2]
-    index, masked = (keys.index, None) if keep is None else masked_keys(keys, keep)
+    query, key, value, keep = call.query, call.key, call.value, call.keep
+    kv_heads = key.shape[2]
+    group = query.shape[2] // kv_heads
+    index, masked = (
+        (keys.index, None) if keep is None else kept_first(keys.index, keys.blocks, keep)
+    )
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
     same = queries.index is keys.index and keep is None
-    group = heads // kv_heads
 
     def attend(kv_slice: slice) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
@@ -292,23 +391,23 @@ def attend_tiled(
         plan = plan_of(q_slice)
         if masked is not None:
             plan = replace(plan, kv=masked)
-        tiled = block_sparse_attention(q, k, v, plan, scale=scale, kernel=kernel)
+        tiled = block_sparse_attention(q, k, v, plan, scale=call.scale, kernel=call.kernel)
         assert isinstance(tiled, torch.Tensor)
         scatter_tokens(tiled, queries.index, out[:, :, q_slice])
 
     def attend_to_all(span: slice) -> None:
-        out[:, span] = attend_rows(query[:, span], key, value, keep, scale)
+        out[:, span] = attend_rows(query[:, span], key, value, keep, call.scale)
 
     calls = [*(partial(attend_to_all, span) for span in queries.rest)]
-    for part in heads_at_once(query, out, kv_heads):
-        call = partial(attend, part)
+    for part in head_slices(query, out, kv_heads):
+        now = partial(attend, part)
         plan = plan_of(slice(part.start * group, part.stop * group)) if cached_plans else None
-        use = (query.shape, kv_heads, query.dtype, kernel_name(kernel))
+        use = (query.shape, kv_heads, query.dtype, call.kernel.name)
         if plan is not None and keep is None and _is_new(plan, use):
-            call()
+            now()
         else:
-            calls.append(call)
-    run_in_turns(calls, query.device)
+            calls.append(now)
+    run_on_two_streams(calls, query.device)
     return out
 
 
@@ -341,14 +440,33 @@ def attend_rows(
     return out.transpose(1, 2)
 
 
-def heads_at_once(query: torch.Tensor, out: torch.Tensor, kv_heads: int) -> list[slice]:
+def attend_text(call: SparseCall, out: torch.Tensor) -> None:
+    """Write to `out`, [B, Sq, H, D], the attention of the text: every query to every key."""
+    for span in call.layout.text:
+        rows = call.query[:, span]
+        out[:, span] = attend_rows(rows, call.key, call.value, call.keep, call.scale)
+
+
+def attend_densely(call: SparseCall) -> torch.Tensor:
+    """Return dense attention, [B, Sq, H, D]; by the block-sparse engine where no key is masked."""
+    query, key, value = call.query, call.key, call.value
+    if call.keep is not None:
+        return attend_rows(query, key, value, call.keep, call.scale)
+    sizes = (query.shape[1], key.shape[1], _DENSE_BLOCK, _DENSE_BLOCK)
+    plan = dense_plan(*sizes, False, query.device)
+    out = block_sparse_attention(query, key, value, plan, scale=call.scale, kernel=call.kernel)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def head_slices(query: torch.Tensor, out: torch.Tensor, kv_heads: int) -> list[slice]:
     """Return the key heads in shares whose copies of q, k, v and the output stay small."""
     copies = 2 * (query.numel() + out.numel()) * query.element_size() // kv_heads
     at_once = max(int(kv_heads * _SHARE_AT_ONCE), -(-_BYTES_AT_ONCE // copies), 1)
     return [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
 
 
-def run_in_turns(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
+def run_on_two_streams(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
     """Run independent calls; on a GPU on two streams, one's copies beside the other's products."""
     if device.type != "cuda" or len(calls) < 2:
         for call in calls:
@@ -367,8 +485,8 @@ def run_in_turns(calls: Sequence[Callable[[], None]], device: torch.device) -> N
             current.wait_stream(stream)
 
 
-def hand_over(*tensors: torch.Tensor) -> None:
-    """Keep the memory of what calls in turns made until the current stream is done with it."""
+def record_on_current_stream(*tensors: torch.Tensor) -> None:
+    """Keep what `run_on_two_streams` made until the current stream is done with it."""
     for tensor in tensors:
         if tensor.device.type == "cuda":
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

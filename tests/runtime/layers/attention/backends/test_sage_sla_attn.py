@@ -308,8 +308,9 @@ def test_at_ratio_one_it_is_dense_attention():
 def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
     """With the engine swapped for exact attention over the same plan, the two agree."""
 
-    def exactly(query, key, value, plan, *, scale, kernel, values, mean):
+    def exactly(query, key, value, plan, *, scale, return_lse, kernel, values, mean):
         assert values == "16-bit"
+        assert not return_lse
         assert isinstance(plan, BlockPlan)
         assert mean.shape == (key.shape[0], key.shape[2], key.shape[3])
         return attention_reference(query, key, value, plan, scale=scale)[0]

@@ -5,10 +5,12 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
+    SparseCall,
     attend_tiled,
-    sequence_layout,
+    layout_of,
     tiled_sequence,
     tiled_video,
 )
@@ -48,9 +50,17 @@ def attend_densely(
         queries = tiled_sequence(layout, layout.num_queries, TILE, CPU)
     keys = tiled_sequence(layout, layout.num_keys, TILE, CPU)
     plan = BlockPlan.dense(queries.blocks, keys.blocks, CPU)
-    return attend_tiled(
-        *inputs, queries, keys, lambda heads: plan, scale=0.25, kernel="reference", keep=keep
+    query, key, value = inputs
+    call = SparseCall(
+        query=query,
+        key=key,
+        value=value,
+        layout=layout,
+        scale=0.25,
+        kernel=SelectedKernel("reference"),
+        keep=keep,
     )
+    return attend_tiled(call, queries, keys, lambda heads: plan)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -104,24 +114,21 @@ def test_tiles_that_divide_the_grid_are_regular_blocks() -> None:
 
 
 def test_the_layout_follows_the_context() -> None:
-    q, k, _ = draw(LAYOUTS["text before"])
     context = ForwardContext(
         current_timestep=0, latent_grid=(3, 2, 3), text_span=TextSpan(start=0, length=11)
     )
-    assert sequence_layout(q, k, context, "a method") == LAYOUTS["text before"]
+    assert layout_of(29, 29, context, "a method") == LAYOUTS["text before"]
 
 
 @pytest.mark.parametrize("context", [None, ForwardContext(current_timestep=0)])
 def test_an_unknown_grid_is_an_error_that_says_how_to_tell_it(
     context: ForwardContext | None,
 ) -> None:
-    q, k, _ = draw(LAYOUTS["ragged"])
     with pytest.raises(UsageError, match=r"a method must know the latent grid .* got none; run"):
-        sequence_layout(q, k, context, "a method")
+        layout_of(45, 45, context, "a method")
 
 
 def test_a_sequence_too_short_for_the_grid_is_an_error_with_numbers() -> None:
-    q, k, _ = draw(LAYOUTS["ragged"])
     context = ForwardContext(current_timestep=0, latent_grid=(3, 5, 4))
     with pytest.raises(UsageError, match=r"60 tokens at least, got 45 queries and 45 keys"):
-        sequence_layout(q, k, context, "a method")
+        layout_of(45, 45, context, "a method")

@@ -8,7 +8,6 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 
 import torch
@@ -24,6 +23,7 @@ from multimodal_gen.kernels.linear_attention.api import (
     key_state,
 )
 from multimodal_gen.kernels.tile_pool.api import pool_tiles, select_tiles
+from multimodal_gen.runtime.layers.attention.config import first_of
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 
@@ -32,10 +32,8 @@ __all__ = [
     "RasterBlocks",
     "block_map",
     "centred",
-    "density",
     "kept_blocks",
     "notice_no_projection",
-    "pack_keys",
     "projection_of",
     "raster_blocks",
 ]
@@ -51,9 +49,8 @@ class RasterBlocks:
         num_video: how many blocks of keys are the video's.
         starts: int32 [Nq], as `queries` has them, whatever its form.
         lengths: int32 [Nq].
-        video: the queries of the video.
-        rest: the queries of text.
-        key_block: int64 [Sk], the block of every key.
+        order: int32 [Sk], the keys block by block.
+        ordered: the blocks of keys in this order.
     """
 
     queries: Blocks
@@ -61,9 +58,8 @@ class RasterBlocks:
     num_video: int
     starts: torch.Tensor
     lengths: torch.Tensor
-    video: slice
-    rest: tuple[slice, ...]
-    key_block: torch.Tensor
+    order: torch.Tensor
+    ordered: Blocks
 
     @property
     def num_text(self) -> int:
@@ -83,76 +79,50 @@ def raster_blocks(
         kv_size: keys per block.
         device: where the tensors lie.
     """
-    first, last = layout.start, layout.start + layout.num_video
-    video = [(first, last)]
-    text = [(0, first), (last, layout.num_keys)]
+    video, length = layout.video, layout.num_video
+    text = [slice(0, video.start), slice(video.stop, layout.num_keys)]
     with torch.inference_mode(False), torch.device("cpu"):
-        q_starts, q_lengths = _cut(video, q_size)
-        kv_starts, kv_lengths = _cut([*video, *text], kv_size)
-        order = kv_starts.argsort()
-        key_block = torch.repeat_interleave(order, kv_lengths[order])
+        q_bounds = _cut([video], q_size)
+        kv_bounds = _cut([video, *text], kv_size)
+        ends = kv_bounds[1].cumsum(0)
+        spans = [torch.arange(span.start, span.stop) for span in (video, *text)]
         # Ready on the CPU: a copy is waited for, so that any stream may read what is cached.
-        starts, lengths, kv_starts, kv_lengths = (
-            x.int().to(device) for x in (q_starts, q_lengths, kv_starts, kv_lengths)
+        starts, lengths, kv_starts, kv_lengths, ordered_starts, order = (
+            x.int().to(device)
+            for x in (*q_bounds, *kv_bounds, ends - kv_bounds[1], torch.cat(spans))
         )
-        key_block = key_block.to(device)
     queries = Blocks.regular(layout.num_queries, q_size)
-    if layout.num_queries > layout.num_video:
+    if layout.num_queries > length:
         queries = Blocks.ragged(starts, lengths, total=layout.num_queries, size=q_size)
     keys = Blocks.regular(layout.num_keys, kv_size)
-    if first or (last < layout.num_keys and layout.num_video % kv_size):
+    if video.start or (video.stop < layout.num_keys and length % kv_size):
         keys = Blocks.ragged(kv_starts, kv_lengths, total=layout.num_keys, size=kv_size)
-    spans = (slice(0, first), slice(last, layout.num_queries))
     return RasterBlocks(
         queries=queries,
         keys=keys,
-        num_video=-(-layout.num_video // kv_size),
+        num_video=-(-length // kv_size),
         starts=starts,
         lengths=lengths,
-        video=slice(first, last),
-        rest=tuple(span for span in spans if span.start < span.stop),
-        key_block=key_block,
+        order=order,
+        ordered=Blocks.ragged(ordered_starts, kv_lengths, total=layout.num_keys, size=kv_size),
     )
 
 
-def _cut(spans: list[tuple[int, int]], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut each span into blocks of `size`; the last of each may be short."""
-    starts = [start for first, last in spans for start in range(first, last, size)]
-    ends = [min(start + size, last) for first, last in spans for start in range(first, last, size)]
+def _cut(spans: list[slice], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return starts and lengths of blocks of `size`; the last of each span may be short."""
+    starts = [start for span in spans for start in range(span.start, span.stop, size)]
+    ends = [
+        min(start + size, span.stop)
+        for span in spans
+        for start in range(span.start, span.stop, size)
+    ]
     begin = torch.tensor(starts)
     return begin, torch.tensor(ends) - begin
 
 
-def pack_keys(blocks: RasterBlocks, keep: torch.Tensor) -> tuple[torch.Tensor, Blocks]:
-    """Sort keys by block, those that are masked out behind the others of their block.
-
-    Does not wait for the device.
-
-    Args:
-        blocks: the blocks.
-        keep: bool [B, Sk], keys that may be attended to.
-
-    Returns:
-        int32 [B, Sk], the key at every position; and the blocks, without what is masked out.
-    """
-    index = (2 * blocks.key_block + ~keep).argsort(dim=-1, stable=True).int()
-    kept = torch.zeros(keep.shape[0], blocks.keys.num, dtype=torch.int64, device=keep.device)
-    kept.scatter_add_(1, blocks.key_block.expand_as(keep), keep.long())
-    _, lengths = blocks.keys.bounds(keep.device)
-    ends = lengths[0, 0].cumsum(0)
-    packed = Blocks.ragged(
-        (ends - lengths[0, 0]).int().view(1, 1, -1),
-        kept.int().unsqueeze(1),
-        total=blocks.keys.total,
-        size=blocks.keys.size,
-    )
-    return index, packed
-
-
 def kept_blocks(topk_ratio: float, num_blocks: int) -> int:
     """Return how many of `num_blocks` key blocks a query block keeps: rounded down, at least 1."""
-    # In decimals, as people write them: 0.29 * 100 is less than 29 in binary.
-    return min(max(int(Fraction(repr(topk_ratio)) * num_blocks), 1), num_blocks)
+    return min(max(first_of(topk_ratio, num_blocks), 1), num_blocks)
 
 
 def centred(means: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -195,13 +165,6 @@ def block_map(
     indices = select_tiles(pooled, pooled_keys, kept, always=blocks.num_text, real=real)
     counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
     return BlockPlan(indices=indices, counts=counts, q=blocks.queries, kv=keys, uniform=True)
-
-
-def density(kept: int, blocks: RasterBlocks, layout: SequenceLayout) -> float:
-    """Return the share of pairs attended to exactly, taking every block for one of mean size."""
-    video, queries, keys = layout.num_video, layout.num_queries, layout.num_keys
-    pairs = video * (kept / blocks.num_video * video + keys - video) + (queries - video) * keys
-    return pairs / (queries * keys)
 
 
 def notice_no_projection(

@@ -3,7 +3,7 @@
 Blocks are tiles of a video that is one row: every rank holds a stretch of it, which may cut blocks.
 Ranks exchange the means of their blocks and, for the linear branch, the state of their keys.
 
-Shapes: B batch, S tokens of a rank's chunk, H heads, D head size, N blocks; q/k suffix =
+Shapes: B batch, S tokens of a rank's shard, H heads, D head size, N blocks; q/k suffix =
 query/key side.
 """
 
@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import Blocks
 from multimodal_gen.kernels.linear_attention.api import KeyState, key_state
-from multimodal_gen.kernels.tile_order.api import gather_tokens as gather_rows
+from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
-from multimodal_gen.runtime.layers.attention.sparse.ring_pool import pool_over_ring
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
-    Chunk,
     PlanOf,
-    chunks_of,
-    text_chunk,
-    tiles_held,
+    Shard,
+    pool_over_ring,
+    ring_plans,
+    shards_of,
+    text_shard,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import centred
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, masked_keys
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, kept_first
 
 __all__ = ["RingBlocks", "ring_state"]
 
@@ -45,8 +45,8 @@ class RingBlocks:
         mine: position of this rank.
     """
 
-    queries: tuple[Chunk | None, ...]
-    keys: tuple[Chunk | None, ...]
+    queries: tuple[Shard | None, ...]
+    keys: tuple[Shard | None, ...]
     mine: int
 
     @classmethod
@@ -56,7 +56,7 @@ class RingBlocks:
         """Cut a layout into blocks; see `raster_blocks`."""
         row = replace(layout, grid=(1, 1, layout.num_video))
         call, device = inputs.call, inputs.query.device
-        queries, keys = (chunks_of(row, call, (1, 1, n), device) for n in (q_size, kv_size))
+        queries, keys = (shards_of(row, call, (1, 1, n), device) for n in (q_size, kv_size))
         return cls(queries=queries, keys=keys, mine=call.group.index)
 
     def rows(self, inputs: RingInputs, layout: SequenceLayout) -> slice:
@@ -66,7 +66,7 @@ class RingBlocks:
         return slice(first, first + (0 if own is None else own.num_video))
 
     def plans_of(self, inputs: RingInputs, kept: int, num_blocks: int) -> PlanOf:
-        """Return what gives the plan of this rank's queries over a chunk's keys.
+        """Return what gives the plan of this rank's queries over a shard's keys.
 
         Every rank calls it: means are exchanged where there is something to select.
 
@@ -75,27 +75,17 @@ class RingBlocks:
             kept: video blocks that a query block keeps.
             num_blocks: video blocks of keys.
         """
-        own, device = self.queries[self.mine], inputs.query.device
-        indices = torch.arange(num_blocks, dtype=torch.int32, device=device).view(1, 1, 1, -1)
+        # Every rank does, in the same order: it exchanges.
         scored = None if kept == num_blocks else self._scored(inputs)
-        if own is None or own.queries is None:
-            return lambda _: None
-        if scored is not None:
+
+        def select(tiles: torch.Tensor) -> torch.Tensor:
+            if scored is None:
+                every = torch.arange(num_blocks, dtype=torch.int32, device=tiles.device)
+                return every.view(1, 1, 1, -1)
             query, keys, real = scored
-            indices = select_tiles(query[:, :, own.tiles], keys, kept, real=real)
-        blocks = own.queries
+            return select_tiles(query[:, :, tiles], keys, kept, real=real)
 
-        def plan_of(theirs: Chunk) -> BlockPlan:
-            lists, counts = tiles_held(indices, theirs)
-            rows = (*lists.shape[:2], blocks.num)
-            return BlockPlan(
-                indices=lists.expand(*rows, -1),
-                counts=counts.expand(rows),
-                q=blocks,
-                kv=theirs.keys.blocks,
-            )
-
-        return plan_of
+        return ring_plans(self.queries[self.mine], select)
 
     def _scored(self, inputs: RingInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the means that blocks are selected by, and bool [B, N], blocks with keys."""
@@ -110,17 +100,17 @@ class RingBlocks:
         return pooled.to(query.dtype), keys, None if keep is None else counts > 0
 
 
-def ring_state(inputs: RingInputs, chunks: Sequence[Chunk | None], feature_map: str) -> KeyState:
+def ring_state(inputs: RingInputs, shards: Sequence[Shard | None], feature_map: str) -> KeyState:
     """Return the state over the keys of all ranks, those that all hold counted once.
 
     Args:
         inputs: what this rank holds.
-        chunks: the keys of every rank.
+        shards: the keys of every rank.
         feature_map: of the linear branch.
     """
     call, key = inputs.call, inputs.key
     batch, _, heads, size = key.shape
-    mine = chunks[call.group.index]
+    mine = shards[call.group.index]
     precise = torch.promote_types(key.dtype, torch.float32)
     own = key.new_zeros((batch, heads, size + 1, size), dtype=precise)
     if mine is not None:
@@ -128,7 +118,7 @@ def ring_state(inputs: RingInputs, chunks: Sequence[Chunk | None], feature_map: 
     sizes = [own.numel()] * call.group.size
     total = all_gather_tokens(own.flatten(), sizes, call.group).view(-1, *own.shape).sum(0)
     if inputs.shared_key is not None and inputs.shared_value is not None:
-        text = text_chunk(inputs.shared_key.shape[1], key.device, _TEXT_BLOCK)
+        text = text_shard(inputs.shared_key.shape[1], key.device, _TEXT_BLOCK)
         keep = call.shared_keep
         total = total + _state(inputs.shared_key, inputs.shared_value, text, keep, feature_map)
     return KeyState(moments=total[:, :, :-1], sums=total[:, :, -1])
@@ -137,14 +127,14 @@ def ring_state(inputs: RingInputs, chunks: Sequence[Chunk | None], feature_map: 
 def _state(
     key: torch.Tensor,
     value: torch.Tensor,
-    chunk: Chunk,
+    shard: Shard,
     keep: torch.Tensor | None,
     feature_map: str,
 ) -> torch.Tensor:
-    """Return moments and sums of a chunk as one tensor, [B, H, D + 1, D]."""
-    blocks = Blocks.regular(key.shape[1], chunk.keys.order.largest)
+    """Return moments and sums of a shard as one tensor, [B, H, D + 1, D]."""
+    blocks = Blocks.regular(key.shape[1], shard.keys.order.largest)
     if keep is not None:
-        index, blocks = masked_keys(chunk.keys, keep)
-        key, value = gather_rows((key, value), index)
+        index, blocks = kept_first(shard.keys.index, shard.keys.blocks, keep)
+        key, value = gather_tokens((key, value), index)
     _, state = key_state(key, value, blocks, feature_map=feature_map)
     return torch.cat((state.moments, state.sums.unsqueeze(2)), dim=2)

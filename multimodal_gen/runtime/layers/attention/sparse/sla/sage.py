@@ -6,7 +6,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -27,7 +27,6 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
     refuse_foreign_values,
     upstream_variant,
-    values_of,
     values_option,
 )
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
@@ -36,25 +35,20 @@ from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     attend_spas_sage,
     mask_blocks,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import option
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAImpl
+from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAImpl, SLAParameters
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SageSLAConfig(SparseConfig):
-    """Parameters of `sage_sla_attn`: those of `sla_attn`, with 8-bit scores.
+class SageSLAConfig(SLAParameters):
+    """Parameters of `sage_sla_attn`; see `SLAParameters` for the others.
 
     Attributes:
         topk_ratio: share of key blocks that get 8-bit attention; at least one block always does.
-        feature_map: feature map of the linear branch.
-        BLKQ: tokens per query block.
-        BLKK: tokens per key block.
-        use_bf16: bfloat16 inputs to the quantisation, else float16.
-        linear_branch: linear attention over `all` tokens, or over `unselected` blocks only.
         kernel: which kernel runs; `auto` takes the fastest one supported.
         values: what the package's own kernels round weights and values to: "16-bit", or "e4m3",
             which is a third to half as exact, needs compute capability 8.9 on a GPU, and is the
@@ -65,15 +59,6 @@ class SageSLAConfig(SparseConfig):
     """
 
     topk_ratio: float = option(0.5, "share of key blocks with 8-bit attention", ge=0, le=1)
-    feature_map: Literal["softmax", "elu", "relu"] = option(
-        "softmax", "feature map of the linear branch"
-    )
-    BLKQ: Literal[64, 128] = option(128, "tokens per query block")
-    BLKK: Literal[64, 128] = option(64, "tokens per key block")
-    use_bf16: bool = option(True, "bfloat16 inputs to the quantisation, else float16")
-    linear_branch: Literal["all", "unselected"] = option(
-        "all", "tokens of the linear branch: all, or those of unselected blocks"
-    )
     kernel: Literal["auto", "gluon", "triton", "reference", "spas_sage_attn"] = option(
         "auto", "kernel that runs"
     )
@@ -108,61 +93,40 @@ class SageSLABackend(QuantizedBackend):
         return SageSLAImpl
 
 
-class SageSLAImpl(SLAImpl):
+class SageSLAImpl(SLAImpl[SageSLAConfig]):
     """Sparse-Linear Attention of one layer, its sparse branch on 8 bits."""
 
-    backend = AttentionBackendEnum.SAGE_SLA_ATTN
-    config_cls: ClassVar[type[SparseConfig]] = SageSLAConfig
+    declaration = SageSLABackend
 
-    @property
-    def by_upstream(self) -> bool:
-        """Whether the authors' package computes everything: it has a sparse branch alone."""
-        return False
-
-    def attend_blocks(
+    def sparse_branch(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         plan: BlockPlan,
-        means: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the sparse branch; see `SLAImpl.attend_blocks`.
+        *,
+        means: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Return the sparse branch; see `SLAImpl.sparse_branch`.
 
         The mean of the block means stands for that of the keys: any will do that is close to what
         they have in common.
         """
-        refuse_grad(str(self.backend), query, key, value)
+        refuse_grad(self.label, query, key, value)
         if self.kernel.name == SPAS_SAGE:
             return self._attend_spas_sage(query, key, value, plan)
-        out = quantized_attention(
+        return quantized_attention(
             query,
             key,
             value,
             plan,
             scale=self.softmax_scale,
+            return_lse=return_lse,
             kernel=self.kernel,
-            values=values_of(self.config),
-            mean=means.mean(2).float(),
+            values=self.config.values,
+            mean=None if means is None else means.mean(2).float(),
         )
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    def attend_part(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sparse branch over some of the keys; see `SLAImpl.attend_part`."""
-        out, lse = quantized_attention(
-            query,
-            key,
-            value,
-            plan,
-            scale=self.softmax_scale,
-            return_lse=True,
-            kernel=self.kernel,
-            values=values_of(self.config),
-        )
-        return out, lse
 
     def _attend_spas_sage(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
@@ -171,11 +135,11 @@ class SageSLAImpl(SLAImpl):
         wanted = mask_blocks(torch.cuda.get_device_capability(query.device) if on_cuda else None)
         if (plan.q.size, plan.kv.size) != wanted:
             raise UnsupportedBackendError(
-                f"kernel {SPAS_SAGE} of {self.backend} needs BLKQ={wanted[0]} and BLKK={wanted[1]} "
+                f"kernel {SPAS_SAGE} of {self.label} needs BLKQ={wanted[0]} and BLKK={wanted[1]} "
                 f"on this GPU, got {plan.q.size} and {plan.kv.size}"
             )
         call = SpasCall(
-            label=str(self.backend),
+            label=self.label,
             queries=query.shape[1],
             keys=key.shape[1],
             heads=query.shape[2],

@@ -7,66 +7,17 @@ Shapes: B batch, L tokens, H heads, D head size.
 """
 
 import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
 
-__all__ = ["UPSTREAM", "UpstreamCall", "attend_upstream", "upstream_module"]
+__all__ = ["UPSTREAM", "attend_upstream", "upstream_module"]
 
 UPSTREAM = "sparse_linear_attention"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamCall:
-    """What decides whether the operator can serve a call.
-
-    Attributes:
-        text: number of tokens beyond the video's.
-        masked: whether keys are masked out.
-        unselected: whether the linear branch covers unselected blocks only.
-        scale: factor of the scores.
-        head_size: D.
-        heads: query heads.
-        kv_heads: key and value heads.
-        blocks: number of key blocks.
-        topk_ratio: share of them to keep.
-    """
-
-    text: int
-    masked: bool
-    unselected: bool
-    scale: float
-    head_size: int
-    heads: int
-    kv_heads: int
-    blocks: int
-    topk_ratio: float
-
-    def reasons(self) -> tuple[str, ...]:
-        """Return every reason the operator cannot serve the call, requirement then actual."""
-        found = []
-        if self.text:
-            found.append(f"needs sequences without text, got {self.text} text tokens")
-        if self.masked:
-            found.append("has no key mask, and keys are masked")
-        if self.unselected:
-            found.append("needs linear_branch=all, got unselected")
-        if abs(self.scale * self.head_size**0.5 - 1) > 1e-6:
-            found.append(
-                f"needs the inverse root of the head size as scale, got {self.scale:.6g} for "
-                f"{self.head_size}"
-            )
-        if self.kv_heads != self.heads:
-            found.append(f"needs as many key heads as the {self.heads}, got {self.kv_heads}")
-        if int(self.topk_ratio * self.blocks) < 1:
-            found.append(
-                f"needs a topk_ratio that keeps a block of {self.blocks}, got {self.topk_ratio}"
-            )
-        return tuple(found)
 
 
 def upstream_module(head_size: int, projection: nn.Linear | None, **options: Any) -> nn.Module:
@@ -86,30 +37,33 @@ def upstream_module(head_size: int, projection: nn.Linear | None, **options: Any
 
 
 def attend_upstream(
+    call: SparseCall,
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: UpstreamCall,
+    *,
+    num_blocks: int,
+    topk_ratio: float,
+    linear_branch: str,
+    backend: str,
 ) -> torch.Tensor:
     """Return the operator's output, [B, L, H, D].
 
     Args:
+        call: the call.
         module: what `upstream_module` returned.
-        query: [B, L, H, D].
-        key: as `query`.
-        value: as `query`.
-        call: what the call is.
+        num_blocks: number of key blocks.
+        topk_ratio: share of them to keep.
+        linear_branch: what the linear branch shall cover.
+        backend: the method, for messages.
 
     Raises:
         UnsupportedBackendError: the operator cannot serve the call; lists the reasons.
     """
-    reasons = call.reasons()
-    if reasons:
-        raise UnsupportedBackendError(
-            f"kernel {UPSTREAM} of sla_attn cannot serve this call: {'; '.join(reasons)}; use "
-            f"kernel=auto"
-        )
-    heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
-    out: torch.Tensor = module.to(query.device)(*heads_first)
+    found = call_reasons(call)
+    if linear_branch != "all":
+        found.append(f"needs linear_branch=all, got {linear_branch}")
+    if int(topk_ratio * num_blocks) < 1:
+        found.append(f"needs a topk_ratio that keeps a block of {num_blocks}, got {topk_ratio}")
+    refuse_upstream(found, kernel=UPSTREAM, backend=backend)
+    heads_first = (x.transpose(1, 2).contiguous() for x in (call.query, call.key, call.value))
+    out: torch.Tensor = module.to(call.query.device)(*heads_first)
     return out.transpose(1, 2)

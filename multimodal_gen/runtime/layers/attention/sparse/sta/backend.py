@@ -6,7 +6,7 @@ Shapes: B batch, S tokens, H heads, D head size.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -35,33 +35,38 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
-    Chunk,
-    attend_in_ring,
-    chunks_of,
+    Shard,
+    attend_ring_tiles,
     ring_layout,
+    shards_of,
     whole_tiles_only,
 )
-from multimodal_gen.runtime.layers.attention.sparse.sta.ring import (
-    WindowedCall,
-    reach_of,
-    ring_plan,
-)
+from multimodal_gen.runtime.layers.attention.sparse.sta.ring import halo_of, ring_plan
 from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
     branch_parts,
     head_losses,
     session_for,
 )
-from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import Strategy, load_strategy
-from multimodal_gen.runtime.layers.attention.sparse.sta.tuning import WindowSource, tuned_strategy
+from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import (
+    Strategy,
+    WindowSource,
+    load_strategy,
+)
+from multimodal_gen.runtime.layers.attention.sparse.sta.tuning import tuned_strategy
+from multimodal_gen.runtime.layers.attention.sparse.sta.upstream import UPSTREAM, attend_upstream
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     DEFAULT_TILE,
     Window,
-    joint_density,
     pair_density,
+    tile_lists,
     tiles_of,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
+    SparseCall,
+    TiledSequence,
+    attend_tiled,
+    fit_tile,
     tiled_sequence,
     tiled_video,
 )
@@ -191,48 +196,45 @@ class SlidingTileBackend(AttentionBackend):
         return SlidingTileImpl
 
 
-class SlidingTileImpl(SparseImpl):
-    """Sliding Tile Attention of one layer."""
+class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
+    """Sliding Tile Attention of one layer.
 
-    backend = AttentionBackendEnum.SLIDING_TILE_ATTN
-    config_cls: ClassVar[type[SparseConfig]] = SlidingTileConfig
+    Raises:
+        ConfigError: the strategy cannot be read, or is for another model.
+        UsageError: the strategy needs to know the layer, and it is not known.
+    """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Chosen without a configuration, its defaults name no window, and say so.
+    declaration = SlidingTileBackend
+
+    def prepare(self) -> None:
+        """Read the strategy, and check that it has the layer."""
         config = self.config
-        self._config = config if isinstance(config, SlidingTileConfig) else SlidingTileConfig()
-        tile = self._config.tile_size
-        self._tile: Window = (tile[0], tile[1], tile[2])
-        self._searches = self._config.sta_mode == "STA_searching"
-        # Reads the strategy and checks that it has the layer.
-        known = self.site is not None and not self._searches
-        self._source = self._window_source() if known else None
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: SequenceLayout,
-        context: ForwardContext,
-        keep: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return attention over the windows of this step; see `SparseImpl.attend`."""
-        tile = _clamped(self._tile, layout.grid)
-        call = WindowedCall(
-            query=query,
-            key=key,
-            value=value,
-            queries=tiled_video(layout, tile, query.device),
-            keys=tiled_sequence(layout, layout.num_keys, tile, query.device),
-            keep=keep,
-            scale=self.softmax_scale,
-            kernel=self.kernel,
-        )
+        self._searches = config.sta_mode == "STA_searching"
+        self._source: WindowSource | None = None
         if self._searches:
-            return self._search(call, layout, context)
-        return call.over(self._windows(query, layout, context))
+            return
+        window = config.window
+        self._source = WindowSource(
+            strategy=_strategy(config) if window is None else None,
+            window=None if window is None else (window[0], window[1], window[2]),
+            retarget=config.retarget,
+            layer=None if self.site is None else self.site.layer,
+            num_layers=None if self.site is None else self.site.num_layers,
+            num_heads=self.num_heads,
+            tile_size=(config.tile_size[0], config.tile_size[1], config.tile_size[2]),
+        )
+
+    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
+        """Return attention over the windows of this step; see `SparseImpl.attend`."""
+        layout, device = call.layout, call.query.device
+        tile = fit_tile(self.config.tile_size, layout.grid)
+        queries = tiled_video(layout, tile, device)
+        keys = tiled_sequence(layout, layout.num_keys, tile, device)
+        if self._searches:
+            return self._search(call, queries, keys, context)
+        heads = slice(call.first_head, call.first_head + call.query.shape[2])
+        windows = self._windows(layout, queries.order.tiles, heads, context)
+        return self._attend_windows(call, queries, keys, windows)
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
@@ -244,43 +246,26 @@ class SlidingTileImpl(SparseImpl):
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
-        self._first_head = inputs.first_head
         self.kernel.begin_call()
-        layout = ring_layout(inputs, context, str(self.backend))
+        layout = ring_layout(inputs, context, self.label)
         assert context is not None, "a layout needs a context"
-        query, call = inputs.query, inputs.call
-        chunks = chunks_of(layout, call, _clamped(self._tile, layout.grid), query.device)
-        windows = self._windows(query, layout, context)
-        mine = chunks[call.group.index]
+        query, call, me = inputs.query, inputs.call, inputs.call.group.index
+        tile = fit_tile(self.config.tile_size, layout.grid)
+        shards = shards_of(layout, call, tile, query.device)
+        heads = slice(inputs.first_head, inputs.first_head + query.shape[2])
+        windows = self._windows(layout, tiles_of(layout.grid, tile), heads, context)
+        mine = shards[me]
 
-        def plan_of(theirs: Chunk) -> BlockPlan | None:
+        def plan_of(theirs: Shard) -> BlockPlan | None:
             assert mine is not None, "only queries of the video have a plan"
             return ring_plan(windows, mine, theirs)
 
-        reach = None
+        halo = None
         if call.keep is None and inputs.shared_key is None:
-            reach = reach_of(windows, chunks, call.group.index)
-        scale, kernel = self.softmax_scale, self.kernel
-        return attend_in_ring(inputs, chunks, plan_of, scale=scale, kernel=kernel, reach=reach)
-
-    def _windows(
-        self, query: torch.Tensor, layout: SequenceLayout, context: ForwardContext
-    ) -> tuple[Window, ...]:
-        """Return the windows of this step for the heads of a call."""
-        tile = _clamped(self._tile, layout.grid)
-        windows = (self._source or self._window_source()).windows(
-            tiles_of(layout.grid, tile),
-            step=context.current_timestep,
-            num_steps=context.num_steps,
-            first_head=self._first_head,
-            num_heads=query.shape[2],
+            halo = halo_of(windows, shards, me)
+        return attend_ring_tiles(
+            inputs, shards, plan_of, scale=self.softmax_scale, kernel=self.kernel, halo=halo
         )
-        self.record(context, _density(windows, layout, tile))
-        return windows
-
-    @property
-    def _layer(self) -> int | None:
-        return None if self.site is None else self.site.layer
 
     def check_run(self, context: ForwardContext) -> None:
         """Refuse a strategy that does not fit the run, as a call would; warn if no step is sparse.
@@ -290,50 +275,76 @@ class SlidingTileImpl(SparseImpl):
         Raises:
             ConfigError: the strategy is for other steps or another grid.
         """
-        if not self._searches:
-            super().check_run(context)
-        if self._source is not None and context.latent_grid is not None:
-            tile = _clamped(self._tile, context.latent_grid)
+        if self._source is None:
+            return
+        super().check_run(context)
+        if context.latent_grid is not None:
+            tile = fit_tile(self.config.tile_size, context.latent_grid)
             self._source.check(tiles_of(context.latent_grid, tile), context.num_steps)
 
-    def _window_source(self) -> WindowSource:
-        config = self._config
-        window = config.window
-        return WindowSource(
-            strategy=_strategy(config) if window is None else None,
-            window=None if window is None else (window[0], window[1], window[2]),
-            retarget=config.retarget,
-            layer=self._layer,
-            num_layers=None if self.site is None else self.site.num_layers,
-            num_heads=self.num_heads,
-            tile_size=self._tile,
+    def _windows(
+        self, layout: SequenceLayout, tiles: Window, heads: slice, context: ForwardContext
+    ) -> tuple[Window, ...]:
+        """Return the windows of this step for some of the layer's heads, once that is noted."""
+        assert self._source is not None, "a search tries windows of its own"
+        windows = self._source.windows(
+            tiles,
+            step=context.current_timestep,
+            num_steps=context.num_steps,
+            first_head=heads.start,
+            num_heads=heads.stop - heads.start,
+        )
+        density = _density(windows, layout, self.config.tile_size)
+        self.record(context, density, heads.start)
+        return windows
+
+    def _attend_windows(
+        self,
+        call: SparseCall,
+        queries: TiledSequence,
+        keys: TiledSequence,
+        windows: tuple[Window, ...],
+    ) -> torch.Tensor:
+        """Return attention over a window per head, [B, Sq, H, D]."""
+        if call.kernel.name in UPSTREAM:
+            return attend_upstream(call, keys, windows, self.label)
+        return attend_tiled(
+            call,
+            queries,
+            keys,
+            lambda heads: _plan(queries, keys, windows[heads]),
+            cached_plans=True,
         )
 
     def _search(
-        self, call: WindowedCall, layout: SequenceLayout, context: ForwardContext
+        self,
+        call: SparseCall,
+        queries: TiledSequence,
+        keys: TiledSequence,
+        context: ForwardContext,
     ) -> torch.Tensor:
         """Record how far each candidate takes every head from full attention, and return that."""
-        layer = self._layer
-        if call.query.shape[2] != self.num_heads:
+        layer = None if self.site is None else self.site.layer
+        heads, order = call.query.shape[2], queries.order
+        if heads != self.num_heads:
             raise _searches_alone()
         if layer is None:
             raise UsageError(
                 "STA_searching must know the layer's index, got a layer without one; construct it "
                 "with a `prefix` such as 'blocks.3.attn', or run `sglang attention sta search`"
             )
-        assert self._config.search_path is not None, "the configuration checks that"
-        session = session_for(self._config.search_path, context.request_id)
-        heads = call.query.shape[2]
-        full = call.over((call.tiles,) * heads)
+        assert self.config.search_path is not None, "the configuration checks that"
+        session = session_for(self.config.search_path, context.request_id)
+        full = self._attend_windows(call, queries, keys, (order.tiles,) * heads)
         losses: dict[str, list[torch.Tensor]] = {}
-        for window in session.recorder.candidates(call.tiles):
-            out = call.over((window,) * heads)
+        for window in session.recorder.candidates(order.tiles):
+            out = self._attend_windows(call, queries, keys, (window,) * heads)
             for branch, part, whole in branch_parts(context.cfg_branch, out, full):
                 losses.setdefault(branch, []).append(head_losses(part, whole))
         step = context.current_timestep
         for branch, found in losses.items():
             session.recorder.add(torch.stack(found), step=step, layer=layer, branch=branch)
-            session.finish(branch, context.num_steps, layout.grid, call.queries.order.tile)
+            session.finish(branch, context.num_steps, order.grid, order.tile)
         self.record(context, 1.0)
         return full
 
@@ -343,11 +354,6 @@ def _searches_alone() -> UsageError:
         "STA_searching must see all tokens and heads of a layer, got a part of them; search with "
         "--num-gpus 1, and use the strategy with any number of GPUs"
     )
-
-
-def _clamped(tile: Window, grid: Window) -> Window:
-    """Return the same cut with tiles no larger than the grid: kernels make room for whole tiles."""
-    return (min(tile[0], grid[0]), min(tile[1], grid[1]), min(tile[2], grid[2]))
 
 
 def _strategy(config: SlidingTileConfig) -> Strategy:
@@ -365,9 +371,29 @@ def _strategy(config: SlidingTileConfig) -> Strategy:
     )
 
 
+# Few heads share a pass, so there are few combinations of windows.
+@lru_cache(maxsize=128)
+def _plan(queries: TiledSequence, keys: TiledSequence, windows: tuple[Window, ...]) -> BlockPlan:
+    # Not as inference tensors: the first caller must not decide what later ones may do with them.
+    with torch.inference_mode(False):
+        indices, counts, uniform = tile_lists(
+            windows,
+            queries.order.tiles,
+            query_text=queries.num_text_blocks,
+            key_text=keys.num_text_blocks,
+            device=queries.index.device,
+        )
+        plan = BlockPlan(
+            indices=indices, counts=counts, q=queries.blocks, kv=keys.blocks, uniform=uniform
+        )
+        return plan.longest_first()
+
+
 @lru_cache(maxsize=64)
-def _density(windows: tuple[Window, ...], layout: SequenceLayout, tile: Window) -> float:
+def _density(
+    windows: tuple[Window, ...], layout: SequenceLayout, tile_size: tuple[int, ...]
+) -> float:
     """Return the share of pairs kept, as a mean over heads."""
+    tile = fit_tile(tile_size, layout.grid)
     of_video = sum(pair_density(window, layout.grid, tile) for window in windows) / len(windows)
-    video = layout.num_video
-    return joint_density(of_video, video, layout.num_queries - video, layout.num_keys - video)
+    return layout.density(of_video)

@@ -1,4 +1,4 @@
-"""Strategy files: a window per denoising step, layer and head.
+"""Strategy files: a window per denoising step, layer and head; and what a layer takes of them.
 
 A file is one flat JSON object, `{"step_layer_head": [time, height, width], ...}`: indices from 0,
 windows in tiles, an entry for every head of every layer at every step. The number of steps it was
@@ -15,6 +15,7 @@ that of the strategy file, so that a record is not taken for that of a file that
 
 import hashlib
 import json
+import logging
 import os
 import re
 import uuid
@@ -27,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     AXES,
     Window,
@@ -38,6 +39,7 @@ from multimodal_gen.runtime.plain_values import short
 __all__ = [
     "Strategy",
     "StrategyRecord",
+    "WindowSource",
     "load_strategy",
     "read_record",
     "read_text",
@@ -45,6 +47,8 @@ __all__ = [
     "write_record",
     "write_text",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def read_text(path: Path, *, what: str) -> str:
@@ -455,6 +459,110 @@ def _load(path: Path, versions: tuple[tuple[int, int], tuple[int, int]]) -> Stra
     text = read_text(path, what="mask strategy")
     strategy = Strategy.parse(text, name=f"mask strategy {path.name}")
     return replace(strategy, made_for=read_record(path, text))
+
+
+class WindowSource:
+    """The windows of one layer.
+
+    Args:
+        strategy: a strategy, or None for `window` everywhere.
+        window: the window everywhere; used without a strategy.
+        retarget: rescale a strategy that does not fit the run, instead of refusing it.
+        layer: index of the layer; None where it is unknown, which a strategy cannot serve.
+        num_layers: self-attention layers of the model, or None when unknown.
+        num_heads: heads of the layer, those of other processes included.
+        tile_size: tokens per tile, which a strategy may be for; None where nobody knows.
+
+    Raises:
+        ConfigError: the strategy is for another number of layers or heads.
+        UsageError: the strategy needs to know the layer, and it is not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy | None,
+        window: Window | None = None,
+        retarget: bool = False,
+        layer: int | None = None,
+        num_layers: int | None = None,
+        num_heads: int,
+        tile_size: Window | None = None,
+    ) -> None:
+        assert strategy is not None or window is not None, "the configuration checks that"
+        if strategy is not None and layer is None:
+            raise UsageError(
+                "a mask strategy must know the layer's index, got a layer without one; construct "
+                "it with a `prefix` such as 'blocks.3.attn', or use `window`"
+            )
+        self._strategy = strategy
+        self._window = window
+        self._retarget = retarget
+        self._layer = layer or 0
+        self._tile_size = tile_size
+        if strategy is not None:
+            strategy.check_sizes(num_heads=num_heads, num_layers=num_layers, layer=self._layer)
+
+    def check(self, tiles: Window, num_steps: int | None) -> None:
+        """Refuse a strategy for another grid of tiles or, where it is known, other steps.
+
+        Raises:
+            ConfigError: it is, and nobody asked to rescale it.
+        """
+        if self._strategy is not None:
+            self._fitted(self._strategy, tiles, num_steps)
+
+    def windows(
+        self,
+        tiles: Window,
+        *,
+        step: int,
+        num_steps: int | None,
+        first_head: int,
+        num_heads: int,
+    ) -> tuple[Window, ...]:
+        """Return a window per head.
+
+        Args:
+            tiles: the grid of tiles.
+            step: denoising step.
+            num_steps: denoising steps of the run, or None when unknown.
+            first_head: the first head of this process.
+            num_heads: heads of this process.
+
+        Raises:
+            ConfigError: the strategy is for other steps or another grid.
+            UsageError: the strategy has no such step.
+        """
+        if self._strategy is None:
+            assert self._window is not None
+            return (self._window,) * num_heads
+        fitted = self._fitted(self._strategy, tiles, num_steps)
+        if step >= fitted.num_steps:
+            raise UsageError(
+                f"{fitted.name} must have every step of the run, it has {fitted.num_steps} and "
+                f"this is step {step}"
+            )
+        return fitted.head_windows(step, self._layer, first_head=first_head, num_heads=num_heads)
+
+    def _fitted(self, strategy: Strategy, tiles: Window, num_steps: int | None) -> Strategy:
+        return _fitted(strategy, tiles, self._tile_size, num_steps, self._retarget)
+
+
+@lru_cache(maxsize=8)
+def _fitted(
+    strategy: Strategy,
+    tiles: Window,
+    tile_size: Window | None,
+    num_steps: int | None,
+    retarget: bool,
+) -> Strategy:
+    fitted, notes = strategy.fitted(
+        tiles=tiles, tile_size=tile_size, num_steps=num_steps, retarget=retarget
+    )
+    for note in notes:
+        logger.warning("%s", note)
+    return fitted
 
 
 def _entries(pairs: _Pairs, name: str) -> dict[tuple[int, int, int], Window]:

@@ -7,20 +7,20 @@ Shapes: B batch, L tokens in tile order, H heads, D head size.
 """
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     Window,
     effective_window,
-    tiles_of,
 )
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
 
-__all__ = ["UPSTREAM", "UpstreamCall", "attend_upstream"]
+__all__ = ["UPSTREAM", "attend_upstream", "upstream_reasons", "upstream_windows"]
 
 # Package, and what it calls the argument that names the grid.
 UPSTREAM: Mapping[str, str] = MappingProxyType(
@@ -54,93 +54,62 @@ _WINDOWS: Mapping[Window, frozenset[Window]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamCall:
-    """What decides whether the kernels can serve a call.
+def upstream_windows(windows: Sequence[Window], order: TileOrder) -> list[Window]:
+    """Return windows, one per head, in the kernels' spelling."""
+    return [effective_window(window, order.tiles) for window in windows]
 
-    Attributes:
-        grid: (T, H, W) of the video tokens.
-        tile: tokens per tile.
-        windows: one per head.
-        query_text: number of text queries.
-        key_text: number of text keys.
-        masked: whether keys are masked out.
-        scale: factor of the scores.
-        head_size: D.
-        kv_heads: key and value heads.
+
+def upstream_reasons(
+    call: SparseCall, order: TileOrder, windows: Sequence[Window]
+) -> tuple[str, ...]:
+    """Return every reason the kernels cannot serve a call, requirement then actual.
+
+    Args:
+        call: the call.
+        order: how its video is cut into tiles.
+        windows: one per query head.
     """
+    found = []
+    if order.grid not in _WINDOWS:
+        grids = ", ".join(map(_by_axis, _WINDOWS))
+        found.append(f"needs a latent grid of {grids}, got {_by_axis(order.grid)}")
+    if order.tile != _TILE:
+        found.append(f"needs tiles of {_by_axis(_TILE)} tokens, got {_by_axis(order.tile)}")
+    if not found:
+        found += _reasons_on_grid(call, order, windows)
+    if call.query.shape[3] != _HEAD_SIZE:
+        found.append(f"needs a head size of {_HEAD_SIZE}, got {call.query.shape[3]}")
+    return (*found, *call_reasons(call, takes_text=True))
 
-    grid: Window
-    tile: Window
-    windows: tuple[Window, ...]
-    query_text: int
-    key_text: int
-    masked: bool
-    scale: float
-    head_size: int
-    kv_heads: int
 
-    def reasons(self) -> tuple[str, ...]:
-        """Return every reason the kernels cannot serve the call, requirement then actual."""
-        found = []
-        if self.grid not in _WINDOWS:
-            grids = ", ".join(map(_by_axis, _WINDOWS))
-            found.append(f"needs a latent grid of {grids}, got {_by_axis(self.grid)}")
-        if self.tile != _TILE:
-            found.append(f"needs tiles of {_by_axis(_TILE)} tokens, got {_by_axis(self.tile)}")
-        if not found:
-            found += self._reasons_on_grid()
-        if self.masked:
-            found.append("has no key mask, and keys are masked")
-        if self.head_size != _HEAD_SIZE or abs(self.scale * _HEAD_SIZE**0.5 - 1) > 1e-6:
+def _reasons_on_grid(call: SparseCall, order: TileOrder, windows: Sequence[Window]) -> list[str]:
+    found, layout = [], call.layout
+    unknown = sorted({*upstream_windows(windows, order)} - _WINDOWS[order.grid])
+    if unknown:
+        known = ", ".join(map(_by_axis, sorted(_WINDOWS[order.grid])))
+        found.append(f"needs windows among {known}, got {', '.join(map(_by_axis, unknown))}")
+    text = (layout.num_queries - layout.num_video, layout.num_keys - layout.num_video)
+    if order.grid == _TEXT_GRID:
+        if text[0] != text[1] or not 1 <= text[0] <= _MOST_TEXT:
             found.append(
-                f"needs a head size of {_HEAD_SIZE} and its inverse root as scale, got "
-                f"{self.head_size} and {self.scale:.6g}"
+                f"needs 1 to {_MOST_TEXT} text tokens on this grid, got {text[0]} queries and "
+                f"{text[1]} keys"
             )
-        if self.kv_heads != len(self.windows):
-            found.append(f"needs as many key heads as the {len(self.windows)}, got {self.kv_heads}")
-        return tuple(found)
-
-    def effective(self) -> list[Window]:
-        """Return the windows in the kernels' spelling."""
-        tiles = tiles_of(self.grid, self.tile)
-        return [effective_window(window, tiles) for window in self.windows]
-
-    def _reasons_on_grid(self) -> list[str]:
-        found = []
-        unknown = sorted(set(self.effective()) - _WINDOWS[self.grid])
-        if unknown:
-            known = ", ".join(map(_by_axis, sorted(_WINDOWS[self.grid])))
-            found.append(f"needs windows among {known}, got {', '.join(map(_by_axis, unknown))}")
-        text = (self.query_text, self.key_text)
-        if self.grid == _TEXT_GRID:
-            if text[0] != text[1] or not 1 <= text[0] <= _MOST_TEXT:
-                found.append(
-                    f"needs 1 to {_MOST_TEXT} text tokens on this grid, got {text[0]} queries and "
-                    f"{text[1]} keys"
-                )
-        elif text != (0, 0):
-            found.append(f"needs no text on this grid, got {max(text)} text tokens")
-        return found
+    elif text != (0, 0):
+        found.append(f"needs no text on this grid, got {max(text)} text tokens")
+    return found
 
 
 def attend_upstream(
-    package: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    index: torch.Tensor,
-    call: UpstreamCall,
+    call: SparseCall, keys: TiledSequence, windows: Sequence[Window], backend: str
 ) -> torch.Tensor:
-    """Attend with a package's kernel.
+    """Attend with the kernel of the package that `call.kernel` is, a key of `UPSTREAM`.
 
     Args:
-        package: a key of `UPSTREAM`.
-        query: [B, L, H, D] in the order of the sequence.
-        key: as `query`.
-        value: as `query`.
-        index: int32 [L], position in tile order -> position in the sequence.
-        call: what the call is.
+        call: the call.
+        keys: its keys in tiles.
+        windows: one per query head.
+        backend: the method, for messages.
 
     Returns:
         [B, L, H, D] in the order of the sequence.
@@ -148,21 +117,19 @@ def attend_upstream(
     Raises:
         UnsupportedBackendError: the kernel cannot serve the call; lists the reasons.
     """
-    reasons = call.reasons()
-    if reasons:
-        raise UnsupportedBackendError(
-            f"kernel {package} of sliding_tile_attn cannot serve this call: {'; '.join(reasons)}; "
-            f"use kernel=auto"
-        )
+    package = call.kernel.name
+    reasons = upstream_reasons(call, keys.order, windows)
+    refuse_upstream(reasons, kernel=package, backend=backend)
     function = importlib.import_module(package).sliding_tile_attention
-    order = index.long()
-    name = "x".join(map(str, call.grid))
-    out = torch.empty_like(query)
+    order = keys.index.long()  # that of the queries too, where the kernels serve the call
+    text = call.layout.num_queries - call.layout.num_video
+    options = {UPSTREAM[package]: _by_axis(keys.order.grid), "has_text": text > 0}
+    out = torch.empty_like(call.query)
     # One by one: some releases take slices of heads for contiguous, which they are not in a batch.
-    for b in range(query.shape[0]):
-        q, k, v = (x[b, order].transpose(0, 1).contiguous()[None] for x in (query, key, value))
-        options = {UPSTREAM[package]: name, "has_text": call.query_text > 0}
-        tiled = function(q, k, v, call.effective(), call.query_text, **options)
+    for b in range(out.shape[0]):
+        parts = (call.query, call.key, call.value)
+        q, k, v = (x[b, order].transpose(0, 1).contiguous()[None] for x in parts)
+        tiled = function(q, k, v, upstream_windows(windows, keys.order), text, **options)
         out[b, order] = tiled[0].transpose(0, 1)
     return out
 

@@ -10,7 +10,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -43,22 +43,23 @@ from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import (
     CentroidCache,
     Centroids,
-    ClusteredCall,
+    ClusterMap,
     attend_clusters,
-    clustered_call,
+    cluster_map,
 )
-from multimodal_gen.runtime.layers.attention.sparse.svg2.upstream import (
-    UPSTREAM,
-    attend_upstream,
-    refuse_upstream,
-    upstream_reasons,
-)
+from multimodal_gen.runtime.layers.attention.sparse.svg2.upstream import UPSTREAM, attend_upstream
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
-    attend_rows,
-    hand_over,
-    run_in_turns,
-    sequence_layout,
+    SparseCall,
+    attend_text,
+    layout_of,
+    record_on_current_stream,
+    run_on_two_streams,
+)
+from multimodal_gen.runtime.layers.attention.sparse.upstream import (
+    refuse_upstream,
+    shape_reasons,
+    text_reasons,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -185,22 +186,19 @@ def _kmeans_reasons(request: AttentionRequest, config: BackendConfig | None) -> 
     return tuple(f"kmeans_kernel {name} {reason}" for reason in reasons if reason)
 
 
-class SVG2Impl(SparseImpl):
+class SVG2Impl(SparseImpl[SVG2Config]):
     """Sparse VideoGen 2 of one layer; remembers the centroids of the step before.
 
     Raises:
         UnsupportedBackendError: the kernel that was asked for cannot serve the layer.
     """
 
-    backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
-    config_cls: ClassVar[type[SparseConfig]] = SVG2Config
+    declaration = SVG2Backend
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = self.config
-        self._config = config if isinstance(config, SVG2Config) else SVG2Config()
+    def prepare(self) -> None:
+        """Refuse a kernel that cannot serve the layer; no step was seen yet."""
         self._centroids = CentroidCache()
-        refuse_upstream(self._upstream_reasons(), what="layer")
+        self._refuse_upstream("layer")
 
     def check_run(self, context: ForwardContext) -> None:
         """Refuse text that the kernel that was asked for cannot serve; warn if no step is sparse.
@@ -209,56 +207,37 @@ class SVG2Impl(SparseImpl):
             UnsupportedBackendError: a sparse step would be refused.
         """
         super().check_run(context)
-        text = 0 if context.text_span is None else context.text_span.length
-        refuse_upstream(self._upstream_reasons(text), what="run")
+        span = context.text_span
+        self._refuse_upstream("run", 0 if span is None else span.length)
 
     def end_request(self, request_id: str) -> None:
         """Drop the centroids of a request; see `AttentionImpl.end_request`."""
         self._centroids.end(request_id)
 
-    def _upstream_reasons(self, text: int = 0) -> tuple[str, ...]:
+    def _refuse_upstream(self, what: str, text: int = 0) -> None:
         if self.kernel.name != UPSTREAM:
-            return ()
-        return upstream_reasons(
+            return
+        reasons = text_reasons(text) + shape_reasons(
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             scale=self.softmax_scale,
-            text=text,
         )
+        refuse_upstream(reasons, kernel=UPSTREAM, backend=self.label, what=what)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: SequenceLayout,
-        context: ForwardContext,
-        keep: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention of clusters to clusters; see `SparseImpl.attend`."""
+        query, layout, keep = call.query, call.layout, call.keep
         with torch.no_grad():
-            queries, keys = self._cluster(query, key, layout, context, keep)
-            kept = self._select(queries, keys)
-            call = clustered_call(queries, keys, kept, layout, keep)
-            self.record(context, _density(call, layout, keep))
-        out = query.new_empty((*query.shape[:3], value.shape[3]))
-        for span in (slice(layout.start), slice(layout.start + layout.num_video, None)):
-            if out[:, span].shape[1]:
-                rows = query[:, span]
-                out[:, span] = attend_rows(rows, key, value, keep, self.softmax_scale)
-        if self.kernel.name == UPSTREAM:
-            attend_upstream(query, key, value, call, keep, out, scale=self.softmax_scale)
+            queries, keys = self._cluster(query, call.key, layout, context, keep)
+            clusters = cluster_map(queries, keys, self._select(queries, keys), layout, keep)
+            self.record(context, _density(clusters, layout, keep), call.first_head)
+        out = query.new_empty((*query.shape[:3], call.value.shape[3]))
+        attend_text(call, out)
+        if call.kernel.name == UPSTREAM:
+            attend_upstream(call, clusters, out, self.label)
         else:
-            attend_clusters(
-                query,
-                key,
-                value,
-                call,
-                out,
-                scale=self.softmax_scale,
-                kernel=self.kernel,
-            )
+            attend_clusters(call, clusters, out)
         return out
 
     def observe(
@@ -269,11 +248,11 @@ class SVG2Impl(SparseImpl):
         attn_mask: torch.Tensor | None,
     ) -> None:
         """Cluster in a dense step, if that was asked for; see `AttentionImpl.observe`."""
-        if not self._config.svg2_zero_step_kmeans_init:
+        if not self.config.svg2_zero_step_kmeans_init:
             return
         if context is not None and (context.request_id is None or context.is_last_step):
             return  # nobody will start from them
-        layout = sequence_layout(query, key, context, str(self.backend))
+        layout = layout_of(query.shape[1], key.shape[1], context, self.label)
         assert context is not None, "a layout needs a context"
         keep = None
         if attn_mask is not None and tuple(attn_mask.shape) == (key.shape[0], key.shape[1]):
@@ -292,8 +271,7 @@ class SVG2Impl(SparseImpl):
         keep: torch.Tensor | None,
     ) -> tuple[Clusters, Clusters]:
         """Cluster the video, from where the step before left it."""
-        config, step = self._config, context.current_timestep
-        video = slice(layout.start, layout.start + layout.num_video)
+        config, step, video = self.config, context.current_timestep, layout.video
         branch = self._centroids.branch(context)
         before = self._centroids.find(branch, step)
         known = (None, None) if before is None else (before.query, before.key)
@@ -303,7 +281,7 @@ class SVG2Impl(SparseImpl):
         def cluster(side: str, x: torch.Tensor, num: int, warm: torch.Tensor | None) -> None:
             sides[side] = self._cluster_side(x[:, video], num, warm, kept)
 
-        run_in_turns(
+        run_on_two_streams(
             (
                 partial(cluster, "query", query, config.svg2_num_q_centroids, known[0]),
                 partial(cluster, "key", key, config.svg2_num_k_centroids, known[1]),
@@ -312,7 +290,9 @@ class SVG2Impl(SparseImpl):
         )
         queries, keys = sides["query"], sides["key"]
         for clusters in sides.values():
-            hand_over(clusters.centroids, clusters.order, clusters.starts, clusters.counts)
+            record_on_current_stream(
+                clusters.centroids, clusters.order, clusters.starts, clusters.counts
+            )
         # In the dtype of the tokens: two branches of a model of 40 layers hold much already.
         q_centroids, k_centroids = (x.centroids.to(query.dtype) for x in (queries, keys))
         if before is None:  # keys that are kept together then lie together
@@ -324,7 +304,7 @@ class SVG2Impl(SparseImpl):
     def _cluster_side(
         self, x: torch.Tensor, num: int, known: torch.Tensor | None, keep: torch.Tensor | None
     ) -> Clusters:
-        config = self._config
+        config = self.config
         shape = (x.shape[0], x.shape[2], min(num, x.shape[1]), x.shape[3])
         iterations = config.svg2_kmeans_iter_step
         if known is None or known.shape != shape:
@@ -334,7 +314,7 @@ class SVG2Impl(SparseImpl):
 
     def _select(self, queries: Clusters, keys: Clusters) -> torch.Tensor:
         """Return which clusters attend to which, bool [B, H, Cq, Ck]."""
-        config, num = self._config, keys.counts.shape[2]
+        config, num = self.config, keys.counts.shape[2]
         weights = cluster_weights(
             queries.centroids, keys.centroids, keys.counts, scale=self.softmax_scale
         )
@@ -346,11 +326,11 @@ class SVG2Impl(SparseImpl):
 
 
 def _density(
-    call: ClusteredCall, layout: SequenceLayout, keep: torch.Tensor | None
+    clusters: ClusterMap, layout: SequenceLayout, keep: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the share of pairs attended to, a tensor [] that nobody waited for."""
-    batch, heads = call.keep.shape[:2]
-    kept = kept_pairs(call.keep, call.queries.counts, call.keys.counts)
+    batch, heads = clusters.keep.shape[:2]
+    kept = kept_pairs(clusters.keep, clusters.queries.counts, clusters.keys.counts)
     # Filled on the device: a copy would wait for it.
     keys = torch.full_like(kept, layout.num_keys * batch)
     if keep is not None:

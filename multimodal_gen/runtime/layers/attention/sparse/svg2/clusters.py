@@ -17,16 +17,16 @@ import torch.nn.functional as F
 
 from multimodal_gen.kernels.cluster_attention.api import cluster_attention, query_pieces
 from multimodal_gen.kernels.cluster_attention.plan import Groups
-from multimodal_gen.kernels.engine import KernelChoice
 from multimodal_gen.kernels.kmeans.api import Clusters
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
-    heads_at_once,
-    run_in_turns,
+    SparseCall,
+    head_slices,
+    run_on_two_streams,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["CentroidCache", "Centroids", "ClusteredCall", "attend_clusters", "clustered_call"]
+__all__ = ["CentroidCache", "Centroids", "ClusterMap", "attend_clusters", "cluster_map"]
 
 # Of requests that nobody says have ended, so many branches are remembered.
 _MAX_BRANCHES = 8
@@ -113,7 +113,7 @@ class CentroidCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ClusteredCall:
+class ClusterMap:
     """What attends to what.
 
     Attributes:
@@ -128,13 +128,13 @@ class ClusteredCall:
     keep: torch.Tensor
 
 
-def clustered_call(
+def cluster_map(
     queries: Clusters,
     keys: Clusters,
     keep: torch.Tensor,
     layout: SequenceLayout,
     mask: torch.Tensor | None,
-) -> ClusteredCall:
+) -> ClusterMap:
     """Put the clusters of the video into the sequence.
 
     Args:
@@ -160,7 +160,7 @@ def clustered_call(
         count = count.view(-1, 1, 1).expand(batch, heads, 1)
         k_groups = _append(k_groups, torch.full_like(count, layout.num_video), count)
         keep = F.pad(keep, (0, 1), value=True)
-    return ClusteredCall(
+    return ClusterMap(
         queries=Groups(order=q_order, starts=q_groups[0], counts=q_groups[1]),
         keys=Groups(order=k_order, starts=k_groups[0], counts=k_groups[1]),
         keep=keep,
@@ -189,45 +189,34 @@ def _text(
     return text.expand_as(first).gather(1, first), kept.sum(1, dtype=torch.int32)
 
 
-def attend_clusters(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: ClusteredCall,
-    out: torch.Tensor,
-    *,
-    scale: float,
-    kernel: KernelChoice,
-) -> None:
+def attend_clusters(call: SparseCall, clusters: ClusterMap, out: torch.Tensor) -> None:
     """Write the attention of the video's queries into `out`; does not wait for the device.
 
+    Works on a share of the heads at a time, which bounds the memory of the copies.
+
     Args:
-        query: [B, Sq, H, D].
-        key: [B, Sk, Hkv, D].
-        value: [B, Sk, Hkv, D].
-        call: what attends to what.
+        call: the call.
+        clusters: what attends to what.
         out: [B, Sq, H, D].
-        scale: factor of the scores.
-        kernel: what the block-sparse engine is to run.
     """
-    kv_heads = key.shape[2]
+    query, kv_heads = call.query, call.key.shape[2]
     group = query.shape[2] // kv_heads
-    pieces = query_pieces(call.queries)
+    pieces = query_pieces(clusters.queries)
 
     def attend(kv: slice) -> None:
         heads = slice(kv.start * group, kv.stop * group)
         cluster_attention(
             query[:, :, heads],
-            key[:, :, kv],
-            value[:, :, kv],
-            call.queries.heads(heads),
-            call.keys.heads(kv),
-            call.keep[:, heads],
+            call.key[:, :, kv],
+            call.value[:, :, kv],
+            clusters.queries.heads(heads),
+            clusters.keys.heads(kv),
+            clusters.keep[:, heads],
             out[:, :, heads],
-            scale=scale,
-            kernel=kernel,
+            scale=call.scale,
+            kernel=call.kernel,
             pieces=pieces.heads(heads),
         )
 
-    calls = [partial(attend, kv) for kv in heads_at_once(query, out, kv_heads)]
-    run_in_turns(calls, query.device)
+    calls = [partial(attend, kv) for kv in head_slices(query, out, kv_heads)]
+    run_on_two_streams(calls, query.device)

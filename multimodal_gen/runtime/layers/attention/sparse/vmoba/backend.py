@@ -9,7 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -30,14 +30,13 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, attend_densely
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
-    ChunkCall,
     ChunkKind,
-    attend_all,
     attend_chunks,
     chunk_kind,
     chunk_shape,
+    density,
     partition,
     select,
 )
@@ -189,17 +188,10 @@ class VMoBABackend(AttentionBackend):
         return VMoBAImpl
 
 
-class VMoBAImpl(SparseImpl):
+class VMoBAImpl(SparseImpl[VMoBAConfig]):
     """V-MoBA of one layer."""
 
-    backend = AttentionBackendEnum.VMOBA_ATTN
-    config_cls: ClassVar[type[SparseConfig]] = VMoBAConfig
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Chosen without a configuration, its defaults name no chunks, and say so.
-        config = self.config
-        self._config = config if isinstance(config, VMoBAConfig) else VMoBAConfig()
+    declaration = VMoBABackend
 
     def check_run(self, context: ForwardContext) -> None:
         """Refuse settings for another latent grid, as a call would; warn if no step is sparse.
@@ -212,7 +204,7 @@ class VMoBAImpl(SparseImpl):
             self._check_grid(context.latent_grid)
 
     def _check_grid(self, grid: tuple[int, int, int]) -> None:
-        given = self._config.patch_resolution
+        given = self.config.patch_resolution
         if given not in (None, grid):
             raise ConfigError(
                 f"`patch_resolution` of vmoba_attn must be the run's, {list(grid)} in latent "
@@ -220,40 +212,23 @@ class VMoBAImpl(SparseImpl):
                 f"chunks at any resolution"
             )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: SequenceLayout,
-        context: ForwardContext,
-        keep: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention over the selected chunks; see `SparseImpl.attend`."""
-        config = self._config
-        self._check_grid(layout.grid)
+        config, grid = self.config, call.layout.grid
+        self._check_grid(grid)
         kind = config.kind(None if self.site is None else self.site.layer)
-        chunk = chunk_shape(kind, config.chunk_size(kind), layout.grid)
-        call = ChunkCall(
-            query=query,
-            key=key,
-            value=value,
-            layout=layout,
-            chunks=partition(layout, chunk, query.device),
-            rule=config.rule(kind),
-            scale=self.softmax_scale,
-            kernel=self.kernel,
-            keep=keep,
-        )
-        num_chunks = call.chunks.num_chunks
-        own_only = call.rule.keeps_own_only(num_chunks)
-        if self.kernel.name == UPSTREAM:
+        rule, shape = config.rule(kind), chunk_shape(kind, config.chunk_size(kind), grid)
+        chunks = partition(call.layout, shape, call.query.device)
+        own_only = rule.keeps_own_only(chunks.num_chunks)
+        share: float | torch.Tensor = 1.0
+        if call.kernel.name == UPSTREAM:
             keeps_own = own_only and config.only_own_chunk == "keep"
-            self.record(context, 1.0 if own_only else call.density(select(call)[1]))
-            return attend_upstream(call, keeps_own=keeps_own)
-        if call.rule.keeps_all(num_chunks) or (own_only and config.only_own_chunk == "full"):
-            self.record(context, 1.0)
-            return attend_all(call)
-        out, density = attend_chunks(call)
-        self.record(context, density)
+            if not own_only:
+                share = density(call, select(call, chunks, rule)[1])
+            out = attend_upstream(call, chunks, rule, keeps_own=keeps_own, backend=self.label)
+        elif rule.keeps_all(chunks.num_chunks) or (own_only and config.only_own_chunk == "full"):
+            out = attend_densely(call)
+        else:
+            out, share = attend_chunks(call, chunks, rule)
+        self.record(context, share, call.first_head)
         return out

@@ -13,10 +13,8 @@ import torch
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
-from multimodal_gen.kernels.engine import AUTO, KernelChoice
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
-    SortedRows,
     chunk_groups,
     merge_parts,
     move_rows,
@@ -25,21 +23,21 @@ from multimodal_gen.kernels.row_choice.api import (
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
+    SparseCall,
     TiledSequence,
     attend_rows,
-    masked_keys,
-    run_in_turns,
+    kept_first,
+    run_on_two_streams,
     tiled_sequence,
 )
 
 __all__ = [
-    "ChunkCall",
     "ChunkKind",
     "Partition",
-    "attend_all",
     "attend_chunks",
     "chunk_kind",
     "chunk_shape",
+    "density",
     "partition",
     "select",
 ]
@@ -120,7 +118,7 @@ class Partition:
         """
         index, blocks = self.keys.index, self.keys.blocks
         if keep is not None:
-            index, blocks = masked_keys(self.keys, keep)
+            index, blocks = kept_first(index, blocks, keep)
         starts, lengths = (_grouped(x, self, groups) for x in blocks.bounds(index.device))
         return index, Blocks.ragged(
             starts.repeat(1, heads, 1),
@@ -142,6 +140,7 @@ def _grouped(bound: torch.Tensor, chunks: Partition, groups: ChunkGroups) -> tor
     return torch.cat((by_group, rest), dim=2)
 
 
+@lru_cache(maxsize=64)
 def partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Partition:
     """Return the chunks of a video; the last 64 are cached.
 
@@ -150,11 +149,6 @@ def partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Par
         chunk: tokens of a chunk along (time, height, width); those at the edges may be smaller.
         device: where the tensors lie.
     """
-    return _partition(layout, chunk, device)
-
-
-@lru_cache(maxsize=64)
-def _partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Partition:
     keys = tiled_sequence(layout, layout.num_keys, chunk, device)
     order = keys.order
     video, rest = layout.num_video, layout.num_keys - layout.num_video
@@ -183,150 +177,91 @@ def _partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Pa
 _BYTES_AT_ONCE = 640 << 20
 # Pairs of queries and keys of a few heads, for the same reason: for these, twice as many bytes.
 _PAIRS_AT_ONCE = 2e9
-_DENSE_BLOCK = 384  # rows of a query block where everything is attended to
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkCall:
-    """One call of a layer.
-
-    Attributes:
-        query: [B, Sq, H, D] in the order of the sequence.
-        key: [B, Sk, Hkv, D].
-        value: [B, Sk, Hkv, D].
-        layout: where the video lies.
-        chunks: its chunks.
-        rule: how queries choose among them.
-        scale: factor of the scores.
-        kernel: what the block-sparse engine is to run.
-        keep: bool [B, Sk], keys that may be attended to; None for all.
-        groups: how the chunks are grouped; None for what suits the sizes.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    layout: SequenceLayout
-    chunks: Partition
-    rule: Rule
-    scale: float
-    kernel: KernelChoice = AUTO
-    keep: torch.Tensor | None = None
-    groups: ChunkGroups | None = None
-
-    @property
-    def video(self) -> slice:
-        """Where the video's queries lie."""
-        return slice(self.layout.start, self.layout.start + self.layout.num_video)
-
-    @property
-    def rest(self) -> tuple[slice, ...]:
-        """Where the other queries lie."""
-        spans = (slice(0, self.video.start), slice(self.video.stop, self.layout.num_queries))
-        return tuple(span for span in spans if span.start < span.stop)
-
-    def density(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Return the share of pairs attended to, [], given the `pairs` of video queries and keys.
-
-        Masked keys that are not of the video are taken for others.
-        """
-        batch, queries, heads, _ = self.query.shape
-        keys, video = self.key.shape[1], self.layout.num_video
-        others = video * (keys - video) + (queries - video) * keys
-        return (pairs.double() / (batch * heads) + others) / (queries * keys)
-
-
-def select(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:
+def select(call: SparseCall, chunks: Partition, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the video's queries select, and how many pairs that is; see `select_chunks`."""
-    order = call.chunks.keys.order
+    order, video = chunks.keys.order, call.layout.video
     means = chunk_means(
         call.key,
         order.starts,
         order.lengths,
         size=order.largest,
-        index=call.chunks.keys.index,
+        index=chunks.keys.index,
         keep=call.keep,
     )
     # The video lies at the same positions on both sides, so its masked keys are queries, too.
-    keep = None if call.keep is None else call.keep[:, call.video]
-    query = call.query[:, call.video]
-    return select_chunks(query, means, call.chunks.own, call.rule, keep=keep)
+    keep = None if call.keep is None else call.keep[:, video]
+    return select_chunks(call.query[:, video], means, chunks.own, rule, keep=keep)
 
 
-def attend_chunks(call: ChunkCall) -> tuple[torch.Tensor, torch.Tensor]:
+def density(call: SparseCall, pairs: torch.Tensor) -> torch.Tensor:
+    """Return the share of pairs attended to, [], given the `pairs` of video queries and keys.
+
+    Masked keys that are not of the video are taken for others.
+    """
+    batch, _, heads, _ = call.query.shape
+    return call.layout.density(pairs.double() / (batch * heads * call.layout.num_video**2))
+
+
+def attend_chunks(
+    call: SparseCall, chunks: Partition, rule: Rule, *, groups: ChunkGroups | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of a call, and the share of pairs attended to; waits for nothing.
 
     Queries of the video attend to the chunks they select and to all keys that are not of the
     video; other queries to everything. Works on a few heads at a time, which bounds the memory.
 
+    Args:
+        call: the call.
+        chunks: the chunks of its video.
+        rule: how queries choose among them.
+        groups: how the chunks are grouped; None for what suits the sizes.
+
     Returns:
         [B, Sq, H, D] in the order of the sequence, zero where a query sees no key; and float64 [].
     """
-    query, key = call.query, call.key
-    heads, kv_heads = query.shape[2], key.shape[2]
-    group = heads // kv_heads
-    groups = call.groups or chunk_groups(call.chunks.num_chunks, call.layout.num_video)
-    bits, pairs = select(call)
+    query, key, layout = call.query, call.key, call.layout
+    group = query.shape[2] // key.shape[2]
+    groups = groups or chunk_groups(chunks.num_chunks, layout.num_video)
+    bits, pairs = select(call, chunks, rule)
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
-    rows = sort_rows(bits, groups, block=_block_rows(call), extra=call.chunks.has_rest)
+    # Rows of a query block that suit the kernel that will run.
+    copied = not chunks.in_order or call.keep is not None
+    block = rows_for_choice(query, call.kernel, () if copied else (key, call.value))
+    rows = sort_rows(bits, groups, block=block, extra=chunks.has_rest)
     passes = _passes(call, groups)
     at_once = (passes[0].stop - passes[0].start) * group
-    keys = call.chunks.key_blocks(groups, at_once, call.keep)
+    keys = chunks.key_blocks(groups, at_once, call.keep)
     orders = _orders(rows.counts, len(passes))
 
     def attend_rest(span: slice) -> None:
         out[:, span] = attend_rows(query[:, span], key, call.value, call.keep, call.scale)
 
     def attend(part: slice, order: torch.Tensor) -> None:
-        q_slice = slice(part.start * group, part.stop * group)
-        _attend_heads(call, rows.of_heads(q_slice), order, keys, part, out[:, :, q_slice])
+        heads = slice(part.start * group, part.stop * group)
+        k, v = key[:, :, part], call.value[:, :, part]
+        if copied:
+            k, v = gather_tokens((k, v), keys[0])
+        chosen = rows.of_heads(heads)
+        plan = BlockPlan(
+            indices=chosen.indices,
+            counts=chosen.counts,
+            q=Blocks.padded(chosen.lengths, chosen.room // chosen.counts.shape[2]),
+            kv=keys[1],
+            row_bits=chosen.bits.unsqueeze(-1),
+            order=order,
+        )
+        moved = move_rows(query[:, layout.video, heads], chosen)
+        parts, lse = block_sparse_attention(
+            moved, k, v, plan, scale=call.scale, return_lse=True, kernel=call.kernel
+        )
+        merge_parts(parts, lse, chosen, out[:, layout.video, heads])
 
-    calls = [*(partial(attend_rest, span) for span in call.rest)]
+    calls = [*(partial(attend_rest, span) for span in layout.text)]
     calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
-    run_in_turns(calls, query.device)
-    return out, call.density(pairs)
-
-
-def _attend_heads(
-    call: ChunkCall,
-    rows: SortedRows,
-    order: torch.Tensor,
-    keys: tuple[torch.Tensor, Blocks],
-    part: slice,
-    out: torch.Tensor,
-) -> None:
-    """Write the attention of the video's queries to `out`, for a few key heads."""
-    key, value = call.key[:, :, part], call.value[:, :, part]
-    index, blocks = keys
-    group = call.query.shape[2] // call.key.shape[2]
-    query = call.query[:, call.video, part.start * group : part.stop * group]
-    if not call.chunks.in_order or call.keep is not None:
-        key, value = gather_tokens((key, value), index)
-    plan = BlockPlan(
-        indices=rows.indices,
-        counts=rows.counts,
-        q=Blocks.padded(rows.lengths, rows.room // rows.counts.shape[2]),
-        kv=blocks,
-        row_bits=rows.bits.unsqueeze(-1),
-        order=order,
-    )
-    parts, lse = block_sparse_attention(
-        move_rows(query, rows),
-        key,
-        value,
-        plan,
-        scale=call.scale,
-        return_lse=True,
-        kernel=call.kernel,
-    )
-    merge_parts(parts, lse, rows, out[:, call.video])
-
-
-def _block_rows(call: ChunkCall) -> int:
-    """Return the rows of a query block that suit the kernel that will run."""
-    copied = not call.chunks.in_order or call.keep is not None
-    keys = () if copied else (call.key, call.value)
-    return rows_for_choice(call.query, call.kernel, keys)
+    run_on_two_streams(calls, query.device)
+    return out, density(call, pairs)
 
 
 def _orders(counts: torch.Tensor, passes: int) -> tuple[torch.Tensor, ...]:
@@ -340,7 +275,7 @@ def _orders(counts: torch.Tensor, passes: int) -> tuple[torch.Tensor, ...]:
     return by_pass.argsort(dim=1, descending=True, stable=True).int().unbind()
 
 
-def _passes(call: ChunkCall, groups: ChunkGroups) -> list[slice]:
+def _passes(call: SparseCall, groups: ChunkGroups) -> list[slice]:
     """Return the key heads in equal shares with small copies, but enough to keep the GPU busy."""
     query, kv_heads = call.query, call.key.shape[2]
     size = query.element_size()
@@ -352,15 +287,3 @@ def _passes(call: ChunkCall, groups: ChunkGroups) -> list[slice]:
     busy = next((n for n in shares if n * pairs >= _PAIRS_AT_ONCE), kv_heads)
     at_once = max(small, min(busy, large))
     return [slice(h, h + at_once) for h in range(0, kv_heads, at_once)]
-
-
-def attend_all(call: ChunkCall) -> torch.Tensor:
-    """Return dense attention, by the engine where no key is masked; see `attend_chunks`."""
-    query, key, value = call.query, call.key, call.value
-    if call.keep is not None:
-        return attend_rows(query, key, value, call.keep, call.scale)
-    q_blocks, kv_blocks = (Blocks.regular(x.shape[1], _DENSE_BLOCK) for x in (query, key))
-    plan = BlockPlan.dense(q_blocks, kv_blocks, query.device)
-    out = block_sparse_attention(query, key, value, plan, scale=call.scale, kernel=call.kernel)
-    assert isinstance(out, torch.Tensor)
-    return out

@@ -11,14 +11,13 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.engine import BLOCK_SPARSE, KernelChoice
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.distributed.ring import RingInputs
@@ -36,37 +35,34 @@ from multimodal_gen.runtime.layers.attention.config import BackendConfig, Sparse
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
-    attend_in_ring,
-    chunks_of,
+    attend_ring_tiles,
     ring_layout,
-    whole_chunks,
+    shards_of,
+    whole_shards,
     whole_tiles_only,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
+    SparseCall,
+    TiledSequence,
+    attend_densely,
     attend_tiled,
-    heads_at_once,
-    sequence_layout,
+    fit_tile,
+    head_slices,
+    tiled_sequence,
+    tiled_video,
 )
 from multimodal_gen.runtime.layers.attention.sparse.vsa.coarse import (
-    Coarse,
-    coarse_alone,
-    coarse_in_ring,
+    coarse_stage,
+    ring_coarse_stage,
 )
-from multimodal_gen.runtime.layers.attention.sparse.vsa.upstream import (
-    UPSTREAM,
-    UpstreamCall,
-    attend_upstream,
-)
+from multimodal_gen.runtime.layers.attention.sparse.vsa.upstream import UPSTREAM, attend_upstream
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 # Looked for on disk only: importing it needs a GPU.
 _VSA = PackageProbe(module="vsa", distribution="vsa", install="pip install vsa")
 
-# Rows of a query block where everything is attended to: what the engine is fastest with.
-_DENSE_BLOCK = 384
-_Share = TypeVar("_Share", float, torch.Tensor)
 _TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
 
 
@@ -139,28 +135,38 @@ class VideoSparseBackend(AttentionBackend):
         return VideoSparseImpl
 
 
-class VideoSparseImpl(SparseImpl):
+class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
     """Video Sparse Attention of one layer."""
 
-    backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    config_cls: ClassVar[type[SparseConfig]] = VideoSparseConfig
+    declaration = VideoSparseBackend
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = self.config
-        self._config = config if isinstance(config, VideoSparseConfig) else VideoSparseConfig()
+    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
+        """Return the fine stage, and the coarse one where the call has a gate."""
+        queries, keys = self._tiles(call.layout, call.query.device)
+        num_tiles = len(queries.order.starts)
+        kept = kept_tiles(self.config, num_tiles, call.layout.num_video)
+        # Of whole tiles.
+        self.record(context, call.layout.density(kept / num_tiles), call.first_head)
+        if kept == num_tiles and call.keep is None and call.kernel.name not in UPSTREAM:
+            out = attend_densely(call)
+            return out if call.gate is None else coarse_stage(call, queries, keys).add(out, call)
+        coarse = coarse_stage(call, queries, keys)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: SequenceLayout,
-        context: ForwardContext,
-        keep: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the fine stage; see `SparseImpl.attend`."""
-        return self._attend(query, key, value, layout, context, keep, None)
+        def plan_of(heads: slice) -> BlockPlan:
+            plan = coarse.plan(heads, kept)
+            if heads.start == 0 and not queries.order.uniform:
+                self._record_pairs(context, plan, call.layout, call.first_head)
+            return plan
+
+        if call.kernel.name in UPSTREAM:
+
+            def select() -> torch.Tensor:
+                return select_tiles(coarse.query, coarse.key, kept)
+
+            out = attend_upstream(call, queries.order, select, kept, self.label)
+        else:
+            out = attend_tiled(call, queries, keys, plan_of)
+        return out if call.gate is None else coarse.add(out, call)
 
     def forward_gated(
         self,
@@ -173,11 +179,9 @@ class VideoSparseImpl(SparseImpl):
         first_head: int = 0,
     ) -> torch.Tensor:
         """Return both stages; see `AttentionImpl.forward_gated`."""
-        self._first_head = first_head
-        self.kernel.begin_call()
-        layout = sequence_layout(query, key, context, str(self.backend))
+        call = self.call(query, key, value, context, gate=gate, first_head=first_head)
         assert context is not None, "a layout needs a context"
-        return self._attend(query, key, value, layout, context, None, gate)
+        return self.attend(call, context)
 
     def add_coarse(
         self,
@@ -189,9 +193,8 @@ class VideoSparseImpl(SparseImpl):
         context: ForwardContext | None = None,
     ) -> torch.Tensor:
         """Add the coarse stage; see `AttentionImpl.add_coarse`."""
-        layout = sequence_layout(query, key, context, str(self.backend))
-        coarse = coarse_alone(query, key, layout, self._tile(layout.grid), None)
-        return coarse.add(out, value, gate, self.softmax_scale)
+        call = self.call(query, key, value, context, gate=gate)
+        return coarse_stage(call, *self._tiles(call.layout, query.device)).add(out, call)
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
@@ -201,81 +204,50 @@ class VideoSparseImpl(SparseImpl):
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
-        self._first_head = inputs.first_head
         self.kernel.begin_call()
-        layout = ring_layout(inputs, context, str(self.backend))
+        layout = ring_layout(inputs, context, self.label)
         assert context is not None, "a layout needs a context"
         call, gate, device = inputs.call, inputs.gate, inputs.query.device
-        run = partial(attend_in_ring, inputs, scale=self.softmax_scale, kernel=self.kernel)
-        num_tiles = math.prod(self._tiles(layout.grid))
-        kept = kept_tiles(self._config, num_tiles, layout.num_video)
-        self.record(context, _density(kept / num_tiles, layout))  # of whole tiles
+        run = partial(attend_ring_tiles, inputs, scale=self.softmax_scale, kernel=self.kernel)
+        queries, keys = self._tiles(layout, device)
+        num_tiles = len(queries.order.starts)
+        kept = kept_tiles(self.config, num_tiles, layout.num_video)
+        # Of whole tiles.
+        self.record(context, layout.density(kept / num_tiles), inputs.first_head)
         if kept == num_tiles and call.keep is None:
-            out = run(whole_chunks(call, device), lambda _: None)
+            out = run(whole_shards(call, device), lambda _: None)
             return out if gate is None else self.add_coarse_ring(out, inputs, context)
-        tile = self._tile(layout.grid)
-        chunks = chunks_of(layout, call, tile, device)
-        coarse, mine = coarse_in_ring(inputs, layout, tile, chunks), chunks[call.group.index]
-        if not coarse.queries.order.uniform:
-            heads = _first_heads(inputs, layout)
-            self._record_pairs(context, coarse.plan(heads, kept), layout)
-        out = run(chunks, coarse.plans_of(mine, kept))
-        return out if gate is None else coarse.add_to(mine, out, gate, self.softmax_scale)
+        shards = shards_of(layout, call, queries.order.tile, device)
+        coarse = ring_coarse_stage(inputs, queries, keys, shards)
+        mine = shards[call.group.index]
+        if not queries.order.uniform:
+            plan = coarse.plan(_first_heads(inputs, layout), kept)
+            self._record_pairs(context, plan, layout, inputs.first_head)
+        out = run(shards, coarse.plans_of(mine, kept))
+        return out if gate is None else coarse.add_to_shard(mine, out, gate, self.softmax_scale)
 
     def add_coarse_ring(
         self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.add_coarse_ring`."""
-        layout = ring_layout(inputs, context, str(self.backend))
+        layout, call = ring_layout(inputs, context, self.label), inputs.call
         assert inputs.gate is not None, "callers know"
-        tile, call = self._tile(layout.grid), inputs.call
-        chunks = chunks_of(layout, call, tile, out.device)
-        coarse, mine = coarse_in_ring(inputs, layout, tile, chunks), chunks[call.group.index]
-        return coarse.add_to(mine, out, inputs.gate, self.softmax_scale)
+        queries, keys = self._tiles(layout, out.device)
+        shards = shards_of(layout, call, queries.order.tile, out.device)
+        coarse = ring_coarse_stage(inputs, queries, keys, shards)
+        mine = shards[call.group.index]
+        return coarse.add_to_shard(mine, out, inputs.gate, self.softmax_scale)
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: SequenceLayout,
-        context: ForwardContext,
-        keep: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        scale, kernel = self.softmax_scale, self.kernel
-        tiles = self._tiles(layout.grid)
-        kept = kept_tiles(self._config, math.prod(tiles), layout.num_video)
-        self.record(context, _density(kept / math.prod(tiles), layout))  # of whole tiles
-        if kept == math.prod(tiles) and keep is None and kernel.name not in UPSTREAM:
-            out = _attend_to_all(query, key, value, scale, kernel)
-            return out if gate is None else self.add_coarse(out, query, key, value, gate, context)
-        coarse = coarse_alone(query, key, layout, self._tile(layout.grid), keep)
-        if kernel.name in UPSTREAM:
-            out = self._upstream(query, key, value, coarse, kept, keep)
-            return out if gate is None else coarse.add(out, value, gate, scale)
-
-        def plan_of(heads: slice) -> BlockPlan:
-            plan = coarse.plan(heads, kept)
-            if heads.start == 0 and not coarse.queries.order.uniform:
-                self._record_pairs(context, plan, layout)
-            return plan
-
-        out = attend_tiled(
-            query,
-            key,
-            value,
-            coarse.queries,
-            coarse.keys,
-            plan_of,
-            scale=scale,
-            kernel=kernel,
-            keep=keep,
-        )
-        return out if gate is None else coarse.add(out, value, gate, scale)
+    def _tiles(
+        self, layout: SequenceLayout, device: torch.device
+    ) -> tuple[TiledSequence, TiledSequence]:
+        """Return queries and keys in tiles."""
+        tile = fit_tile(self.config.tile_size, layout.grid)
+        keys = tiled_sequence(layout, layout.num_keys, tile, device)
+        return tiled_video(layout, tile, device), keys
 
     def _record_pairs(
-        self, context: ForwardContext, plan: BlockPlan, layout: SequenceLayout
+        self, context: ForwardContext, plan: BlockPlan, layout: SequenceLayout, first_head: int
     ) -> None:
         """Note what a plan of the first heads keeps, which stand for all.
 
@@ -283,46 +255,7 @@ class VideoSparseImpl(SparseImpl):
         """
         of_video = plan.pairs().double().mean() / layout.num_video**2
         of_tiles = of_video - (layout.num_keys - layout.num_video) / layout.num_video
-        self.record(context, _density(of_tiles, layout))
-
-    def _upstream(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        coarse: Coarse,
-        kept: int,
-        keep: torch.Tensor | None,
-    ) -> torch.Tensor:
-        order = coarse.queries.order
-        call = UpstreamCall(
-            tokens_per_tile=order.largest,
-            text=max(query.shape[1], key.shape[1]) - order.num_tokens,
-            masked=keep is not None,
-            scale=self.softmax_scale,
-            head_size=query.shape[3],
-            heads=query.shape[2],
-            kv_heads=key.shape[2],
-        )
-        return attend_upstream(
-            self.kernel.name,
-            query,
-            key,
-            value,
-            order,
-            lambda: select_tiles(coarse.pooled_query, coarse.pooled_key, kept),
-            kept,
-            call,
-        )
-
-    def _tile(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return tiles no larger than the grid: kernels make room for whole ones."""
-        t, h, w = (min(pair) for pair in zip(self._config.tile_size, grid, strict=True))
-        return t, h, w
-
-    def _tiles(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
-        """Return the number of tiles along each axis."""
-        return tuple(-(-n // edge) for n, edge in zip(grid, self._tile(grid), strict=True))
+        self.record(context, layout.density(of_tiles), first_head)
 
 
 def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> int:
@@ -345,26 +278,8 @@ def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> in
     return min(max(kept, 1), num_tiles)
 
 
-def _attend_to_all(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, kernel: KernelChoice
-) -> torch.Tensor:
-    """Return dense attention, in the order of the sequence: there is nothing to select."""
-    q_blocks, kv_blocks = (Blocks.regular(x.shape[1], _DENSE_BLOCK) for x in (query, key))
-    plan = BlockPlan.dense(q_blocks, kv_blocks, query.device)
-    out = block_sparse_attention(query, key, value, plan, scale=scale, kernel=kernel)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
 def _first_heads(inputs: RingInputs, layout: SequenceLayout) -> slice:
     """Return the query heads whose plan one process would make first, of this rank's heads."""
     query, kv_heads = inputs.query, inputs.key.shape[2]
     whole = query.new_empty((len(query), layout.num_queries, *query.shape[2:]), device="meta")
-    return slice(0, heads_at_once(whole, whole, kv_heads)[0].stop * (query.shape[2] // kv_heads))
-
-
-def _density(of_video: _Share, layout: SequenceLayout) -> _Share:
-    """Return the share of all pairs attended to, from that of pairs of the video."""
-    video, queries, keys = layout.num_video, layout.num_queries, layout.num_keys
-    kept = video * (of_video * video + keys - video) + (queries - video) * keys
-    return kept / (queries * keys)
+    return slice(0, head_slices(whole, whole, kv_heads)[0].stop * (query.shape[2] // kv_heads))

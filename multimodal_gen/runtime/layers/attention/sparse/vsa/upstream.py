@@ -10,83 +10,47 @@ Shapes: B batch, L tokens, H heads, D head size, N tiles.
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.tile_order.api import TileOrder
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
 
-__all__ = ["UPSTREAM", "UpstreamCall", "attend_upstream"]
+__all__ = ["UPSTREAM", "attend_upstream", "upstream_reasons"]
 
 UPSTREAM = ("vsa", "fastvideo_kernel")
 
 _SLOTS = 64
+_TILE = (4, 4, 4)  # only its product counts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamCall:
-    """What decides whether the kernels can serve a call.
-
-    Attributes:
-        tokens_per_tile: tokens of a whole tile.
-        text: number of tokens beyond the video's.
-        masked: whether keys are masked out.
-        scale: factor of the scores.
-        head_size: D.
-        heads: query heads.
-        kv_heads: key and value heads.
-    """
-
-    tokens_per_tile: int
-    text: int
-    masked: bool
-    scale: float
-    head_size: int
-    heads: int
-    kv_heads: int
-
-    def reasons(self) -> tuple[str, ...]:
-        """Return every reason the kernels cannot serve the call, requirement then actual."""
-        found = []
-        if self.tokens_per_tile != _SLOTS:
-            found.append(f"needs tiles of {_SLOTS} tokens, got {self.tokens_per_tile}")
-        if self.text:
-            found.append(f"needs sequences without text, got {self.text} text tokens")
-        if self.masked:
-            found.append("has no key mask, and keys are masked")
-        if abs(self.scale * self.head_size**0.5 - 1) > 1e-6:
-            found.append(
-                f"needs the inverse root of the head size as scale, got {self.scale:.6g} for "
-                f"{self.head_size}"
-            )
-        if self.kv_heads != self.heads:
-            found.append(f"needs as many key heads as the {self.heads}, got {self.kv_heads}")
-        return tuple(found)
+def upstream_reasons(call: SparseCall, order: TileOrder) -> tuple[str, ...]:
+    """Return every reason the kernels cannot serve a call, requirement then actual."""
+    found = []
+    if order.largest != _SLOTS:
+        found.append(f"needs tiles of {_SLOTS} tokens, got {order.largest}")
+    return (*found, *call_reasons(call))
 
 
 def attend_upstream(
-    package: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    call: SparseCall,
     order: TileOrder,
     select: Callable[[], torch.Tensor],
     kept: int,
-    call: UpstreamCall,
+    backend: str,
 ) -> torch.Tensor:
-    """Compute the fine stage with a package's kernel; does not wait for the device.
+    """Compute the fine stage with the kernel of the package `call.kernel`, one of `UPSTREAM`.
+
+    Does not wait for the device.
 
     Args:
-        package: one of `UPSTREAM`.
-        query: [B, L, H, D], the tokens of the grid in raster order.
-        key: as `query`.
-        value: as `query`.
-        order: their tiles.
+        call: the call.
+        order: the tiles of its video.
         select: gives the key tiles of every query tile, int32 [B, H, N, kept].
         kept: key tiles of every query tile.
-        call: what the call is.
+        backend: the method, for messages.
 
     Returns:
         [B, L, H, D].
@@ -94,23 +58,19 @@ def attend_upstream(
     Raises:
         UnsupportedBackendError: the kernel cannot serve the call; lists the reasons.
     """
-    reasons = call.reasons()
-    if reasons:
-        raise UnsupportedBackendError(
-            f"kernel {package} of video_sparse_attn cannot serve this call: {'; '.join(reasons)}; "
-            f"use kernel=auto"
-        )
-    module = importlib.import_module(package)
+    refuse_upstream(upstream_reasons(call, order), kernel=call.kernel.name, backend=backend)
+    module = importlib.import_module(call.kernel.name)
     slots = _slots(order)
     token = order.order.long()
-    keep = None if package == "vsa" else _map(select(), len(order.starts))
-    out = torch.empty_like(query)
+    keep = None if call.kernel.name == "vsa" else _map(select(), len(order.starts))
+    out = torch.empty_like(call.query)
     # One by one: some releases take one batch entry only.
-    for b in range(query.shape[0]):
-        q, k, v = (_padded(x[b, token], slots, len(order.starts)) for x in (query, key, value))
+    for b in range(out.shape[0]):
+        parts = (call.query, call.key, call.value)
+        q, k, v = (_padded(x[b, token], slots, len(order.starts)) for x in parts)
         if keep is None:
             nothing = q.new_zeros(()).expand(q.shape)
-            padded = module.video_sparse_attn(q, k, v, order.lengths, kept, _tile(), nothing)
+            padded = module.video_sparse_attn(q, k, v, order.lengths, kept, _TILE, nothing)
         else:
             padded, _ = _fine_stage(module)(q, k, v, keep[b : b + 1], order.lengths)
         out[b, token] = padded[0, :, slots].transpose(0, 1)
@@ -124,10 +84,6 @@ def _fine_stage(module: Any) -> Callable[..., Any]:
         submodule = importlib.import_module("fastvideo_kernel.block_sparse_attn")
         found = submodule.block_sparse_attn
     return cast("Callable[..., Any]", found)
-
-
-def _tile() -> tuple[int, int, int]:
-    return (4, 4, 4)  # only its product counts
 
 
 def _slots(order: TileOrder) -> torch.Tensor:

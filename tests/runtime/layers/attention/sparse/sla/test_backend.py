@@ -294,13 +294,13 @@ def test_half_precision_is_right(dtype, branch):
 )
 def test_use_bf16_names_the_dtype_of_16_bit_calls(dtype, use_bf16, computed, monkeypatch):
     seen = []
-    attend = SLAImpl.attend_blocks
+    attend = SLAImpl.sparse_branch
 
-    def spy(self, query, key, value, *rest):
+    def spy(self, query, key, value, *rest, **options):
         seen.extend(x.dtype for x in (query, key, value))
-        return attend(self, query, key, value, *rest)
+        return attend(self, query, key, value, *rest, **options)
 
-    monkeypatch.setattr(SLAImpl, "attend_blocks", spy)
+    monkeypatch.setattr(SLAImpl, "sparse_branch", spy)
     qkv = inputs(WHOLE, dtype=dtype)
     out = run(layer(dtype=dtype, use_bf16=use_bf16), qkv, WHOLE)
     assert seen == [computed] * 3

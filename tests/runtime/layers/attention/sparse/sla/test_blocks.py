@@ -6,12 +6,10 @@ from hypothesis import strategies as st
 
 from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import (
     block_map,
-    density,
     kept_blocks,
-    pack_keys,
     raster_blocks,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, kept_first
 
 CPU = torch.device("cpu")
 
@@ -44,12 +42,13 @@ def test_blocks_cover_every_token_once(layout, sizes):
     keys = covered(blocks.keys)
     assert [t for block in keys[: blocks.num_video] for t in block] == video
     assert sorted(t for block in keys for t in block) == list(range(layout.num_keys))
-    for i, block in enumerate(keys):
-        assert set(blocks.key_block[block].tolist()) == {i}
+    starts, lengths = (x[0, 0].tolist() for x in blocks.ordered.bounds(CPU))
+    for start, length, block in zip(starts, lengths, keys, strict=True):
+        assert blocks.order[start : start + length].tolist() == block
     assert [t for block in covered(blocks.queries) for t in block] == video
-    rest = [t for span in blocks.rest for t in range(span.start, span.stop)]
+    rest = [t for span in layout.text for t in range(span.start, span.stop)]
     assert sorted([*video, *rest]) == list(range(layout.num_queries))
-    assert (blocks.video.start, blocks.video.stop) == (video[0], video[-1] + 1)
+    assert (layout.video.start, layout.video.stop) == (video[0], video[-1] + 1)
 
 
 def test_sequences_without_text_have_regular_blocks():
@@ -74,7 +73,7 @@ def test_packed_blocks_hold_what_the_mask_leaves_of_them(layout, sizes, share, s
     blocks = raster_blocks(layout, *sizes, CPU)
     generator = torch.Generator().manual_seed(seed)
     keep = torch.rand(2, layout.num_keys, generator=generator) < share
-    index, packed = pack_keys(blocks, keep)
+    index, packed = kept_first(blocks.order, blocks.ordered, keep)
     every = torch.arange(layout.num_keys).expand(2, -1)
     assert torch.equal(index.long().sort(dim=1).values, every)
     starts, lengths = (x.expand(2, 1, -1)[:, 0] for x in packed.bounds(CPU))
@@ -95,7 +94,7 @@ def test_the_density_is_that_of_the_plan(layout, ratio):
     plan = block_map(query, torch.randn(1, 1, blocks.keys.num, 4), blocks.keys, blocks, kept)
     text = layout.num_queries - layout.num_video
     pairs = float(plan.pairs()) + text * layout.num_keys
-    found = density(kept, blocks, layout)
+    found = layout.density(kept / blocks.num_video)
     slack = 64 * layout.num_video / (layout.num_queries * layout.num_keys)
     if layout.num_video % 64 == 0 or kept == blocks.num_video:
         slack = 1e-9

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.config import build_config
@@ -19,6 +18,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.sta.backend import (
     SlidingTileConfig,
+    SlidingTileImpl,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
     NEGATIVE,
@@ -395,13 +395,13 @@ def test_a_named_kernel_of_another_sparse_backend_is_not_replaced_either() -> No
 
 
 def test_a_named_kernel_of_the_authors_refuses_with_its_reasons() -> None:
-    attention = layer(window=(1, 1, 3))
-    attention.attn_impl.kernel = SelectedKernel("st_attn", named=True)
+    config = SlidingTileConfig(window=(1, 1, 3), kernel="st_attn")
+    impl = SlidingTileImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, config=config)
     with (
-        set_forward_context(0, latent_grid=GRID),
+        set_forward_context(0, latent_grid=GRID) as context,
         pytest.raises(UnsupportedBackendError, match=r"needs a latent grid of 30x48x80, .*4x6x10"),
     ):
-        attention(*qkv())
+        impl.forward(*qkv(), context)
 
 
 def test_padded_text_is_attended_to_by_nobody() -> None:

@@ -8,9 +8,9 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.ring import RingCall
 from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
-from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import chunks_of
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import shards_of
 from multimodal_gen.runtime.layers.attention.sparse.sta import backend as sliding_tile_attn
-from multimodal_gen.runtime.layers.attention.sparse.sta.ring import reach_of, ring_plan
+from multimodal_gen.runtime.layers.attention.sparse.sta.ring import halo_of, ring_plan
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     effective_window,
     kept_map,
@@ -27,13 +27,13 @@ LENGTHS = (43, 20, 51, 36)
 WINDOWS = ((1, 2, 1), (3, 1, 1))
 
 
-def chunks(lengths=LENGTHS, text=0):
+def shards(lengths=LENGTHS, text=0):
     total = sum(lengths)
     layout = SequenceLayout(grid=GRID, start=0, num_queries=total, num_keys=total)
     group = Group(ranks=tuple(range(len(lengths))), index=0, handle=None)
     call = RingCall(group=group, lengths=lengths, scale=1.0)
     assert total == layout.num_video + text
-    return chunks_of(layout, call, TILE, torch.device("cpu"))
+    return shards_of(layout, call, TILE, torch.device("cpu"))
 
 
 def needed(windows, me):
@@ -50,37 +50,37 @@ def needed(windows, me):
 
 
 def test_ranks_send_each_other_the_tokens_that_windows_keep_and_no_others():
-    held = chunks()
-    reaches = [reach_of(WINDOWS, held, me) for me in range(4)]
-    for me, reach in enumerate(reaches):
-        assert reach.coming == needed(WINDOWS, me)
-        assert reach.leaving == tuple(other.coming[me] for other in reaches)
-        assert len(reach.rows) == sum(reach.leaving)
-    assert 0 < sum(len(reach.rows) for reach in reaches) < 3 * sum(LENGTHS)
+    held = shards()
+    halos = [halo_of(WINDOWS, held, me) for me in range(4)]
+    for me, halo in enumerate(halos):
+        assert halo.recv_counts == needed(WINDOWS, me)
+        assert halo.send_counts == tuple(other.recv_counts[me] for other in halos)
+        assert len(halo.rows) == sum(halo.send_counts)
+    assert 0 < sum(len(halo.rows) for halo in halos) < 3 * sum(LENGTHS)
 
 
 @pytest.mark.parametrize("windows", [WINDOWS, ((1, 1, 1),) * 2, ((3, 2, 1), (3, 2, 3))], ids=str)
 def test_a_rank_attends_to_the_same_pairs_as_in_a_ring(windows):
-    held = chunks()
+    held = shards()
     for me, mine in enumerate(held):
         plans = [ring_plan(windows, mine, held[i]) for i in range(4) if i != me]
         pairs = sum(plan.pairs() for plan in plans if plan is not None)
-        reach = reach_of(windows, held, me)
-        found = 0 if reach.plan is None else reach.plan.check().pairs()
-        assert torch.equal(torch.as_tensor(found), torch.as_tensor(pairs))
+        halo = halo_of(windows, held, me)
+        pairs_of_halo = 0 if halo.plan is None else halo.plan.check().pairs()
+        assert torch.equal(torch.as_tensor(pairs_of_halo), torch.as_tensor(pairs))
 
 
 @pytest.mark.parametrize(
     ("windows", "held"),
     [
-        (((5, 1, 1),), chunks()),
-        (WINDOWS, chunks((63, 0, 51, 36))),
-        (WINDOWS, chunks((43, 20, 51, 43), text=7)),
+        (((5, 1, 1),), shards()),
+        (WINDOWS, shards((63, 0, 51, 36))),
+        (WINDOWS, shards((43, 20, 51, 43), text=7)),
     ],
     ids=["everything is needed", "a rank has no tokens", "there is text"],
 )
 def test_keys_go_round_where_nothing_is_saved(windows, held):
-    assert [reach_of(windows, held, me) for me in range(4)] == [None] * 4
+    assert [halo_of(windows, held, me) for me in range(4)] == [None] * 4
 
 
 def by_both_ways(config, batch):
@@ -92,20 +92,18 @@ def by_both_ways(config, batch):
     )
     layer = USPAttention(4, 32, prefix="blocks.1.attn", scope=scope_from_args(args))
     local = [own(x, LENGTHS) for x in make_qkv(batch, sum(LENGTHS), 4, 32)]
-    outs, reached = [], []
-    original = sliding_tile_attn.reach_of
+    outs, found = [], []
+    original = sliding_tile_attn.halo_of
     for way in (original, lambda *given: None):
-        sliding_tile_attn.reach_of = lambda *given, way=way: (
-            reached.append(way(*given)) or reached[-1]
-        )
+        sliding_tile_attn.halo_of = lambda *given, way=way: found.append(way(*given)) or found[-1]
         try:
             with torch.no_grad(), set_forward_context(1, latent_grid=GRID, num_steps=2):
                 outs.append(layer(*local))
         finally:
-            sliding_tile_attn.reach_of = original
+            sliding_tile_attn.halo_of = original
     assert layer.report().times.communication_ms > 0
     torch.testing.assert_close(*outs)
-    return [reach is not None for reach in reached]
+    return [halo is not None for halo in found]
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -11,8 +11,12 @@ from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
     SearchFile,
     branch_folder,
 )
-from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import Strategy, StrategyRecord
-from multimodal_gen.runtime.layers.attention.sparse.sta.tuning import WindowSource, tuned_strategy
+from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import (
+    Strategy,
+    StrategyRecord,
+    WindowSource,
+)
+from multimodal_gen.runtime.layers.attention.sparse.sta.tuning import tuned_strategy
 
 TILES = (3, 2, 4)
 FULL, CUBE, ROW = TILES, (1, 1, 1), (1, 1, 4)

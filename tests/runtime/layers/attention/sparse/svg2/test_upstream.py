@@ -8,8 +8,9 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.cluster_attention.api import Groups, cluster_attention
-from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import ClusteredCall
+from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import ClusterMap
 from multimodal_gen.runtime.layers.attention.sparse.svg2.upstream import attend_upstream
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 
 TOKENS, HEADS, SIZE = 60, 2, 16
 SCALE = SIZE**-0.5
@@ -27,9 +28,18 @@ def side(counts: list[int], seed: int) -> Groups:
     return Groups(order=torch.stack(orders).unsqueeze(0), starts=starts, counts=sizes)
 
 
-def make_call() -> ClusteredCall:
+def make_clusters() -> ClusterMap:
     keep = torch.tensor([[True, False, True], [False, True, True]]).expand(1, HEADS, 2, 3)
-    return ClusteredCall(queries=side([25, 35], 1), keys=side([10, 30, 20], 2), keep=keep)
+    return ClusterMap(queries=side([25, 35], 1), keys=side([10, 30, 20], 2), keep=keep)
+
+
+def make_call(query, key, value, *, scale: float = SCALE, **options) -> SparseCall:
+    layout = SequenceLayout(
+        grid=(1, 1, TOKENS), start=0, num_queries=query.shape[1], num_keys=key.shape[1]
+    )
+    return SparseCall(
+        query=query, key=key, value=value, layout=layout, scale=scale, kernel="svg", **options
+    )
 
 
 @pytest.fixture
@@ -55,10 +65,10 @@ def svg(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_package_gets_tokens_in_cluster_order_and_gives_them_back(svg: None) -> None:
     q, k, v = (random(1, TOKENS, HEADS, SIZE, seed=seed) for seed in range(3))
-    call = make_call()
+    call, clusters = make_call(q, k, v), make_clusters()
     found, wanted = torch.empty_like(q), torch.empty_like(q)
-    attend_upstream(q, k, v, call, None, found, scale=SCALE)
-    cluster_attention(q, k, v, call.queries, call.keys, call.keep, wanted, scale=SCALE)
+    attend_upstream(call, clusters, found, "a method")
+    cluster_attention(q, k, v, clusters.queries, clusters.keys, clusters.keep, wanted, scale=SCALE)
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
@@ -79,6 +89,7 @@ def test_calls_that_do_not_fit_the_package_are_refused(
     k = random(1, tokens, int(changes.get("kv_heads", HEADS)), SIZE)
     keep = torch.ones(1, tokens, dtype=torch.bool) if changes.get("masked") else None
     scale = float(changes.get("scale", SCALE))
-    message = f"kernel 'svg' cannot serve this call: {reason}; use"
+    call = make_call(q, k, k, keep=keep, scale=scale)
+    message = f"kernel svg of a method cannot serve this call: {reason}; use"
     with pytest.raises(UnsupportedBackendError, match=message):
-        attend_upstream(q, k, k, make_call(), keep, torch.empty_like(q), scale=scale)
+        attend_upstream(call, make_clusters(), torch.empty_like(q), "a method")

@@ -22,8 +22,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
-from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks as attend
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks as vmoba_chunks
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.backend import VMoBAConfig, VMoBAImpl
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import chunk_shape, partition
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
@@ -115,8 +115,8 @@ def test_heads_that_are_served_one_by_one_get_what_all_at_once_get(
     qkv = inputs(RAGGED, text=TEXTS[text], kv_heads=kv_heads)
     attention = layer(KINDS.index(kind), kv_heads=kv_heads, **TOPK)
     expected = run(attention, qkv, RAGGED, text=TEXTS[text])
-    monkeypatch.setattr(attend, "_BYTES_AT_ONCE", 1)
-    monkeypatch.setattr(attend, "_PAIRS_AT_ONCE", 1)
+    monkeypatch.setattr(vmoba_chunks, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(vmoba_chunks, "_PAIRS_AT_ONCE", 1)
     assert torch.equal(run(attention, qkv, RAGGED, text=TEXTS[text]), expected)
 
 
@@ -136,14 +136,12 @@ def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, at
     query, key = (torch.empty(1, tokens, n, 128, dtype=torch.bfloat16) for n in (heads, kv_heads))
     layout = SequenceLayout(grid=grid, start=0, num_queries=tokens, num_keys=tokens)
     chunks = partition(layout, chunk, query.device)
-    call = attend.ChunkCall(
-        query=query, key=key, value=key, layout=layout, chunks=chunks, rule=Rule(topk=1), scale=1.0
-    )
+    call = SparseCall(query=query, key=key, value=key, layout=layout, scale=1.0)
     groups = chunk_groups(chunks.num_chunks, tokens)
-    passes = attend._passes(call, groups)
+    passes = vmoba_chunks._passes(call, groups)
     assert [p.stop - p.start for p in passes] == [at_once] * (kv_heads // at_once)
     head = 2 * 2 * tokens * 128 * (groups.num * heads // kv_heads + 1)
-    assert at_once == 1 or at_once * head <= 2 * attend._BYTES_AT_ONCE
+    assert at_once == 1 or at_once * head <= 2 * vmoba_chunks._BYTES_AT_ONCE
 
 
 @pytest.mark.parametrize("kind", KINDS)

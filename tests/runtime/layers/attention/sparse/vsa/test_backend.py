@@ -16,6 +16,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
+from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import (
     VideoSparseBackend,
     VideoSparseConfig,
@@ -189,16 +190,14 @@ def test_no_gate_is_weight_zero_and_not_one():
 
 
 def test_without_a_gate_no_value_is_pooled(monkeypatch):
-    from multimodal_gen.runtime.layers.attention.sparse.vsa import coarse as video_sparse_coarse
-
     pooled = []
-    pool = video_sparse_coarse.pool_tiles
+    pool = tiles.pool_tiles
 
     def spy(tensors, *args, **options):
         pooled.append(len(tensors))
         return pool(tensors, *args, **options)
 
-    monkeypatch.setattr(video_sparse_coarse, "pool_tiles", spy)
+    monkeypatch.setattr(tiles, "pool_tiles", spy)
     qkv = inputs(WHOLE)
     run(layer(topk=2), qkv, WHOLE)
     assert pooled == [2]

@@ -2,29 +2,43 @@
 
 import math
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.kernels.tile_order.api import tile_order
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import (
     VideoSparseConfig,
     VideoSparseImpl,
 )
 from multimodal_gen.runtime.layers.attention.sparse.vsa.upstream import (
-    UpstreamCall,
     attend_upstream,
+    upstream_reasons,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv
 
 GRID = (5, 6, 9)
-CALL = UpstreamCall(
-    tokens_per_tile=64, text=0, masked=False, scale=32**-0.5, head_size=32, heads=2, kv_heads=2
-)
+TILE = (4, 4, 4)
+
+
+def make_call(query=None, *, text=0, masked=False, scale=32**-0.5, kv_heads=2) -> SparseCall:
+    tokens = math.prod(GRID) + text
+    query = torch.zeros(1, tokens, 2, 32) if query is None else query
+    key = query[:, :, :kv_heads]
+    return SparseCall(
+        query=query,
+        key=key,
+        value=key,
+        layout=SequenceLayout(grid=GRID, start=0, num_queries=tokens, num_keys=tokens),
+        scale=scale,
+        kernel=SelectedKernel("vsa"),
+        keep=torch.ones(1, tokens, dtype=torch.bool) if masked else None,
+    )
 
 
 def padded_attention(q, k, v, keep, lengths):
@@ -110,39 +124,35 @@ def test_sparsity_zero_runs_on_the_package_too(package):
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("tile", "changes", "reason"),
     [
-        ({"tokens_per_tile": 256}, r"needs tiles of 64 tokens, got 256"),
-        ({"text": 77}, r"needs sequences without text, got 77 text tokens"),
-        ({"masked": True}, r"has no key mask, and keys are masked"),
-        ({"scale": 1.0}, r"needs the inverse root of the head size as scale, got 1 for 32"),
-        ({"kv_heads": 1}, r"needs as many key heads as the 2, got 1"),
+        ((4, 8, 8), {}, r"needs tiles of 64 tokens, got 256"),
+        (TILE, {"text": 77}, r"needs sequences without text, got 77 text tokens"),
+        (TILE, {"masked": True}, r"has no key mask, and keys are masked"),
+        (TILE, {"scale": 1.0}, r"needs the inverse root of the head size as scale, got 1 for 32"),
+        (TILE, {"kv_heads": 1}, r"needs as many key heads as the 2, got 1"),
     ],
 )
-def test_what_a_package_cannot_do_is_refused_with_the_reason(changes, reason):
-    call = replace(CALL, **changes)
-    query = torch.zeros(1, math.prod(GRID), 2, 32)
+def test_what_a_package_cannot_do_is_refused_with_the_reason(tile, changes, reason):
+    call = make_call(**changes)
     with pytest.raises(UnsupportedBackendError, match=f"cannot serve this call: {reason}; use ker"):
-        attend_upstream(
-            "vsa", query, query, query, tile_order(GRID, (4, 4, 4)), lambda: query, 3, call
-        )
+        attend_upstream(call, tile_order(GRID, tile), lambda: call.query, 3, "video_sparse_attn")
 
 
 def test_all_reasons_are_given_at_once():
-    call = replace(CALL, text=1, masked=True, kv_heads=1)
-    assert len(call.reasons()) == 3
-    assert CALL.reasons() == ()
+    order = tile_order(GRID, TILE)
+    assert len(upstream_reasons(make_call(text=1, masked=True, kv_heads=1), order)) == 3
+    assert upstream_reasons(make_call(), order) == ()
 
 
 def test_selection_is_not_asked_for_where_the_package_selects(monkeypatch):
     monkeypatch.setitem(sys.modules, "vsa", FakeKernel())
-    query = make_qkv(1, math.prod(GRID), 2, 32).query
+    call = make_call(make_qkv(1, math.prod(GRID), 2, 32).query)
     never = SimpleNamespace(calls=0)
 
     def select():
         never.calls += 1
 
-    order = tile_order(GRID, (4, 4, 4))
-    out = attend_upstream("vsa", query, query, query, order, select, 3, CALL)
+    out = attend_upstream(call, tile_order(GRID, TILE), select, 3, "video_sparse_attn")
     assert out.isfinite().all()
     assert never.calls == 0
