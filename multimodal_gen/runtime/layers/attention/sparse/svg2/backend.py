@@ -41,13 +41,14 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import (
+    UPSTREAM,
     CentroidCache,
     Centroids,
     ClusterMap,
     attend_clusters,
+    attend_upstream,
     cluster_map,
 )
-from multimodal_gen.runtime.layers.attention.sparse.svg2.upstream import UPSTREAM, attend_upstream
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,

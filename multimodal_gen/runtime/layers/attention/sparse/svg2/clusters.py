@@ -8,6 +8,7 @@ nobody could tell whose it is.
 Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, N positions in cluster order.
 """
 
+import importlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +19,27 @@ import torch.nn.functional as F
 from multimodal_gen.kernels.cluster_attention.api import cluster_attention, query_pieces
 from multimodal_gen.kernels.cluster_attention.plan import Groups
 from multimodal_gen.kernels.kmeans.api import Clusters
+from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
     head_slices,
     run_on_two_streams,
 )
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["CentroidCache", "Centroids", "ClusterMap", "attend_clusters", "cluster_map"]
+__all__ = [
+    "UPSTREAM",
+    "CentroidCache",
+    "Centroids",
+    "ClusterMap",
+    "attend_clusters",
+    "attend_upstream",
+    "cluster_map",
+]
+
+UPSTREAM = "svg"
 
 # Of requests that nobody says have ended, so many branches are remembered.
 _MAX_BRANCHES = 8
@@ -220,3 +233,30 @@ def attend_clusters(call: SparseCall, clusters: ClusterMap, out: torch.Tensor) -
 
     calls = [partial(attend, kv) for kv in head_slices(query, out, kv_heads)]
     run_on_two_streams(calls, query.device)
+
+
+def attend_upstream(
+    call: SparseCall, clusters: ClusterMap, out: torch.Tensor, backend: str
+) -> None:
+    """Do as `attend_clusters` by the authors' own attention, of the package svg, where it fits.
+
+    It takes the clusters that were chosen here: queries and keys in cluster order, the sizes of the
+    clusters and the map between them. It waits for the device.
+
+    Args:
+        call: the call.
+        clusters: what attends to what.
+        out: [B, S, H, D].
+        backend: the method, for messages.
+
+    Raises:
+        UnsupportedBackendError: the package cannot serve the call; lists the reasons.
+    """
+    refuse_upstream(call_reasons(call), kernel=UPSTREAM, backend=backend)
+    attend = importlib.import_module("svg.kmeans_utils").dynamic_block_sparse_fwd_flashinfer
+    (q,) = gather_tokens((call.query,), clusters.queries.order)
+    k, v = gather_tokens((call.key, call.value), clusters.keys.order)
+    heads_first = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    sizes = clusters.queries.counts, clusters.keys.counts
+    found = attend(*heads_first, clusters.keep, *sizes, is_cpu=False)
+    scatter_tokens(found.transpose(1, 2), clusters.queries.order, out)

@@ -8,8 +8,7 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.cluster_attention.api import Groups, cluster_attention
-from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import ClusterMap
-from multimodal_gen.runtime.layers.attention.sparse.svg2.upstream import attend_upstream
+from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import ClusterMap, attend_upstream
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 
 TOKENS, HEADS, SIZE = 60, 2, 16
@@ -37,9 +36,7 @@ def make_call(query, key, value, *, scale: float = SCALE, **options) -> SparseCa
     layout = SequenceLayout(
         grid=(1, 1, TOKENS), start=0, num_queries=query.shape[1], num_keys=key.shape[1]
     )
-    return SparseCall(
-        query=query, key=key, value=value, layout=layout, scale=scale, kernel="svg", **options
-    )
+    return SparseCall(query=query, key=key, value=value, layout=layout, scale=scale, **options)
 
 
 @pytest.fixture
