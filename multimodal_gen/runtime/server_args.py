@@ -66,7 +66,7 @@ class Setting:
     help: str
     name: str = ""
     kind: type = str
-    default: Any = MISSING
+    default: Any = dataclasses.field(default_factory=lambda: MISSING)
     metavar: str | None = None
     short: str = ""
     choices: tuple[str, ...] = ()
