@@ -26,7 +26,11 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import read_text, write_text
+from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import (
+    parse_json,
+    read_text,
+    write_text,
+)
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     Window,
     effective_window,
@@ -299,11 +303,7 @@ class SearchFile:
             ConfigError: it cannot be read or is malformed.
         """
         name = f"{_WHAT} {str(path)!r}"
-        text = read_text(path, what=_WHAT)
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{name} must be JSON, got {error}") from None
+        content = parse_json(read_text(path, what=_WHAT), name=name)
         if not isinstance(content, dict):
             raise ConfigError(f"{name} must be a JSON object, got {short(content)}")
         windows, l2 = _losses(content, "L2_loss", name)

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
@@ -34,13 +33,14 @@ from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     Window,
     tile_density,
 )
-from multimodal_gen.runtime.plain_values import short
+from multimodal_gen.runtime.plain_values import MalformedError, read_json, short
 
 __all__ = [
     "Strategy",
     "StrategyRecord",
     "WindowSource",
     "load_strategy",
+    "parse_json",
     "read_record",
     "read_text",
     "record_path",
@@ -66,6 +66,23 @@ def read_text(path: Path, *, what: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{what} must be a readable file, got {str(path)!r}: {reason}") from None
+
+
+def parse_json(text: str, *, name: str, remedy: str = "") -> object:
+    """Return the value of a JSON text.
+
+    Args:
+        text: the text.
+        name: where it comes from, for messages.
+        remedy: what to do about a text that is malformed.
+
+    Raises:
+        ConfigError: it is not JSON, repeats a key or holds a number that is not finite.
+    """
+    try:
+        return read_json(text)
+    except MalformedError as error:
+        raise ConfigError(f"{name} must be JSON; {error}{remedy and f'; {remedy}'}") from None
 
 
 def write_text(path: Path, text: str, *, what: str) -> None:
@@ -132,10 +149,7 @@ def read_record(path: Path, text: str) -> StrategyRecord:
     if not beside.exists():
         return StrategyRecord()
     name = f"{_WHAT} {str(beside)!r}"
-    try:
-        content = json.loads(read_text(beside, what=_WHAT))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} must be JSON, got {error}; {_REMEDY}") from None
+    content = parse_json(read_text(beside, what=_WHAT), name=name, remedy=_REMEDY)
     if not isinstance(content, dict) or not content.keys() <= {*_SIZES, _DIGEST}:
         raise ConfigError(
             f"{name} must be a JSON object with tiles, tile_size and sha256 at most, got "
@@ -279,15 +293,12 @@ class Strategy:
             ConfigError: it is not a JSON object, a key or a value is malformed, a key repeats, or
                 an entry is missing.
         """
-        try:
-            pairs = json.loads(text, object_pairs_hook=_Pairs)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{name} must be JSON, got {error}") from None
-        if not isinstance(pairs, _Pairs):
+        found = parse_json(text, name=name)
+        if not isinstance(found, dict):
             raise ConfigError(
-                f'{name} must be a JSON object such as {{"0_0_0": [3, 3, 3]}}, got {short(pairs)}'
+                f'{name} must be a JSON object such as {{"0_0_0": [3, 3, 3]}}, got {short(found)}'
             )
-        return cls(windows=_nested(_entries(pairs, name), name), name=name)
+        return cls(windows=_nested(_entries(found, name), name), name=name)
 
     def to_json(self) -> str:
         """Return the file's text; `parse` reads it back."""
@@ -430,10 +441,6 @@ _RETARGET = (
 )
 
 
-class _Pairs(list[tuple[str, Any]]):
-    """The members of a JSON object in their order, repeated ones too."""
-
-
 def load_strategy(path: str | os.PathLike[str]) -> Strategy:
     """Read a strategy file; read once however many layers ask for it.
 
@@ -565,11 +572,11 @@ def _fitted(
     return fitted
 
 
-def _entries(pairs: _Pairs, name: str) -> dict[tuple[int, int, int], Window]:
+def _entries(content: Mapping[str, object], name: str) -> dict[tuple[int, int, int], Window]:
     found: dict[tuple[int, int, int], Window] = {}
     # One object per distinct window: files have tens of thousands of entries.
     shared: dict[Window, Window] = {}
-    for key, value in pairs:
+    for key, value in content.items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise ConfigError(
@@ -577,13 +584,10 @@ def _entries(pairs: _Pairs, name: str) -> dict[tuple[int, int, int], Window]:
                 f"{short(key)}"
             )
         step, layer, head = (int(text) for text in match.groups())
-        if (step, layer, head) in found:
-            raise ConfigError(f"{name} must have every entry once, got {key!r} twice")
         window = _window(value)
         if window is None:
             raise ConfigError(
-                f"{name} must have windows of three integers >= 1, got {short(_plain(value))} for "
-                f"{key!r}"
+                f"{name} must have windows of three integers >= 1, got {short(value)} for {key!r}"
             )
         found[step, layer, head] = shared.setdefault(window, window)
     if not found:
@@ -592,15 +596,11 @@ def _entries(pairs: _Pairs, name: str) -> dict[tuple[int, int, int], Window]:
 
 
 def _window(value: object) -> Window | None:
-    if isinstance(value, _Pairs) or not isinstance(value, list) or len(value) != len(AXES):
+    if not isinstance(value, list) or len(value) != len(AXES):
         return None
     if not all(type(size) is int and size >= 1 for size in value):
         return None
     return (value[0], value[1], value[2])
-
-
-def _plain(value: object) -> object:
-    return dict(value) if isinstance(value, _Pairs) else value
 
 
 def _nested(

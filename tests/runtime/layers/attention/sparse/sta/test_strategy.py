@@ -79,7 +79,7 @@ def test_a_rewritten_file_is_read_again(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "m must be JSON, got Expecting value"),
+        ("", "m must be JSON; cannot read JSON near '': Expecting value"),
         ("[[3, 3, 3]]", r"m must be a JSON object such as .*, got \[\[3, 3, 3\]\]"),
         ("{}", "m must have an entry per step, layer and head, got none"),
         ('{"0_0": [3, 3, 3]}', r"three indices such as \"0_12_3\", got '0_0'"),
@@ -87,12 +87,15 @@ def test_a_rewritten_file_is_read_again(tmp_path) -> None:
         ('{"-1_0_0": [3, 3, 3]}', "three indices .*, got '-1_0_0'"),
         ('{"0_0_0 ": [3, 3, 3]}', "three indices .*, got '0_0_0 '"),
         ('{"grid": [3, 3, 3]}', "three indices .*, got 'grid'"),
-        ('{"0_0_0": [3, 3, 3], "0_0_0": [3, 3, 3]}', "every entry once, got '0_0_0' twice"),
+        (
+            '{"0_0_0": [3, 3, 3], "0_0_0": [3, 3, 3]}',
+            "must be JSON; '0_0_0' must be given once, got it twice",
+        ),
         ('{"0_0_0": [3, 3]}', r"three integers >= 1, got \[3, 3\] for '0_0_0'"),
         ('{"0_0_0": [3, 3, 0]}', r"three integers >= 1, got \[3, 3, 0\]"),
         ('{"0_0_0": [3, 3, 1.0]}', r"three integers >= 1, got \[3, 3, 1.0\]"),
         ('{"0_0_0": [3, 3, true]}', r"three integers >= 1, got \[3, 3, True\]"),
-        ('{"0_0_0": [3, 3, NaN]}', r"three integers >= 1, got \[3, 3, nan\]"),
+        ('{"0_0_0": [3, 3, NaN]}', "must be JSON; numbers must be finite, got NaN"),
         ('{"0_0_0": "333"}', "three integers >= 1, got '333'"),
         ('{"0_0_0": null}', "three integers >= 1, got None"),
         ('{"0_0_0": {"a": 1, "b": 2, "c": 3}}', "three integers >= 1, got {'a': 1"),
@@ -314,7 +317,7 @@ def test_a_record_by_hand_needs_the_tiles_only(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "must be JSON, got Expecting"),
+        ("{", "must be JSON; cannot read JSON near '{': Expecting"),
         ("[1]", r"tiles, tile_size and sha256 at most, got \[1\]"),
         ('{"tile": [1, 1, 1]}', "tiles, tile_size and sha256 at most, got {'tile'"),
         ('{"tiles": [1, 1]}', r"three integers >= 1 as tiles, got \[1, 1\]"),
