@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal_gen.runtime.layers.attention.sparse.sta import tuning as assignment
 from multimodal_gen.runtime.layers.attention.sparse.sta.tuning import assign
 
 
@@ -29,7 +28,7 @@ def check(found, losses, costs, budget) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_small_problems_are_solved_as_well_as_by_trying_everything(data) -> None:
+def test_small_problems_are_solved_up_to_what_one_item_can_gain(data) -> None:
     items = data.draw(st.integers(1, 5))
     costs = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     loss = st.floats(0, 10, allow_nan=False) | st.sampled_from([0.0, 1.0, 2.0, 3.0])
@@ -41,9 +40,10 @@ def test_small_problems_are_solved_as_well_as_by_trying_everything(data) -> None
     budget = data.draw(st.integers(items * min(costs), items * max(costs) + 3))
     found = assign(torch.tensor(losses, dtype=torch.float64), costs, budget)
     check(found, losses, costs, budget)
-    best = brute_force(losses, costs, budget)
-    assert found.loss == pytest.approx(best, rel=1e-12, abs=1e-12)
-    assert found.bound == pytest.approx(best, rel=1e-12, abs=1e-12)
+    best, slack = brute_force(losses, costs, budget), 1e-9
+    assert found.bound <= best + slack
+    assert best <= found.loss + slack
+    assert found.loss - found.bound <= max(max(row) - min(row) for row in losses) + slack
 
 
 def test_choices_that_no_price_selects_are_found() -> None:
@@ -53,24 +53,19 @@ def test_choices_that_no_price_selects_are_found() -> None:
     assert found.choices.tolist() == [1]
 
 
-def test_a_large_problem_is_solved_within_a_sliver_of_its_bound() -> None:
+@pytest.mark.parametrize("distinct", [20_000, 1, 50], ids=["no ties", "all tied", "many ties"])
+def test_a_large_problem_is_solved_within_a_sliver_of_its_bound(distinct) -> None:
     torch.manual_seed(0)
     costs = [30, 35, 27, 18, 60, 180]
-    losses = torch.rand(20_000, 6, dtype=torch.float64) ** 4
+    losses = (torch.rand(distinct, 6, dtype=torch.float64) ** 4).repeat(20_000 // distinct, 1)
     losses[:, -1] = 0
     budget = 20_000 * 40
     found = assign(losses, costs, budget)
     check(found, losses.tolist(), costs, budget)
-    assert found.loss - found.bound <= 1e-6 * found.loss
+    assert found.loss - found.bound <= 1e-4 * found.loss
     assert budget - found.cost < max(costs)
-
-
-def test_a_table_that_is_too_small_still_keeps_to_the_budget(monkeypatch) -> None:
-    monkeypatch.setattr(assignment, "_TABLE", 50)
-    losses = [[4.0, 2.5, 0.0]] * 9
-    found = assign(torch.tensor(losses, dtype=torch.float64), [1, 2, 4], 20)
-    check(found, losses, [1, 2, 4], 20)
-    assert brute_force(losses, [1, 2, 4], 20) >= found.bound - 1e-9
+    if distinct == len(losses):
+        assert found.loss - found.bound <= 1e-5 * found.loss
 
 
 @pytest.mark.parametrize(("budget", "choices"), [(2, [1, 1]), (200, [0, 0]), (101, [0, 1])])
