@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -195,7 +196,7 @@ def test_tune_reaches_a_target_density(search, sglang, tmp_path) -> None:
     tune = ("attention", "sta", "tune", "--searches", tmp_path / "searches", "--output", strategy)
     outcome = sglang(*tune, "--skip-time-steps", 1, "--target-density", 0.6)
     assert outcome.code == 0, outcome.err
-    assert ", the least at this density" in outcome.out
+    assert re.search(r", (the least at this|at most .* of it above the least)", outcome.out)
     density = load_strategy(strategy).density(TILES)
     mean = sum(map(sum, density)) / (STEPS * 2)
     assert 0.5 < mean <= 0.6
