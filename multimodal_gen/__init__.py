@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(diffusers, name)
     if name in ("init_parallel", "leave_parallel"):
-        from multimodal_gen.runtime.distributed import groups as joining
+        from multimodal_gen.runtime.distributed import groups
 
-        return getattr(joining, name)
+        return getattr(groups, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

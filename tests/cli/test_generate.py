@@ -187,9 +187,9 @@ def test_an_existing_file_is_refused_before_loading_and_replaced_on_request(
 @pytest.fixture
 def rival(monkeypatch):
     """Makes another program write the first image's final name while it is encoded."""
-    from multimodal_gen.runtime.generator import output as media
+    from multimodal_gen.runtime.generator import output
 
-    write_image = media.write_image
+    write_image = output.write_image
 
     def write_with_rival(pixels, path):
         write_image(pixels, path)
@@ -200,7 +200,7 @@ def rival(monkeypatch):
         rival.final = final
 
     rival.final = None
-    monkeypatch.setattr(media, "write_image", write_with_rival)
+    monkeypatch.setattr(output, "write_image", write_with_rival)
     return rival
 
 
@@ -532,13 +532,13 @@ def test_ctrl_c_while_denoising_leaves_no_file(
 
 
 def test_ctrl_c_while_saving_leaves_no_file(tiny_pipeline, sglang, tmp_path, monkeypatch) -> None:
-    from multimodal_gen.runtime.generator import output as media
+    from multimodal_gen.runtime.generator import output
 
     def interrupted(latents, path):
         path.write_bytes(b"half of it")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(media, "write_latents", interrupted)
+    monkeypatch.setattr(output, "write_latents", interrupted)
     outcome = sglang(
         *("generate", "--model-path", tiny_pipeline("wan"), "--output-path", tmp_path / "a.mp4"),
         *("--save-latents", *SMALL, *WAN_SIZE),
@@ -574,12 +574,12 @@ def test_running_out_of_memory_says_what_to_try(
 def test_a_full_disk_is_explained_and_leaves_nothing(
     tiny_pipeline, sglang, tmp_path, monkeypatch
 ) -> None:
-    from multimodal_gen.runtime.generator import output as media
+    from multimodal_gen.runtime.generator import output
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(media, "write_image", full)
+    monkeypatch.setattr(output, "write_image", full)
     outcome = sglang(
         *("generate", "--model-path", tiny_pipeline("flux"), "--output-path", tmp_path / "a.png"),
         *("--height", "32", "--width", "32", *SMALL),

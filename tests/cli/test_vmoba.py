@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from multimodal_gen.runtime.layers.attention import warn_once as notices
+from multimodal_gen.runtime.layers.attention import warn_once
 
 NAME = "vmoba_attn"
 EXAMPLE = Path(__file__).parents[2] / "configs" / "attention" / f"{NAME}.yaml"
@@ -117,7 +117,7 @@ def test_the_worked_example_runs_and_says_that_no_step_is_sparse(latents, caplog
     found, layers = latents("wan", "example", *arguments)
     assert found.isfinite().all()
     assert densities(layers) == {}
-    (message,) = (r.getMessage() for r in caplog.records if r.name == notices.__name__)
+    (message,) = (r.getMessage() for r in caplog.records if r.name == warn_once.__name__)
     assert message.startswith(f"{NAME} is sparse in no step: first_full_step=12 keep all 2 steps")
 
 

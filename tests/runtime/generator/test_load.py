@@ -156,9 +156,9 @@ def test_auto_is_float32_on_the_cpu_and_half_elsewhere(monkeypatch) -> None:
 def test_an_automatic_dtype_keeps_the_autoencoder_of_wan_precise(
     tiny_pipeline, monkeypatch
 ) -> None:
-    from multimodal_gen.runtime.generator import load as loading
+    from multimodal_gen.runtime.generator import load
 
-    monkeypatch.setattr(loading, "pick_dtype", lambda dtype, device: torch.bfloat16)
+    monkeypatch.setattr(load, "pick_dtype", lambda dtype, device: torch.bfloat16)
     path = str(tiny_pipeline("wan"))
     pipe = load_pipeline(PipelineIndex.read(path), ServerArgs(model_path=path), CPU)
     assert (pipe.transformer.dtype, pipe.vae.dtype) == (torch.bfloat16, torch.float32)
@@ -178,9 +178,9 @@ def test_a_device_this_machine_lacks_is_refused(device: str) -> None:
 
 
 def test_every_device_of_the_machine_is_named_to_who_picks_another(monkeypatch) -> None:
-    from multimodal_gen.runtime.generator import load as loading
+    from multimodal_gen.runtime.generator import load
 
-    monkeypatch.setattr(loading, "current_platform", lambda: SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(load, "current_platform", lambda: SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match=r"\(cpu, cuda:0, cuda:1\), got 'toaster'$"):
         pick_device("toaster")
@@ -262,9 +262,9 @@ def test_full_memory_while_loading_is_left_to_be_explained_as_such(
 
 
 def test_the_default_device_is_the_platforms(monkeypatch) -> None:
-    from multimodal_gen.runtime.generator import load as loading
+    from multimodal_gen.runtime.generator import load
 
-    monkeypatch.setattr(loading, "current_platform", lambda: SimpleNamespace(device_type="xpu"))
+    monkeypatch.setattr(load, "current_platform", lambda: SimpleNamespace(device_type="xpu"))
     assert pick_device(None) == torch.device("xpu")
     assert pick_device("cpu") == CPU
 

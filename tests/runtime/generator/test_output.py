@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
-from multimodal_gen.runtime.generator import output as media
+from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.output import OutputTarget, Staging, sweep
 
 
@@ -284,7 +284,7 @@ def _gradient(frames: int, height: int, width: int) -> np.ndarray:
 
 def test_a_video_keeps_its_size_rate_and_pictures(tmp_path) -> None:
     frames = _gradient(5, 40, 56)  # neither is a multiple of 16
-    assert media.write_video(frames, tmp_path / "a.mp4", 12) is None
+    assert output.write_video(frames, tmp_path / "a.mp4", 12) is None
     stream, read = _read(tmp_path / "a.mp4", 40, 56)
     assert "yuv420p" in stream
     assert " 56x40" in stream
@@ -295,7 +295,7 @@ def test_a_video_keeps_its_size_rate_and_pictures(tmp_path) -> None:
 
 def test_an_odd_size_is_extended_and_said_so(tmp_path) -> None:
     frames = _gradient(2, 33, 47)
-    note = media.write_video(frames, tmp_path / "a.mp4", 8)
+    note = output.write_video(frames, tmp_path / "a.mp4", 8)
     assert note is not None
     assert "frames of 47x33 were extended to 48x34" in note
     stream, read = _read(tmp_path / "a.mp4", 34, 48)
@@ -308,8 +308,8 @@ def test_an_image_keeps_every_pixel(tmp_path) -> None:
     from PIL import Image
 
     levels = np.arange(256, dtype=np.float32).reshape(16, 16, 1) / 255
-    media.write_image(np.repeat(levels, 3, axis=2), tmp_path / "a.png")
-    media.write_image(levels, tmp_path / "grey.png")
+    output.write_image(np.repeat(levels, 3, axis=2), tmp_path / "a.png")
+    output.write_image(levels, tmp_path / "grey.png")
     for name in ("a.png", "grey.png"):
         pixels = np.asarray(Image.open(tmp_path / name))
         assert np.array_equal(pixels.reshape(256, -1)[:, 0], np.arange(256))
@@ -317,25 +317,25 @@ def test_an_image_keeps_every_pixel(tmp_path) -> None:
 
 def test_values_out_of_range_are_clipped() -> None:
     values = np.array([-0.5, 0.0, 0.5, 1.0, 7.0])
-    assert media.to_uint8(values).tolist() == [0, 0, 128, 255, 255]
+    assert output.to_uint8(values).tolist() == [0, 0, 128, 255, 255]
 
 
 def test_values_that_are_no_numbers_are_warned_about(caplog) -> None:
     values = np.array([np.nan, np.inf, -np.inf, 0.2])
-    assert media.to_uint8(values).tolist() == [0, 255, 0, 51]
+    assert output.to_uint8(values).tolist() == [0, 255, 0, 51]
     assert "3 of 4 output values are not finite" in caplog.text
 
 
 def test_latents_come_back_as_they_were(tmp_path) -> None:
     latents = torch.randn(2, 3, 4).transpose(0, 1)
-    media.write_latents(latents, tmp_path / "a.safetensors")
+    output.write_latents(latents, tmp_path / "a.safetensors")
     assert torch.equal(load_file(tmp_path / "a.safetensors")["latents"], latents)
 
 
 def test_a_missing_encoder_is_named_with_its_install_command(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     with pytest.raises(MissingDependencyError, match=r"needs imageio-ffmpeg .*pip install 'multim"):
-        media.require_encoder()
+        output.require_encoder()
 
 
 def test_an_interrupted_encoder_is_closed(tmp_path, monkeypatch) -> None:
@@ -356,7 +356,7 @@ def test_an_interrupted_encoder_is_closed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(imageio_ffmpeg, "write_frames", write_frames)
     monkeypatch.setattr(np, "ascontiguousarray", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        media.write_video(_gradient(2, 4, 4), tmp_path / "a.mp4", 8)
+        output.write_video(_gradient(2, 4, 4), tmp_path / "a.mp4", 8)
     assert closed == [True]
 
 
@@ -378,11 +378,11 @@ def test_a_video_that_cannot_be_read_back_is_an_error(tmp_path, monkeypatch, con
 
     monkeypatch.setattr(imageio_ffmpeg, "write_frames", _encoder_that_leaves(content))
     with pytest.raises(UsageError, match=r"must hold 2 frames, ffmpeg wrote 0 .*disk"):
-        media.write_video(_gradient(2, 4, 4), tmp_path / "a.mp4", 8)
+        output.write_video(_gradient(2, 4, 4), tmp_path / "a.mp4", 8)
 
 
 def test_a_video_that_lacks_frames_is_an_error(tmp_path) -> None:
     path = tmp_path / "a.mp4"
-    media.write_video(_gradient(3, 16, 16), path, 8)
+    output.write_video(_gradient(3, 16, 16), path, 8)
     with pytest.raises(UsageError, match=r"must hold 4 frames, ffmpeg wrote 3"):
-        media._check_video(path, 4)
+        output._check_video(path, 4)
