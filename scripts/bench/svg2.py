@@ -18,7 +18,6 @@ from _harness import interleave, parse_arguments, relative_error, rows_of, versi
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.cluster_attention.api import query_pieces
-from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import EXACT, FAST, attend
 from multimodal_gen.kernels.cluster_attention.plan import (
     Groups,
     cluster_plan,
@@ -98,6 +97,9 @@ def cluster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Cl
 
 def attention_runs(data: Clustered) -> tuple[dict[str, Run], float, Callable[[object], float]]:
     """Return the contenders on part of the heads, their FLOP, and what tells their error."""
+    # Needs Triton, which the tests of this script do without.
+    from multimodal_gen.kernels.cluster_attention import cluster_attention_kernel as kernel
+
     part = slice(HEADS_OF_PART)
     queries, keys = groups(data.queries).heads(part), groups(data.keys).heads(part)
     keep = data.keep[:, part]
@@ -105,9 +107,10 @@ def attention_runs(data: Clustered) -> tuple[dict[str, Run], float, Callable[[ob
     k, v = gather_tokens((data.k[:, :, part], data.v[:, :, part]), keys.order)
     pieces, plan = query_pieces(queries), cluster_plan(queries, keys, keep)
     wanted, rows = sampled_reference(q, k, v, queries, keys, keep)
+    attend = partial(kernel.attend, q, k, v, pieces, keys, keep, scale=SCALE)
     runs: dict[str, Run] = {
-        "clusters, fast": lambda: attend(q, k, v, pieces, keys, keep, scale=SCALE, tile=FAST),
-        "clusters, exact": lambda: attend(q, k, v, pieces, keys, keep, scale=SCALE, tile=EXACT),
+        "clusters, fast": lambda: attend(tile=kernel.FAST),
+        "clusters, exact": lambda: attend(tile=kernel.EXACT),
         "engine, gluon": lambda: block_sparse_attention(q, k, v, plan, kernel="gluon"),
         "engine, triton": lambda: block_sparse_attention(q, k, v, plan, kernel="triton"),
     }
