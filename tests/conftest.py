@@ -22,6 +22,8 @@ from multimodal_gen.testing.processes import World
 TinyPipeline = Callable[[str], Path]
 
 RANKS = ("two_ranks", "four_ranks")
+# Each of its tests takes a process of its own, whichever runs the others.
+CHILDREN = "tests/kernels/test_children.py"
 PROCESSES = World.__module__
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
@@ -44,6 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class RanksTogether(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
+            if file == CHILDREN:
+                return nodeid
             if not needs_ranks(config.rootpath / file):
                 return file
             return "ranks of layers" if file.startswith("tests/runtime") else "ranks of pipelines"

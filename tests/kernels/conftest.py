@@ -1,7 +1,7 @@
 """Child processes for the kernel tests that need a certain release of triton.
 
-test_triton.py and test_compile.py are run by test_interpreter.py and test_compiler.py beside them,
-and collected only where they are named.
+test_triton.py and test_compile.py of the operations are run by test_children.py, and collected only
+where they are named.
 """
 
 import inspect

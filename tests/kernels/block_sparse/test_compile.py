@@ -1,7 +1,7 @@
 """The GPU kernels compile without a GPU, through their launchers: no spills, no ptxas warnings.
 
 A stand-in driver answers for the GPU, so what is compiled is what a launch would compile. These
-tests need triton 3.6 and a process of their own: test_compiler.py starts it, without the cases
+tests need triton 3.6 and a process of their own: test_children.py starts it, without the cases
 marked slow. scripts/test leaves that triton in the environment, so for all cases:
 
     PYTHONPATH=.venv/kernels/triton-3.6.0 .venv/bin/python -m pytest \

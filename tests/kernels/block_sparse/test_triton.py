@@ -1,7 +1,7 @@
 """The Triton provider against float64: under the interpreter, or on a GPU.
 
 Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
-test_interpreter.py starts it.
+test_children.py starts it.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from multimodal_gen.testing.tolerance import assert_within_error_budget
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_children.py"
 )
 
 SHAPES = st.builds(

@@ -1,7 +1,7 @@
 """The kernels compile for SM90 without a GPU, through their launchers: no spills, no warnings.
 
 A stand-in driver answers for the GPU, so what is compiled is what a launch would compile.
-test_compiler.py runs these tests in a process of their own.
+test_children.py runs these tests in a process of their own.
 """
 
 import itertools

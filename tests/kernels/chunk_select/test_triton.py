@@ -1,7 +1,7 @@
 """The Triton kernels against the definition, under the interpreter.
 
 Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
-test_interpreter.py starts it.
+test_children.py starts it.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from tests.kernels.chunk_select.naive import layout, unpacked
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_children.py"
 )
 
 LENGTHS = [70, 513, 1, 64, 12]

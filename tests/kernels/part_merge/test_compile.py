@@ -1,4 +1,4 @@
-"""The kernel compiles for SM90 without a GPU: no spills; test_compiler.py runs this."""
+"""The kernel compiles for SM90 without a GPU: no spills; test_children.py runs this."""
 
 import re
 

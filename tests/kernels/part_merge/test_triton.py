@@ -1,4 +1,4 @@
-"""The Triton kernel against the definition, under the interpreter; see test_interpreter.py."""
+"""The Triton kernel against the definition, under the interpreter; see test_children.py."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from multimodal_gen.kernels.part_merge.reference import merge_two_reference
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_children.py"
 )
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels against the definition, under the interpreter.
 
 Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
-test_interpreter.py starts it.
+test_children.py starts it.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from tests.kernels.row_choice.naive import assert_sorted, random_bits
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_children.py"
 )
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels against the definitions, under the interpreter.
 
 Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
-test_interpreter.py starts it.
+test_children.py starts it.
 """
 
 import pytest
@@ -21,7 +21,7 @@ from tests.kernels.tile_pool.naive import (
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_children.py"
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
