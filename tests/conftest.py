@@ -76,6 +76,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_sessionfinish() -> None:
+    """Let it take everything again: extension modules report what is left at the end."""
+    gc.unfreeze()
+
+
 def fixtures(item: pytest.Item) -> Sequence[str]:
     """Return the names of the fixtures that a test needs."""
     return getattr(item, "fixturenames", ())

@@ -17,6 +17,7 @@ import torch
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile, gluon_tile, triton_tile
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from tests.kernels.cases import with_slow
 from tests.kernels.compiling import Compiler, assert_clean, needs_gluon
 
 pytestmark = needs_gluon
@@ -210,15 +211,8 @@ PORTABLE_SM80 = [
 ]
 
 
-def marked(cases: list[tuple[str, int, int]], quick: list[tuple[str, int, int]]) -> list[object]:
-    """Mark the cases that are not among the quick ones as slow."""
-    return [
-        pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases
-    ]
-
-
 @pytest.mark.parametrize(
-    ("form", "q_size", "head_size"), marked(EVERY_PORTABLE_SM90, PORTABLE_SM90)
+    ("form", "q_size", "head_size"), with_slow(EVERY_PORTABLE_SM90, PORTABLE_SM90)
 )
 def test_the_portable_kernel_does_not_spill_on_sm90(
     compiler: Compiler, form: str, q_size: int, head_size: int
@@ -229,7 +223,7 @@ def test_the_portable_kernel_does_not_spill_on_sm90(
 
 
 @pytest.mark.parametrize(
-    ("form", "q_size", "head_size"), marked(EVERY_PORTABLE_SM80, PORTABLE_SM80)
+    ("form", "q_size", "head_size"), with_slow(EVERY_PORTABLE_SM80, PORTABLE_SM80)
 )
 def test_the_portable_kernel_does_not_spill_on_sm80(
     compiler: Compiler, form: str, q_size: int, head_size: int

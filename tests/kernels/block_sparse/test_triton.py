@@ -57,7 +57,7 @@ def check(plan: BlockPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sc
     st.sampled_from([1, 2, 4]),
     st.sampled_from([torch.float16, torch.bfloat16]),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_it_is_dense_attention_under_the_plans_mask(
     shape: PlanShape, seed: int, kv_heads: int, dtype: torch.dtype
 ) -> None:

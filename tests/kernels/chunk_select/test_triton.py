@@ -13,6 +13,7 @@ from multimodal_gen.kernels.chunk_select.reference import (
     pack_bits,
     select_chunks_reference,
 )
+from tests.kernels.cases import with_slow
 from tests.kernels.chunk_select.naive import layout, unpacked
 
 triton = pytest.importorskip("triton")
@@ -55,12 +56,15 @@ def test_means_are_the_definition(dtype, indexed, masked):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+CHOICES = [
+    *((7, torch.float16, rule) for rule in RULES),
+    *((num, torch.bfloat16, rule) for num in (2, 72) for rule in (RULES[1], RULES[5])),
+]
+
+
 @pytest.mark.parametrize(
     ("num_chunks", "dtype", "rule"),
-    [
-        *((7, torch.float16, rule) for rule in RULES),
-        *((num, torch.bfloat16, rule) for num in (2, 72) for rule in (RULES[1], RULES[5])),
-    ],
+    with_slow(CHOICES, [CHOICES[i] for i in (0, 2, 3, 6, 7, 10)]),
     ids=str,
 )
 def test_the_choice_is_the_definition(dtype, num_chunks, rule):
@@ -92,7 +96,7 @@ def test_equal_scores_go_to_the_lowest_chunk(rule):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3], RULES[5]], ids=str)
+@pytest.mark.parametrize("rule", [RULES[2], RULES[5]], ids=str)
 def test_masked_queries_choose_their_own_chunk(rule):
     from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
 

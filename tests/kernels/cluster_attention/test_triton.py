@@ -33,7 +33,7 @@ def groups(counts: torch.Tensor, gap: int) -> Groups:
     gap=st.sampled_from([0, 5]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_lists_hold_every_kept_key_once(
     num: int, most: int, share: float, gap: int, seed: int
 ) -> None:

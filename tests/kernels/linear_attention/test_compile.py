@@ -32,11 +32,10 @@ def projection(head_size: int) -> Projection:
     return Projection(weight=torch.zeros(head_size, head_size), bias=torch.zeros(head_size))
 
 
-# Every head size with either kind of blocks, every feature map with two sizes or more.
+# Every head size and every feature map, with either kind of blocks.
 QUICK = [
-    (head_size, FEATURE_MAPS[(i + given) % len(FEATURE_MAPS)], given)
+    (head_size, FEATURE_MAPS[i % len(FEATURE_MAPS)], i % 2 == 1)
     for i, head_size in enumerate(HEAD_SIZES)
-    for given in (False, True)
 ]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.reference import FEATURE_MAPS, KeyState, Projection
+from tests.kernels.cases import with_slow
 from tests.kernels.linear_attention.naive import (
     UNSELECTED_ROUNDINGS,
     assert_added,
@@ -54,7 +55,7 @@ def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, sp
             assert (mean[b, :, i].double() - wanted).abs().max() <= band
 
 
-@pytest.mark.parametrize(("feature_map", "layout", "dtype"), CALLS)
+@pytest.mark.parametrize(("feature_map", "layout", "dtype"), with_slow(CALLS, CALLS[::2]))
 def test_the_branch_over_all_tokens_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:
@@ -71,7 +72,7 @@ def test_the_branch_over_all_tokens_is_added(
     assert_added(out[:, rows], case.out[:, rows], branch[:, rows], size[:, rows])
 
 
-@pytest.mark.parametrize(("feature_map", "layout", "dtype"), CALLS)
+@pytest.mark.parametrize(("feature_map", "layout", "dtype"), with_slow(CALLS, CALLS[1::2]))
 def test_the_branch_over_unselected_blocks_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
 ) -> None:

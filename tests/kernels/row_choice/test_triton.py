@@ -32,9 +32,9 @@ def sort(bits: torch.Tensor, groups: ChunkGroups, *, extra: bool, block: int = 1
     [
         (1, 1, 128, True),
         (5, 5, 192, False),
-        (13, 4, 128, False),
+        pytest.param(13, 4, 128, False, marks=pytest.mark.slow),
         (13, 4, 192, True),
-        (40, 7, 128, True),
+        pytest.param(40, 7, 128, True, marks=pytest.mark.slow),
     ],
 )
 def test_every_group_holds_the_rows_that_chose_any_of_its_chunks(num_chunks, size, block, extra):
