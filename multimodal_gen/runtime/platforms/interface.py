@@ -46,7 +46,7 @@ class AttentionBackendEnum(Enum):
     @property
     def is_sparse(self) -> bool:
         """Whether the backend skips part of the attention matrix."""
-        return self in _SPARSE
+        return self in _SPARSE or _PLUGINS.get(self.value, _NO_PLUGIN).sparse
 
     @classmethod
     def parse(cls, text: str) -> "AttentionBackendEnum":
@@ -70,8 +70,13 @@ class AttentionBackendEnum(Enum):
             ) from None
 
     @classmethod
-    def register_plugin_name(cls, name: str) -> "AttentionBackendEnum":
-        """Make `name` a value of this enum and return its member; calling again is harmless."""
+    def register_plugin_name(cls, name: str, *, sparse: bool = False) -> "AttentionBackendEnum":
+        """Make `name` a value of this enum and return its member; calling again is harmless.
+
+        Args:
+            name: what users type.
+            sparse: whether the backend skips part of the attention matrix.
+        """
         name = name.strip().lower()
         if not name.isidentifier():
             raise ConfigError(f"plug-in backend name must be an identifier, got {name!r}")
@@ -80,16 +85,25 @@ class AttentionBackendEnum(Enum):
         member = object.__new__(cls)
         member._name_ = name.upper()
         member._value_ = name
-        _PLUGINS[name] = member
+        _PLUGINS[name] = _Plugin(member, sparse)
         return member
 
     @classmethod
     def _missing_(cls, value: object) -> "AttentionBackendEnum | None":
-        return _PLUGINS.get(value) if isinstance(value, str) else None
+        return _PLUGINS.get(value, _NO_PLUGIN).member if isinstance(value, str) else None
 
 
-# Names added by installed plug-ins: process-wide, because enum members are.
-_PLUGINS: dict[str, AttentionBackendEnum] = {}
+class _Plugin(NamedTuple):
+    """A name that an installed plug-in added."""
+
+    member: AttentionBackendEnum | None
+    sparse: bool
+
+
+_NO_PLUGIN = _Plugin(None, False)
+
+# Process-wide, because enum members are.
+_PLUGINS: dict[str, _Plugin] = {}
 
 _ALIASES = MappingProxyType(
     {

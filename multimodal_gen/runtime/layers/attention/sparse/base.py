@@ -9,13 +9,19 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
 from multimodal_gen.runtime.layers.attention.config import SparseConfig
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, layout_of
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import ring_layout
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    SparseCall,
+    layout_of,
+)
 from multimodal_gen.runtime.layers.attention.warn_once import warn_if_dense_run
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
@@ -106,6 +112,15 @@ class SparseImpl(AttentionImpl, Generic[ConfigT]):
             gate=gate,
             first_head=first_head,
         )
+
+    def ring_layout(self, inputs: RingInputs, context: ForwardContext | None) -> SequenceLayout:
+        """Return where the video lies in the sequence of a ring; the beginning of a call in one.
+
+        Raises:
+            UsageError: see `ring_tiles.ring_layout`.
+        """
+        self.kernel.begin_call()
+        return ring_layout(inputs, context, self.label)
 
     @abstractmethod
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:

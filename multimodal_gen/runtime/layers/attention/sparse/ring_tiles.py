@@ -47,6 +47,7 @@ __all__ = [
     "PlanOf",
     "Shard",
     "attend_ring_tiles",
+    "own_queries",
     "pool_over_ring",
     "ring_layout",
     "ring_plans",
@@ -144,6 +145,12 @@ def ring_layout(inputs: RingInputs, context: ForwardContext | None, backend: str
             f"{layout.num_video} tokens; set text_span to where text is"
         )
     return layout
+
+
+def own_queries(inputs: RingInputs) -> torch.Tensor:
+    """Return the queries of this rank's shard, [B, S, H, D], without those that all ranks hold."""
+    call = inputs.call
+    return inputs.query[:, call.prefix : call.prefix + call.lengths[call.group.index]]
 
 
 def shards_of(

@@ -40,6 +40,7 @@ __all__ = [
     "attend_tiled",
     "fit_tile",
     "head_slices",
+    "in_tiles",
     "kept_first",
     "layout_of",
     "plan_of_tiles",
@@ -49,6 +50,7 @@ __all__ = [
     "tile_means",
     "tiled_sequence",
     "tiled_video",
+    "with_text",
 ]
 
 _Grid = tuple[int, int, int]
@@ -215,6 +217,21 @@ def tiled_sequence(
     return _tiled_sequence(layout.grid, layout.start, num_tokens, tile, device)
 
 
+def in_tiles(
+    layout: SequenceLayout, tile_size: Sequence[int], device: torch.device
+) -> tuple[TiledSequence, TiledSequence]:
+    """Return the queries of the video, and all keys, in tiles; both are cached.
+
+    Args:
+        layout: where the video lies.
+        tile_size: tokens per tile along (time, height, width), which the grid may be smaller than.
+        device: where the tensors lie.
+    """
+    tile = fit_tile(tile_size, layout.grid)
+    keys = tiled_sequence(layout, layout.num_keys, tile, device)
+    return tiled_video(layout, tile, device), keys
+
+
 @lru_cache(maxsize=64)
 def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> TiledSequence:
     """Return the queries of the video in tiles, without text; the last 64 are cached.
@@ -298,6 +315,12 @@ def pool_video(
     return pool_tiles(
         tensors, order.starts, order.lengths, size=order.largest, index=video.index, keep=keep
     )
+
+
+def with_text(tiles: torch.Tensor, keys: TiledSequence) -> torch.Tensor:
+    """Return lists of tiles, int32 [B|1, H|1, N, K], with the blocks of text behind them."""
+    text = torch.arange(keys.num_tiles, keys.blocks.num, dtype=torch.int32, device=tiles.device)
+    return torch.cat((tiles, text.expand(*tiles.shape[:-1], -1)), dim=-1)
 
 
 def plan_of_tiles(indices: torch.Tensor, queries: TiledSequence, keys: TiledSequence) -> BlockPlan:

@@ -37,7 +37,6 @@ from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
-    ring_layout,
     whole_tiles_only,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import (
@@ -212,8 +211,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
-        self.kernel.begin_call()
-        layout, config = ring_layout(inputs, context, self.label), self.config
+        layout, config = self.ring_layout(inputs, context), self.config
         assert context is not None, "a layout needs a context"
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, inputs.query.device)
         kept = self._kept(blocks, layout, context, inputs.first_head)

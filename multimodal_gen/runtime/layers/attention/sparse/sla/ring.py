@@ -22,6 +22,7 @@ from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     PlanOf,
     Shard,
+    own_queries,
     pool_over_ring,
     ring_plans,
     shards_of,
@@ -90,7 +91,7 @@ class RingBlocks:
     def _scored(self, inputs: RingInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the means that blocks are selected by, and bool [B, N], blocks with keys."""
         call = inputs.call
-        query = inputs.query[:, call.prefix : call.prefix + call.lengths[self.mine]]
+        query = own_queries(inputs)
         keep = call.keep_of(self.mine)
         if keep is not None:  # padding may hold anything, NaN too
             query = zero_masked_rows(query, keep)

@@ -37,7 +37,6 @@ from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     Shard,
     attend_ring_tiles,
-    ring_layout,
     shards_of,
     whole_tiles_only,
 )
@@ -67,8 +66,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     TiledSequence,
     attend_tiled,
     fit_tile,
-    tiled_sequence,
-    tiled_video,
+    in_tiles,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -227,9 +225,7 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention over the windows of this step; see `SparseImpl.attend`."""
         layout, device = call.layout, call.query.device
-        tile = fit_tile(self.config.tile_size, layout.grid)
-        queries = tiled_video(layout, tile, device)
-        keys = tiled_sequence(layout, layout.num_keys, tile, device)
+        queries, keys = in_tiles(layout, self.config.tile_size, device)
         if self._searches:
             return self._search(call, queries, keys, context)
         heads = slice(call.first_head, call.first_head + call.query.shape[2])
@@ -246,8 +242,7 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
-        self.kernel.begin_call()
-        layout = ring_layout(inputs, context, self.label)
+        layout = self.ring_layout(inputs, context)
         assert context is not None, "a layout needs a context"
         query, call, me = inputs.query, inputs.call, inputs.call.group.index
         tile = fit_tile(self.config.tile_size, layout.grid)

@@ -36,7 +36,6 @@ from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
-    ring_layout,
     shards_of,
     whole_shards,
     whole_tiles_only,
@@ -44,13 +43,10 @@ from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
-    TiledSequence,
     attend_densely,
     attend_tiled,
-    fit_tile,
     head_slices,
-    tiled_sequence,
-    tiled_video,
+    in_tiles,
 )
 from multimodal_gen.runtime.layers.attention.sparse.vsa.coarse import (
     coarse_stage,
@@ -142,7 +138,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return the fine stage, and the coarse one where the call has a gate."""
-        queries, keys = self._tiles(call.layout, call.query.device)
+        queries, keys = in_tiles(call.layout, self.config.tile_size, call.query.device)
         num_tiles = len(queries.order.starts)
         kept = kept_tiles(self.config, num_tiles, call.layout.num_video)
         # Of whole tiles.
@@ -194,7 +190,8 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
     ) -> torch.Tensor:
         """Add the coarse stage; see `AttentionImpl.add_coarse`."""
         call = self.call(query, key, value, context, gate=gate)
-        return coarse_stage(call, *self._tiles(call.layout, query.device)).add(out, call)
+        tiles = in_tiles(call.layout, self.config.tile_size, query.device)
+        return coarse_stage(call, *tiles).add(out, call)
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
@@ -204,12 +201,11 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
-        self.kernel.begin_call()
-        layout = ring_layout(inputs, context, self.label)
+        layout = self.ring_layout(inputs, context)
         assert context is not None, "a layout needs a context"
         call, gate, device = inputs.call, inputs.gate, inputs.query.device
         run = partial(attend_ring_tiles, inputs, scale=self.softmax_scale, kernel=self.kernel)
-        queries, keys = self._tiles(layout, device)
+        queries, keys = in_tiles(layout, self.config.tile_size, device)
         num_tiles = len(queries.order.starts)
         kept = kept_tiles(self.config, num_tiles, layout.num_video)
         # Of whole tiles.
@@ -230,21 +226,13 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.add_coarse_ring`."""
-        layout, call = ring_layout(inputs, context, self.label), inputs.call
+        layout, call = self.ring_layout(inputs, context), inputs.call
         assert inputs.gate is not None, "callers know"
-        queries, keys = self._tiles(layout, out.device)
+        queries, keys = in_tiles(layout, self.config.tile_size, out.device)
         shards = shards_of(layout, call, queries.order.tile, out.device)
         coarse = ring_coarse_stage(inputs, queries, keys, shards)
         mine = shards[call.group.index]
         return coarse.add_to_shard(mine, out, inputs.gate, self.softmax_scale)
-
-    def _tiles(
-        self, layout: SequenceLayout, device: torch.device
-    ) -> tuple[TiledSequence, TiledSequence]:
-        """Return queries and keys in tiles."""
-        tile = fit_tile(self.config.tile_size, layout.grid)
-        keys = tiled_sequence(layout, layout.num_keys, tile, device)
-        return tiled_video(layout, tile, device), keys
 
     def _record_pairs(
         self, context: ForwardContext, plan: BlockPlan, layout: SequenceLayout, first_head: int

@@ -16,6 +16,7 @@ from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     PlanOf,
     Shard,
+    own_queries,
     pool_over_ring,
     ring_plans,
 )
@@ -115,8 +116,7 @@ def ring_coarse_stage(
         shards: the tokens of every rank.
     """
     call = inputs.call
-    own = slice(call.prefix, call.prefix + call.lengths[call.group.index])
-    tensors = [inputs.query[:, own], inputs.key]
+    tensors = [own_queries(inputs), inputs.key]
     if inputs.gate is not None:
         tensors.append(inputs.value)
     means, counts = pool_over_ring(tensors, shards, call)

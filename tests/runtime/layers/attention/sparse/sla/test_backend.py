@@ -5,7 +5,7 @@ import math
 import sys
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,59 +14,43 @@ from hypothesis import strategies as st
 from torch import nn
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import (
     SLABackend,
     SLAConfig,
     SLAImpl,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import centred, kept_blocks
-from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
-from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.sparse import (
+    SparseMethod,
+    assert_same_gradients,
+    best_blocks,
+    block_inputs,
+    joint_mask,
+    run_sparse,
+    text_places,
+    token_mask,
+    video_tokens,
+)
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 from tests.kernels.linear_attention.naive import assert_added, naive_linear
 
-HEADS, HEAD_SIZE = 4, 32
-SCALE = HEAD_SIZE**-0.5
+METHOD = SparseMethod(backend=AttentionBackendEnum.SLA_ATTN, config_cls=SLAConfig)
+HEADS, HEAD_SIZE, SCALE = METHOD.heads, METHOD.head_size, METHOD.scale
 WHOLE, RAGGED = (4, 8, 16), (5, 7, 13)  # 512 = 4 * 128 tokens; 455 = 7 * 64 + 7
-TEXTS = {
-    "no text": None,
-    "text first": TextSpan(start=0, length=70),
-    "text last": TextSpan(start=math.prod(RAGGED), length=70),
-}
+TEXTS = text_places(RAGGED, 70)
+run = run_sparse
 
 
-def config(**parameters):
-    return build_config(SLAConfig, parameters, backend="sla_attn")
-
-
-def layer(*, kv_heads=None, dtype=torch.float32, projection=None, scale=None, **parameters):
-    asked = BackendPreference(
-        source=Source.COMMAND_LINE,
-        backend=AttentionBackendEnum.SLA_ATTN,
-        config=config(**parameters),
-    )
-    attention = LocalAttention(
-        HEADS,
-        HEAD_SIZE,
-        kv_heads,
-        softmax_scale=scale,
-        compute_dtype=dtype,
-        site=LayerSite(name="blocks.0.attn1", layer=0),
-        scope=SelectionScope(default=asked),
-    )
+def layer(*, projection=None, scale=None, **options):
+    attention = METHOD.layer(geometry={"softmax_scale": scale}, **options)
     attention.set_projection(projection)
     return attention
 
@@ -79,68 +63,32 @@ def projection(seed=0, bias=True):
     return linear.requires_grad_(False)
 
 
-def inputs(grid, *, text=None, batch=2, kv_heads=HEADS, dtype=torch.float32, seed=0):
+def inputs(grid, *, dtype=torch.float32, **options):
     """Return inputs whose blocks have means of their own, so that scores differ by much."""
-    tokens = math.prod(grid) + (text.length if text else 0)
-    query, key, value = make_qkv(batch, tokens, HEADS, HEAD_SIZE, num_kv_heads=kv_heads, seed=seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    for x in (query, key):
-        for start in range(0, tokens, 16):
-            x[:, start : start + 16] += torch.randn(
-                batch, 1, x.shape[2], HEAD_SIZE, generator=generator
-            )
-    return QKV(*(x.to(dtype) for x in (query, key, value)))
+    qkv = METHOD.inputs(grid, **options)
+    blocks = [range(i, i + 16) for i in range(0, qkv.key.shape[1] - 15, 16)]
+    return QKV(*(x.to(dtype) for x in block_inputs(qkv, blocks)))
 
 
-class Naive:
-    """The method by its definition, one query block of one head at a time, in float64."""
+class Definition:
+    """Which token the branches attend to: by the means of blocks of raster order."""
 
     def __init__(self, qkv, grid, q_size, kv_size, ratio, text=None, keep=None):
-        query, key, _ = qkv
-        batch, tokens, heads, _ = query.shape
-        start = text.stop if text and text.start == 0 else 0
-        video = list(range(start, start + math.prod(grid)))
-        self.text = [t for t in range(key.shape[1]) if t not in set(video)]
-        self.video = video
-        q_blocks = [video[i : i + q_size] for i in range(0, len(video), q_size)]
-        k_blocks = [video[i : i + kv_size] for i in range(0, len(video), kv_size)]
-        self.kept = max(1, math.floor(ratio * len(k_blocks) + 1e-9))
-        group = heads // key.shape[2]
-        self.mask = torch.zeros(batch, heads, tokens, key.shape[1], dtype=torch.bool)
-        self.unselected = torch.zeros_like(self.mask)
+        self.video = video_tokens(grid, text)
+        shape = qkv.query.shape[1], qkv.key.shape[1]
+        self.text = [t for t in range(shape[0]) if t not in set(self.video)]
+        cuts = [
+            [self.video[i : i + n] for i in range(0, len(self.video), n)] for n in (q_size, kv_size)
+        ]
+        kept = max(1, math.floor(ratio * len(cuts[1]) + 1e-9))
+        best = best_blocks(*qkv[:2], *cuts, kept, keep=keep, centred=True)
+        self.mask = joint_mask(token_mask(best, *cuts, *shape), self.video, keep)
+        self.unselected = token_mask(~best, *cuts, *shape)
         self.everything = torch.zeros_like(self.mask)
-        self.everything[:, :, video] = True
-        for b, h in product(range(batch), range(heads)):
-            of = set(range(key.shape[1])) if keep is None else set(keep[b].nonzero()[:, 0].tolist())
-            mean_q = [self.mean(query, b, [t for t in blk if t in of], h) for blk in q_blocks]
-            # Centred in fp32, then rounded to the inputs' dtype before they are compared.
-            seen = [[t for t in blk if t in of] for blk in k_blocks]
-            all_keys = key[b, [t for blk in seen for t in blk], h // group].float().mean(0)
-            mean_k = [
-                (key[b, blk, h // group].float().mean(0) - all_keys).to(key.dtype).double()
-                for blk in seen
-            ]
-            for i, rows in enumerate(q_blocks):
-                scores = [float(mean_q[i] @ k) for k in mean_k]
-                order = sorted(range(len(scores)), key=lambda j, s=scores: (-s[j], j))
-                chosen = [t for j in order[: self.kept] for t in k_blocks[j]]
-                left = [t for j in order[self.kept :] for t in k_blocks[j]]
-                for row in rows:
-                    self.mask[b, h, row, chosen + self.text] = True
-                    self.unselected[b, h, row, left] = True
-            self.mask[b, h, self.text] = True
+        self.everything[:, :, self.video] = True
         if keep is not None:
-            for mask in (self.mask, self.unselected, self.everything):
-                mask &= keep[:, None, None, :]
-
-    @staticmethod
-    def mean(x, b, tokens, h):
-        return x[b, tokens, h].double().mean(dim=0).to(x.dtype).double()
-
-
-def run(attention, qkv, grid, *, text=None, step=0, mask=None):
-    with set_forward_context(step, latent_grid=grid, text_span=text):
-        return attention(*qkv, mask)
+            self.unselected &= keep[:, None, None, :]
+            self.everything &= keep[:, None, None, :]
 
 
 def check(qkv, out, naive, linear=None, *, feature_map="softmax", unselected=False, sparse=None):
@@ -178,7 +126,7 @@ SPARSE = [
 def test_the_sparse_branch_attends_to_the_best_blocks(grid, sizes, kv_heads, ratio):
     qkv = inputs(grid, kv_heads=kv_heads, batch=1)
     attention = layer(kv_heads=kv_heads, topk_ratio=ratio, BLKQ=sizes[0], BLKK=sizes[1])
-    check(qkv, run(attention, qkv, grid), Naive(qkv, grid, *sizes, ratio))
+    check(qkv, run(attention, qkv, grid), Definition(qkv, grid, *sizes, ratio))
 
 
 # Every place of the text with every feature map and with both branches.
@@ -197,7 +145,7 @@ def test_the_linear_branch_is_projected_and_added_to_the_video(where, feature_ma
     linear = projection()
     out = run(layer(kv_heads=2, projection=linear, **options), qkv, RAGGED, text=text)
     sparse = run(layer(kv_heads=2, **options), qkv, RAGGED, text=text)
-    naive = Naive(qkv, RAGGED, 128, 64, 0.3, text)
+    naive = Definition(qkv, RAGGED, 128, 64, 0.3, text)
     unselected = branch == "unselected"
     check(qkv, out, naive, linear, feature_map=feature_map, unselected=unselected, sparse=sparse)
 
@@ -208,7 +156,7 @@ def test_text_attends_to_everything_and_everything_attends_to_text(where, ratio)
     text = TEXTS[where]
     qkv = inputs(RAGGED, text=text)
     out = run(layer(topk_ratio=ratio), qkv, RAGGED, text=text)
-    check(qkv, out, Naive(qkv, RAGGED, 128, 64, ratio, text))
+    check(qkv, out, Definition(qkv, RAGGED, 128, 64, ratio, text))
 
 
 @pytest.mark.parametrize("where", TEXTS)
@@ -233,7 +181,7 @@ def test_at_ratio_one_nothing_is_unselected_and_the_bias_is_left():
 def test_a_ratio_that_rounds_to_no_block_still_keeps_one():
     qkv = inputs(WHOLE)
     attention = layer(topk_ratio=0.01)
-    check(qkv, run(attention, qkv, WHOLE), Naive(qkv, WHOLE, 128, 64, 0.01))
+    check(qkv, run(attention, qkv, WHOLE), Definition(qkv, WHOLE, 128, 64, 0.01))
     assert attention.attn_impl.densities() == {0: 1 / 8}
 
 
@@ -263,7 +211,7 @@ def test_an_offset_of_all_keys_does_not_cost_precision():
     qkv = inputs(WHOLE, batch=1)
     far = QKV(qkv.query.bfloat16(), (qkv.key + 200).bfloat16(), qkv.value.bfloat16())
     out = run(layer(topk_ratio=0.25, dtype=torch.bfloat16), far, WHOLE)
-    check(far, out, Naive(far, WHOLE, 128, 64, 0.25))
+    check(far, out, Definition(far, WHOLE, 128, 64, 0.25))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -279,7 +227,7 @@ def test_half_precision_is_right(dtype, branch):
     }
     out = run(layer(projection=linear, **options), qkv, RAGGED)
     sparse = run(layer(**options), qkv, RAGGED)
-    naive = Naive(qkv, RAGGED, 128, 64, 0.3)
+    naive = Definition(qkv, RAGGED, 128, 64, 0.3)
     check(qkv, out, naive, linear, unselected=branch == "unselected", sparse=sparse)
 
 
@@ -316,14 +264,14 @@ def test_masked_text_is_in_neither_branch_and_may_hold_anything(branch):
     keep[1, text.start + 3 : text.start + 20] = False
     keep[1, 100:110] = False
     rows = keep[..., None, None]
-    naive = Naive(QKV(query, key, value), RAGGED, 128, 64, 0.3, text, keep)
+    naive = Definition(QKV(query, key, value), RAGGED, 128, 64, 0.3, text, keep)
     naive.mask &= keep[:, None, :, None]
     dirty = QKV(*(x.masked_fill(~rows, torch.nan) for x in (query, key, value)))
     options = {"topk_ratio": 0.3, "linear_branch": branch}
-    sparse = run(layer(**options), dirty, RAGGED, text=text, mask=keep)
+    sparse = run(layer(**options), dirty, RAGGED, text=text, attn_mask=keep)
     assert_within_error_budget(sparse, query, key, value, scale=SCALE, mask=naive.mask)
     linear = projection()
-    out = run(layer(projection=linear, **options), dirty, RAGGED, text=text, mask=keep)
+    out = run(layer(projection=linear, **options), dirty, RAGGED, text=text, attn_mask=keep)
     seen = naive.unselected if branch == "unselected" else naive.everything
     branch_out, size = naive_linear(query, key, value, seen, "softmax", linear.weight, linear.bias)
     branch_out, size = (torch.where(rows, x, 0.0)[:, naive.video] for x in (branch_out, size))
@@ -336,7 +284,7 @@ def test_a_block_that_is_all_padding_takes_no_others_place():
     keep[:, 192:256] = False  # the fourth of eight blocks of keys
     # Centred, a mean of zero scores above all others.
     query, key = query.abs(), -key.abs()
-    out = run(layer(topk_ratio=0.875), QKV(query, key, value), RAGGED, mask=keep)
+    out = run(layer(topk_ratio=0.875), QKV(query, key, value), RAGGED, attn_mask=keep)
     mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
     assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
 
@@ -346,7 +294,7 @@ def test_dropped_text_keys_leave_longer_queries():
     query, key, value = inputs(RAGGED, text=text)
     some = slice(0, text.start + 9)
     qkv = QKV(query, key[:, some], value[:, some])
-    naive = Naive(qkv, RAGGED, 128, 64, 0.3, text)
+    naive = Definition(qkv, RAGGED, 128, 64, 0.3, text)
     naive.mask[:, :, naive.video[-1] + 1 :] = True
     out = run(layer(topk_ratio=0.3), qkv, RAGGED, text=text)
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=naive.mask)
@@ -364,7 +312,7 @@ def test_samples_do_not_mix():
 def test_another_scale_is_used():
     qkv = inputs(WHOLE)
     out = run(layer(topk_ratio=0.3, scale=0.05), qkv, WHOLE)
-    naive = Naive(qkv, WHOLE, 128, 64, 0.3)
+    naive = Definition(qkv, WHOLE, 128, 64, 0.3)
     assert_within_error_budget(out, *qkv, scale=0.05, mask=naive.mask)
 
 
@@ -378,26 +326,23 @@ def test_equal_scores_keep_the_first_blocks():
 @pytest.mark.parametrize("branch", ["all", "unselected"])
 def test_gradients_flow_through_both_branches(branch):
     grid = (2, 8, 12)
-    q, k, v = (x.requires_grad_() for x in inputs(grid, batch=1))
-    linear = projection().requires_grad_(True)
+    qkv, weight = inputs(grid, batch=1), projection().weight
     options = {"topk_ratio": 0.4, "BLKQ": 64, "linear_branch": branch, "kernel": "reference"}
-    out = run(layer(projection=linear, **options), QKV(q, k, v), grid)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
-    found = torch.autograd.grad(out, (q, k, v, linear.weight), upstream)
+    naive = Definition(qkv, grid, 64, 64, 0.4)
+    seen = naive.unselected if branch == "unselected" else naive.everything
 
-    naive = Naive(QKV(*(x.detach() for x in (q, k, v))), grid, 64, 64, 0.4)
-    doubles = [x.detach().double().requires_grad_() for x in (q, k, v, linear.weight)]
-    dq, dk, dv, dw = doubles
-    scores = SCALE * torch.einsum("bqhd,bkhd->bhqk", dq, dk)
-    weights = scores.masked_fill(~naive.mask, -math.inf).softmax(-1)
-    exact = torch.einsum("bhqk,bkhd->bqhd", weights, dv)
-    pairs = torch.einsum("bqhd,bkhd->bhqk", dq.softmax(-1), dk.softmax(-1))
-    pairs = pairs * (naive.unselected if branch == "unselected" else naive.everything)
-    total = torch.einsum("bhqk,bkhd->bqhd", pairs, dv)
-    total = total / (1e-5 + pairs.sum(-1)).transpose(1, 2).unsqueeze(-1)
-    wanted = torch.autograd.grad(exact + total @ dw.mT, doubles, upstream.double())
-    for mine, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-3, atol=1e-4)
+    def attend(q, k, v, weight):
+        attention = layer(projection=SimpleNamespace(weight=weight, bias=None), **options)
+        return run(attention, QKV(q, k, v), grid)
+
+    def definition(q, k, v, weight):
+        exact, _ = reference_attention(q, k, v, scale=SCALE, mask=naive.mask)
+        pairs = torch.einsum("bqhd,bkhd->bhqk", q.softmax(-1), k.softmax(-1)) * seen
+        total = torch.einsum("bhqk,bkhd->bqhd", pairs, v)
+        total = total / (1e-5 + pairs.sum(-1)).transpose(1, 2).unsqueeze(-1)
+        return exact + total @ weight.mT
+
+    assert_same_gradients(attend, definition, *qkv, weight)
 
 
 def test_the_report_has_the_density_of_every_step():
@@ -468,7 +413,7 @@ def test_without_a_projection_no_state_is_computed(monkeypatch):
     monkeypatch.setattr(branch, "key_state", lambda *_, **__: pytest.fail("computed a state"))
     qkv = inputs(WHOLE)
     out = run(layer(topk_ratio=0.25), qkv, WHOLE)
-    check(qkv, out, Naive(qkv, WHOLE, 128, 64, 0.25))
+    check(qkv, out, Definition(qkv, WHOLE, 128, 64, 0.25))
 
 
 def test_a_projection_may_be_set_after_the_first_call():
@@ -497,7 +442,7 @@ def test_only_methods_with_a_projection_take_one():
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_the_kernel_parameter_leaves_the_kernel_it_names(name):
-    left = [v.name for v in SLABackend.variants_for(config(kernel=name))]
+    left = [v.name for v in SLABackend.variants_for(METHOD.config(kernel=name))]
     assert left == ([v.name for v in SLABackend.variants] if name == "auto" else [name])
 
 
@@ -507,7 +452,7 @@ def test_the_kernel_parameter_leaves_the_kernel_it_names(name):
 def test_parameters_out_of_range_are_refused(parameters):
     (name,) = parameters
     with pytest.raises(ConfigError, match=name):
-        config(**parameters)
+        METHOD.config(**parameters)
 
 
 class Upstream(nn.Module):
@@ -536,7 +481,7 @@ def upstream(monkeypatch):
     monkeypatch.setitem(sys.modules, "sparse_linear_attention", module)
 
     def make(linear=None, **parameters):
-        settings = config(kernel="sparse_linear_attention", **parameters)
+        settings = METHOD.config(kernel="sparse_linear_attention", **parameters)
         slot = ProjectionSlot()
         slot.fill(linear, HEAD_SIZE)
         return SLAImpl(
@@ -597,7 +542,7 @@ def test_the_settings_of_the_paper_load_and_run():
     raw = read_mapping(file)
     assert (file.name, raw["linear_branch"]) == ("paper.yaml", "unselected")
     qkv = inputs(WHOLE, batch=1)
-    check(qkv, run(layer(**raw), qkv, WHOLE), Naive(qkv, WHOLE, 64, 64, 0.05))
+    check(qkv, run(layer(**raw), qkv, WHOLE), Definition(qkv, WHOLE, 64, 64, 0.05))
     attention, large = layer(**raw), (10, 16, 16)  # 40 blocks of 64 tokens
     run(attention, inputs(large, batch=1), large)
     assert attention.attn_impl.densities() == {0: 2 / 40}

@@ -1,0 +1,175 @@
+"""The worked example of the attention README is a sparse method that works, alone and on ranks."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.layers.attention import USPAttention
+from multimodal_gen.runtime.layers.attention.backends import registry
+from multimodal_gen.runtime.platforms import interface
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.processes import own
+from multimodal_gen.testing.sparse import (
+    SparseMethod,
+    joint_mask,
+    run_sparse,
+    text_places,
+    token_mask,
+    tokens_of_tiles,
+    video_tokens,
+)
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+
+README = Path(__file__).parents[5] / "multimodal_gen/runtime/layers/attention/README.md"
+NAME = "near_first_attn"
+GRID, TILE, TOPK, DECAY = (5, 4, 6), (2, 2, 2), 3, 0.4
+TEXTS = text_places(GRID, 11)
+SETTINGS = {"topk": TOPK, "decay": DECAY, "tile_size": TILE}
+
+
+def example() -> str:
+    fences = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.M | re.S)
+    (found,) = [text for text in fences if "class NearFirstBackend" in text]
+    return found
+
+
+def forget() -> None:
+    for remembered in (registry._read_plugins, registry.current_environment):
+        remembered.cache_clear()
+    registry.cpu_environment.cache_clear()
+
+
+@contextmanager
+def installed(folder: Path) -> Iterator[SparseMethod]:
+    """Have the example as an installed package, with the entry point that the README gives."""
+    (entry,) = re.findall(rf'^`({NAME} = ".*")`', README.read_text(), re.M)
+    package, info = folder / "your_package", folder / "your_package-1.0.dist-info"
+    for made in (package, info):
+        made.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").touch()
+    (package / f"{NAME}.py").write_text(example())
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
+    group = "[multimodal_gen.attention_backends]"
+    (info / "entry_points.txt").write_text(f"{group}\n{entry.replace(chr(34), '')}\n")
+    sys.path.insert(0, str(folder))
+    forget()
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(f"your_package.{NAME}")
+        backend = module.NearFirstBackend.backend
+        yield SparseMethod(backend=backend, config_cls=module.NearFirstConfig, given=SETTINGS)
+    finally:
+        sys.path.remove(str(folder))
+        interface._PLUGINS.pop(NAME, None)
+        for name in ("your_package", f"your_package.{NAME}"):
+            sys.modules.pop(name, None)
+        forget()
+
+
+@pytest.fixture
+def method(tmp_path: Path) -> Iterator[SparseMethod]:
+    with installed(tmp_path) as found:
+        yield found
+
+
+def definition(qkv: QKV, text=None, keep=None, grid=GRID) -> torch.Tensor:
+    """Return the method's mask: the best tiles by their means, less what distance takes off."""
+    blocks = tokens_of_tiles(grid, TILE, text)
+    batch, tokens, heads, size = qkv.query.shape
+    chosen = torch.zeros(batch, heads, len(blocks), len(blocks), dtype=torch.bool)
+    times = [i // (len(blocks) // -(-grid[0] // TILE[0])) for i in range(len(blocks))]
+    for b in range(batch):
+        real = [[t for t in block if keep is None or keep[b, t]] for block in blocks]
+        for h in range(heads):
+            query, key = (
+                [x[b, tokens, h].double().mean(0) for tokens in real] for x in (qkv.query, qkv.key)
+            )
+            for i, mean in enumerate(query):
+                scores = {
+                    j: float(mean @ key[j]) * size**-0.5 - DECAY * abs(times[i] - times[j])
+                    for j in range(len(blocks))
+                    if real[j]
+                }
+                chosen[b, h, i, sorted(scores, key=scores.__getitem__)[-TOPK:]] = True
+    mask = token_mask(chosen, blocks, blocks, tokens, tokens)
+    return joint_mask(mask, video_tokens(grid, text), keep)
+
+
+def test_the_example_is_short() -> None:
+    assert len(example().splitlines()) < 120
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_it_attends_to_the_mask_of_its_definition(method: SparseMethod, where: str) -> None:
+    text = TEXTS[where]
+    qkv, attention = method.inputs(GRID, text=text), method.layer(strict=True)
+    out = run_sparse(attention, qkv, GRID, text=text)
+    mask = definition(qkv, text)
+    assert_within_error_budget(out, *qkv, scale=method.scale, mask=mask)
+    (entry,) = attention.report().entries
+    assert str(entry.selection.backend) == NAME
+    assert 0.1 < dict(entry.densities)[0] < 0.7
+    if text is None:
+        share = TOPK / len(tokens_of_tiles(GRID, TILE))
+        assert dict(entry.densities)[0] == pytest.approx(share)
+
+
+def test_padding_has_no_influence_whatever_it_holds(method: SparseMethod) -> None:
+    text = TEXTS["text last"]
+    qkv = method.inputs(GRID, text=text)
+    keep = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
+    keep[0, -4:] = keep[1, 20:50] = False
+    dirty = QKV(*(x.masked_fill(~keep[..., None, None], torch.nan) for x in qkv))
+    out = run_sparse(method.layer(), dirty, GRID, text=text, attn_mask=keep)
+    mask = definition(qkv, text, keep) & keep[:, None, :, None]
+    assert_within_error_budget(out, *qkv, scale=method.scale, mask=mask)
+
+
+def test_dense_steps_errors_and_parameters_come_with_the_base(method: SparseMethod) -> None:
+    qkv, attention = method.inputs(GRID), method.layer(dense_steps="0-1")
+    out = run_sparse(attention, qkv, GRID, step=1)
+    assert_within_error_budget(out, *qkv, scale=method.scale)
+    with pytest.raises(UsageError, match=f"{NAME} must know the latent grid"):
+        run_sparse(attention, qkv, None, step=2)
+    with pytest.raises(ConfigError, match=f"`topk` of {NAME} must be an integer >= 1, got 0"):
+        method.config(topk=0)
+
+
+def check_on_rank(folder: Path, lengths: tuple[int, ...], masked: bool) -> float:
+    """Compare this rank's tokens with the method on one process; return the density there."""
+    groups = parallel_groups()
+    with installed(folder / str(groups.sequence.index)) as method:
+        method = replace(method, layer_cls=USPAttention)
+        text = TEXTS["text last"]
+        qkv = method.inputs(GRID, text=text, batch=1)
+        tokens = sum(lengths) + text.length
+        keep = (torch.arange(tokens) % 5 != 2).unsqueeze(0) if masked else None
+        call = {"attn_mask": keep, "num_replicated_suffix": text.length}
+        with torch.no_grad():
+            with use_parallel_groups(None):
+                want = run_sparse(method.layer(strict=True), qkv, GRID, text=text, **call)
+            local = QKV(*(own(x, lengths, 0, text.length) for x in qkv))
+            if masked:
+                call["attn_mask"] = own(keep, lengths, 0, text.length)
+            attention = method.layer(strict=True)
+            out = run_sparse(attention, local, GRID, text=text, **call)
+        torch.testing.assert_close(out, own(want, lengths, 0, text.length))
+        (entry,) = attention.report().entries
+        return dict(entry.densities)[0]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
+def test_ranks_compute_what_one_process_does(two_ranks, tmp_path, mesh, masked) -> None:
+    densities = two_ranks.run(mesh, check_on_rank, tmp_path, (67, 53), masked)
+    assert 0.2 < densities[0] == densities[1] < 0.7
