@@ -74,6 +74,11 @@ class SparseMethod:
             self.config_cls, {**self.given, **parameters}, backend=str(self.backend)
         )
 
+    def asked(self, **parameters: object) -> BackendPreference:
+        """Return what a user asks for on the command line."""
+        config = self.config(**parameters)
+        return BackendPreference(source=Source.COMMAND_LINE, backend=self.backend, config=config)
+
     def layer(
         self,
         *,
@@ -96,16 +101,13 @@ class SparseMethod:
             geometry: further arguments of the layer.
             **parameters: of the method.
         """
-        asked = BackendPreference(
-            source=Source.COMMAND_LINE, backend=self.backend, config=self.config(**parameters)
-        )
         arguments: dict[str, Any] = {"num_heads": self.heads, **(geometry or {})}
         return self.layer_cls(
             head_size=self.head_size,
             num_kv_heads=kv_heads,
             compute_dtype=dtype,
             site=site or LayerSite(name=f"blocks.{index}.attn1", layer=index),
-            scope=SelectionScope(default=asked, strict=strict),
+            scope=SelectionScope(default=self.asked(**parameters), strict=strict),
             **arguments,
         )
 

@@ -11,7 +11,6 @@ from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
-    LayerSite,
     SelectionScope,
     Source,
     global_force_attn_backend_context_manager,
@@ -33,63 +32,42 @@ from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSpar
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.sparse import SparseMethod, joint_mask, video_tokens
 from multimodal_gen.testing.tolerance import (
     assert_gradients_within_error_budget,
     assert_within_error_budget,
 )
 
-HEADS, HEAD_SIZE = 2, 32
 GRID, TILE = (4, 6, 10), (2, 2, 2)
 TILES = (2, 3, 5)
 RAGGED = (3, 5, 7)  # tiles of 2 leave one of 1 along every axis
+METHOD = SparseMethod(
+    backend=AttentionBackendEnum.SLIDING_TILE_ATTN,
+    config_cls=SlidingTileConfig,
+    given={"tile_size": TILE, "skip_time_steps": 0},  # no step is dense unless asked for
+    heads=2,
+)
+HEADS, HEAD_SIZE = METHOD.heads, METHOD.head_size
 
 
-def layer(
-    *,
-    index: int | None = 0,
-    heads: int = HEADS,
-    kv_heads: int | None = None,
-    strict: bool = False,
-    **config,
-):
-    """Return a layer on sliding tile attention; no step is dense unless asked for."""
-    built = build_config(
-        SlidingTileConfig,
-        {"tile_size": TILE, "skip_time_steps": 0, **config},
-        backend="sliding_tile_attn",
-    )
-    asked = BackendPreference(
-        source=Source.COMMAND_LINE, backend=AttentionBackendEnum.SLIDING_TILE_ATTN, config=built
-    )
-    return LocalAttention(
-        heads,
-        HEAD_SIZE,
-        kv_heads,
-        compute_dtype=torch.float32,
-        site=LayerSite(name=f"blocks.{index}.attn1", layer=index),
-        scope=SelectionScope(default=asked, strict=strict),
-    )
+def layer(*, heads: int = HEADS, **options):
+    return METHOD.layer(geometry={"num_heads": heads}, **options)
 
 
 def token_mask(grid, tile, window, text: TextSpan | None = None) -> torch.Tensor:
     """Return which token attends to which, [S, S], by going through all pairs."""
+    video = video_tokens(grid, text)
     places = list(product(*map(range, grid)))
-    text_length = text.length if text else 0
-    first = 0 if text is None or text.start else text_length
-    size = len(places) + text_length
+    size = len(video) + (text.length if text else 0)
     mask = torch.ones(size, size, dtype=torch.bool)
-    for i, query in enumerate(places):
-        for j, key in enumerate(places):
-            keeps = True
-            for q, k, length, edge, wanted in zip(query, key, grid, tile, window, strict=True):
-                tiles = (length + edge - 1) // edge
-                if wanted >= tiles:
-                    continue
+    for (i, query), (j, key) in product(zip(video, places, strict=True), repeat=2):
+        for q, k, length, edge, wanted in zip(query, key, grid, tile, window, strict=True):
+            tiles = (length + edge - 1) // edge
+            if wanted < tiles:
                 half = wanted // 2
                 centre = sorted((half, q // edge, tiles - 1 - half))[1]
-                keeps = keeps and abs(k // edge - centre) <= half
-            mask[first + i, first + j] = keeps
-    return mask
+                mask[i, j] &= abs(k // edge - centre) <= half
+    return joint_mask(mask, video)
 
 
 def qkv(grid=GRID, text: int = 0, **sizes):

@@ -13,7 +13,6 @@ from multimodal_gen.kernels.kmeans.api import initial_centroids
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.backends import registry
-from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -27,19 +26,33 @@ from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Conf
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
-from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.sparse import (
+    SparseMethod,
+    joint_mask,
+    run_sparse,
+    text_places,
+    video_tokens,
+)
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
-HEADS, HEAD_SIZE = 4, 32
-SCALE = HEAD_SIZE**-0.5
 GRID = (3, 5, 7)  # 105 tokens
 Q_CLUSTERS, K_CLUSTERS = 6, 11
-TEXTS = {
-    "no text": None,
-    "text first": TextSpan(start=0, length=20),
-    "text last": TextSpan(start=math.prod(GRID), length=20),
-}
-
+METHOD = SparseMethod(
+    backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
+    config_cls=SVG2Config,
+    given={
+        "svg2_num_q_centroids": Q_CLUSTERS,
+        "svg2_num_k_centroids": K_CLUSTERS,
+        "svg2_top_p_kmeans": 0.5,
+        "svg2_first_layers_fp": 0,
+        "svg2_first_times_fp": 0,
+        "svg2_kmeans_iter_init": 4,
+    },
+)
+HEAD_SIZE, HEADS, SCALE = METHOD.head_size, METHOD.heads, METHOD.scale
+TEXTS = text_places(GRID, 20)
+layer = METHOD.layer
 
 CPU = FakeDevice(platform=PlatformEnum.CPU)
 TRITON = ("triton", "triton", "3.6.0")
@@ -49,58 +62,26 @@ CUDA_WITH_FLASH_KMEANS = replace(
 )
 
 
-def layer(*, kv_heads=None, dtype=torch.float32, site=None, **parameters):
-    parameters = {
-        "svg2_num_q_centroids": Q_CLUSTERS,
-        "svg2_num_k_centroids": K_CLUSTERS,
-        "svg2_top_p_kmeans": 0.5,
-        "svg2_first_layers_fp": 0,
-        "svg2_first_times_fp": 0,
-        "svg2_kmeans_iter_init": 4,
-        **parameters,
-    }
-    asked = asked_for(**parameters)
-    return LocalAttention(
-        HEADS,
-        HEAD_SIZE,
-        kv_heads,
-        compute_dtype=dtype,
-        site=site or LayerSite(name="blocks.0.attn1", layer=0),
-        scope=SelectionScope(default=asked),
-    )
-
-
-def asked_for(**parameters):
-    return BackendPreference(
-        source=Source.COMMAND_LINE,
-        backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
-        config=build_config(SVG2Config, parameters, backend="sparse_video_gen_2_attn"),
-    )
-
-
-def inputs(*, grid=GRID, text=None, batch=2, kv_heads=HEADS, dtype=torch.float32, seed=0):
+def inputs(*, grid=GRID, text=None, dtype=torch.float32, seed=0, **options):
     """Return inputs that vary smoothly over the video, so that there are clusters to find."""
-    video, length = math.prod(grid), text.length if text else 0
-    qkv = make_qkv(batch, video + length, HEADS, HEAD_SIZE, num_kv_heads=kv_heads, seed=seed)
+    qkv, video = METHOD.inputs(grid, text=text, seed=seed, **options), video_tokens(grid, text)
     generator = torch.Generator().manual_seed(seed + 1)
-    start = text.stop if text and text.start == 0 else 0
     places = torch.tensor(list(product(*map(range, grid)))).float() / torch.tensor(grid)
     for x in qkv[:2]:
         waves = torch.randn(3, x.shape[2] * HEAD_SIZE, generator=generator) * 4
         smooth = (places @ waves + torch.randn(waves.shape[1], generator=generator)).sin()
-        x[:, start : start + video] += 2 * smooth.unflatten(1, (x.shape[2], HEAD_SIZE))
+        x[:, video] += 2 * smooth.unflatten(1, (x.shape[2], HEAD_SIZE))
     return QKV(*(x.to(dtype) for x in qkv))
 
 
 def run(attention, qkv, *, grid=GRID, text=None, step=0, mask=None, **known):
-    with set_forward_context(step, latent_grid=grid, text_span=text, **known):
-        return attention(*qkv, attn_mask=mask)
+    return run_sparse(attention, qkv, grid, text=text, step=step, known=known, attn_mask=mask)
 
 
-class Naive:
+class Definition:
     """The method by its definition, one head at a time, in float64.
 
-    `warm` is another `Naive` whose centroids are started from.
+    `warm` is another `Definition` whose centroids are started from.
     """
 
     def __init__(
@@ -108,10 +89,7 @@ class Naive:
     ):
         query, key, _ = qkv
         batch, tokens, heads, _ = query.shape
-        length = text.length if text else 0
-        start = text.stop if text and text.start == 0 else 0
-        video = list(range(start, start + tokens - length))
-        texts = [t for t in range(tokens) if t not in set(video)]
+        video = video_tokens((tokens - (text.length if text else 0), 1, 1), text)
         kept = torch.ones(batch, tokens, dtype=torch.bool) if keep is None else keep
         self.mask = torch.zeros(batch, heads, tokens, tokens, dtype=torch.bool)
         self.centroids, self.probabilities = {}, []
@@ -145,10 +123,8 @@ class Naive:
                 keys = [t for j in chosen for t in k_clusters[j]]
                 for row in rows:
                     self.mask[b, h, row, keys] = True
-            left = [t for t in video if not kept[b, t]] + texts
-            self.mask[b, h, left] = True
-            self.mask[b, h, :, [t for t in texts if kept[b, t]]] = True
-            self.mask[b, h, :, ~kept[b]] = False
+            self.mask[b, h, ~kept[b]] = True
+        self.mask = joint_mask(self.mask, video, keep)
 
 
 def lloyd(x, tokens, centroids, iterations):
@@ -175,7 +151,7 @@ def check(qkv, out, naive):
 @pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
 def test_clusters_attend_to_the_clusters_that_matter(kv_heads):
     qkv = inputs(kv_heads=kv_heads)
-    naive = Naive(qkv)
+    naive = Definition(qkv)
     assert 0.1 < naive.mask.float().mean() < 0.8
     check(qkv, run(layer(kv_heads=kv_heads), qkv), naive)
 
@@ -192,12 +168,12 @@ def test_text_attends_to_everything_and_everything_attends_to_text(where, masked
             keep[0, text.start + 5 : text.stop] = False
         keep[1, 50:55] = False
     out = run(layer(), qkv, text=text, mask=None if keep is None else keep[:, None, None, :])
-    check(qkv, out, Naive(qkv, text=text, keep=keep))
+    check(qkv, out, Definition(qkv, text=text, keep=keep))
 
 
 def test_half_precision_errs_within_its_budget():
     qkv = inputs(dtype=torch.bfloat16)
-    check(qkv, run(layer(dtype=torch.bfloat16), qkv), Naive(qkv))
+    check(qkv, run(layer(dtype=torch.bfloat16), qkv), Definition(qkv))
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=list(TEXTS))
@@ -210,14 +186,14 @@ def test_all_the_mass_is_dense_attention(text):
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9])
 def test_the_kept_clusters_carry_the_mass(top_p):
     qkv = inputs()
-    naive = Naive(qkv, top_p=top_p)
+    naive = Definition(qkv, top_p=top_p)
     assert min(naive.probabilities) >= top_p
     check(qkv, run(layer(svg2_top_p_kmeans=top_p), qkv), naive)
 
 
 def test_a_least_share_of_the_clusters_is_kept():
     qkv = inputs()
-    naive = Naive(qkv, top_p=0.0, min_share=0.5)
+    naive = Definition(qkv, top_p=0.0, min_share=0.5)
     check(qkv, run(layer(svg2_top_p_kmeans=0, svg2_min_kc_ratio=0.5), qkv), naive)
 
 
@@ -247,7 +223,7 @@ def test_the_next_step_starts_from_the_centroids_of_the_last():
     known = {"num_steps": 9, "request_id": "a", "cfg_branch": "cond"}
     run(attention, first, step=3, **known)
     out = run(attention, second, step=4, **known)
-    check(second, out, Naive(second, iterations=2, warm=Naive(first)))
+    check(second, out, Definition(second, iterations=2, warm=Definition(first)))
 
 
 @pytest.mark.parametrize("branches", [("cond", "uncond"), (None, None)])
@@ -380,7 +356,7 @@ def test_a_kmeans_that_cannot_run_is_refused_before_anything_runs(device, kernel
         num_kv_heads=2,
         dtype=torch.bfloat16,
     )
-    asked = asked_for(kmeans_kernel=kernel)
+    asked = METHOD.asked(kmeans_kernel=kernel)
     if reason is None:
         assert resolve(request, asked).backend is AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
         return
@@ -513,10 +489,10 @@ def test_dense_steps_may_warm_the_centroids_up(early, masked):
     for step, qkv in enumerate(steps):
         known = {"num_steps": 9, "request_id": "a", "cfg_branch": "cond"}
         out = run(attention, qkv, step=step, mask=mask, **known)
-    naive = Naive(steps[2])
+    naive = Definition(steps[2])
     if early:
-        warm = Naive(steps[1], iterations=2, warm=Naive(steps[0]))
-        naive = Naive(steps[2], iterations=2, warm=warm)
+        warm = Definition(steps[1], iterations=2, warm=Definition(steps[0]))
+        naive = Definition(steps[2], iterations=2, warm=warm)
     check(steps[2], out, naive)
 
 
@@ -526,7 +502,7 @@ def test_the_report_has_the_share_of_pairs():
     run(attention, qkv, text=text, step=3)
     (entry,) = attention.report().entries
     assert entry.densities[0][0] == 3
-    wanted = Naive(qkv, text=text).mask.double().mean()
+    wanted = Definition(qkv, text=text).mask.double().mean()
     assert abs(entry.densities[0][1] - wanted) < 1e-6
 
 

@@ -3,7 +3,6 @@
 import math
 import sys
 import types
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,64 +11,52 @@ import torch
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.chunk_select.reference import Rule
 from multimodal_gen.kernels.row_choice.api import chunk_groups
-from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention import warn_once as notices
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
     LayerSite,
-    SelectionScope,
-    Source,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks as vmoba_chunks
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.backend import VMoBAConfig, VMoBAImpl
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import chunk_shape, partition
-from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.sparse import (
+    SparseMethod,
+    assert_same_gradients,
+    joint_mask,
+    run_sparse,
+    text_places,
+    tokens_of_tiles,
+    video_tokens,
+)
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 from tests.kernels.chunk_select.naive import naive_choice, naive_means
 
-HEADS, HEAD_SIZE = 4, 32
-SCALE = HEAD_SIZE**-0.5
-WHOLE, RAGGED = (4, 6, 8), (5, 5, 9)
 SIZES = {"temporal_chunk_size": 2, "spatial_chunk_size": [3, 4], "st_chunk_size": [2, 3, 4]}
 TOPK = {"moba_select_mode": "topk", "temporal_topk": 2, "spatial_topk": 2, "st_topk": 3}
+METHOD = SparseMethod(
+    backend=AttentionBackendEnum.VMOBA_ATTN,
+    config_cls=VMoBAConfig,
+    given={**SIZES, "first_full_step": 0},
+)
+HEADS, HEAD_SIZE, SCALE = METHOD.heads, METHOD.head_size, METHOD.scale
+WHOLE, RAGGED = (4, 6, 8), (5, 5, 9)
 KINDS = ("temporal", "spatial", "st")
-TEXTS = {
-    "no text": None,
-    "text first": TextSpan(start=0, length=30),
-    "text last": TextSpan(start=math.prod(RAGGED), length=30),
-}
+TEXTS = text_places(RAGGED, 30)
+config, run = METHOD.config, run_sparse
 
 
-def config(**parameters):
-    given = {**SIZES, "first_full_step": 0, **parameters}
-    return build_config(VMoBAConfig, given, backend="vmoba_attn")
+def layer(index=0, **options):
+    return METHOD.layer(index=index, **options)
 
 
-def layer(index=0, *, kv_heads=None, dtype=torch.float32, **parameters):
-    asked = BackendPreference(
-        source=Source.COMMAND_LINE,
-        backend=AttentionBackendEnum.VMOBA_ATTN,
-        config=config(**parameters),
-    )
-    return LocalAttention(
-        HEADS,
-        HEAD_SIZE,
-        kv_heads,
-        compute_dtype=dtype,
-        site=LayerSite(name="blocks.0.attn1", layer=index),
-        scope=SelectionScope(default=asked),
-    )
-
-
-def inputs(grid, *, text=None, batch=2, kv_heads=HEADS, dtype=torch.float32, seed=0):
-    tokens = math.prod(grid) + (text.length if text else 0)
-    qkv = make_qkv(batch, tokens, HEADS, HEAD_SIZE, num_kv_heads=kv_heads, seed=seed)
-    return QKV(*(x.to(dtype) for x in qkv))
+def inputs(grid, **options):
+    return METHOD.inputs(grid, **options)
 
 
 def chunk_of(kind, grid):
@@ -83,27 +70,15 @@ def chunk_of(kind, grid):
 
 def naive_mask(qkv, grid, kind, rule, *, text=None, keep=None):
     """Return which token attends to which, [B, H, S, S], by going through all tokens."""
-    start = text.stop if text and text.start == 0 else 0
-    chunks, own = {}, []
-    for token, place in enumerate(product(*map(range, grid))):
-        at = tuple(p // edge for p, edge in zip(place, chunk_of(kind, grid), strict=True))
-        chunks.setdefault(at, []).append(start + token)
-        own.append(at)
-    order = sorted(chunks)
-    own = [order.index(at) for at in own]
-    members = [chunks[at] for at in order]
-    means = naive_means(qkv.key, members)
-    video = slice(start, start + math.prod(grid))
+    chunks, video = tokens_of_tiles(grid, chunk_of(kind, grid), text), video_tokens(grid, text)
+    own = [next(n for n, chunk in enumerate(chunks) if t in chunk) for t in video]
+    means = naive_means(qkv.key, chunks)
     chosen = naive_choice(qkv.query[:, video], means, own, rule)
     batch, tokens, heads, _ = qkv.query.shape
-    mask = torch.ones(batch, heads, tokens, tokens, dtype=torch.bool)
-    mask[:, :, video, video] = chosen[..., own]
-    return mask if keep is None else mask & keep[:, None, None, :]
-
-
-def run(attention, qkv, grid, *, text=None, step=0):
-    with set_forward_context(step, latent_grid=grid, text_span=text):
-        return attention(*qkv)
+    mask = torch.zeros(batch, heads, tokens, tokens, dtype=torch.bool)
+    rows = torch.tensor(video)
+    mask[:, :, rows[:, None], rows] = chosen[..., own]
+    return joint_mask(mask, video, keep)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -382,19 +357,14 @@ def test_padding_leaves_what_the_tokens_alone_would_choose(scope):
 
 
 def test_gradients_are_those_of_attention_under_the_choice():
-    qkv = QKV(*(x.requires_grad_() for x in inputs(RAGGED, batch=1)))
-    out = run(layer(1, kernel="reference", **TOPK), qkv, RAGGED)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
-    found = torch.autograd.grad(out, qkv, upstream)
-    with torch.no_grad():
-        mask = naive_mask(qkv, RAGGED, "spatial", Rule(topk=2))
-    doubles = [x.detach().double().requires_grad_() for x in qkv]
-    q, k, v = doubles
-    scores = SCALE * torch.einsum("bqhd,bkhd->bhqk", q, k)
-    exact = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~mask, -math.inf).softmax(-1), v)
-    wanted = torch.autograd.grad(exact, doubles, upstream.double())
-    for mine, gradient in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), gradient, rtol=1e-3, atol=1e-4)
+    qkv = inputs(RAGGED, batch=1)
+    attention = layer(1, kernel="reference", **TOPK)
+    mask = naive_mask(qkv, RAGGED, "spatial", Rule(topk=2))
+    assert_same_gradients(
+        lambda *x: run(attention, QKV(*x), RAGGED),
+        lambda *x: reference_attention(*x, scale=SCALE, mask=mask)[0],
+        *qkv,
+    )
 
 
 def test_the_report_has_the_density_of_every_step():

@@ -1,7 +1,6 @@
 """Video Sparse Attention through the layer, against its definition written down with loops."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -9,13 +8,6 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import (
     VideoSparseBackend,
@@ -24,97 +16,66 @@ from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import (
 )
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.inputs import QKV
 from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.sparse import (
+    SparseMethod,
+    assert_same_gradients,
+    best_blocks,
+    block_inputs,
+    joint_mask,
+    run_sparse,
+    text_places,
+    token_mask,
+    tokens_of_tiles,
+    video_tokens,
+)
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
-HEADS, HEAD_SIZE = 4, 32
-SCALE = HEAD_SIZE**-0.5
+METHOD = SparseMethod(
+    backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
+    config_cls=VideoSparseConfig,
+    layer_cls=UlyssesAttention_VSA,
+)
+HEADS, HEAD_SIZE, SCALE = METHOD.heads, METHOD.head_size, METHOD.scale
 WHOLE, RAGGED = (4, 8, 12), (5, 6, 9)  # in tiles of 4: 1x2x3; 2x2x3 with edges of 1, 2 and 1
-TEXTS = {
-    "no text": None,
-    "text first": TextSpan(start=0, length=70),
-    "text last": TextSpan(start=math.prod(RAGGED), length=70),
-}
+TILE = (4, 4, 4)
+TEXTS = text_places(RAGGED, 70)
+layer = METHOD.layer
 
 
-def config(**parameters):
-    return build_config(VideoSparseConfig, parameters, backend="video_sparse_attn")
-
-
-def layer(*, kv_heads=None, dtype=torch.float32, **parameters):
-    asked = BackendPreference(
-        source=Source.COMMAND_LINE,
-        backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
-        config=config(**parameters),
-    )
-    return UlyssesAttention_VSA(
-        HEADS,
-        HEAD_SIZE,
-        kv_heads,
-        compute_dtype=dtype,
-        site=LayerSite(name="blocks.0.attn1", layer=0),
-        scope=SelectionScope(default=asked),
-    )
-
-
-def inputs(grid, *, text=None, batch=2, kv_heads=HEADS, dtype=torch.float32, seed=0):
+def inputs(grid, *, text=None, dtype=torch.float32, seed=0, **options):
     """Return inputs whose tiles have means of their own, so that scores differ by much."""
-    tokens = math.prod(grid) + (text.length if text else 0)
-    query, key, value = make_qkv(batch, tokens, HEADS, HEAD_SIZE, num_kv_heads=kv_heads, seed=seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    start = text.stop if text and text.start == 0 else 0
-    for tile in tiles_of(grid, (4, 4, 4)):
-        for x in (query, key, value):
-            x[:, [start + t for t in tile]] += torch.randn(
-                batch, 1, x.shape[2], HEAD_SIZE, generator=generator
-            )
-    return QKV(*(x.to(dtype) for x in (query, key, value)))
+    qkv = METHOD.inputs(grid, text=text, seed=seed, **options)
+    block_inputs(qkv, tokens_of_tiles(grid, TILE, text), values=True, seed=seed + 1)
+    return QKV(*(x.to(dtype) for x in qkv))
 
 
-def tiles_of(grid, tile):
-    """Return the tokens of each tile, in raster order."""
-    found = {}
-    for token, place in enumerate(product(*map(range, grid))):
-        at = tuple(p // edge for p, edge in zip(place, tile, strict=True))
-        found.setdefault(at, []).append(token)
-    return [found[at] for at in sorted(found)]
-
-
-class Naive:
-    """The method by its definition, one query tile of one head at a time, in float64."""
+class Definition:
+    """The fine stage's mask, and the coarse stage, one query tile of one head at a time."""
 
     def __init__(self, qkv, grid, tile, kept, text=None):
         query, key, _ = qkv
-        start = text.stop if text and text.start == 0 else 0
-        self.tiles = [[start + t for t in tokens] for tokens in tiles_of(grid, tile)]
-        self.group = query.shape[2] // key.shape[2]
-        video = {t for tokens in self.tiles for t in tokens}
-        everything = range(query.shape[1])
-        self.text = [t for t in everything if t not in video]
-        batch, tokens, heads, _ = query.shape
-        self.mask = torch.zeros(batch, heads, tokens, tokens, dtype=torch.bool)
-        self.coarse = torch.zeros(batch, tokens, heads, HEAD_SIZE, dtype=torch.float64)
-        for b, h in product(range(batch), range(heads)):
-            # Means are rounded to the inputs' dtype before they are compared.
-            means = [self.means(x, b, h if x is query else h // self.group) for x in qkv]
-            for i, rows in enumerate(self.tiles):
-                scores = [float(means[0][i] @ k) for k in means[1]]
-                best = sorted(range(len(scores)), key=lambda j, s=scores: (-s[j], j))[:kept]
-                keys = [t for j in best for t in self.tiles[j]] + self.text
-                for row in rows:
-                    self.mask[b, h, row, keys] = True
-                weights = (torch.tensor(scores, dtype=torch.float64) * SCALE).softmax(0)
-                self.coarse[b, rows, h] = weights @ torch.stack(means[2])
-            self.mask[b, h, self.text] = True
-
-    def means(self, x, b, h):
-        return [x[b, t, h].double().mean(dim=0).to(x.dtype).double() for t in self.tiles]
+        tiles = tokens_of_tiles(grid, tile, text)
+        video, tokens = video_tokens(grid, text), query.shape[1]
+        self.text = [t for t in range(tokens) if t not in set(video)]
+        best = best_blocks(query, key, tiles, tiles, kept)
+        self.mask = joint_mask(token_mask(best, tiles, tiles, tokens, tokens), video)
+        self.coarse = torch.zeros_like(query, dtype=torch.float64)
+        group = query.shape[2] // key.shape[2]
+        # Means are rounded to the inputs' dtype before they are compared.
+        means = [
+            torch.stack([x[:, t].double().mean(1).to(x.dtype).double() for t in tiles], 1)
+            for x in qkv
+        ]
+        q, k, v = means[0], *(x.repeat_interleave(group, 2) for x in means[1:])
+        weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE).softmax(-1)
+        for i, rows in enumerate(torch.einsum("bhqk,bkhd->qbhd", weights, v)):
+            self.coarse[:, tiles[i]] = rows[:, None]
 
 
-def run(attention, qkv, grid, *, text=None, gate=None, step=0):
-    with set_forward_context(step, latent_grid=grid, text_span=text):
-        return attention(*qkv, gate_compress=gate)
+def run(attention, qkv, grid, *, gate=None, **options):
+    return run_sparse(attention, qkv, grid, gate_compress=gate, **options)
 
 
 def check(qkv, out, naive, gate=None):
@@ -137,7 +98,7 @@ def check(qkv, out, naive, gate=None):
 def test_the_fine_stage_attends_to_the_best_tiles(grid, kv_heads, kept):
     qkv = inputs(grid, kv_heads=kv_heads)
     out = run(layer(kv_heads=kv_heads, topk=kept), qkv, grid)
-    check(qkv, out, Naive(qkv, grid, (4, 4, 4), kept))
+    check(qkv, out, Definition(qkv, grid, TILE, kept))
 
 
 @pytest.mark.parametrize("where", TEXTS)
@@ -146,15 +107,15 @@ def test_text_attends_to_everything_and_everything_attends_to_text(where, kept):
     text = TEXTS[where]
     qkv = inputs(RAGGED, text=text)
     out = run(layer(topk=kept), qkv, RAGGED, text=text)
-    check(qkv, out, Naive(qkv, RAGGED, (4, 4, 4), kept, text))
+    check(qkv, out, Definition(qkv, RAGGED, TILE, kept, text))
 
 
-@pytest.mark.parametrize("tile", [(4, 4, 4), (4, 8, 4), (4, 8, 8)])
+@pytest.mark.parametrize("tile", [TILE, (4, 8, 4), (4, 8, 8)])
 def test_tiles_of_every_size_are_pooled_and_attended_to(tile):
     grid = (5, 13, 9)
     qkv = inputs(grid, batch=1)
     out = run(layer(topk=2, tile_size=tile), qkv, grid)
-    check(qkv, out, Naive(qkv, grid, tile, 2))
+    check(qkv, out, Definition(qkv, grid, tile, 2))
 
 
 @pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
@@ -163,9 +124,9 @@ def test_tiles_of_every_size_are_pooled_and_attended_to(tile):
 def test_the_gate_weighs_the_coarse_stage(grid, kv_heads, parameters):
     qkv = inputs(grid, kv_heads=kv_heads)
     gate = torch.randn(qkv.query.shape, generator=torch.Generator().manual_seed(3))
-    kept = parameters.get("topk", len(tiles_of(grid, (4, 4, 4))))
+    kept = parameters.get("topk", len(tokens_of_tiles(grid, TILE)))
     out = run(layer(kv_heads=kv_heads, **parameters), qkv, grid, gate=gate)
-    check(qkv, out, Naive(qkv, grid, (4, 4, 4), kept), gate)
+    check(qkv, out, Definition(qkv, grid, TILE, kept), gate)
 
 
 def test_dense_steps_have_the_coarse_stage_too():
@@ -174,7 +135,7 @@ def test_dense_steps_have_the_coarse_stage_too():
     attention = layer(topk=2, dense_steps="0-2")
     for step, kept in ((1, 12), (3, 2)):
         out = run(attention, qkv, RAGGED, gate=gate, step=step)
-        check(qkv, out, Naive(qkv, RAGGED, (4, 4, 4), kept), gate)
+        check(qkv, out, Definition(qkv, RAGGED, TILE, kept), gate)
     dense, sparse = attention.report().entries
     assert (dense.calls, sparse.calls) == (1, 1)
     assert not dense.selection.backend.is_sparse
@@ -212,14 +173,14 @@ def test_text_has_no_coarse_stage():
     attention = layer(topk=2)
     plain, gated = (run(attention, qkv, RAGGED, text=text, gate=g) for g in (None, gate))
     assert torch.equal(plain[:, : text.length], gated[:, : text.length])
-    check(qkv, gated, Naive(qkv, RAGGED, (4, 4, 4), 2, text), gate)
+    check(qkv, gated, Definition(qkv, RAGGED, TILE, 2, text), gate)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_right(dtype):
     qkv = inputs(RAGGED, dtype=dtype)
     out = run(layer(topk=3, dtype=dtype), qkv, RAGGED)
-    check(qkv, out, Naive(qkv, RAGGED, (4, 4, 4), 3))
+    check(qkv, out, Definition(qkv, RAGGED, TILE, 3))
 
 
 @pytest.mark.parametrize("where", TEXTS)
@@ -237,7 +198,7 @@ def test_equal_scores_keep_the_first_tiles():
     query, key, value = inputs(WHOLE)
     qkv = QKV(torch.zeros_like(query), key, value)
     out = run(layer(topk=2), qkv, WHOLE)
-    first = sorted(t for tile in tiles_of(WHOLE, (4, 4, 4))[:2] for t in tile)
+    first = sorted(t for tile in tokens_of_tiles(WHOLE, TILE)[:2] for t in tile)
     expected = value[:, first].mean(dim=1, keepdim=True).expand_as(out)
     torch.testing.assert_close(out, expected)
 
@@ -249,7 +210,7 @@ def test_masked_text_is_not_attended_to_and_may_hold_anything():
     keep[0, -40:] = False
     keep[1, text.start + 3 : text.start + 20] = False
     out_mask = keep[:, None, :, None] & keep[:, None, None, :]
-    naive = Naive(QKV(query, key, value), RAGGED, (4, 4, 4), 3, text)
+    naive = Definition(QKV(query, key, value), RAGGED, TILE, 3, text)
     dirty = QKV(*(x.masked_fill(~keep[..., None, None], torch.nan) for x in (query, key, value)))
     with set_forward_context(0, latent_grid=RAGGED, text_span=text):
         out = layer(topk=3).attend(AttentionCall(*dirty, keep))
@@ -282,7 +243,7 @@ def test_a_tile_that_is_all_padding_takes_no_others_place(where):
     qkv = inputs(RAGGED, text=text)
     start = text.stop if text and text.start == 0 else 0
     keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
-    tiles = [[start + t for t in tile] for tile in tiles_of(RAGGED, (4, 4, 4))]
+    tiles = [[start + t for t in tile] for tile in tokens_of_tiles(RAGGED, TILE)]
     for lost in (1, 4, 7):
         keep[:, tiles[lost]] = False
     # What a mean of zero scores, or one of whatever the padding holds, is above all real scores.
@@ -298,7 +259,7 @@ def test_dropped_text_keys_leave_longer_queries():
     text = TEXTS["text last"]
     query, key, value = inputs(RAGGED, text=text)
     kept_text = slice(0, text.start + 9)
-    naive = Naive(QKV(query, key, value), RAGGED, (4, 4, 4), 3, text)
+    naive = Definition(QKV(query, key, value), RAGGED, TILE, 3, text)
     with set_forward_context(0, latent_grid=RAGGED, text_span=text):
         out = layer(topk=3).attend(AttentionCall(query, key[:, kept_text], value[:, kept_text]))
     mask = naive.mask.clone()
@@ -308,32 +269,24 @@ def test_dropped_text_keys_leave_longer_queries():
 
 def test_gradients_flow_through_both_stages():
     grid = (4, 4, 8)
-    qkv = QKV(*(x.requires_grad_() for x in inputs(grid, batch=1)))
+    qkv = inputs(grid, batch=1)
     gate = torch.randn(qkv.query.shape, generator=torch.Generator().manual_seed(3))
-    gate.requires_grad_()
-    out = run(layer(topk=1, kernel="reference"), qkv, grid, gate=gate)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
-    found = torch.autograd.grad(out, (*qkv, gate), upstream)
+    mask, tiles = Definition(qkv, grid, TILE, 1).mask, tokens_of_tiles(grid, TILE)
+    attention = layer(topk=1, kernel="reference")
 
-    doubles = [x.detach().double().requires_grad_() for x in (*qkv, gate)]
-    naive = Naive(QKV(*(x.detach() for x in qkv)), grid, (4, 4, 4), 1)
-    q, k, v, g = doubles
-    scores = SCALE * torch.einsum("bqhd,bkhd->bhqk", q, k)
-    fine = torch.einsum(
-        "bhqk,bkhd->bqhd", scores.masked_fill(~naive.mask, -math.inf).softmax(-1), v
+    def definition(q, k, v, g):
+        fine, _ = reference_attention(q, k, v, scale=SCALE, mask=mask)
+        means = [torch.stack([x[:, t].mean(1) for t in tiles], dim=1) for x in (q, k, v)]
+        coarse, _ = reference_attention(*means, scale=SCALE)
+        spread = torch.zeros_like(q)
+        for i, tokens in enumerate(tiles):
+            rows = coarse[:, i : i + 1].expand(-1, len(tokens), -1, -1)
+            spread = spread.index_add(1, torch.tensor(tokens), rows)
+        return fine + g * spread
+
+    assert_same_gradients(
+        lambda q, k, v, g: run(attention, QKV(q, k, v), grid, gate=g), definition, *qkv, gate
     )
-    tiles = tiles_of(grid, (4, 4, 4))
-    means = [torch.stack([x[:, t].mean(1) for t in tiles], dim=1) for x in (q, k, v)]
-    weights = (SCALE * torch.einsum("bqhd,bkhd->bhqk", *means[:2])).softmax(-1)
-    coarse = torch.einsum("bhqk,bkhd->bqhd", weights, means[2])
-    spread = torch.zeros_like(q)
-    for i, tokens in enumerate(tiles):
-        spread = spread.index_add(
-            1, torch.tensor(tokens), coarse[:, i : i + 1].expand(-1, 64, -1, -1)
-        )
-    wanted = torch.autograd.grad(fine + g * spread, doubles, upstream.double())
-    for mine, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), exact, rtol=1e-3, atol=1e-4)
 
 
 def test_the_report_has_the_density_of_every_step():
@@ -354,7 +307,7 @@ def test_the_density_is_that_of_the_pairs_attended_to(grid, where):
     attention = layer(topk=3)
     qkv = inputs(grid, text=text)
     run(attention, qkv, grid, text=text)
-    mask = Naive(qkv, grid, (4, 4, 4), 3, text).mask
+    mask = Definition(qkv, grid, TILE, 3, text).mask
     assert attention.attn_impl.densities()[0] == pytest.approx(float(mask.double().mean()))
 
 
@@ -379,7 +332,7 @@ def test_a_grid_that_does_not_fit_is_refused_with_numbers():
         # 1 - 0.7 is more than 0.3 in binary.
         ({"sparsity": 0.7}, (4, 4, 40), 3),
         ({"sparsity": 1.0}, (21, 30, 52), 1),
-        ({"sparsity": 0.9999}, (4, 4, 4), 1),
+        ({"sparsity": 0.9999}, TILE, 1),
         ({"sparsity": 0.0, "topk_convention": "tokens"}, (21, 30, 52), 624),
         ({}, (21, 30, 52), 624),
         ({"topk": 32}, (16, 28, 52), 32),
@@ -388,10 +341,10 @@ def test_a_grid_that_does_not_fit_is_refused_with_numbers():
 )
 def test_the_number_of_kept_tiles(parameters, grid, expected):
     num_tiles = math.prod(-(-n // 4) for n in grid)
-    assert kept_tiles(config(**parameters), num_tiles, math.prod(grid)) == expected
+    assert kept_tiles(METHOD.config(**parameters), num_tiles, math.prod(grid)) == expected
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_the_kernel_parameter_leaves_the_kernel_it_names(name):
-    left = [v.name for v in VideoSparseBackend.variants_for(config(kernel=name))]
+    left = [v.name for v in VideoSparseBackend.variants_for(METHOD.config(kernel=name))]
     assert left == ([v.name for v in VideoSparseBackend.variants] if name == "auto" else [name])

@@ -11,57 +11,39 @@ import torch
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends import sage_attn as _spas_sage
-from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.sla.sage import (
     SageSLABackend,
     SageSLAConfig,
     SageSLAImpl,
 )
-from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.sparse import SparseMethod, block_inputs, run_sparse, text_places
 from multimodal_gen.testing.tolerance import (
     QUANTISED_MAX_RELATIVE_L1,
     QUANTISED_MIN_COSINE,
     assert_within_error_budget,
 )
 
-HEADS, HEAD_SIZE = 4, 64
+SAGE = SparseMethod(
+    backend=AttentionBackendEnum.SAGE_SLA_ATTN, config_cls=SageSLAConfig, head_size=64
+)
+EXACT = SparseMethod(backend=AttentionBackendEnum.SLA_ATTN, config_cls=SLAConfig, head_size=64)
+HEADS, HEAD_SIZE = SAGE.heads, SAGE.head_size
 WHOLE, RAGGED = (4, 8, 16), (5, 7, 13)
-TEXTS = {
-    "no text": None,
-    "text first": TextSpan(start=0, length=70),
-    "text last": TextSpan(start=math.prod(RAGGED), length=70),
-}
-SAGE, EXACT = AttentionBackendEnum.SAGE_SLA_ATTN, AttentionBackendEnum.SLA_ATTN
+TEXTS = text_places(RAGGED, 70)
+run = run_sparse
 
 
-def layer(
-    backend=SAGE, *, kv_heads=None, dtype=torch.float32, projection=None, **parameters
-) -> LocalAttention:
-    config_cls = SageSLAConfig if backend is SAGE else SLAConfig
-    config = build_config(config_cls, parameters, backend=str(backend))
-    attention = LocalAttention(
-        HEADS,
-        HEAD_SIZE,
-        kv_heads,
-        compute_dtype=dtype,
-        site=LayerSite(name="blocks.0.attn1", layer=0),
-        scope=SelectionScope(
-            default=BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
-        ),
-    )
-    attention.geometry.projection.fill(projection, HEAD_SIZE)
+def layer(method=SAGE, *, projection=None, **options):
+    attention = method.layer(**options)
+    attention.set_projection(projection)
     return attention
 
 
@@ -73,22 +55,25 @@ def projection():
     return linear.requires_grad_(False)
 
 
-def inputs(grid, *, text=None, batch=2, kv_heads=HEADS, dtype=torch.float32):
+def inputs(grid, *, dtype=torch.float32, **options):
     """Return inputs whose blocks have means of their own, so that scores differ by much."""
-    tokens = math.prod(grid) + (text.length if text else 0)
-    query, key, value = make_qkv(batch, tokens, HEADS, HEAD_SIZE, num_kv_heads=kv_heads)
-    generator = torch.Generator().manual_seed(1)
-    for x in (query, key):
-        for start in range(0, tokens, 16):
-            x[:, start : start + 16] += torch.randn(
-                batch, 1, x.shape[2], HEAD_SIZE, generator=generator
-            )
-    return QKV(*(x.to(dtype) for x in (query, key, value)))
+    qkv = SAGE.inputs(grid, **options)
+    blocks = [range(i, i + 16) for i in range(0, qkv.key.shape[1] - 15, 16)]
+    return QKV(*(x.to(dtype) for x in block_inputs(qkv, blocks)))
 
 
-def run(attention, qkv, grid, *, text=None, mask=None):
-    with set_forward_context(0, latent_grid=grid, text_span=text):
-        return attention(*qkv, mask)
+def reasons_on(capability, *, head_size=64, **parameters):
+    """Return what a GPU with Triton lacks."""
+    packages = frozenset({("triton", "triton", "3.6.0")})
+    device = FakeDevice(platform=PlatformEnum.CUDA, capability=capability, packages=packages)
+    request = AttentionRequest(
+        environment=simulated_environment(device),
+        head_size=head_size,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        dtype=torch.bfloat16,
+    )
+    return SageSLABackend.unsupported_reasons(request, SAGE.config(**parameters))
 
 
 def assert_close(out, exact):
@@ -149,8 +134,8 @@ def test_masked_keys_have_no_influence_and_may_hold_anything():
     rows = keep[..., None, None]
     dirty = QKV(*(x.masked_fill(~rows, torch.nan) for x in (query, key, value)))
     options = {"topk_ratio": 0.3}
-    out = run(layer(**options), dirty, RAGGED, text=text, mask=keep)
-    assert_close(out, run(layer(EXACT, **options), dirty, RAGGED, text=text, mask=keep))
+    out = run(layer(**options), dirty, RAGGED, text=text, attn_mask=keep)
+    assert_close(out, run(layer(EXACT, **options), dirty, RAGGED, text=text, attn_mask=keep))
 
 
 def test_samples_do_not_mix():
@@ -171,27 +156,14 @@ def test_gradients_are_refused():
     ("head_size", "reason"),
     [(64, None), (128, None), (256, "needs head size <= 128, multiple of 8, got 256")],
 )
-def test_head_sizes_it_does_not_support_are_refused(head_size, reason, request_on):
-    request = request_on(
-        PlatformEnum.CUDA,
-        capability=(9, 0),
-        packages=(("triton", "triton", "3.6.0"),),
-        head_size=head_size,
-    )
-    reasons = SageSLABackend.unsupported_reasons(
-        request, build_config(SageSLAConfig, {"kernel": "gluon"}, backend="sage_sla_attn")
-    )
-    assert reasons == ((reason,) if reason else ())
+def test_head_sizes_it_does_not_support_are_refused(head_size, reason):
+    found = reasons_on((9, 0), head_size=head_size, kernel="gluon")
+    assert found == ((reason,) if reason else ())
 
 
-def test_gpus_before_sm80_take_none_of_its_kernels(request_on):
-    request = request_on(
-        PlatformEnum.CUDA, capability=(7, 5), packages=(("triton", "triton", "3.6.0"),)
-    )
-    config = build_config(SageSLAConfig, {"kernel": "triton"}, backend="sage_sla_attn")
-    assert SageSLABackend.unsupported_reasons(request, config) == (
-        "needs compute capability >= 8.0, this GPU has 7.5",
-    )
+def test_gpus_before_sm80_take_none_of_its_kernels():
+    wanted = ("needs compute capability >= 8.0, this GPU has 7.5",)
+    assert reasons_on((7, 5), kernel="triton") == wanted
 
 
 def test_e4m3_values_are_asked_for_by_name():
@@ -203,16 +175,10 @@ def test_e4m3_values_are_asked_for_by_name():
 
 
 @pytest.mark.parametrize("kernel", ["auto", "triton", "reference"])
-def test_gpus_without_e4m3_leave_the_reference_to_those_who_name_it(kernel, request_on):
-    request = request_on(
-        PlatformEnum.CUDA, capability=(8, 0), packages=(("triton", "triton", "3.6.0"),)
-    )
-    asked = {"kernel": kernel, "values": "e4m3"}
-    reasons = SageSLABackend.unsupported_reasons(
-        request, build_config(SageSLAConfig, asked, backend="sage_sla_attn")
-    )
+def test_gpus_without_e4m3_leave_the_reference_to_those_who_name_it(kernel):
     reason = "needs compute capability >= 8.9 for e4m3 values, this GPU has 8.0; use values=16-bit"
-    assert reasons == (() if kernel == "reference" else (reason,))
+    found = reasons_on((8, 0), kernel=kernel, values="e4m3")
+    assert found == (() if kernel == "reference" else (reason,))
 
 
 def test_spargeattn_takes_no_e4m3_values():
@@ -225,7 +191,7 @@ def test_spargeattn_takes_no_e4m3_values():
 
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(ConfigError, match=r"kernel.*must be one of"):
-        build_config(SageSLAConfig, {"kernel": "cutlass"}, backend="sage_sla_attn")
+        SAGE.config(kernel="cutlass")
 
 
 @pytest.fixture
@@ -253,9 +219,7 @@ def spas(monkeypatch):
 
 
 def by_spas(kv_heads=None, **parameters):
-    config = build_config(
-        SageSLAConfig, {"kernel": "spas_sage_attn", **parameters}, backend="sage_sla_attn"
-    )
+    config = SAGE.config(kernel="spas_sage_attn", **parameters)
     return SageSLAImpl(
         HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, False, kv_heads, config=config, variant="spas_sage_attn"
     )
@@ -323,7 +287,7 @@ def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
     torch.testing.assert_close(out, exact)
 
 
-CONFIGS = Path(__file__).parents[5] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 
 
 def test_the_settings_of_the_checkpoints_load_and_run():
