@@ -19,7 +19,6 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import P
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import (
-    SLABackend,
     SLAConfig,
     SLAImpl,
 )
@@ -363,24 +362,6 @@ def test_the_density_of_joint_sequences_counts_text():
     assert attention.attn_impl.densities()[0] == pytest.approx(wanted)
 
 
-def test_dense_steps_run_on_the_dense_backend():
-    qkv = inputs(RAGGED)
-    attention = layer(topk_ratio=0.0, dense_steps="0-2", projection=projection())
-    assert_within_error_budget(run(attention, qkv, RAGGED, step=1), *qkv, scale=SCALE)
-    run(attention, qkv, RAGGED, step=3)
-    dense, sparse = attention.report().entries
-    assert (dense.calls, sparse.calls) == (1, 1)
-    assert not dense.selection.backend.is_sparse
-
-
-def test_a_grid_that_does_not_fit_is_refused_with_numbers():
-    qkv = inputs(WHOLE)
-    with pytest.raises(UsageError, match=r"must get sequences that hold .*\(4, 8, 17\).* 512 quer"):
-        run(layer(), qkv, (4, 8, 17))
-    with pytest.raises(UsageError, match=r"sla_attn must know the latent grid"):
-        run(layer(), qkv, None)
-
-
 def test_a_missing_projection_is_warned_of_once_and_named(caplog):
     notices.PROCESS._given.clear()
     qkv = inputs(WHOLE)
@@ -438,12 +419,6 @@ def test_only_methods_with_a_projection_take_one():
         assert find_backend(name, platform).get_impl_cls().takes_projection
     dense = find_backend(AttentionBackendEnum.TORCH_SDPA, platform)
     assert not dense.get_impl_cls().takes_projection
-
-
-@pytest.mark.parametrize("name", ["auto", "reference"])
-def test_the_kernel_parameter_leaves_the_kernel_it_names(name):
-    left = [v.name for v in SLABackend.variants_for(METHOD.config(kernel=name))]
-    assert left == ([v.name for v in SLABackend.variants] if name == "auto" else [name])
 
 
 @pytest.mark.parametrize(

@@ -376,14 +376,6 @@ def test_the_report_has_the_density_of_every_step():
     assert entry.densities == ((0, 0.5), (4, 0.5))
 
 
-def test_a_grid_that_does_not_fit_is_refused_with_numbers():
-    qkv = inputs(WHOLE)
-    with pytest.raises(UsageError, match=r"vmoba_attn must get sequences that hold .*\(4, 6, 9\)"):
-        run(layer(**TOPK), qkv, (4, 6, 9))
-    with pytest.raises(UsageError, match="vmoba_attn must know the latent grid"):
-        run(layer(**TOPK), qkv, None)
-
-
 class FakePackage(types.ModuleType):
     """Stands in for fastvideo_kernel: the method by its definition, one sample of whole chunks."""
 

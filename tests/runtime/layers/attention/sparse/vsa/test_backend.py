@@ -5,12 +5,10 @@ import math
 import pytest
 import torch
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import (
-    VideoSparseBackend,
     VideoSparseConfig,
     kept_tiles,
 )
@@ -311,14 +309,6 @@ def test_the_density_is_that_of_the_pairs_attended_to(grid, where):
     assert attention.attn_impl.densities()[0] == pytest.approx(float(mask.double().mean()))
 
 
-def test_a_grid_that_does_not_fit_is_refused_with_numbers():
-    qkv = inputs(WHOLE)
-    with pytest.raises(UsageError, match=r"must get sequences that hold .*\(4, 8, 13\).* 384 quer"):
-        run(layer(topk=1), qkv, (4, 8, 13))
-    with pytest.raises(UsageError, match=r"video_sparse_attn must know the latent grid"):
-        run(layer(topk=1), qkv, None)
-
-
 @pytest.mark.parametrize(
     ("parameters", "grid", "expected"),
     [
@@ -342,9 +332,3 @@ def test_a_grid_that_does_not_fit_is_refused_with_numbers():
 def test_the_number_of_kept_tiles(parameters, grid, expected):
     num_tiles = math.prod(-(-n // 4) for n in grid)
     assert kept_tiles(METHOD.config(**parameters), num_tiles, math.prod(grid)) == expected
-
-
-@pytest.mark.parametrize("name", ["auto", "reference"])
-def test_the_kernel_parameter_leaves_the_kernel_it_names(name):
-    left = [v.name for v in VideoSparseBackend.variants_for(METHOD.config(kernel=name))]
-    assert left == ([v.name for v in VideoSparseBackend.variants] if name == "auto" else [name])

@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.tolerance import assert_within_error_budget
 
 GRID = (4, 6, 8)
 METHODS = {
@@ -90,3 +94,38 @@ def test_a_kernel_that_cannot_run_here_is_named_in_the_refusal(method: str) -> N
     text = str(refusal.value)
     assert text.startswith(f"attention backend {method} (command line) with kernel=gluon cannot ")
     assert text.endswith("what runs here), leave kernel out, or leave the choice to auto")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_grid_that_does_not_fit_is_refused_with_numbers(method: str) -> None:
+    layer, qkv = make_layer(method), make_qkv(1, math.prod(GRID), 2, 32)
+    wanted = rf"{method} must get sequences that hold .*\(4, 6, 9\).* 192 queries and 192 keys"
+    with set_forward_context(0, latent_grid=(4, 6, 9)), pytest.raises(UsageError, match=wanted):
+        layer(*qkv)
+    with (
+        set_forward_context(0),
+        pytest.raises(UsageError, match=f"{method} must know the latent grid of the video, got no"),
+    ):
+        layer(*qkv)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dense_steps_run_on_the_dense_backend(method: str) -> None:
+    layer, qkv = make_layer(method, dense_steps="0-2"), make_qkv(1, math.prod(GRID), 2, 32)
+    for step in (1, 3):
+        with torch.no_grad(), set_forward_context(step, latent_grid=GRID):
+            out = layer(*qkv)
+        if step == 1:
+            assert_within_error_budget(out, *qkv, scale=32**-0.5)
+    dense, sparse = layer.report().entries
+    assert (dense.calls, sparse.calls) == (1, 1)
+    assert not dense.selection.backend.is_sparse
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_kernel_parameter_leaves_the_kernel_it_names(method: str, name: str) -> None:
+    (backend,) = backends_of(AttentionBackendEnum(method))
+    config = build_config(backend.config_cls, {**METHODS[method], "kernel": name}, backend=method)
+    left = [variant.name for variant in backend.variants_for(config)]
+    assert left == ([v.name for v in backend.variants] if name == "auto" else [name])
