@@ -104,9 +104,8 @@ class SequenceLayout:
 
         Text attends to everything and is attended to by everything.
         """
-        video, queries, keys = self.num_video, self.num_queries, self.num_keys
-        kept = video * (of_video * video + keys - video) + (queries - video) * keys
-        return kept / (queries * keys)
+        share = self.num_video**2 / (self.num_queries * self.num_keys)
+        return of_video * share + (1 - share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
