@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SPAS_SAGE",
+    "SPAS_SAGE_VARIANT",
     "PackageImpl",
     "SageAttention3Backend",
     "SageAttention3Impl",
@@ -61,6 +62,16 @@ __all__ = [
 ]
 
 SPAS_SAGE = "spas_sage_attn"
+SPAS_SAGE_VARIANT = replace(
+    upstream_variant(
+        SPAS_SAGE,
+        SPAS_SAGE_ATTN,
+        capability=Capability(exact=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))),
+    ),
+    dtypes=HALF_DTYPES,
+)
+"""The declaration of SpargeAttn, for every method that it can compute."""
+
 # Above every score, so that no product of weights and values is skipped.
 _SKIP_NOTHING = 1e6
 
@@ -321,14 +332,7 @@ class SageAttentionBackend(QuantizedBackend):
             ),
             capability=Capability(minimum=(8, 0)),
         ),
-        replace(
-            upstream_variant(
-                SPAS_SAGE,
-                SPAS_SAGE_ATTN,
-                capability=Capability(exact=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))),
-            ),
-            dtypes=HALF_DTYPES,
-        ),
+        SPAS_SAGE_VARIANT,
         Variant(
             name="musa",
             platforms=frozenset({PlatformEnum.MUSA}),

@@ -1,15 +1,17 @@
-"""Why a method's own package, asked for as its kernel, cannot serve a call.
+"""What methods share that can run on their authors' own packages.
 
-Packages serve what their authors needed. What a method's package lacks is declared in its
-`upstream.py`; what nearly all of them lack is here.
+Packages serve what their authors needed. What nearly all of them lack is here; what a single one
+lacks is where it is called.
 """
 
 from collections.abc import Sequence
 
+import torch
+
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 
-__all__ = ["call_reasons", "refuse_upstream", "shape_reasons", "text_reasons"]
+__all__ = ["call_reasons", "lists_as_map", "refuse_upstream", "shape_reasons", "text_reasons"]
 
 
 def shape_reasons(*, heads: int, kv_heads: int, head_size: int, scale: float) -> list[str]:
@@ -74,3 +76,9 @@ def refuse_upstream(
             f"kernel {kernel} of {backend} cannot serve this {what}: {'; '.join(reasons)}; use "
             f"kernel=auto"
         )
+
+
+def lists_as_map(indices: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Return lists of blocks, [B, H, N, K], as bool [B, H, N, num_blocks]."""
+    keep = torch.zeros((*indices.shape[:3], num_blocks), dtype=torch.bool, device=indices.device)
+    return keep.scatter_(-1, indices.long(), True)

@@ -5,7 +5,7 @@ Block map, linear branch and projection are those of `sla_attn`. Text attends in
 Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,23 +14,20 @@ from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import QUANTIZED
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
-from multimodal_gen.kernels.requirements import Capability
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
-    HALF_DTYPES,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    SPAS_SAGE_ATTN,
     QuantizedBackend,
     engine_variants,
     refuse_foreign_values,
-    upstream_variant,
     values_option,
 )
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SPAS_SAGE,
+    SPAS_SAGE_VARIANT,
     SpasCall,
     attend_spas_sage,
     mask_blocks,
@@ -38,6 +35,7 @@ from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
 from multimodal_gen.runtime.layers.attention.config import option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAImpl, SLAParameters
+from multimodal_gen.runtime.layers.attention.sparse.upstream import lists_as_map
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
@@ -77,14 +75,7 @@ class SageSLABackend(QuantizedBackend):
     config_cls: ClassVar[type[SageSLAConfig]] = SageSLAConfig
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants(QUANTIZED, _FEATURES),
-        replace(
-            upstream_variant(
-                SPAS_SAGE,
-                SPAS_SAGE_ATTN,
-                capability=Capability(exact=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))),
-            ),
-            dtypes=HALF_DTYPES,
-        ),
+        SPAS_SAGE_VARIANT,
     )
 
     @classmethod
@@ -146,13 +137,7 @@ class SageSLAImpl(SLAImpl[SageSLAConfig]):
             kv_heads=key.shape[2],
             masked=not (plan.q.is_regular and plan.kv.is_regular),
         )
-        keep = _block_mask(plan, query.shape[0], query.shape[2])
+        # Every row keeps as many.
+        indices = plan.indices.expand(query.shape[0], query.shape[2], -1, -1)
+        keep = lists_as_map(indices, plan.kv.num)
         return attend_spas_sage(query, key, value, keep, scale=self.softmax_scale, call=call)
-
-
-def _block_mask(plan: BlockPlan, batch: int, heads: int) -> torch.Tensor:
-    """Return the blocks that a plan keeps, bool [B, H, Nq, Nk]; every row keeps as many."""
-    shape = (batch, heads, plan.q.num, plan.kv.num)
-    indices = plan.indices.long().expand(batch, heads, -1, -1)
-    keep = torch.zeros(shape, dtype=torch.bool, device=plan.device)
-    return keep.scatter_(-1, indices, True)

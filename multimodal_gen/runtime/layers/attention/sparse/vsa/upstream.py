@@ -16,7 +16,11 @@ import torch
 
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
-from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
+from multimodal_gen.runtime.layers.attention.sparse.upstream import (
+    call_reasons,
+    lists_as_map,
+    refuse_upstream,
+)
 
 __all__ = ["UPSTREAM", "attend_upstream", "upstream_reasons"]
 
@@ -62,7 +66,7 @@ def attend_upstream(
     module = importlib.import_module(call.kernel.name)
     slots = _slots(order)
     token = order.order.long()
-    keep = None if call.kernel.name == "vsa" else _map(select(), len(order.starts))
+    keep = None if call.kernel.name == "vsa" else lists_as_map(select(), len(order.starts))
     out = torch.empty_like(call.query)
     # One by one: some releases take one batch entry only.
     for b in range(out.shape[0]):
@@ -99,9 +103,3 @@ def _padded(tiled: torch.Tensor, slots: torch.Tensor, num_tiles: int) -> torch.T
     padded = tiled.new_zeros((1, heads, num_tiles * _SLOTS, head_size))
     padded[0, :, slots] = tiled.transpose(0, 1)
     return padded
-
-
-def _map(indices: torch.Tensor, num_tiles: int) -> torch.Tensor:
-    """Return lists of tiles as bool [B, H, N, N]."""
-    keep = torch.zeros((*indices.shape[:3], num_tiles), dtype=torch.bool, device=indices.device)
-    return keep.scatter_(-1, indices.long(), True)
