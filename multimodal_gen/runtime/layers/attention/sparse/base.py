@@ -27,10 +27,10 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = ["SparseImpl"]
 
-ConfigT = TypeVar("ConfigT", bound=SparseConfig)
+_ConfigT = TypeVar("_ConfigT", bound=SparseConfig)
 
 
-class SparseImpl(AttentionImpl, Generic[ConfigT]):
+class SparseImpl(AttentionImpl, Generic[_ConfigT]):
     """A sparse method on one self-attention layer; see `AttentionImpl` for the arguments.
 
     Attributes:
@@ -42,7 +42,7 @@ class SparseImpl(AttentionImpl, Generic[ConfigT]):
 
     declaration: ClassVar[type[AttentionBackend]]
     per_head: ClassVar[bool] = True
-    config: ConfigT
+    config: _ConfigT
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -83,11 +83,13 @@ def assign(losses: torch.Tensor, costs: Sequence[int], budget: int) -> Assignmen
     choices = _spend_rest(at_price(price), ordered, cost, budget)
     loss = float(ordered.gather(1, choices[:, None]).sum())
     bound = float((ordered + price * cost).amin(1).sum()) - price * budget
+    if loss - bound <= 1e-12 * loss:  # but for the rounding of the sums
+        bound = loss
     return Assignment(
         choices=torch.tensor(cheap_first)[choices],
         loss=loss,
         cost=int(cost[choices].sum()),
-        bound=min(bound, loss),
+        bound=bound,
     )
 
 
@@ -159,7 +161,8 @@ def tune(
         skip_time_steps: first denoising steps that stay dense.
         target_density: largest share of tiles kept, over all steps, layers and heads and the
             dense steps too; the windows, full ones among them, are then those with the least
-            total loss. None: each head takes its best window that is not full.
+            total loss, or as near to it as `bound` tells. None: each head takes its best window
+            that is not full.
 
     Raises:
         ConfigError: searches do not fit each other, all steps would be dense, or the density
