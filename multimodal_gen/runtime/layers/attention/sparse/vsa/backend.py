@@ -122,7 +122,7 @@ class VideoSparseBackend(AttentionBackend):
     @classmethod
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
         """Return the tokens of a tile; see `AttentionBackend.block_sizes`."""
-        size = math.prod(getattr(config, "tile_size", VideoSparseConfig().tile_size))
+        size = math.prod(getattr(config, "tile_size", _TILE_SIZES[0]))
         return size, size
 
     @classmethod
