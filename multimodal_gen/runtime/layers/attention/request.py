@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from multimodal_gen.kernels.requirements import PackageProbe
+from multimodal_gen.kernels.requirements import PackageProbe, installed
 from multimodal_gen.runtime.platforms import DeviceCapability, Platform, PlatformEnum
 
 
@@ -65,7 +65,7 @@ class Environment:
     def of(cls, platform: Platform, probes: Iterable[PackageProbe]) -> "Environment":
         """Look at `platform` and at which of `probes` are installed; imports none of them."""
         capability = platform.get_device_capability()
-        found = [(p.module, p.distribution, p.find()) for p in set(probes)]
+        found = [(p.module, p.distribution, installed(p)) for p in set(probes)]
         return cls(
             platform=platform.name,
             device_name=platform.get_device_name(),

@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
+from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe, installed
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
@@ -38,7 +38,9 @@ def package(monkeypatch, tmp_path):
         metadata = f"Metadata-Version: 2.1\nName: exploding-attn\nVersion: {version}\n"
         (info / "METADATA").write_text(metadata)
 
-    return set_version
+    installed.cache_clear()
+    yield set_version
+    installed.cache_clear()
 
 
 def environment(**known) -> Environment:
