@@ -56,17 +56,24 @@ def layer(*, heads: int = HEADS, **options):
 
 def token_mask(grid, tile, window, text: TextSpan | None = None) -> torch.Tensor:
     """Return which token attends to which, [S, S], by going through all pairs."""
-    video = video_tokens(grid, text)
+    tiles = [(length + edge - 1) // edge for length, edge in zip(grid, tile, strict=True)]
+
+    def sees(axis: int, query: int, key: int) -> bool:
+        count, edge, wanted = tiles[axis], tile[axis], window[axis]
+        half = wanted // 2
+        centre = sorted((half, query // edge, count - 1 - half))[1]
+        return wanted >= count or abs(key // edge - centre) <= half
+
     places = list(product(*map(range, grid)))
+    pairs = [
+        [all(sees(axis, query[axis], key[axis]) for axis in range(3)) for key in places]
+        for query in places
+    ]
+    video = video_tokens(grid, text)
     size = len(video) + (text.length if text else 0)
     mask = torch.ones(size, size, dtype=torch.bool)
-    for (i, query), (j, key) in product(zip(video, places, strict=True), repeat=2):
-        for q, k, length, edge, wanted in zip(query, key, grid, tile, window, strict=True):
-            tiles = (length + edge - 1) // edge
-            if wanted < tiles:
-                half = wanted // 2
-                centre = sorted((half, q // edge, tiles - 1 - half))[1]
-                mask[i, j] &= abs(k // edge - centre) <= half
+    rows = torch.tensor(video)
+    mask[rows[:, None], rows] = torch.tensor(pairs)
     return joint_mask(mask, video)
 
 

@@ -133,9 +133,9 @@ def lloyd(x, tokens, centroids, iterations):
     for i in range(max(iterations, 1)):
         rounded = torch.stack([c.to(x.dtype).double() for c in centroids])
         clusters = [[] for _ in centroids]
-        for t in tokens:
-            distances = (x[t].double() - rounded).square().sum(1).tolist()
-            clusters[distances.index(min(distances))].append(t)
+        distances = (x[tokens].double()[:, None] - rounded).square().sum(2).tolist()
+        for t, own in zip(tokens, distances, strict=True):
+            clusters[own.index(min(own))].append(t)
         if i < iterations:
             centroids = [
                 x[members].double().mean(0) if members else c
