@@ -115,7 +115,7 @@ class Ranks:
         whole = replace(mesh, cfg=self.size // mesh.sequence)
         if whole not in self._groups:
             self._groups[whole] = build_groups(whole)
-        with use_parallel_groups(replace(self._groups[whole], head_chunks=chunks)):
+        with use_parallel_groups(replace(self._groups[whole], head_groups=chunks)):
             yield
 
     def worst(self, value: float) -> float:

@@ -60,15 +60,15 @@ def inputs(tokens, heads, kv_heads=None, dtype=torch.bfloat16):
     return make_qkv(1, tokens, heads, SIZE, num_kv_heads=kv_heads, dtype=dtype, device="cuda")
 
 
-def in_chunks(count):
-    return use_parallel_groups(replace(parallel_groups(), head_chunks=count))
+def in_groups(count):
+    return use_parallel_groups(replace(parallel_groups(), head_groups=count))
 
 
 def check_dense(backend, lengths, heads, kv_heads, text, chunks):
     whole = inputs(text + sum(lengths), heads, kv_heads)
     local = [own(x, lengths, text) for x in whole]
     layer = layer_of(backend, heads, kv_heads)
-    with in_chunks(chunks), torch.inference_mode():
+    with in_groups(chunks), torch.inference_mode():
         out = layer(*local, num_replicated_prefix=text)
         # Streams that do not wait for each other differ from call to call.
         for _ in range(5):
@@ -138,7 +138,7 @@ def check_sparse(backend, lengths, heads, chunks):
     known = {"latent_grid": GRID, "num_steps": 2, "text_span": TextSpan(start=0, length=text)}
     outs = []
     with torch.inference_mode():
-        for groups in (None, replace(parallel_groups(), head_chunks=chunks)):
+        for groups in (None, replace(parallel_groups(), head_groups=chunks)):
             with use_parallel_groups(groups), set_forward_context(0, **known):
                 local = [x if groups is None else own(x, lengths, text) for x in whole]
                 outs.append(layer(*local, num_replicated_prefix=text))

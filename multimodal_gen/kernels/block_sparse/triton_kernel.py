@@ -28,7 +28,6 @@ from multimodal_gen.kernels.shared_kernel import (
     query_rows,
 )
 
-LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
 
 

@@ -1,5 +1,6 @@
 """Which chunks of keys each query selects: means of chunks, scores against them, and the choice.
 
-`api` validates and chooses, `reference` is the definition, `kernel` does the same in Triton where
-the scores of a query compete with one another only; `rule` says how to choose.
+`api` validates and chooses, `reference` is the definition and says how to choose,
+`chunk_select_kernel` does the same in Triton where the scores of a query compete with one another
+only.
 """

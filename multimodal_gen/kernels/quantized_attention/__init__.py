@@ -1,5 +1,5 @@
 """Attention on 8-bit scores and values, dense and over block lists.
 
-`api` validates and chooses a provider, `reference` is the definition, `quantise` makes the 8-bit
-tensors that both kernels, `portable` (Triton) and `hopper` (Gluon, SM90), read.
+`api` validates and runs the kernel that `kernels/engine.py` chooses, `reference` is the definition,
+`quantise_kernel` makes the 8-bit tensors that `triton_kernel` and `gluon_kernel` (SM90) read.
 """

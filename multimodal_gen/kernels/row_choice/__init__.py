@@ -5,5 +5,6 @@ times what each of them chose. Here the key blocks are cut in groups of a few. F
 rows that chose any of its blocks are sorted by what they chose, so that nearly every tile of rows
 agrees; attention runs per group, and the parts of a row are merged by their log-sum-exp.
 
-`api` validates and chooses, `reference` is the definition, `kernel` does the same in Triton.
+`api` validates and chooses, `reference` is the definition, `row_choice_kernel` does the same in
+Triton.
 """

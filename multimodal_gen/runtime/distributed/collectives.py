@@ -82,13 +82,13 @@ class HeadPartition:
             return x
         return x.index_select(2, torch.tensor(read, device=x.device))
 
-    def in_chunks(self, count: int) -> tuple["HeadPartition", ...]:
+    def in_groups(self, count: int) -> tuple["HeadPartition", ...]:
         """Return the heads of every rank in `count` runs, each as even as can be.
 
         Args:
             count: at most the query heads of any rank.
         """
-        return _in_chunks(self, count)
+        return _in_groups(self, count)
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +110,7 @@ def partition_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadPa
 
 
 @lru_cache(maxsize=256)
-def _in_chunks(shares: HeadPartition, count: int) -> tuple[HeadPartition, ...]:
+def _in_groups(shares: HeadPartition, count: int) -> tuple[HeadPartition, ...]:
     group = shares.num_heads // shares.num_kv_heads
     runs = [_runs(start, stop, count) for start, stop in shares.queries]
     return tuple(

@@ -91,7 +91,7 @@ class ParallelGroups:
         cfg: the ranks with the same shard of each CFG branch.
         control: the ranks of `sequence`, for messages on the CPU.
         cfg_control: the ranks of `cfg`, for the same.
-        head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most, so that
+        head_groups: in how many groups of heads a Ulysses layer exchanges them, at most, so that
             they travel while other chunks are computed; None for what was measured to be best.
         owns_world: the world was joined for these groups, and is left with them.
         handshakes: what the ranks of `control` know of each other's calls.
@@ -105,7 +105,7 @@ class ParallelGroups:
     cfg: Group
     control: Group
     cfg_control: Group
-    head_chunks: int | None = None
+    head_groups: int | None = None
     owns_world: bool = False
     handshakes: HandshakeState = field(default_factory=HandshakeState)
 
@@ -161,7 +161,7 @@ def build_groups(
     *,
     timeout: timedelta = _TIMEOUT,
     control_timeout: timedelta = _CONTROL_TIMEOUT,
-    head_chunks: int | None = None,
+    head_groups: int | None = None,
 ) -> ParallelGroups:
     """Return this process's groups; every rank of the world has to call it, with the same mesh.
 
@@ -169,14 +169,14 @@ def build_groups(
         mesh: covers the world exactly.
         timeout: how long an exchange of data may wait for a rank.
         control_timeout: how long ranks wait for each other to agree on an exchange.
-        head_chunks: in how many chunks of heads a Ulysses layer exchanges them, at most; None for
+        head_groups: in how many groups of heads a Ulysses layer exchanges them, at most; None for
             what was measured to be best.
 
     Raises:
-        ConfigError: there is no world, or one of another size, or `head_chunks` is none.
+        ConfigError: there is no world, or one of another size, or `head_groups` is none.
     """
-    if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
-        raise ConfigError(f"head_chunks must be None or an integer >= 1, got {head_chunks!r}")
+    if head_groups is not None and (type(head_groups) is not int or head_groups < 1):
+        raise ConfigError(f"head_groups must be None or an integer >= 1, got {head_groups!r}")
     if not dist.is_initialized():
         raise ConfigError(
             "build_groups needs a torch.distributed world, got none; call init_world first"
@@ -194,7 +194,7 @@ def build_groups(
         cfg=_join(mesh.cfg_groups(), timeout),
         control=_join(mesh.sequence_groups(), control_timeout, backend="gloo"),
         cfg_control=_join(mesh.cfg_groups(), control_timeout, backend="gloo"),
-        head_chunks=head_chunks,
+        head_groups=head_groups,
     )
 
 

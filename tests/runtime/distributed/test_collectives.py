@@ -57,7 +57,7 @@ def test_a_rank_without_a_head_is_refused():
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_chunks_cover_the_heads_of_every_rank_in_order(count):
     shares = partition_heads(13, 13, 4)
-    chunks = shares.in_chunks(count)
+    chunks = shares.in_groups(count)
     assert len(chunks) == count
     for rank, span in enumerate(shares.queries):
         spans = [chunk.queries[rank] for chunk in chunks]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
@@ -114,7 +115,7 @@ class AttentionLayer(nn.Module):
         prefix: str = "",
         site: LayerSite | None = None,
         scope: SelectionScope | None = None,
-        prepare: "Callable[[AttentionLayer, AttentionCall], AttentionCall] | None" = None,
+        prepare: Callable[["AttentionLayer", AttentionCall], AttentionCall] | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -236,7 +237,8 @@ class AttentionLayer(nn.Module):
         misfit = call.misfit(self.geometry)
         if misfit is not None:
             raise self._refused(call, misfit)
-        return self._attend(call)
+        out = self._attend(call)
+        return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
 
     def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
         """Return why a call cannot be made; layers that exchange tokens tell other ranks first."""
@@ -246,10 +248,8 @@ class AttentionLayer(nn.Module):
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         """Serve a call on this process; the heads may be a share of the layer's."""
         query, key, value = call[:3]
-        device_type = query.device.type
-        # Asking about "meta" is an error.
-        if device_type != "meta" and torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):  # methods choose their precision
+        if call.autocasts:
+            with torch.autocast(query.device.type, enabled=False):  # methods choose their precision
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
         if call.gate is not None:
@@ -260,7 +260,7 @@ class AttentionLayer(nn.Module):
         if call.mask is not None:
             return self._attend_masked(entry, call)
         bound = entry.primary
-        if torch.is_grad_enabled() and call.wants_gradient:
+        if call.wants_gradient:
             bound = entry.with_features(Feature.BACKWARD)
         bound.calls += 1
         if call.first_head and bound.impl.per_head:
@@ -277,9 +277,10 @@ class AttentionLayer(nn.Module):
         # What `forced_backend` returns, spelled out, because it is part of every call.
         forced = FORCED.get()
         in_force = FORCED_IN_PROCESS[0] if forced is None else forced[0]
-        last = self._last[0] = (query.dtype, query.device.type)
+        last = (query.dtype, query.device.type)
         key = (in_force, *last)
         schedule = self._schedules.get(key) or self._bind(key)
+        self._last[0] = last
         if len(schedule) == 1:
             return schedule[0]
         return entry_at(schedule, current_forward_context())

@@ -66,6 +66,10 @@ class LayerGeometry:
 class AttentionCall(NamedTuple):
     """One call of a layer, from its `forward` to an implementation.
 
+    What a caller gives are the first five, `mask_meta`, `replicated`, `seq_lens` and `exchange`;
+    the others are set on the way. While `torch.compile` traces, a packing is not carried along: it
+    is made again.
+
     Attributes:
         query: [B, Sq, H, D].
         key: [B, Sk, Hkv, D].
@@ -101,14 +105,15 @@ class AttentionCall(NamedTuple):
         A rank may hold a share of the layer's heads: only the ratio of heads is fixed.
         """
         # Spelled out, because it is part of every call.
-        q, k, v, mask = self.query, self.key, self.value, self.mask
+        q, k, v, mask, gate = self[:5]
         if not (
             isinstance(q, torch.Tensor)
             and isinstance(k, torch.Tensor)
             and isinstance(v, torch.Tensor)
             and (mask is None or isinstance(mask, torch.Tensor))
+            and (gate is None or isinstance(gate, torch.Tensor))
         ):
-            return _no_tensor(query=q, key=k, value=v, attn_mask=mask)
+            return _no_tensor({"query": q, "key": k, "value": v}, {"attn_mask": mask, "gate": gate})
         query, key, value = q.shape, k.shape, v.shape
         if (
             len(query) == len(key) == len(value) == 4
@@ -277,11 +282,10 @@ def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None
         )
 
 
-def _no_tensor(**arguments: object) -> UsageError:
-    """Return the error of the first argument that is no tensor; a mask may be None."""
-    for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor) and not (name == "attn_mask" and value is None):
-            break
+def _no_tensor(needed: dict[str, object], optional: dict[str, object]) -> UsageError:
+    """Return the error of the first argument that is no tensor; optional ones may be None."""
+    given = {**needed, **{name: x for name, x in optional.items() if x is not None}}
+    name, value = next(item for item in given.items() if not isinstance(item[1], torch.Tensor))
     return UsageError(
         f"{name} must be a torch.Tensor, got {type(value).__name__}; make it one with "
         f"torch.as_tensor"

@@ -56,6 +56,13 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger(__name__)
+
+# Process-wide, because imports are: what is wrong with installed packages that do not import.
+_BROKEN: dict[str, str] = {}
+_NOT_IMPORTED = "is installed but does not import"
+
+
 def with_dense_parts(
     schedule: PreferenceSchedule,
     site: LayerSite,
@@ -134,13 +141,6 @@ def _sparse_config(asked: BackendPreference, platform: PlatformEnum) -> SparseCo
         cls = find_backend(asked.backend, platform)
         config = cls.config_cls()
     return config if isinstance(config, SparseConfig) else None
-
-
-logger = logging.getLogger(__name__)
-
-# Process-wide, because imports are: what is wrong with installed packages that do not import.
-_BROKEN: dict[str, str] = {}
-_NOT_IMPORTED = "is installed but does not import"
 
 
 class BoundBackend:

@@ -50,10 +50,12 @@ class ProjectionSlot:
         Raises:
             UsageError: it does not map the channels of a head to themselves.
         """
-        if linear is not None and tuple(linear.weight.shape) != (head_size, head_size):
+        weight = getattr(linear, "weight", None)
+        shape = list(weight.shape) if isinstance(weight, torch.Tensor) else None
+        if linear is not None and shape != [head_size, head_size]:
+            got = f"a weight of {shape}" if shape else f"a {type(linear).__name__}"
             raise UsageError(
-                f"`linear` must map {head_size} channels to {head_size}, those of a head, got a "
-                f"weight of {list(linear.weight.shape)}"
+                f"`linear` must map {head_size} channels to {head_size}, those of a head, got {got}"
             )
         self.linear = linear
 
@@ -79,8 +81,9 @@ class AttentionImpl(ABC):
 
     Attributes:
         takes_projection: whether the method has a branch that `projection` weighs.
-        per_head: whether settings differ by head, so that `forward` and `forward_gated` take
-            `first_head`, the index of the call's first head among the layer's heads.
+        per_head: whether settings differ by head. `forward` and `forward_gated` then take
+            `first_head`, the index of the call's first head among the layer's heads, and `forward`
+            takes `continued`, whether earlier heads of the same call came before.
     """
 
     takes_projection: ClassVar[bool] = False

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.distributed.collectives import partition_heads
@@ -118,8 +117,7 @@ class SequenceParallelLayer(AttentionLayer):
             key_lengths=key_lengths,
         )
         with recording(self.times):
-            out = self._exchange_and_attend(split, call, entry)
-        return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
+            return self._exchange_and_attend(split, call, entry)
 
     def _exchange_and_attend(
         self, split: SplitCall, call: AttentionCall, entry: ScheduleEntry

@@ -298,7 +298,7 @@ def num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
     from call to call is about all heads of the rank; key heads that several query heads read would
     travel more than once.
     """
-    bound, asked = entry.primary, split.groups.head_chunks
+    bound, asked = entry.primary, split.groups.head_groups
     if bound.keeps_state or entry.observers or split.shares.num_heads != split.shares.num_kv_heads:
         return 1
     if asked is None:
@@ -325,14 +325,16 @@ def attend_in_head_groups(
     Returns:
         [B, prefix + S + suffix, H, Dv].
     """
-    groups = [replace(split, shares=shares) for shares in split.shares.in_chunks(count)]
+    groups = [replace(split, shares=shares) for shares in split.shares.in_groups(count)]
     coming = [group.start_heads(*call[:3]) for group in groups]
     bound.calls += 1
     context = current_forward_context()
     leaving = []
     for group, arrived in zip(groups, coming, strict=True):
         q, k, v, _ = group.joined(arrived())
-        heads = {"first_head": group.heads[0]} if bound.impl.per_head else {}
+        heads = {}
+        if bound.impl.per_head:
+            heads = {"first_head": group.heads[0], "continued": group is not groups[0]}
         with attending(q.device):
             part = bound.forward(q, k, v, context, **heads)
         leaving.append(group.start_tokens(part))

@@ -71,8 +71,9 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         *,
         attn_mask: torch.Tensor | None = None,
         first_head: int = 0,
+        continued: bool = False,
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward`; the mask is [B, 1, 1, Sk], and bool.
+        """See `AttentionImpl.forward` and `per_head`; the mask is [B, 1, 1, Sk], and bool.
 
         Raises:
             UsageError: the latent grid is unknown or does not fit the sequence.
@@ -80,6 +81,8 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         keep = None
         if attn_mask is not None:
             keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
+        if not continued:
+            self.kernel.begin_call()
         call = self.call(query, key, value, context, keep=keep, first_head=first_head)
         assert context is not None, "a layout needs a context"
         return self.attend(call, context)
@@ -100,7 +103,6 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         Raises:
             UsageError: the latent grid is unknown or does not fit the sequence.
         """
-        self.kernel.begin_call()
         return SparseCall(
             query=query,
             key=key,

@@ -1,10 +1,11 @@
-"""Layers that exchange their heads in chunks, against one process, and the times they report."""
+"""Layers that exchange their heads in groups, against one process, and the times they report."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
@@ -39,11 +40,11 @@ def count_messages(run):
     return count
 
 
-def in_chunks(count):
-    return use_parallel_groups(replace(parallel_groups(), head_chunks=count))
+def in_groups(count):
+    return use_parallel_groups(replace(parallel_groups(), head_groups=count))
 
 
-def check_chunks(lengths, heads, text, chunks, messages):
+def check_groups(lengths, heads, text, chunks, messages):
     front, key_front, after = stretches(text)
     total = sum(lengths)
     whole = make_qkv(2, front + total + after, heads, SIZE, num_keys=key_front + total + after)
@@ -52,7 +53,7 @@ def check_chunks(lengths, heads, text, chunks, messages):
         want = layer(*whole, **text)
     fronts = (front, key_front, key_front)
     local = [own(x, lengths, f, after) for x, f in zip(whole, fronts, strict=True)]
-    with in_chunks(chunks), torch.inference_mode():
+    with in_groups(chunks), torch.inference_mode():
         out = layer(*local, **text)
         assert layer.report().calls == 2
         assert count_messages(lambda: layer(*local, **text)) == messages
@@ -67,24 +68,38 @@ def check_whole_calls(lengths):
     mask = torch.ones(local[0].shape[:2], dtype=torch.bool)
     key, value = (x[:, :, :2] for x in local[1:])
     tracked = [x.clone().requires_grad_() for x in local]
-    with in_chunks(2):
+    with in_groups(2):
         assert count_messages(lambda: layer(*local, mask)) == 2
         assert count_messages(lambda: layer(*tracked)) == 2
         assert count_messages(lambda: grouped(local[0], key, value)) == 2
 
 
-def check_measured_chunks(backend, messages):
-    """Groups that are told nothing exchange heads in as many chunks as was measured to win."""
-    assert parallel_groups().head_chunks is None
+def check_measured_groups(backend, messages):
+    """Groups that are told nothing exchange heads in as many groups as was measured to win."""
+    assert parallel_groups().head_groups is None
     layer = sparse_layer(backend, SPARSE.get(backend), 4)
     local = [own(x, (100, 92)) for x in make_qkv(1, 192, 4, 32)]
     with torch.no_grad(), set_forward_context(0, latent_grid=(4, 6, 8), num_steps=2):
         assert count_messages(lambda: layer(*local)) == messages
 
 
-def check_sparse_chunks(backend, lengths, heads):
-    with in_chunks(2):
+def check_sparse_groups(backend, lengths, heads):
+    with in_groups(2):
         check_sparse(backend, SPARSE[backend], lengths, heads)
+
+
+def detours_of(count):
+    """Return the calls a layer reports whose selected kernel can serve none of them."""
+    layer = sparse_layer("sliding_tile_attn", SPARSE["sliding_tile_attn"], 8)
+    layer.attn_impl.kernel = SelectedKernel("gluon")
+    local = [own(x, (100, 92)) for x in make_qkv(1, 192, 8, 32)]
+    context = {"latent_grid": (4, 6, 8), "num_steps": 2}
+    with in_groups(count), torch.no_grad(), set_forward_context(1, **context):
+        layer(*local)
+    report = layer.report()
+    return [e.calls for e in report.entries], [
+        (e.selection.variant, e.calls) for e in report.detours
+    ]
 
 
 def times_of(lengths, chunks):
@@ -93,7 +108,7 @@ def times_of(lengths, chunks):
     layer = USPAttention(4, SIZE, prefix="blocks.0.attn")
     alone = USPAttention(4, SIZE, skip_sequence_parallel=True)
     assert layer.report().times is None
-    with in_chunks(chunks):
+    with in_groups(chunks):
         for _ in range(2):
             layer(*local)
             alone(*local)
@@ -109,13 +124,13 @@ def times_of(lengths, chunks):
 def test_chunks_of_heads_compute_what_whole_calls_do(four_ranks, text):
     for lengths, heads in (((2, 2, 2, 2), 8), ((3, 0, 4, 1), 13)):
         # A cross-like call sends q apart from k and v only where their lengths differ.
-        four_ranks.run(Mesh(ulysses=4), check_chunks, lengths, heads, TEXTS[text], 2, 4)
+        four_ranks.run(Mesh(ulysses=4), check_groups, lengths, heads, TEXTS[text], 2, 4)
 
 
 def test_there_are_no_more_chunks_than_heads_on_a_rank(two_ranks):
-    two_ranks.run(Mesh(ulysses=2), check_chunks, (5, 2), 5, {}, 4, 4)
-    two_ranks.run(Mesh(ulysses=2), check_chunks, (5, 2), 3, {}, 4, 2)
-    two_ranks.run(Mesh(ulysses=2), check_chunks, (4, 4), 16, {}, 4, 8)
+    two_ranks.run(Mesh(ulysses=2), check_groups, (5, 2), 5, {}, 4, 4)
+    two_ranks.run(Mesh(ulysses=2), check_groups, (5, 2), 3, {}, 4, 2)
+    two_ranks.run(Mesh(ulysses=2), check_groups, (4, 4), 16, {}, 4, 8)
 
 
 def test_calls_that_cannot_be_cut_into_chunks_come_in_one(two_ranks):
@@ -124,12 +139,12 @@ def test_calls_that_cannot_be_cut_into_chunks_come_in_one(two_ranks):
 
 @pytest.mark.parametrize(("backend", "messages"), [("sliding_tile_attn", 4), ("torch_sdpa", 2)])
 def test_chunks_are_those_that_were_measured_to_win(two_ranks, backend, messages):
-    two_ranks.run(Mesh(ulysses=2), check_measured_chunks, backend, messages)
+    two_ranks.run(Mesh(ulysses=2), check_measured_groups, backend, messages)
 
 
 @pytest.mark.parametrize("backend", ["sliding_tile_attn", "sla_attn", "sparse_video_gen_2_attn"])
 def test_sparse_backends_take_chunks_of_heads(two_ranks, backend):
-    two_ranks.run(Mesh(ulysses=2), check_sparse_chunks, backend, (100, 92), 4)
+    two_ranks.run(Mesh(ulysses=2), check_sparse_groups, backend, (100, 92), 4)
 
 
 @pytest.mark.parametrize(
@@ -155,3 +170,10 @@ def test_one_process_reports_no_times():
     assert "times" not in report.as_dict()
     assert "time on this rank" not in report.summary()
     assert sparse_layer("sla_attn", SPARSE["sla_attn"], 2).report().times is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_call_in_groups_that_another_kernel_serves_is_one_detour(two_ranks, count):
+    for entries, detours in two_ranks.run(Mesh(ulysses=2), detours_of, count):
+        assert set(entries) == {0}
+        assert detours == [("reference", 1)]
