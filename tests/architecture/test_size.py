@@ -19,6 +19,7 @@ SMALL_MODULES = {
     "multimodal_gen.integrations.models.*": "a record of data per family of transformers",
     "multimodal_gen.kernels.*.reference": "the definition of an operation, apart from its kernels",
 }
+ATTENTION_FILES = 65
 
 
 def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -98,6 +99,11 @@ def test_a_small_module_with_one_importer_is_reported(tmp_path: Path) -> None:
         "package.part: 1 lines, imported by package.c",
     ]
     assert list(too_small(tmp_path, graph, ["package.[_p]*"])) == []
+
+
+def test_the_layers_of_attention_are_a_number_of_files_that_one_can_know(package: Path) -> None:
+    files = list((package / "runtime" / "layers" / "attention").rglob("*.py"))
+    assert len(files) <= ATTENTION_FILES
 
 
 def test_modules_and_functions_stay_within_their_budgets(repository: Path) -> None:
