@@ -92,7 +92,7 @@ class ParallelGroups:
         control: the ranks of `sequence`, for messages on the CPU.
         cfg_control: the ranks of `cfg`, for the same.
         head_groups: in how many groups of heads a Ulysses layer exchanges them, at most, so that
-            they travel while other chunks are computed; None for what was measured to be best.
+            they travel while other groups are computed; None for what was measured to be best.
         owns_world: the world was joined for these groups, and is left with them.
         handshakes: what the ranks of `control` know of each other's calls.
     """

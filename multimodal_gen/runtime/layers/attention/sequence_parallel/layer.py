@@ -1,7 +1,7 @@
 """Attention layers whose tokens are split over ranks: Ulysses, ring, or both.
 
 Within a Ulysses group tokens are exchanged for heads, so a backend sees the whole sequence (under a
-ring: a chunk of it) with some of the heads. Tokens that all ranks hold, such as text, are never
+ring: a part of it) with some of the heads. Tokens that all ranks hold, such as text, are never
 exchanged: a rank takes its heads of them, and they are where they were in the sequence. Between
 Ulysses groups keys and values travel round a ring.
 

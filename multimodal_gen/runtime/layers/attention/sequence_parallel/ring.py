@@ -35,7 +35,7 @@ __all__ = ["ring_forward"]
 def ring_forward(
     layer: AttentionLayer, call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return attention of a rank's heads and chunk of the sequence over the whole sequence.
+    """Return attention of a rank's heads and part of the sequence over the whole sequence.
 
     Args:
         layer: whose backend computes the parts.
