@@ -55,7 +55,10 @@ def entries_of(record: dict) -> list[dict]:
     return [e for e in entries if e["backend"] == "sage_sla_attn" and e["calls"]]
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name == "wan" else [pytest.mark.slow]) for name in SIZES],
+)
 def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> None:
     dense, _ = latents(family, "dense", "--attention-backend", "torch_sdpa")
     all_of_it, _ = latents(family, "all", *sage_sla({"topk_ratio": 1.0, "BLKQ": 64}))

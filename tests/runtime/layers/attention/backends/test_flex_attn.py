@@ -1,4 +1,5 @@
 import math
+from itertools import cycle
 
 import pytest
 import torch
@@ -24,8 +25,12 @@ SCALE = 0.2
 FEW = ["24x24-kv4-full", "24x24-kv2-causal", "16x40-kv1-causal", "40x16-kv2-causal"]
 
 
-@pytest.mark.parametrize("call", FEW, indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    list(zip(FEW, cycle((torch.float32, torch.bfloat16)), strict=False)),
+    indirect=["call"],
+    ids=str,
+)
 def test_it_honours_calls(call, assert_honours, dtype):
     assert_honours(FlexAttentionBackend, "unfused", call, dtype=dtype)
 

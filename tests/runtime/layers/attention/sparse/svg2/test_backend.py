@@ -551,7 +551,13 @@ def test_every_worked_example_has_a_test():
     assert files | {"sparse_video_gen_2_attn.yaml"} == set(SETTINGS)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# The others differ from these in numbers of steps and layers.
+QUICK = ("sparse_video_gen_2_attn.yaml", "sparse_video_gen_2_attn/cosmos.yaml")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SETTINGS]
+)
 def test_published_settings_run(name):
     num_q, num_k, steps, layers = SETTINGS[name]
     raw = read_mapping(CONFIGS / name)
