@@ -89,7 +89,7 @@ def alone(tiny_pipeline, tmp_path_factory):
     return make
 
 
-# Families differ in how their tokens are split, which tests of pipelines try in rings for the others.
+# Families differ in how their tokens are split; tests of pipelines try the others in rings.
 QUICK = ("wan", "hunyuan_video_15", "flux2_klein")
 
 
