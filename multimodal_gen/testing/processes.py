@@ -54,7 +54,7 @@ class World:
         folder: an empty folder where they meet.
         timeout: seconds until a function that has not returned everywhere counts as hanging.
         exchange_timeout: seconds until torch gives up an exchange of data.
-        control_timeout: seconds until ranks give up agreeing.
+        control_timeout: seconds until ranks give up a handshake.
         device_type: "cpu", or "cuda" for one GPU each.
         preload: modules to import once, before processes on CPUs are forked from that; those that
             are not installed are left out. The first world of a process decides.

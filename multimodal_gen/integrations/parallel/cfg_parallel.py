@@ -71,7 +71,7 @@ class CfgRanks:
         self.times = Times()
         self._group = groups.cfg
         # They agree among themselves, as the ranks of a sequence do.
-        self._agreeing = replace(groups, control=groups.cfg_control, handshakes=HandshakeState())
+        self._control = replace(groups, control=groups.cfg_control, handshakes=HandshakeState())
 
     @property
     def branch(self) -> int:
@@ -79,7 +79,7 @@ class CfgRanks:
         return self._group.index
 
     def share(
-        self, own: torch.Tensor, call: str, facts: dict[str, object], turn: Progress
+        self, own: torch.Tensor, call: str, facts: dict[str, object], progress: Progress
     ) -> tuple[torch.Tensor, ...]:
         """Return what both ranks have, in order, once they are at the same call.
 
@@ -89,7 +89,7 @@ class CfgRanks:
         """
         own = own.contiguous()
         facts = {"shape": tuple(own.shape), "dtype": own.dtype, **facts}
-        handshake(self._agreeing, call, facts, (), progress=turn)
+        handshake(self._control, call, facts, (), progress=progress)
         received = [torch.empty_like(own) for _ in self._group.ranks]
         with self.times.exchanging(own.device):
             dist.all_gather(received, own, group=self._group.handle)
@@ -178,8 +178,8 @@ class BatchedCfg:
                 f"{type(output).__name__}; run without --cfg-parallel"
             )
         context = current_forward_context()
-        turn = Progress() if context is None else Progress(step=context.current_timestep)
-        halves = self._ranks.share(sample, f"the guidance batch of {self._component}", {}, turn)
+        progress = Progress() if context is None else Progress(step=context.current_timestep)
+        halves = self._ranks.share(sample, f"the guidance batch of {self._component}", {}, progress)
         return with_sample(output, torch.cat(halves))
 
 
@@ -384,10 +384,10 @@ class SequentialCfg:
         step, mine = call.step, self._ranks.branch
         first, step.first = step.first, None
         assert first is not None, "it was called before"
-        turn = Progress(step=step.key[1], call=step.calls)
+        progress = Progress(step=step.key[1], call=step.calls)
         name = f"the guidance branches of {self._component}"
         own = second if mine == 1 else first
-        branches = self._ranks.share(own, name, {"in parallel": step.in_parallel}, turn)
+        branches = self._ranks.share(own, name, {"in parallel": step.in_parallel}, progress)
         if isinstance(first, PendingTensor):
             fill(first, branches[0])
         elif mine == 1:

@@ -108,7 +108,7 @@ class SequenceParallelLayer(AttentionLayer):
         except MultimodalGenError as error:
             raise self._refused(call, error) from None
         rows = Rows.of(call.query, call.key, call.replicated)
-        lengths, key_lengths = self._agree(groups, call, rows, entry)
+        lengths, key_lengths = self._handshake(groups, call, rows, entry)
         split = SplitCall(
             groups=groups,
             shares=partition_heads(call.query.shape[2], call.key.shape[2], groups.ulysses.size),
@@ -148,7 +148,7 @@ class SequenceParallelLayer(AttentionLayer):
         out = split.give_heads(ring_forward(self, split, heads, mask))
         return out if keep is None else zero_masked_rows(out, keep)
 
-    def _agree(
+    def _handshake(
         self, groups: ParallelGroups, call: AttentionCall, rows: Rows, entry: ScheduleEntry
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and keys each rank brings, once all make the same call."""
