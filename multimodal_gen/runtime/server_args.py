@@ -7,7 +7,6 @@ Importing this module imports neither torch nor diffusers.
 """
 
 import dataclasses
-import importlib.metadata
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, replace
@@ -499,8 +498,11 @@ def parse_attention_backend(
         raise ConfigError(f"{name} must be the name of an attention backend, got {value!r}")
     if value.strip().lower() == "auto":
         return None
+    # Not with the module, which `--help` imports.
+    from importlib.metadata import entry_points
+
     # Names only: what the entry points load is looked at when a layer selects them.
-    for entry in importlib.metadata.entry_points(group=_PLUGIN_GROUP):
+    for entry in entry_points(group=_PLUGIN_GROUP):
         AttentionBackendEnum.register_plugin_name(entry.name)
     try:
         return AttentionBackendEnum.parse(value)

@@ -1,6 +1,7 @@
 """The arguments of a run: normalised once, each error naming its flag."""
 
 import copy
+import importlib.metadata
 import pickle
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime import server_args
 from multimodal_gen.runtime.layers.attention.backends.registry import ENTRY_POINT_GROUP
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -266,7 +266,7 @@ def test_the_roles_of_keys_are_the_roles_of_layers():
 def test_the_name_of_an_installed_plugin_is_accepted_without_loading_it(monkeypatch):
     entry = EntryPoint("plugged_attn", "does.not.exist:Backend", ENTRY_POINT_GROUP)
     monkeypatch.setattr(
-        server_args.importlib.metadata,
+        importlib.metadata,
         "entry_points",
         lambda group: [entry] if group == ENTRY_POINT_GROUP else [],
     )

@@ -20,6 +20,7 @@ OWN: every consumer has its own query block, ring and producer warp; else all co
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     first_turn,
     step_start,
 )
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import Lists, lists_of
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
+from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.launcher import Launcher
 
@@ -101,7 +102,7 @@ def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def partial_sums(p, C: gl.constexpr):
+def _partial_sums(p, C: gl.constexpr):
     """Row sums as four partial sums per row, which needs no shuffle: [64, 4]."""
     BN: gl.constexpr = C.keys
     return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
@@ -197,7 +198,7 @@ def _infinity(words, block):
 
 
 @gluon.jit
-def advance(
+def _advance(
     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST: gl.constexpr,
     ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr, block=None,
     words=None,
@@ -246,7 +247,7 @@ def advance(
         sums_rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
         sums = sums * gl.expand_dims(gl.convert_layout(alpha, sums_rows), 1)
     if C.fast or C.lazy:
-        sums += partial_sums(p, C)
+        sums += _partial_sums(p, C)
     else:
         sums = sums * alpha + gl.sum(p, 1)
     if C.fast:
@@ -267,7 +268,7 @@ def advance(
 
 
 @gluon.jit
-def store_rows(values, lse, work, first_row, C: gl.constexpr):
+def _store(values, lse, work, first_row, C: gl.constexpr):
     """Write 64 rows of out and lse, those that the query block owns."""
     layout: gl.constexpr = values.type.layout
     rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -308,7 +309,7 @@ def _consumer(
     steps = work.num_full + work.num_tail
     if steps == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
-        store_rows(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
+        _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
         q_tile = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
@@ -338,7 +339,7 @@ def _consumer(
             if not C.fast:
                 m = gl.where(_lost(words, block) == 0, m, LOWEST)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
-        sums = partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
+        sums = _partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([64, D], gl.float32, o_layout)
         last = work.num_full
@@ -349,7 +350,7 @@ def _consumer(
         for step in range(1, last):
             block = ahead
             ahead = _block_ahead(work, step, C)
-            acc, sums, m, weights = advance(
+            acc, sums, m, weights = _advance(
                 q, rings, acc, sums, m, weights, BN, step, work, scale_log2, FIRST, ROW, False,
                 dtype, C, block, words,
             )  # fmt: skip
@@ -358,7 +359,7 @@ def _consumer(
                 keys = _tail_keys(work, step - work.num_full, C)
                 block = ahead
                 ahead = _block_ahead(work, step, C)
-                acc, sums, m, weights = advance(
+                acc, sums, m, weights = _advance(
                     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, True,
                     dtype, C, block, words,
                 )  # fmt: skip
@@ -387,7 +388,7 @@ def _consumer(
         o = acc * gl.expand_dims(gl.convert_layout(inverse, rows_o), 1)
         q_tile.store(o.to(dtype))
         staged = q_tile.load(store_layout)
-        store_rows(staged, lse, work, ROW, C)
+        _store(staged, lse, work, ROW, C)
 
 
 @gluon.jit
@@ -522,9 +523,9 @@ def attend(
         out: contiguous [B, Sq, H, D]; only rows that belong to a query block are written.
         lse: contiguous fp32 [B, H, Sq], or None.
         scale: factor of the scores.
-        tile: shape of a program, as `gluon_tile` chooses it.
+        tile: shape of a program, as `hopper_tile` chooses it.
     """
-    key = ("gluon", tile, q.shape, k.shape[2], lse is None)
+    key = ("hopper", tile, q.shape, k.shape[2], lse is None)
     launch = plan.cache.get(key)
     if launch is None:
         launch = plan.cache[key] = _prepare(q, k, plan, tile, lse)
@@ -538,14 +539,16 @@ def attend(
         *launch.arguments, *out.stride()[:3],
         *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
     )  # fmt: skip
-    _launch.each(launch.grid, *arguments, variants=launch.variants)
+    _launcher().each(launch.grid, *arguments, variants=launch.variants)
 
 
-_launch = Launcher(attention_kernel)
+@cache
+def _launcher() -> Launcher:
+    return Launcher(attention_kernel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Prepared:
+class _Launch:
     """What launches on one plan have in common, whatever the tensors.
 
     Attributes:
@@ -573,34 +576,48 @@ def _prepare(
     plan: BlockPlan,
     tile: GluonTile,
     lse: torch.Tensor | None,
-) -> _Prepared:
+) -> _Launch:
     batch, _, heads, channels = q.shape
     kv = plan.kv
     whole = kv.is_regular and kv.size % tile.keys == 0 and plan.row_bits is None
-    lists = lists_of(plan, tile.keys, batch, heads, whole=whole)
-    bits = lists.tail_counts.unsqueeze(3)
-    if plan.row_bits is not None:
-        bits = plan.row_bits.contiguous()
-    total = lists.counts.numel()
+    sub = kv.size // tile.keys if whole else 0
+    steps = None if sub else make_steps(plan, tile.keys)
+    lists = plan.indices if steps is None else steps.starts
+    lists = unit_stride(lists)
+    counts = plan.counts if steps is None else steps.num_full
+    tail_counts = counts if steps is None else steps.num_tail
+    tail_lengths = counts if steps is None else steps.tail_lengths
+    # A plan with row bits is always cut in steps, none of which are merged.
+    blocks = lists if steps is None or steps.blocks is None else steps.blocks
+    bits = counts.unsqueeze(3) if plan.row_bits is None else plan.row_bits.contiguous()
+    order = launch_order(plan, counts)
+    _, plan_h, num_q = counts.shape
+    total = batch * heads * num_q
     num_tiles = -(-total // tile.consumers) if tile.own else total * _q_tiles(plan, tile)
-    shape = _shape(plan, tile, channels, lists, lse=lse is not None)
+    kv_tail = kv.total - (kv.num - 1) * kv.size
+    shape = _shape(plan, tile, channels, sub, ordered=order is not None, lse=lse is not None)
+    q_bounds = [
+        counts if t is None else unit_stride(t).expand(batch, heads, -1)
+        for t in (plan.q.starts, plan.q.lengths)
+    ]
+    every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
     arguments = (
-        lists.entries, lists.counts, lists.tail_counts, lists.tail_lengths,
-        lists.counts if lists.order is None else lists.order, lists.q_starts, lists.q_lengths,
-        *lists.rows_of(k.shape[2]), lists.kv_last, lists.kv_tail,
-        lists.entries.shape[3], lists.tail_room, *lists.strides, k.shape[2], *lists.q_strides,
-        plan.q.size, plan.q.total, total,
-        lists.blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
+        every_list, every_count, tail_counts, tail_lengths, counts if order is None else order,
+        *q_bounds, counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
+        kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],
+        *every_list.stride()[:3], *every_count.stride(), k.shape[2],
+        *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], plan.q.size, plan.q.total, total,
+        blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
     )  # fmt: skip
     redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
-    return _Prepared(
+    return _Launch(
         grid=(num_tiles,),
         shape=shape,
         variants=tuple(
             {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
         ),
         arguments=arguments,
-        counts=lists.counts,
+        counts=counts,
         num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
     )
@@ -611,13 +628,16 @@ def _q_tiles(plan: BlockPlan, tile: GluonTile) -> int:
     return 1 if tile.own else -(-plan.q.size // (64 * tile.consumers))
 
 
-def _shape(plan: BlockPlan, tile: GluonTile, channels: int, lists: Lists, *, lse: bool) -> Shape:
+def _shape(
+    plan: BlockPlan, tile: GluonTile, channels: int, sub: int, *, ordered: bool, lse: bool
+) -> Shape:
     """Return the compile-time shape of the kernel."""
+    kv_tail = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
     return Shape(
         keys=tile.keys,
         head_size=64 if channels <= 64 else 128,
         channels=channels,
-        sub=lists.sub,
+        sub=sub,
         q_tiles=_q_tiles(plan, tile),
         consumers=tile.consumers,
         stages=tile.stages,
@@ -626,8 +646,8 @@ def _shape(plan: BlockPlan, tile: GluonTile, channels: int, lists: Lists, *, lse
         fast=tile.fast,
         lazy=tile.lazy,
         sync=tile.sync,
-        ragged=lists.sub == 0 or lists.kv_tail != plan.kv.size,
-        ordered=lists.order is not None,
+        ragged=sub == 0 or kv_tail != plan.kv.size,
+        ordered=ordered,
         q_starts=plan.q.starts is not None,
         q_lengths=plan.q.lengths is not None,
         bits=plan.row_bits is not None,

@@ -170,46 +170,6 @@ def locate(position, plan, C: gl.constexpr):
 
 
 @gluon.jit
-def query_rows(plan, b, h, i, C: gl.constexpr):
-    """Return a query block's first row, how many rows it has, and how many are its own to write."""
-    begin = i * plan.q_size
-    if C.q_starts:
-        begin = gl.load(plan.q_start + b * plan.q_start_b + h * plan.q_start_h + i)
-    length = gl.minimum(plan.q_total - begin, plan.q_size)
-    if C.q_lengths:
-        length = gl.load(plan.q_length + b * plan.q_length_b + h * plan.q_length_h + i)
-    owned = length
-    if C.q_lengths and not C.q_starts:
-        owned = plan.q_size  # the padding of a block is its own, and is set to zero
-    return begin, length, owned
-
-
-@gluon.jit
-def listed_steps(plan, b, h, i, STEP: gl.constexpr, C: gl.constexpr):
-    """Return a row's list, its numbers of whole and partial steps, and `tail` and `tail_keys`."""
-    row_list = plan.steps + b * plan.steps_b + h * plan.steps_h + i * plan.steps_q
-    place = b * plan.count_b + h * plan.count_h + i * plan.count_q
-    count = gl.load(plan.count + place)
-    num_tail = count * 0
-    if C.sub > 0:
-        num_full = count * C.sub
-        tail = (plan.kv_last * C.sub + plan.kv_tail // STEP) * STEP
-        if C.ragged:
-            last = gl.load(row_list + count - 1, mask=count > 0, other=-1)
-            whole = (count - 1) * C.sub + plan.kv_tail // STEP
-            num_full = gl.where(last == plan.kv_last, whole, num_full)
-            num_tail = gl.where((last == plan.kv_last) & (plan.kv_tail % STEP > 0), 1, 0)
-        tail_keys = plan.kv_tail % STEP
-    else:
-        num_full = count
-        tail = plan.room - 1
-        if C.ragged:
-            num_tail = gl.load(plan.tail_count + place)
-        tail_keys = plan.tail_length + place * plan.tail_room
-    return row_list, num_full, num_tail, tail, tail_keys
-
-
-@gluon.jit
 def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
     """Return the work of this program, of consumer `W` where each has a query block of its own."""
     if C.own:
@@ -220,14 +180,40 @@ def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
         inside = gl.program_id(0) % C.q_tiles * (C.consumers * 64)
     valid = position < plan.total
     b, h, i = locate(gl.minimum(position, plan.total - 1), plan, C)
-    begin, length, owned = query_rows(plan, b, h, i, C)
+    begin = i * plan.q_size
+    if C.q_starts:
+        begin = gl.load(plan.q_start + b * plan.q_start_b + h * plan.q_start_h + i)
+    length = gl.minimum(plan.q_total - begin, plan.q_size)
+    if C.q_lengths:
+        length = gl.load(plan.q_length + b * plan.q_length_b + h * plan.q_length_h + i)
+    owned = length
+    if C.q_lengths and not C.q_starts:
+        owned = plan.q_size  # the padding of a block is its own, and is set to zero
     owned = gl.where(valid, owned - inside, 0)
     real = gl.where(valid, length - inside, 0)
 
     b_64 = b.to(gl.int64)
     h_64 = h.to(gl.int64)
     i_64 = i.to(gl.int64)
-    row_list, num_full, num_tail, tail, tail_keys = listed_steps(plan, b_64, h_64, i_64, C.keys, C)
+    row_list = plan.steps + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q
+    place = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
+    count = gl.load(plan.count + place)
+    num_tail = count * 0
+    if C.sub > 0:
+        num_full = count * C.sub
+        tail = (plan.kv_last * C.sub + plan.kv_tail // C.keys) * C.keys
+        if C.ragged:
+            last = gl.load(row_list + count - 1, mask=count > 0, other=-1)
+            whole = (count - 1) * C.sub + plan.kv_tail // C.keys
+            num_full = gl.where(last == plan.kv_last, whole, num_full)
+            num_tail = gl.where((last == plan.kv_last) & (plan.kv_tail % C.keys > 0), 1, 0)
+        tail_keys = plan.kv_tail % C.keys
+    else:
+        num_full = count
+        tail = plan.room - 1
+        if C.ragged:
+            num_tail = gl.load(plan.tail_count + place)
+        tail_keys = plan.tail_length + place * plan.tail_room
     row = begin + inside
     out = outs.out + b_64 * outs.out_b + h_64 * outs.out_h + row.to(gl.int64) * outs.out_s
     lse = outs.lse + b_64 * outs.lse_b + h_64 * outs.lse_h + row

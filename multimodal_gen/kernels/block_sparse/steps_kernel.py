@@ -13,12 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.block_sparse.plan import (
-    BlockPlan,
-    broadcast_leading,
-    launch_order,
-    unit_stride,
-)
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading, unit_stride
 from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum
 
@@ -43,96 +38,6 @@ class Steps:
     num_full: torch.Tensor
     num_tail: torch.Tensor
     blocks: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lists:
-    """A plan's lists as the kernels of both engines read them, of blocks or of steps.
-
-    Attributes:
-        sub: steps per block; 0 where the lists hold steps.
-        entries: int32 [B, H, Nq, room], stride 1 along the lists.
-        blocks: the block of every entry, in the same order.
-        counts: int32 [B, H, Nq].
-        tail_counts: of partial steps, int32 [B|1, H|1, Nq]; any where the lists hold blocks.
-        tail_lengths: int32 [B|1, H|1, Nq, tail_room], likewise.
-        num_rows: rows that have lists of their own.
-        plan_heads: heads that do, the H|1 of the plan.
-        order: int32 [num_rows], in which to start them; None where it does not matter.
-        q_starts: int32 [B, H, Nq]; any where query blocks have no starts of their own.
-        q_lengths: likewise.
-        kv_last: the last key block.
-        kv_tail: its keys.
-        tail_room: places of a row in `tail_lengths`.
-    """
-
-    sub: int
-    entries: torch.Tensor
-    blocks: torch.Tensor
-    counts: torch.Tensor
-    tail_counts: torch.Tensor
-    tail_lengths: torch.Tensor
-    num_rows: int
-    plan_heads: int
-    order: torch.Tensor | None
-    q_starts: torch.Tensor
-    q_lengths: torch.Tensor
-    kv_last: int
-    kv_tail: int
-    tail_room: int
-
-    def rows_of(self, kv_heads: int) -> tuple[int, int, int, int, int]:
-        """Return what a program finds its row of the plan by, in the kernels' order."""
-        _, heads, num_q = self.counts.shape
-        repeats = heads // self.plan_heads
-        return self.num_rows, repeats, num_q, self.plan_heads, heads // kv_heads
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides of the lists and of their counts, [B, H, Nq] each."""
-        return (*self.entries.stride()[:3], *self.counts.stride())
-
-    @property
-    def q_strides(self) -> tuple[int, ...]:
-        """Strides of the bounds of query blocks, [B, H] each."""
-        return (*self.q_starts.stride()[:2], *self.q_lengths.stride()[:2])
-
-
-def lists_of(plan: BlockPlan, step: int, batch: int, heads: int, *, whole: bool) -> Lists:
-    """Return the lists of a plan for a kernel that takes `step` keys at a time.
-
-    Args:
-        plan: the plan, whose keys lie as the kernel reads them.
-        step: keys of a step.
-        batch: B.
-        heads: H.
-        whole: whether every block is a number of whole steps, and the kernel takes blocks.
-    """
-    kv = plan.kv
-    steps = None if whole else make_steps(plan, step)
-    entries = unit_stride(plan.indices if steps is None else steps.starts)
-    blocks = entries if steps is None or steps.blocks is None else steps.blocks
-    counts = plan.counts if steps is None else steps.num_full
-    q_starts, q_lengths = (
-        counts if t is None else unit_stride(t).expand(batch, heads, -1)
-        for t in (plan.q.starts, plan.q.lengths)
-    )
-    return Lists(
-        sub=kv.size // step if whole else 0,
-        entries=entries.expand(batch, heads, -1, -1),
-        blocks=blocks.expand(batch, heads, -1, -1),
-        counts=counts.expand(batch, heads, -1),
-        tail_counts=counts if steps is None else steps.num_tail,
-        tail_lengths=counts if steps is None else steps.tail_lengths,
-        num_rows=counts.numel(),
-        plan_heads=counts.shape[1],
-        order=launch_order(plan, counts),
-        q_starts=q_starts,
-        q_lengths=q_lengths,
-        kv_last=kv.num - 1,
-        kv_tail=kv.total - (kv.num - 1) * kv.size,
-        tail_room=plan.indices.shape[3],
-    )
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Block-sparse attention in Triton.
+"""Block-sparse attention in portable Triton.
 
 For a tile of BM query rows, over steps of BN keys, with s = scale * log2(e) * q k^T:
 
@@ -16,17 +16,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import lists_of
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
+from multimodal_gen.kernels.block_sparse.steps_kernel import Steps, make_steps
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
-from multimodal_gen.kernels.shared_kernel import (
-    causal_steps,
-    interpreted,
-    listed_steps,
-    locate,
-    partial_step,
-    query_rows,
-)
+from multimodal_gen.kernels.shared_kernel import interpreted, locate
 
 LOG2E = 1.4426950408889634
 
@@ -89,6 +82,28 @@ def _row_choice(bits_ptr, block, row_stride, word_stride, rows, real):
     return ((words >> (block % 32)) & 1)[:, None] != 0
 
 
+@triton.jit
+def _partial_step(
+    tail, list_ptr, block_ptr, tail_length_ptr, block_row, length_row, room, num_full,
+    kv_last, kv_tail,
+    SUB: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return first key, number of keys and block of a partial step."""
+    block = kv_last
+    if CAUSAL:
+        start = (num_full + tail) * BN
+        length = kv_last * SUB * BN + kv_tail - start
+    elif SUB > 0:
+        start = (kv_last * SUB + kv_tail // BN) * BN
+        length = kv_tail % BN
+    else:
+        start = tl.load(list_ptr + room - 1 - tail)
+        length = tl.load(tail_length_ptr + length_row + tail)
+        if BITS:
+            block = tl.load(block_ptr + block_row + room - 1 - tail)
+    return start.to(tl.int64), length, block
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "q_size", "q_total",
@@ -101,7 +116,7 @@ def _attention_kernel(
     q_start_ptr, q_length_ptr, order_ptr, bits_ptr,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
     out_b, out_s, out_h, lse_b, lse_h,
-    list_b, list_h, list_q, count_b, count_h, count_q,
+    list_b, list_h, list_q, list_j, count_b, count_h, count_q,
     q_start_b, q_start_h, q_length_b, q_length_h, bits_b, bits_h, bits_s, bits_w,
     rows, rep_h, num_q, plan_h, group, q_size, q_total, kv_last, kv_tail, room, tail_room,
     scale_log2,
@@ -121,10 +136,12 @@ def _attention_kernel(
     list_ptr += b * list_b + h * list_h + i * list_q
     at = b * count_b + h * count_h + i * count_q
     count = tl.load(count_ptr + at)
-    begin, length = query_rows(
-        q_start_ptr, q_length_ptr, b, h, i, q_start_b, q_start_h, q_length_b, q_length_h,
-        q_size, q_total, Q_STARTS, Q_LENGTHS,
-    )  # fmt: skip
+    begin = (i * q_size).to(tl.int32)
+    if Q_STARTS:
+        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + i)
+    length = tl.minimum(q_total - begin, q_size)
+    if Q_LENGTHS:
+        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + i)
     inside = sub * BM + tl.arange(0, BM)
     real = inside < length
     if Q_LENGTHS:
@@ -154,15 +171,27 @@ def _attention_kernel(
     if BITS:
         bits_ptr += b * bits_b + h * bits_h + first_row * bits_s
 
-    num_full, num_tail = listed_steps(
-        list_ptr, tail_count_ptr + at, count, sub * BM < length, kv_last, kv_tail, SUB, BN,
-        RAGGED_END,
-    )  # fmt: skip
+    if SUB > 0:
+        num_full = count * SUB
+        num_tail = 0
+        if RAGGED_END:
+            end = tl.load(list_ptr + (count - 1) * list_j, mask=count > 0, other=-1)
+            if end == kv_last:
+                num_full = (count - 1) * SUB + kv_tail // BN
+                num_tail = (kv_tail % BN > 0).to(tl.int32)
+    else:
+        num_full = count
+        num_tail = tl.load(tail_count_ptr + at)
+        num_tail = tl.where(count >= 0, num_tail, 0)
+        if Q_LENGTHS:
+            num_tail = tl.where(sub * BM < length, num_tail, 0)
+
     if CAUSAL:
-        num_full, num_tail, last = causal_steps(
-            num_full, begin + sub * BM, q_total, kv_last, kv_tail, SUB, BM, BN
-        )
+        kv_total = kv_last * SUB * BN + kv_tail
+        last = begin + sub * BM + kv_total - q_total  # the last key that the first row sees
         last_key = last + in_tile
+        num_full = tl.minimum(num_full, tl.maximum(last + 1, 0) // BN)
+        num_tail = tl.cdiv(tl.minimum(tl.maximum(last + BM, 0), kv_total), BN) - num_full
     acc = tl.zeros([BM, DP], tl.float32)
     total = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
@@ -177,7 +206,7 @@ def _attention_kernel(
             at_next = step + 1
             if BITS:
                 block = tl.load(block_ptr + b * list_b + h * list_h + i * list_q + step)
-        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
+        entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
         keep = True
         if BITS:
             keep = _row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)
@@ -188,20 +217,15 @@ def _attention_kernel(
         acc, total, m = _update(q, k_t, v, acc, total, m, keep, scale_log2, BITS, UPCAST)
 
     for tail in tl.range(0, num_tail, num_stages=1):
-        start, length_n = partial_step(
-            tail, list_ptr, tail_length_ptr + at * tail_room, room, num_full, kv_last, kv_tail,
-            SUB, BN, CAUSAL,
+        start, length_n, block = _partial_step(
+            tail, list_ptr, block_ptr, tail_length_ptr, b * list_b + h * list_h + i * list_q,
+            at * tail_room, room, num_full, kv_last, kv_tail, SUB, BN, BITS, CAUSAL,
         )  # fmt: skip
-        start = start.to(tl.int64)
         real_n = n < length_n
         keep = real_n[None, :]
         if CAUSAL:
             keep = keep & (start + n[None, :] <= last_key[:, None])
         if BITS:
-            block = kv_last
-            if SUB == 0:
-                last_place = b * list_b + h * list_h + i * list_q + room - 1
-                block = tl.load(block_ptr + last_place - tail)
             keep = keep & _row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)
         k_t, v = _load_step(
             k_base, v_base, k_tile, v_tile, b, kv_h, start, k_s, v_s,
@@ -246,7 +270,7 @@ def attend(
         out: contiguous; only rows that belong to a query block are written.
         lse: contiguous fp32, or None.
         scale: factor of the scores.
-        tile: shape of a program, as `triton_tile` chooses it.
+        tile: shape of a program, as `portable_tile` chooses it.
         copy_engine: load through tensor descriptors, which needs SM90 or later, stride 1 along D
             and all other strides and addresses multiples of 16 bytes.
     """
@@ -257,29 +281,46 @@ def attend(
             f"`plan` must have key blocks of a multiple of {tile.keys} keys to be causal, "
             f"got {plan.kv.size}"
         )
-    lists = lists_of(plan, tile.keys, batch, heads, whole=direct)
+    steps = None if direct else make_steps(plan, tile.keys)
+    lists, counts, blocks = _lists(plan, steps)
+    _, plan_h, num_q = counts.shape
+    order = launch_order(plan, counts)
+    lists, blocks = lists.expand(batch, heads, -1, -1), blocks.expand(batch, heads, -1, -1)
+    every_count = counts.expand(batch, heads, -1)
     absent = plan.counts
     bits = absent.unsqueeze(-1) if plan.row_bits is None else plan.row_bits
     bits = bits.expand(batch, heads, -1, -1)
+    q_bounds = [
+        absent if t is None else unit_stride(t).expand(batch, heads, -1)
+        for t in (plan.q.starts, plan.q.lengths)
+    ]
     tiles_of_block = -(-plan.q.size // tile.rows)
+    kv_last = plan.kv.num - 1
+    kv_tail = plan.kv.total - kv_last * plan.kv.size
+    grid = (batch * heads * num_q * tiles_of_block,)
     width = triton.next_power_of_2(max(head_size, 16))
     inputs: tuple[object, ...] = (q, k, v)
     if copy_engine:
         rows = (tile.rows, tile.keys, tile.keys)
         inputs = tuple(map(_describe, (q, k, v), rows, [width] * 3))
-    _attention_kernel[(lists.counts.numel() * tiles_of_block,)](
+    _attention_kernel[grid](
         *inputs, out, out if lse is None else lse,
-        lists.entries, lists.counts, lists.blocks, lists.tail_counts, lists.tail_lengths,
-        lists.q_starts, lists.q_lengths, absent if lists.order is None else lists.order, bits,
+        lists, every_count, blocks,
+        counts if steps is None else steps.num_tail,
+        counts if steps is None else steps.tail_lengths,
+        *q_bounds, counts if order is None else order, bits,
         *q.stride(), *k.stride(), *v.stride(),
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
-        *lists.strides, *lists.q_strides, *bits.stride(), *lists.rows_of(k.shape[2]),
-        plan.q.size, plan.q.total, lists.kv_last, lists.kv_tail,
-        lists.entries.shape[3], lists.tail_room, scale * LOG2E,
+        *lists.stride(), *every_count.stride(),
+        *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], *bits.stride(),
+        counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
+        plan.q.size, plan.q.total, kv_last, kv_tail, lists.shape[3], plan.indices.shape[3],
+        scale * LOG2E,
         BM=tile.rows, BN=tile.keys, D=head_size, DP=width,
-        QSUB=tiles_of_block, SUB=lists.sub, RAGGED_END=direct and lists.kv_tail != plan.kv.size,
+        QSUB=tiles_of_block, SUB=plan.kv.size // tile.keys if direct else 0,
+        RAGGED_END=direct and kv_tail != plan.kv.size,
         Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
-        ORDERED=lists.order is not None, BITS=plan.row_bits is not None, LSE=lse is not None,
+        ORDERED=order is not None, BITS=plan.row_bits is not None, LSE=lse is not None,
         STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine, CAUSAL=plan.causal,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -292,3 +333,10 @@ def _describe(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
     strides = [tensor.stride(i) if tensor.shape[i] > 1 else 64 for i in order[:3]]
     sizes = [tensor.shape[i] for i in order]
     return TensorDescriptor(tensor, sizes, [*strides, 1], [1, 1, rows, width])
+
+
+def _lists(plan: BlockPlan, steps: Steps | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the lists, the counts and the blocks of the steps, [B|1, H|1, ...]."""
+    if steps is None:
+        return plan.indices, plan.counts, plan.indices
+    return steps.starts, steps.num_full, steps.starts if steps.blocks is None else steps.blocks

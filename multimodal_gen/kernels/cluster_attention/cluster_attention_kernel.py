@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from multimodal_gen.kernels.block_sparse.gluon_kernel import (
     OVERFLOW,
-    advance,
+    _advance,
+    _partial_sums,
+    _store,
     describe,
-    partial_sums,
-    store_rows,
 )
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
@@ -243,17 +243,17 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
     s = gl.where(gl.expand_dims(column < limits, 0), s, float("-inf"))
     m = gl.max(s, 1) * scale_log2
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
-    sums = partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
+    sums = _partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
     weights = gl.convert_layout(p.to(dtype), p_layout)
     acc = gl.zeros([64, D], gl.float32, o_layout)
     last = work.num_full + gl.minimum(work.num_tail, 1)
     for step in range(1, last):
-        acc, sums, m, weights = advance(
+        acc, sums, m, weights = _advance(
             q, rings, acc, sums, m, weights, BN, step, work, scale_log2, 0, 0, False, dtype, C
         )
     for step in range(last, steps):
         limits = _limits(work, step - work.num_full, columns, C)
-        acc, sums, m, weights = advance(
+        acc, sums, m, weights = _advance(
             q, rings, acc, sums, m, weights, limits, step, work, scale_log2, 0, 0, True, dtype, C
         )
     slot = (steps - 1) % C.stages
@@ -271,7 +271,7 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
             gl.store(flag, wrong)
     o = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, rows_o), 1)
     q_tile.store(o.to(dtype))
-    store_rows(q_tile.load(store_layout), m, work, W * 64, C)
+    _store(q_tile.load(store_layout), m, work, W * 64, C)
 
 
 @gluon.jit
@@ -283,7 +283,7 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
         _give_back(work, rings, C)
     elif work.num_full + work.num_tail == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
-        store_rows(nothing, 0.0, work, W * 64, C)
+        _store(nothing, 0.0, work, W * 64, C)
     else:
         _attend(work, rings, flag, scale_log2, W, dtype, C)
 

@@ -16,6 +16,7 @@ scores of the next one are computed. Three things differ from 16 bits:
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +26,11 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from multimodal_gen.kernels.block_sparse.gluon_kernel import (
-    OVERFLOW,
-    partial_sums,
-    store_rows,
-)
-from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import lists_of
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
+from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
+    Outs,
     Plan,
     Rings,
     Scales,
@@ -51,6 +47,8 @@ MAGIC = gl.constexpr(0x4B400000)
 MAGIC_VALUE = gl.constexpr(12582912.0)
 # Weights are e4m3 times 2^LIFT = 448, the largest e4m3 number: the largest weight is exact.
 LIFT = gl.constexpr(8.807354922057604)
+# Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
+OVERFLOW = gl.constexpr(2.0**64)
 
 # Four numbers to one register; a cast packs them in another order and shuffles bytes afterwards.
 PACK = gl.constexpr(
@@ -154,6 +152,13 @@ def _wait_full(rings, entry, C: gl.constexpr):
 
 
 @gluon.jit
+def _partial_sums(p, C: gl.constexpr):
+    """Row sums as four partial sums per row, which needs no shuffle: [64, 4]."""
+    BN: gl.constexpr = C.keys
+    return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _weights(
     s, q_scale, k_scales, m, keys, MASKED: gl.constexpr, FIXED: gl.constexpr, C: gl.constexpr
 ):
@@ -239,7 +244,7 @@ def _advance_bfloat16(
     p, m = _weights(s, q_scale, k_scales, state.m, keys, MASKED, C.fast, C)
     sums = state.sums
     if C.fast:
-        sums += partial_sums(p, C)
+        sums += _partial_sums(p, C)
         words = _pack(p, C)
     else:
         alpha = gl.exp2(state.m - m)
@@ -289,6 +294,26 @@ def _last_product(rings, state, slot, C: gl.constexpr):
 
 
 @gluon.jit
+def _store(values, lse, work, first_row, C: gl.constexpr):
+    """Write 64 rows of out and lse, those that the query block owns."""
+    layout: gl.constexpr = values.type.layout
+    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, C.head_size, gl.SliceLayout(0, layout))
+    ptrs = work.out + (gl.expand_dims(rows * work.out_s, 1) + gl.expand_dims(channel, 0))
+    if C.q_lengths:
+        values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
+    mask = gl.expand_dims(rows < work.owned, 1)
+    if C.channels < C.head_size:
+        mask = mask & gl.expand_dims(channel < C.channels, 0)
+    gl.store(ptrs, values, mask=mask)
+    if C.lse:
+        rows = first_row + gl.arange(0, 64, lse.type.layout)
+        lse += gl.load(work.shift + rows, mask=rows < work.real, other=0.0)
+        lse = gl.where(rows < work.real, lse, float("-inf"))
+        gl.store(work.lse + rows, lse, mask=rows < work.owned)
+
+
+@gluon.jit
 def _scales(work, starts, v_scale, C: gl.constexpr):
     """Return the scales of K of a step's units, and that of V."""
     first = gl.load(work.k_scale + starts[0] // C.unit)
@@ -318,7 +343,7 @@ def _consumer(work, rings, flag, W: gl.constexpr, dtype: gl.constexpr, C: gl.con
     steps = work.steps
     if steps == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
-        store_rows(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
+        _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
         # Scales are read one step ahead, and where they stand two steps ahead.
         one = gl.to_tensor(1.0)
@@ -345,7 +370,7 @@ def _consumer(work, rings, flag, W: gl.constexpr, dtype: gl.constexpr, C: gl.con
         p, m = _weights(s, q_scale, k_scales, m, keys, CUT, False, C)
         none = gl.zeros([64, D], gl.float32, o_layout)
         no_row = gl.zeros([64], gl.float32, rows_o)
-        sums = partial_sums(p, C) if C.fast else gl.sum(p, 1)
+        sums = _partial_sums(p, C) if C.fast else gl.sum(p, 1)
         state = State(none, none, no_row, no_row, _pack(p, C), sums, m)
         mbarrier.arrive(rings.empty.index(0))
         _wait_full(rings, 1, C)
@@ -381,9 +406,7 @@ def _consumer(work, rings, flag, W: gl.constexpr, dtype: gl.constexpr, C: gl.con
         out_tile.store(o.to(dtype))
         lift: gl.constexpr = LIFT if C.e4m3 else 0.0
         lse = 0.6931471805599453 * (m + gl.log2(sums) - lift)
-        if C.lse:
-            lse += gl.load(work.shift + row, mask=row < work.real, other=0.0)
-        store_rows(out_tile.load(store_layout), lse, work, ROW, C)
+        _store(out_tile.load(store_layout), lse, work, ROW, C)
 
 
 @gluon.jit
@@ -496,7 +519,7 @@ def describe(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Prepared:
+class _Launch:
     """What launches on one plan have in common, whatever the tensors.
 
     Attributes:
@@ -530,9 +553,9 @@ def attend(
         plan: the pairs, without row bits and not causal, on the same device.
         out: contiguous [B, Sq, H, D]; only rows that belong to a query block are written.
         lse: contiguous fp32 [B, H, Sq], or None.
-        tile: shape of a program, as `gluon_tile` chooses it.
+        tile: shape of a program, as `hopper_tile` chooses it.
     """
-    key = ("8-bit gluon", tile, out.shape, packed.k.shape[1], lse is None)
+    key = ("8-bit hopper", tile, out.shape, packed.k.shape[1], lse is None)
     launch = plan.cache.get(key)
     if launch is None:
         launch = plan.cache[key] = _prepare(packed, plan, out, tile, lse=lse is not None)
@@ -549,43 +572,62 @@ def attend(
         *launch.arguments, packed.q.shape[2], packed.k_scale.shape[2],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
-    _launch.each(launch.grid, *arguments, variants=launch.variants)
+    _launcher().each(launch.grid, *arguments, variants=launch.variants)
 
 
-_launch = Launcher(attention_kernel)
+@cache
+def _launcher() -> Launcher:
+    return Launcher(attention_kernel)
 
 
 def _prepare(
     packed: Packed, plan: BlockPlan, out: torch.Tensor, tile: GluonTile, *, lse: bool
-) -> _Prepared:
+) -> _Launch:
     batch, _, heads, channels = out.shape
     slotted = in_slots(plan, tile.unit)
-    lists = lists_of(slotted, tile.unit, batch, heads, whole=slotted.kv.is_regular)
+    kv = slotted.kv
+    sub = kv.size // tile.unit if kv.is_regular else 0
+    steps = None if sub else make_steps(slotted, tile.unit)
+    lists = plan.indices if steps is None else steps.starts
+    if lists.stride(3) != 1:
+        lists = lists.contiguous()
+    counts = plan.counts if steps is None else steps.num_full
+    tail_counts = counts if steps is None else steps.num_tail
+    tail_lengths = counts if steps is None else steps.tail_lengths
+    order = launch_order(plan, counts)
+    _, plan_h, num_q = counts.shape
+    kv_tail = kv.total - (kv.num - 1) * kv.size
     q_tiles = packed.q_slots // (64 * tile.consumers)
-    shape = _shape(plan, tile, channels=channels, head_size=packed.q.shape[3], sub=lists.sub)
+    shape = _shape(plan, tile, channels=channels, head_size=packed.q.shape[3], sub=sub)
     shape = dataclasses.replace(
         shape,
         q_tiles=q_tiles,
-        ragged=lists.sub == 0 or lists.kv_tail != slotted.kv.size,
-        ordered=lists.order is not None,
+        ragged=sub == 0 or kv_tail != kv.size,
+        ordered=order is not None,
         lse=lse,
     )
+    q_bounds = [
+        counts if t is None else t.expand(batch, heads, -1).contiguous()
+        for t in (plan.q.starts, plan.q.lengths)
+    ]
+    every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
     arguments = (
-        lists.entries, lists.counts, lists.tail_counts, lists.tail_lengths,
-        lists.counts if lists.order is None else lists.order, lists.q_starts, lists.q_lengths,
-        *lists.rows_of(packed.k.shape[1]), lists.kv_last, lists.kv_tail,
-        lists.entries.shape[3], lists.tail_room, *lists.strides, *lists.q_strides,
+        every_list, every_count, tail_counts, tail_lengths, counts if order is None else order,
+        *q_bounds, counts.numel(), heads // plan_h, num_q, plan_h, heads // packed.k.shape[1],
+        kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],
+        *every_list.stride()[:3], *every_count.stride(),
+        *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2],
         plan.q.size, packed.q_slots, plan.q.total,
     )  # fmt: skip
     redo = dataclasses.replace(shape, fast=False, redo=True)
-    return _Prepared(
-        grid=(lists.counts.numel() * q_tiles,),
+    return _Launch(
+        grid=(batch * heads * num_q * q_tiles,),
         shape=shape,
         variants=tuple(
             {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
         ),
         arguments=arguments,
-        counts=lists.counts,
+        counts=counts,
     )
 
 

@@ -10,12 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
-    listed_steps,
-    locate,
-    query_rows,
-)
-
 
 class Rings(NamedTuple):
     """Shared memory: tiles, and barriers that say when they are full and empty."""
@@ -72,6 +66,18 @@ class Scales(NamedTuple):
     shift: Any
     q_rows: Any
     kv_steps: Any
+
+
+class Outs(NamedTuple):
+    """Where results go."""
+
+    out: Any
+    lse: Any
+    out_b: Any
+    out_s: Any
+    out_h: Any
+    lse_b: Any
+    lse_h: Any
 
 
 class Work(NamedTuple):
@@ -161,14 +167,46 @@ def find_work(plan, scales, outs, C: gl.constexpr):
     """Return the work of this program."""
     position = gl.program_id(0) // C.q_tiles
     inside = gl.program_id(0) % C.q_tiles * (C.consumers * 64)
-    b, h, i = locate(position, plan, C)
-    begin, length, owned = query_rows(plan, b, h, i, C)
+    outer = position // plan.rows
+    place = position % plan.rows
+    if C.ordered:
+        place = gl.load(plan.order + place)
+    h = place // plan.num_q % plan.plan_h + outer % plan.rep_h
+    b = place // plan.num_q // plan.plan_h + outer // plan.rep_h
+    i = place % plan.num_q
+    begin = i * plan.q_size
+    if C.q_starts:
+        begin = gl.load(plan.q_start + b * plan.q_start_b + h * plan.q_start_h + i)
+    length = gl.minimum(plan.q_total - begin, plan.q_size)
+    if C.q_lengths:
+        length = gl.load(plan.q_length + b * plan.q_length_b + h * plan.q_length_h + i)
+    owned = length
+    if C.q_lengths and not C.q_starts:
+        owned = plan.q_size  # the padding of a block is its own, and is set to zero
     real = length - inside
 
     b_64 = b.to(gl.int64)
     h_64 = h.to(gl.int64)
     i_64 = i.to(gl.int64)
-    row_list, num_full, num_tail, tail, tail_keys = listed_steps(plan, b_64, h_64, i_64, C.unit, C)
+    row_list = plan.steps + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q
+    at = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
+    count = gl.load(plan.count + at)
+    num_tail = count * 0
+    if C.sub > 0:
+        num_full = count * C.sub
+        tail = (plan.kv_last * C.sub + plan.kv_tail // C.unit) * C.unit
+        if C.ragged:
+            last = gl.load(row_list + count - 1, mask=count > 0, other=-1)
+            whole = (count - 1) * C.sub + plan.kv_tail // C.unit
+            num_full = gl.where(last == plan.kv_last, whole, num_full)
+            num_tail = gl.where((last == plan.kv_last) & (plan.kv_tail % C.unit > 0), 1, 0)
+        tail_keys = plan.kv_tail % C.unit
+    else:
+        num_full = count
+        tail = plan.room - 1
+        if C.ragged:
+            num_tail = gl.load(plan.tail_count + at)
+        tail_keys = plan.tail_length + at * plan.tail_room
     num_full = gl.where(real > 0, num_full, 0)
     num_tail = gl.where(real > 0, num_tail, 0)
     if C.unit < C.keys:

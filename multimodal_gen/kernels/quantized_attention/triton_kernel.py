@@ -1,4 +1,4 @@
-"""8-bit attention in Triton: int8 Q K^T, and P V in e4m3 or in 16 bits.
+"""8-bit attention in portable Triton: int8 Q K^T, and P V in e4m3 or in 16 bits.
 
 For a tile of BM query rows, over steps of BN keys, with x = q8 k8^T in int32:
 
@@ -14,19 +14,12 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import lists_of
-from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
+from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
 from multimodal_gen.kernels.quantized_attention.quantise_kernel import to_e4m3
-from multimodal_gen.kernels.shared_kernel import (
-    causal_steps,
-    interpreted,
-    listed_steps,
-    locate,
-    partial_step,
-    query_rows,
-)
+from multimodal_gen.kernels.quantized_attention.tuning import TritonTile
+from multimodal_gen.kernels.shared_kernel import interpreted, locate
 
 
 @triton.jit
@@ -92,7 +85,7 @@ def _attention_kernel(
     list_ptr, count_ptr, tail_count_ptr, tail_length_ptr,
     q_start_ptr, q_length_ptr, order_ptr,
     v_b, v_h, v_s, v_d, out_b, out_s, out_h, lse_b, lse_h,
-    list_b, list_h, list_q, count_b, count_h, count_q,
+    list_b, list_h, list_q, list_j, count_b, count_h, count_q,
     q_start_b, q_start_h, q_length_b, q_length_h,
     rows, rep_h, num_q, plan_h, group, q_size, q_slots, q_total, q_rows, kv_rows,
     kv_last, kv_tail, room, tail_room,
@@ -112,10 +105,12 @@ def _attention_kernel(
     list_ptr += b * list_b + h * list_h + i * list_q
     at = b * count_b + h * count_h + i * count_q
     count = tl.load(count_ptr + at)
-    begin, length = query_rows(
-        q_start_ptr, q_length_ptr, b, h, i, q_start_b, q_start_h, q_length_b, q_length_h,
-        q_size, q_total, Q_STARTS, Q_LENGTHS,
-    )  # fmt: skip
+    begin = (i * q_size).to(tl.int32)
+    if Q_STARTS:
+        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + i)
+    length = tl.minimum(q_total - begin, q_size)
+    if Q_LENGTHS:
+        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + i)
     in_tile = tl.arange(0, BM)
     inside = sub * BM + in_tile
     real = inside < length
@@ -133,15 +128,24 @@ def _attention_kernel(
     k_scale_ptr += kv_head * (kv_rows // BN)
     v_scale_ptr += kv_head * (kv_rows // BN)
 
-    num_full, num_tail = listed_steps(
-        list_ptr, tail_count_ptr + at, count, sub * BM < length, kv_last, kv_tail, SUB, BN,
-        RAGGED_END,
-    )  # fmt: skip
+    if SUB > 0:
+        num_full = count * SUB
+        num_tail = 0
+        if RAGGED_END:
+            end = tl.load(list_ptr + (count - 1) * list_j, mask=count > 0, other=-1)
+            if end == kv_last:
+                num_full = (count - 1) * SUB + kv_tail // BN
+                num_tail = (kv_tail % BN > 0).to(tl.int32)
+    else:
+        num_full = count
+        num_tail = tl.where(sub * BM < length, tl.load(tail_count_ptr + at), 0)
+
     if CAUSAL:
-        num_full, num_tail, last = causal_steps(
-            num_full, begin + sub * BM, q_total, kv_last, kv_tail, SUB, BM, BN
-        )
+        kv_total = kv_last * SUB * BN + kv_tail
+        last = begin + sub * BM + kv_total - q_total  # the last key that the first row sees
         last_key = last + in_tile
+        num_full = tl.minimum(num_full, tl.maximum(last + 1, 0) // BN)
+        num_tail = tl.cdiv(tl.minimum(tl.maximum(last + BM, 0), kv_total), BN) - num_full
     acc = tl.zeros([BM, DP], tl.float32)
     total = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
@@ -154,7 +158,7 @@ def _attention_kernel(
         else:
             start = entry
             at_next = step + 1
-        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
+        entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
         k_scale = tl.load(k_scale_ptr + start // BN)
         v_ratio = 1.0
         if E4M3:
@@ -169,10 +173,15 @@ def _attention_kernel(
         )
 
     for tail in tl.range(0, num_tail, num_stages=1):
-        start, keys = partial_step(
-            tail, list_ptr, tail_length_ptr + at * tail_room, room, num_full, kv_last, kv_tail,
-            SUB, BN, CAUSAL,
-        )  # fmt: skip
+        if CAUSAL:
+            start = (num_full + tail) * BN
+            keys = kv_last * SUB * BN + kv_tail - start
+        elif SUB > 0:
+            start = (kv_last * SUB + kv_tail // BN) * BN
+            keys = kv_tail % BN
+        else:
+            start = tl.load(list_ptr + (room - 1 - tail) * list_j)
+            keys = tl.load(tail_length_ptr + at * tail_room + tail)
         keep = (n < keys)[None, :]
         if CAUSAL:
             keep = keep & (start + n[None, :] <= last_key[:, None])
@@ -223,7 +232,7 @@ def attend(
         plan: the pairs, without row bits, on the same device.
         out: contiguous; only rows that belong to a query block are written.
         lse: contiguous fp32, or None.
-        tile: shape of a program, as `triton_tile` chooses it.
+        tile: shape of a program, as `portable_tile` chooses it.
     """
     batch, _, heads, head_size = out.shape
     slotted = in_slots(plan, tile.keys)
@@ -234,23 +243,39 @@ def attend(
             f"`plan` must have key blocks of a multiple of {tile.keys} keys to be causal, "
             f"got {plan.kv.size}"
         )
-    lists = lists_of(slotted, tile.keys, batch, heads, whole=direct)
+    steps = None if direct else make_steps(slotted, tile.keys)
+    lists = plan.indices if steps is None else steps.starts
+    counts = plan.counts if steps is None else steps.num_full
+    _, plan_h, num_q = counts.shape
+    order = launch_order(plan, counts)
+    lists = lists.expand(batch, heads, -1, -1)
+    every_count = counts.expand(batch, heads, -1)
+    q_bounds = [
+        plan.counts if t is None else t.expand(batch, heads, -1).contiguous()
+        for t in (plan.q.starts, plan.q.lengths)
+    ]
     q_sub = -(-plan.q.size // tile.rows)
+    kv_tail = kv.total - (kv.num - 1) * kv.size
     e4m3 = packed.v.dtype == torch.float8_e4m3fn
     v = packed.v.permute(0, 1, 3, 2) if e4m3 else packed.v.permute(0, 2, 1, 3)
-    _attention_kernel[(lists.counts.numel() * q_sub,)](
+    _attention_kernel[(batch * heads * num_q * q_sub,)](
         packed.q, packed.k, v, out, out if lse is None else lse,
         packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
-        lists.entries, lists.counts, lists.tail_counts, lists.tail_lengths,
-        lists.q_starts, lists.q_lengths, plan.counts if lists.order is None else lists.order,
+        lists, every_count,
+        counts if steps is None else steps.num_tail,
+        counts if steps is None else steps.tail_lengths,
+        *q_bounds, counts if order is None else order,
         *v.stride(), *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
-        *lists.strides, *lists.q_strides, *lists.rows_of(packed.k.shape[1]),
+        *lists.stride(), *every_count.stride(),
+        *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2],
+        counts.numel(), heads // plan_h, num_q, plan_h, heads // packed.k.shape[1],
         plan.q.size, packed.q_slots, plan.q.total, packed.q.shape[2], packed.k.shape[2],
-        lists.kv_last, lists.kv_tail, lists.entries.shape[3], lists.tail_room,
+        kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],
         BM=tile.rows, BN=tile.keys, D=head_size, DP=packed.q.shape[3],
-        QSUB=q_sub, SUB=lists.sub, RAGGED_END=direct and lists.kv_tail != kv.size,
+        QSUB=q_sub, SUB=kv.size // tile.keys if direct else 0,
+        RAGGED_END=direct and kv_tail != kv.size,
         Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
-        ORDERED=lists.order is not None, LSE=lse is not None, STAGES=tile.stages,
+        ORDERED=order is not None, LSE=lse is not None, STAGES=tile.stages,
         UPCAST=interpreted(), CAUSAL=plan.causal, E4M3=e4m3,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

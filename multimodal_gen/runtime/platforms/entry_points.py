@@ -1,10 +1,12 @@
 """Reads what installed packages register by entry point."""
 
-import importlib.metadata
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multimodal_gen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def registered(
@@ -18,14 +20,17 @@ def registered(
         on_broken: called with the name and the error of each entry point that cannot be loaded,
             or names something else.
     """
-    for entry in importlib.metadata.entry_points(group=group):
+    # Not with the module, which `--help` imports.
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=group):
         try:
             yield entry.name, _load(entry, group, base)
         except ConfigError as error:
             on_broken(entry.name, error)
 
 
-def _load(entry: importlib.metadata.EntryPoint, group: str, base: type[Any]) -> type[Any]:
+def _load(entry: "EntryPoint", group: str, base: type[Any]) -> type[Any]:
     try:
         cls = entry.load()
     except Exception as error:

@@ -1,5 +1,6 @@
 """Platforms without their hardware: torch is told what it would see there."""
 
+import importlib.metadata
 import re
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from multimodal_gen.runtime import platforms
-from multimodal_gen.runtime.platforms import BUILTIN_PLATFORMS, PlatformEnum, entry_points
+from multimodal_gen.runtime.platforms import BUILTIN_PLATFORMS, PlatformEnum
 from multimodal_gen.runtime.platforms.devices import CpuPlatform, CudaPlatform, RocmPlatform
 
 PRESENT = SimpleNamespace(is_available=lambda: True)
@@ -89,7 +90,7 @@ def register(monkeypatch, **named: str) -> None:
     def registered(*, group: str) -> list[EntryPoint]:
         return [EntryPoint(name, value, group) for name, value in named.items()]
 
-    monkeypatch.setattr(entry_points.importlib.metadata, "entry_points", registered)
+    monkeypatch.setattr(importlib.metadata, "entry_points", registered)
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from multimodal_gen.runtime.layers.attention.scope import BackendPreference, Sel
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,
     PlatformEnum,
-    entry_points,
     interface,
 )
 from multimodal_gen.testing.fakes import fake_backend
@@ -49,9 +49,7 @@ def plug(monkeypatch, tmp_path):
 
     def register(**named: str) -> None:
         points = [EntryPoint(name, value, "any") for name, value in named.items()]
-        monkeypatch.setattr(
-            entry_points.importlib.metadata, "entry_points", lambda *, group: points
-        )
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: points)
         forget()
 
     yield register
