@@ -88,6 +88,8 @@ _pip_setting() {
 
 use_environment() {
   local constraints=$ROOT/scripts/constraints.txt stamp wanted
+  # The tests start many processes: each would compile torch anew where nothing may be kept.
+  unset PYTHONDONTWRITEBYTECODE
   ARGUMENTS=()
   while (($#)); do
     case $1 in

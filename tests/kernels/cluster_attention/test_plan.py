@@ -167,5 +167,6 @@ def test_clusters_of_other_heads_and_maps_of_other_clusters_are_refused() -> Non
         cluster_attention(x, x[:, :, :1], x, side, side, keep, x, scale=1.0)
     with pytest.raises(UsageError, match=r"`keep` must be bool \[1, 2, 2, 2\], got torch.float32"):
         cluster_attention(x, x, x, side, side, keep.float(), x, scale=1.0)
-    with pytest.raises(UnsupportedBackendError, match="'gluon' cannot serve this call"):
+    refused = "kernel 'gluon' of block-sparse attention cannot serve this call"
+    with pytest.raises(UnsupportedBackendError, match=refused):
         cluster_attention(x, x, x, side, side, keep, x, scale=1.0, kernel="gluon")
