@@ -1,0 +1,1 @@
+"""How far attention backends take a pipeline's output from the reference, and what they save."""

@@ -1,0 +1,469 @@
+"""What a comparison found: the records of `report.json`, how they are written and read back.
+
+    Report
+      environment, model, settings, prompts, seeds, notes
+      reference: Run      the backend that the others are compared with
+      floor: Run, ...     the same model on other exact kernels: differences that mean nothing
+      candidates: Run, ...
+        generations: Generation, ...     one per prompt and seed
+          frames: FrameMetrics           against the reference's clip of the same prompt and seed
+        cost: Cost
+        layers: LayerErrors, ...         against exact attention on the reference's q, k and v
+        masks: MaskPicture, ...
+        verdict: Verdict
+
+A file holds one JSON object per record, with the names of the fields as keys and its fields in
+their order. A number that is not finite is the text "inf", "-inf" or "nan". `SCHEMA` names the
+format and `VERSION` counts its changes: a reader takes its own version only.
+
+Units: times in seconds, memory in bytes, shares in [0, 1]. Relative errors are |x - y| / |y| with y
+the truth, so 0.01 is one percent. Paths are relative to the folder of the report, with "/".
+"""
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.generator.output import Staging
+from multimodal_gen.runtime.plain_values import short
+
+__all__ = [
+    "SCHEMA",
+    "VERSION",
+    "Cost",
+    "Environment",
+    "FrameMetrics",
+    "Generation",
+    "LayerErrors",
+    "MaskPicture",
+    "Model",
+    "Report",
+    "Run",
+    "Verdict",
+    "as_json",
+    "from_json",
+    "read_record",
+    "write_record",
+]
+
+SCHEMA = "multimodal_gen.comparison"
+VERSION = 1
+
+_RecordT = TypeVar("_RecordT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where a comparison ran.
+
+    Attributes:
+        device: torch's name and the GPU's, e.g. "cuda:0 (NVIDIA H200)"; "cpu".
+        num_ranks: GPUs, or CPU processes, that shared the work.
+        versions: of Python, torch, CUDA, diffusers and so on; None for what is not installed.
+        multimodal_gen: version of this package.
+        commit: git commit of this package's checkout, or None outside one.
+    """
+
+    device: str
+    num_ranks: int = 1
+    versions: Mapping[str, str | None]
+    multimodal_gen: str
+    commit: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What was run.
+
+    Attributes:
+        path: folder or hub id; the name of the class for a pipeline from Python.
+        pipeline: class of the pipeline.
+        kind: what it makes.
+        dtype: dtype of the denoiser, e.g. "bfloat16".
+        identity: digest of the weights' files, or of the weights themselves for a pipeline from
+            Python.
+    """
+
+    path: str
+    pipeline: str
+    kind: Literal["image", "video"]
+    dtype: str
+    identity: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameMetrics:
+    """One clip, or image, against the reference's of the same prompt and seed.
+
+    None where a metric does not apply (flicker of an image) or could not be computed; the notes of
+    the report then say why.
+
+    Attributes:
+        psnr: peak signal-to-noise ratio in dB, of 8-bit RGB over the whole clip; inf where equal.
+        ssim: structural similarity, mean over frames, at most 1.
+        xpsnr: perceptually weighted PSNR in dB, of luma; inf where equal.
+        vmaf: VMAF of the model that ffmpeg has built in, 0 to 100, mean over frames.
+        flicker: mean absolute difference of successive frames, in 8-bit levels (0 to 255).
+        flicker_reference: the same of the reference's clip.
+        lpips: learned perceptual distance, 0 for equal, mean over frames.
+        constant: whether a frame has one colour only, where the reference's has more.
+        non_finite: pixels that were NaN or infinite before they were rounded to 8 bits.
+    """
+
+    psnr: float | None = None
+    ssim: float | None = None
+    xpsnr: float | None = None
+    vmaf: float | None = None
+    flicker: float | None = None
+    flicker_reference: float | None = None
+    lpips: float | None = None
+    constant: bool = False
+    non_finite: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One prompt with one seed.
+
+    Attributes:
+        prompt: index into `Report.prompts`.
+        seed: seed of the noise.
+        frames_path: the pixels, lossless: a NumPy file, uint8 [T, H, W, C]; T is 1 for an image.
+            None after a failure.
+        preview_path: the same as an MP4 or a PNG, for the page.
+        seconds: from the prompt to the pixels, loading apart.
+        step_seconds: of every denoising step.
+        latents: relative L2 distance of the latents from the reference's after every step; empty
+            for the reference.
+        non_finite: values of the last latents and of the pixels that are NaN or infinite.
+        frames: against the reference's clip; None for the reference.
+    """
+
+    prompt: int
+    seed: int
+    frames_path: str | None = None
+    preview_path: str | None = None
+    seconds: float = 0.0
+    step_seconds: tuple[float, ...] = ()
+    latents: tuple[float, ...] = ()
+    non_finite: int = 0
+    frames: FrameMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a backend takes; medians over its generations, the warm-up apart.
+
+    Attributes:
+        step_seconds: of a denoising step.
+        generation_seconds: from the prompt to the pixels.
+        warm_up_seconds: by how much the warm-up's steps took longer, kernels' compilation mostly.
+        peak_memory: bytes at most on the device, weights included; None on the CPU.
+        density: share of query-key pairs that self-attention of the denoisers attends to, mean over
+            calls; 1 for dense backends.
+        attention_share: time in attention over that of the denoising steps.
+    """
+
+    step_seconds: float
+    generation_seconds: float
+    warm_up_seconds: float
+    peak_memory: int | None
+    density: float
+    attention_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerErrors:
+    """One call of one self-attention layer, replayed on the reference's q, k and v.
+
+    Errors are those of sampled query rows against exact attention of these rows, fp32 or better.
+    Lists have an entry per query head.
+
+    Attributes:
+        component: pipeline component, e.g. "transformer_2".
+        name: dotted path of the attention module.
+        layer: index among the self-attention layers of its component.
+        step: denoising step, from 0.
+        branch: "cond", "uncond" or "both", or None when unknown.
+        backend: what served the call, with its variant: a dense backend in dense steps and layers.
+        relative_l1: sum of |error| over sum of |truth|.
+        relative_l2: the same with squares, and a root over each sum.
+        cosine: of the two vectors of a row, mean over rows.
+        kept_mass: share of exact attention's weight that falls on pairs that are kept, an estimate
+            (see `layers.py`); None where it was not measured.
+        density: share of pairs that are attended to, over all heads; 1 for dense backends.
+    """
+
+    component: str
+    name: str
+    layer: int
+    step: int
+    branch: str | None = None
+    backend: str
+    relative_l1: tuple[float, ...]
+    relative_l2: tuple[float, ...]
+    cosine: tuple[float, ...]
+    kept_mass: tuple[float, ...] | None = None
+    density: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskPicture:
+    """Where on the video grid one head looks from one query.
+
+    The grid is cut into cells of equal size, those at its ends cut short. Weights are sums over
+    the keys of a cell; all cells sum to 1 less what goes to text. A cell that a sparse method
+    leaves out has weight 0.
+
+    Attributes:
+        component: pipeline component.
+        layer: index among the self-attention layers of its component.
+        head: query head.
+        step: denoising step.
+        grid: latent grid (T, H, W) in tokens; T is 1 for an image.
+        cell: tokens of a cell along each axis.
+        query: position of the query on the grid, in tokens.
+        kept: weights of the backend, by cell along time, height and width.
+        exact: weights of exact attention, in the same form.
+    """
+
+    component: str
+    layer: int
+    head: int
+    step: int
+    grid: tuple[int, int, int]
+    cell: tuple[int, int, int]
+    query: tuple[int, int, int]
+    kept: tuple[tuple[tuple[float, ...], ...], ...]
+    exact: tuple[tuple[tuple[float, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the figures of a run mean, by the rules of `verdict.py`.
+
+    Attributes:
+        word: in words; "unknown" where there is nothing to judge by.
+        reasons: sentences with the figures and the noise beside them.
+    """
+
+    word: Literal["within the noise of dense kernels", "visible", "broken", "unknown"]
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One configuration over all prompts and seeds.
+
+    Attributes:
+        name: short and unique in the report, e.g. "sliding_tile_attn" or "sliding_tile_attn-2".
+        configuration: what was asked for, as `--backends` takes it, e.g.
+            "sliding_tile_attn:window=[3,3,3]".
+        backend: the attention backend.
+        parameters: of the backend, as asked for; JSON values.
+        status: whether it ran to its end.
+        message: why it did not, or "".
+        attention: what the layers ran, one line per group of layers.
+        generations: those that finished, by prompt, then seed.
+        cost: what it takes; None where nothing finished.
+        layers: of sampled calls; empty where not measured.
+        masks: of chosen heads; empty for dense backends.
+        frames_mean: mean of every metric over the generations.
+        frames_spread: standard deviation of every metric over the generations, which are paired
+            with the reference's; 0 for one generation.
+        verdict: None for the reference, and before it was judged.
+    """
+
+    name: str
+    configuration: str
+    backend: str
+    parameters: Mapping[str, Any]
+    status: Literal["done", "failed", "out of memory"] = "done"
+    message: str = ""
+    attention: tuple[str, ...] = ()
+    generations: tuple[Generation, ...] = ()
+    cost: Cost | None = None
+    layers: tuple[LayerErrors, ...] = ()
+    masks: tuple[MaskPicture, ...] = ()
+    frames_mean: FrameMetrics | None = None
+    frames_spread: FrameMetrics | None = None
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A comparison.
+
+    Attributes:
+        schema: `SCHEMA`.
+        version: `VERSION`.
+        created: when it was written, ISO 8601 in UTC.
+        environment: where it ran.
+        model: what ran.
+        settings: arguments of the generations that were given (height, num_inference_steps, ...),
+            and "fps" for videos.
+        prompts: what was generated.
+        seeds: of every prompt.
+        reference: the run that others are compared with.
+        floor: exact kernels beside it.
+        candidates: the backends asked for, in that order.
+        notes: what a reader should know, e.g. why a metric is missing.
+    """
+
+    schema: str = SCHEMA
+    version: int = VERSION
+    created: str
+    environment: Environment
+    model: Model
+    settings: Mapping[str, Any]
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+    reference: Run
+    floor: tuple[Run, ...] = ()
+    candidates: tuple[Run, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All runs, the reference first and the candidates last."""
+        return (self.reference, *self.floor, *self.candidates)
+
+
+def write_record(record: Any, path: Path) -> None:
+    """Write a record, a report above all, all of it or nothing; an older file is replaced."""
+    text = json.dumps(as_json(record), ensure_ascii=True, allow_nan=False)
+    with Staging(overwrite=True) as staging:
+        staging.path(path).write_text(text + "\n", "utf-8")
+
+
+def read_record(kind: type[_RecordT], path: Path) -> _RecordT:
+    """Read a record from its file.
+
+    Args:
+        kind: which record it is, e.g. `Report`.
+        path: the file.
+
+    Raises:
+        ConfigError: the file cannot be read, holds something else, or a report of another version.
+    """
+    where = f"{kind.__name__.lower()} {str(path)!r}"
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{where} must be a readable JSON file: {reason}") from None
+    if kind is Report:
+        _check_version(data, where)
+    found: _RecordT = from_json(kind, data, where)
+    return found
+
+
+def as_json(value: Any) -> Any:
+    """Return a record as JSON data."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def from_json(kind: Any, data: Any, where: str) -> Any:
+    """Return JSON data as a record, or as what a field of one holds.
+
+    Args:
+        kind: a record, or the annotation of a field.
+        data: what `as_json` returned.
+        where: where it stands, for messages.
+
+    Raises:
+        ConfigError: something is missing, unknown or of another type.
+    """
+    if is_dataclass(kind):
+        return _read_fields(kind, data, where)
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        if data is None:
+            return None
+        (kind,) = (each for each in get_args(kind) if each is not type(None))
+        return from_json(kind, data, where)
+    if origin is Literal:
+        if data not in get_args(kind):
+            raise _wrong(where, f"one of {', '.join(map(repr, get_args(kind)))}", data)
+        return data
+    if origin is tuple:
+        return _read_tuple(get_args(kind), data, where)
+    if origin is not None:  # a mapping; what its values are is up to who reads them
+        if not isinstance(data, dict):
+            raise _wrong(where, "an object", data)
+        return data
+    return _read_scalar(kind, data, where)
+
+
+def _read_fields(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(where, f"an object, the fields of a {kind.__name__}", data)
+    hints = get_type_hints(kind)
+    unknown = [name for name in data if name not in hints]
+    if unknown:
+        raise ConfigError(f"{where} must have the fields {', '.join(hints)}, got {short(unknown)}")
+    required = {
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+    missing = sorted(required - data.keys())
+    if missing:
+        raise ConfigError(f"{where} must have {', '.join(missing)}, which it lacks")
+    return kind(
+        **{name: from_json(hints[name], value, f"{where}.{name}") for name, value in data.items()}
+    )
+
+
+def _read_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    any_length = len(kinds) == 2 and kinds[1] is Ellipsis
+    if not isinstance(data, list) or not (any_length or len(data) == len(kinds)):
+        raise _wrong(where, "a list" if any_length else f"a list of {len(kinds)}", data)
+    by_item = [kinds[0]] * len(data) if any_length else kinds
+    return tuple(
+        from_json(kind, item, f"{where}[{i}]")
+        for i, (kind, item) in enumerate(zip(by_item, data, strict=True))
+    )
+
+
+def _read_scalar(kind: Any, data: Any, where: str) -> Any:
+    if kind is float:
+        if data in ("inf", "-inf", "nan"):
+            return float(data)
+        if isinstance(data, int | float) and not isinstance(data, bool):
+            return float(data)
+        raise _wrong(where, "a number", data)
+    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+        raise _wrong(where, {str: "text", int: "an integer", bool: "true or false"}[kind], data)
+    return data
+
+
+def _check_version(data: Any, where: str) -> None:
+    found = data.get("schema") if isinstance(data, dict) else None
+    if found != SCHEMA:
+        raise ConfigError(
+            f"{where} must be the report of a comparison, with schema {SCHEMA!r}, "
+            f"got {short(found)}"
+        )
+    if data.get("version") != VERSION:
+        raise ConfigError(
+            f"{where} must have version {VERSION}, got {short(data.get('version'))}; compare again "
+            f"with this version of multimodal_gen"
+        )
+
+
+def _wrong(where: str, expected: str, got: object) -> ConfigError:
+    return ConfigError(f"{where} must be {expected}, got {short(got)}")

@@ -1,0 +1,148 @@
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.comparison import record
+from multimodal_gen.runtime.comparison.record import (
+    Cost,
+    Environment,
+    FrameMetrics,
+    Generation,
+    LayerErrors,
+    MaskPicture,
+    Model,
+    Report,
+    Run,
+    Verdict,
+    as_json,
+    read_record,
+    write_record,
+)
+
+
+def _run(name: str, **changes: Any) -> Run:
+    filled = Run(name=name, configuration=name, backend=name, parameters={"window": [3, 3, 3]})
+    return dataclasses.replace(filled, **changes)
+
+
+def _report() -> Report:
+    generation = Generation(
+        prompt=0,
+        seed=1,
+        frames_path="clips/a.npy",
+        step_seconds=(0.5, 0.25),
+        latents=(0.0, math.inf),
+        frames=FrameMetrics(psnr=math.inf, ssim=1.0),
+    )
+    cost = Cost(
+        step_seconds=0.25,
+        generation_seconds=1.0,
+        warm_up_seconds=0.25,
+        peak_memory=None,
+        density=0.5,
+        attention_share=0.5,
+    )
+    layer = LayerErrors(
+        component="transformer",
+        name="blocks.0.attn1",
+        layer=0,
+        step=1,
+        backend="sliding_tile_attn (triton)",
+        relative_l1=(0.5, math.nan),
+        relative_l2=(0.5, 0.25),
+        cosine=(1.0, 0.5),
+    )
+    mask = MaskPicture(
+        component="transformer",
+        layer=0,
+        head=1,
+        step=1,
+        grid=(1, 2, 2),
+        cell=(1, 1, 2),
+        query=(0, 1, 1),
+        kept=(((0.5,), (0.0,)),),
+        exact=(((0.25,), (0.25,)),),
+    )
+    candidate = _run(
+        "sliding_tile_attn",
+        generations=(generation,),
+        cost=cost,
+        layers=(layer,),
+        masks=(mask,),
+        verdict=Verdict(word="visible", reasons=("PSNR 30 dB, the noise has 60 dB",)),
+    )
+    return Report(
+        created="2026-11-22T07:00:00Z",
+        environment=Environment(device="cpu", versions={"cuda": None}, multimodal_gen="0.1.0"),
+        model=Model(path="m", pipeline="P", kind="video", dtype="float32", identity="abc"),
+        settings={"height": 32},
+        prompts=("a fox",),
+        seeds=(1,),
+        reference=_run("torch_sdpa"),
+        candidates=(candidate, _run("sage_attn", status="out of memory", message="2 GiB wanted")),
+    )
+
+
+def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    report = _report()
+    path = tmp_path / "report.json"
+    write_record(report, path)
+    found = read_record(Report, path)
+    assert as_json(found) == as_json(report)  # NaN differs from itself
+    assert found.candidates[0].generations == report.candidates[0].generations
+    assert math.isnan(found.candidates[0].layers[0].relative_l1[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert "NaN" not in path.read_text()
+    assert [run.name for run in found.runs] == ["torch_sdpa", "sliding_tile_attn", "sage_attn"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "other"}, "must be the report of a comparison"),
+        ({"version": 0}, "must have version 1, got 0"),
+        ({"seeds": [1, "2"]}, r"\.seeds\[1\] must be an integer, got '2'"),
+        ({"seeds": 1}, r"\.seeds must be a list, got 1"),
+        ({"model": {"path": "m"}}, r"\.model must have dtype, identity, kind, pipeline"),
+        ({"more": 1}, r"must have the fields .*, got \['more'\]"),
+        ({"created": True}, r"\.created must be text, got True"),
+        ({"settings": []}, r"\.settings must be an object"),
+        ({"environment": None}, "must be an object, the fields of a Environment"),
+        ({"candidates": [{**as_json(_run("a")), "status": "so so"}]}, "must be one of 'done'"),
+        ({"candidates": [{**as_json(_run("a")), "layers": [1]}]}, r"layers\[0\] must be an object"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**as_json(_report()), **change}))
+    with pytest.raises(ConfigError, match=message):
+        read_record(Report, path)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]"])
+def test_a_half_written_or_missing_file_is_refused(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"report '.*report\.json' must be"):
+        read_record(Report, path)
+
+
+def test_nothing_half_written_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(record.Path, "write_text", broken)
+    with pytest.raises(OSError, match="full"):
+        write_record(_report(), path)
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
