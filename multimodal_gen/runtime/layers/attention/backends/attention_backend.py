@@ -342,6 +342,14 @@ class AttentionBackend(ABC):
         return 0, 0
 
     @classmethod
+    def config_reasons(
+        cls, request: AttentionRequest, config: BackendConfig | None
+    ) -> tuple[str, ...]:
+        """Return why no variant serves the parameters where `request` runs; usually nothing."""
+        del request, config
+        return ()
+
+    @classmethod
     def choose_variant(
         cls,
         request: AttentionRequest,
@@ -350,6 +358,8 @@ class AttentionBackend(ABC):
         only: Callable[[Variant], bool] | None = None,
     ) -> Variant | None:
         """Return the first variant `config` leaves that serves `request` and passes `only`."""
+        if cls.config_reasons(request, config):
+            return None
         blocks = cls.block_sizes(config)
         for variant in cls.variants_for(config):
             if not variant.unsupported_reasons(request, blocks) and (only is None or only(variant)):
@@ -366,23 +376,24 @@ class AttentionBackend(ABC):
         variants for other GPUs where some are for the request's GPU. Where none serves the
         platform, that is the only reason given: no remedy changes it.
         """
-        if cls.choose_variant(request, config) is not None:
-            return ()
-        variants = cls.variants_for(config)
+        reasons = cls.config_reasons(request, config)
+        variants, blocks = cls.variants_for(config), cls.block_sizes(config)
+        if not all(variant.unsupported_reasons(request, blocks) for variant in variants):
+            return reasons
         platform = request.environment.platform
         here = [variant for variant in variants if platform in variant.platforms]
         if not here:
             served = {name for variant in variants for name in variant.platforms}
             return tuple(filter(None, [platform_reason(served, platform)]))
         here = [v for v in here if v.capability_reason(request) is None] or here
-        blocks = cls.block_sizes(config)
         if len(here) == 1:
-            return here[0].unsupported_reasons(request, blocks)
-        return tuple(
+            return (*here[0].unsupported_reasons(request, blocks), *reasons)
+        named = (
             f"{variant.name}: {reason}"
             for variant in here
             for reason in variant.unsupported_reasons(request, blocks)
         )
+        return (*named, *reasons)
 
     @classmethod
     def reasons_against_auto(cls, request: AttentionRequest) -> tuple[str, ...]:

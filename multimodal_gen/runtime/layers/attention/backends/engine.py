@@ -6,7 +6,8 @@ package is one more variant where it is installed.
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ __all__ = [
     "FASTVIDEO_KERNEL",
     "SELF_ONLY",
     "SPAS_SAGE_ATTN",
+    "DensePlanImpl",
     "QuantizedAttentionImpl",
     "QuantizedBackend",
     "dense_plan",
@@ -273,49 +275,31 @@ class QuantizedBackend(AttentionBackend):
         return tuple(v for v in left if v.name in QUANTIZED.names or values_of(config) == "16-bit")
 
     @classmethod
-    def choose_variant(
-        cls,
-        request: AttentionRequest,
-        config: BackendConfig | None = None,
-        *,
-        only: Callable[[Variant], bool] | None = None,
-    ) -> Variant | None:
-        """Return the variant that serves `request`, if the GPU has the values asked for."""
-        if _values_reasons(request, config):
-            return None
-        return super().choose_variant(request, config, only=only)
-
-    @classmethod
-    def unsupported_reasons(
-        cls, request: AttentionRequest, config: BackendConfig | None = None
+    def config_reasons(
+        cls, request: AttentionRequest, config: BackendConfig | None
     ) -> tuple[str, ...]:
-        """Return what is missing; that the GPU lacks the values asked for is reason enough."""
-        return _values_reasons(request, config) or super().unsupported_reasons(request, config)
+        """Return what the GPU lacks for the values asked for."""
+        if values_of(config) != "e4m3" or getattr(config, "kernel", AUTO) == "reference":
+            return ()
+        asked = Request(
+            platform=str(request.environment.platform),
+            capability=request.environment.capability,
+            dtype=request.dtype,
+            head_size=request.head_size,
+            e4m3=True,
+        )
+        reason = e4m3_reason(asked)
+        return () if reason is None else (reason,)
 
 
-def _values_reasons(request: AttentionRequest, config: BackendConfig | None) -> tuple[str, ...]:
-    environment = request.environment
-    if values_of(config) != "e4m3" or getattr(config, "kernel", AUTO) == "reference":
-        return ()
-    asked = Request(
-        platform=str(environment.platform),
-        capability=environment.capability,
-        dtype=request.dtype,
-        head_size=request.head_size,
-        e4m3=True,
-    )
-    reason = e4m3_reason(asked)
-    return () if reason is None else (reason,)
-
-
-class QuantizedAttentionImpl(AttentionImpl):
-    """Attention over a plan of every block; see `AttentionImpl` for the arguments.
+class DensePlanImpl(AttentionImpl):
+    """Dense attention on an engine, over a plan of every block; for the arguments `AttentionImpl`.
 
     Attributes:
         label: the backend's name in errors.
     """
 
-    label = "sage_attn"
+    label: str
 
     def forward(
         self,
@@ -328,33 +312,63 @@ class QuantizedAttentionImpl(AttentionImpl):
     ) -> torch.Tensor:
         """See `AttentionImpl.forward`; the mask is bool [B, 1, 1, Sk]."""
         del context
-        refuse_grad(self.label, query, key, value)
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)[0]
-        plan = _plan(query, key, self.causal)
+        plan = self.plan(query, key, causal=self.causal)
         if attn_mask is not None:
             key, value, plan = drop_masked(key, value, plan, attn_mask, self.label)
-        out = quantized_attention(
-            query,
-            key,
-            value,
-            plan,
-            scale=self.softmax_scale,
-            kernel=self.variant or AUTO,
-            values=values_of(self.config),
-        )
-        assert isinstance(out, torch.Tensor)
-        return out
+        return self.attend(query, key, value, plan)[0]
 
     def forward_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse`."""
-        refuse_grad(self.label, query, key, value)
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)
-        plan = _plan(query, key, self.causal)
-        out, lse = quantized_attention(
+        plan = self.plan(query, key, causal=self.causal)
+        out, lse = self.attend(query, key, value, plan, return_lse=True)
+        assert lse is not None, "it was asked for"
+        return out, lse
+
+    @abstractmethod
+    def plan(self, query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> BlockPlan:
+        """Return the plan of every block, in blocks that suit the engine."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        *,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the engine computes, and lse where asked for."""
+
+
+class QuantizedAttentionImpl(DensePlanImpl):
+    """Dense attention on 8 bits."""
+
+    label = "sage_attn"
+
+    def plan(self, query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> BlockPlan:
+        """See `DensePlanImpl.plan`."""
+        q_size = 64 if query.shape[1] <= 64 else _BLOCK
+        return dense_plan(query.shape[1], key.shape[1], q_size, _BLOCK, causal, query.device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        *,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `DensePlanImpl.attend`."""
+        refuse_grad(self.label, query, key, value)
+        found = quantized_attention(
             query,
             key,
             value,
@@ -362,11 +376,6 @@ class QuantizedAttentionImpl(AttentionImpl):
             scale=self.softmax_scale,
             kernel=self.variant or AUTO,
             values=values_of(self.config),
-            return_lse=True,
+            return_lse=return_lse,
         )
-        return out, lse
-
-
-def _plan(query: torch.Tensor, key: torch.Tensor, causal: bool) -> BlockPlan:
-    q_size = 64 if query.shape[1] <= 64 else _BLOCK
-    return dense_plan(query.shape[1], key.shape[1], q_size, _BLOCK, causal, query.device)
+        return (found, None) if isinstance(found, torch.Tensor) else found

@@ -14,9 +14,9 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
+    DensePlanImpl,
     dense_plan,
     drop_masked,
     engine_variants,
@@ -30,7 +30,7 @@ from multimodal_gen.runtime.layers.attention.request import (
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
+    pass
 
 _FEATURES = frozenset({Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.LSE, Feature.RING})
 _KEY_BLOCK = 384
@@ -38,39 +38,40 @@ _CAUSAL_BLOCK = 128
 _FASTEST_HEAD_SIZES = (64, 128)
 
 
-class TritonAttentionImpl(AttentionImpl):
-    """Attention over a plan of every block; see `AttentionImpl` for the arguments."""
+class TritonAttentionImpl(DensePlanImpl):
+    """Dense attention on the block-sparse engine."""
 
-    def forward(
+    label = "triton_attn"
+
+    def plan(self, query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> BlockPlan:
+        """See `DensePlanImpl.plan`."""
+        num_queries, q_size, kv_size = query.shape[1], _CAUSAL_BLOCK, _CAUSAL_BLOCK
+        if not causal:
+            kv_size = _KEY_BLOCK
+            q_size = next((size for size in (64, 128) if num_queries <= size), 384)
+        return dense_plan(num_queries, key.shape[1], q_size, kv_size, causal, query.device)
+
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        context: "ForwardContext | None" = None,
+        plan: BlockPlan,
         *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`; the mask is bool [B, 1, 1, Sk]."""
-        del context
-        if key.shape[1] == 0:
-            return attend_to_nothing(query, value)[0]
-        plan = _plan(query, key, self.causal)
-        if attn_mask is not None:
-            key, value, plan = drop_masked(key, value, plan, attn_mask, "triton_attn")
-        query, key, value = map(_loadable, (query, key, value))
-        out = block_sparse_attention(
-            query, key, value, plan, scale=self.softmax_scale, kernel=self.variant or AUTO
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `DensePlanImpl.attend`."""
+        query, key, value = (x if loadable(x) else x.contiguous() for x in (query, key, value))
+        found = block_sparse_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.variant or AUTO,
+            return_lse=return_lse,
         )
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        if key.shape[1] == 0:
-            return attend_to_nothing(query, value)
-        return self._run_lse(query, key, value, _plan(query, key, self.causal))
+        return (found, None) if isinstance(found, torch.Tensor) else found
 
     def forward_lse_masked(
         self,
@@ -80,38 +81,13 @@ class TritonAttentionImpl(AttentionImpl):
         keep: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse_masked`."""
-        plan = _plan(query, key, causal=False)
+        plan = self.plan(query, key, causal=False)
         # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
         key, value = (zero_masked_rows(x, keep) for x in (key, value))
-        mask = keep[:, None, None, :]
-        return self._run_lse(query, *drop_masked(key, value, plan, mask, "triton_attn"))
-
-    def _run_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key, value = map(_loadable, (query, key, value))
-        out, lse = block_sparse_attention(
-            query,
-            key,
-            value,
-            plan,
-            scale=self.softmax_scale,
-            kernel=self.variant or AUTO,
-            return_lse=True,
-        )
+        kept = drop_masked(key, value, plan, keep[:, None, None, :], self.label)
+        out, lse = self.attend(query, *kept, return_lse=True)
+        assert lse is not None, "it was asked for"
         return out, lse
-
-
-def _loadable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if loadable(tensor) else tensor.contiguous()
-
-
-def _plan(query: torch.Tensor, key: torch.Tensor, causal: bool) -> BlockPlan:
-    num_queries, q_size, kv_size = query.shape[1], _CAUSAL_BLOCK, _CAUSAL_BLOCK
-    if not causal:
-        kv_size = _KEY_BLOCK
-        q_size = next((size for size in (64, 128) if num_queries <= size), 384)
-    return dense_plan(num_queries, key.shape[1], q_size, kv_size, causal, query.device)
 
 
 class TritonAttentionBackend(AttentionBackend):

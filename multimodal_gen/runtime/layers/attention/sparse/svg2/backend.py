@@ -7,7 +7,6 @@ attended to by everything, and attends to everything.
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -147,44 +146,23 @@ class SVG2Backend(AttentionBackend):
     )
 
     @classmethod
-    def choose_variant(
-        cls,
-        request: AttentionRequest,
-        config: BackendConfig | None = None,
-        *,
-        only: Callable[[Variant], bool] | None = None,
-    ) -> Variant | None:
-        """Return the variant that serves `request`, if the k-means that was asked for does too."""
-        if _kmeans_reasons(request, config):
-            return None
-        return super().choose_variant(request, config, only=only)
-
-    @classmethod
-    def unsupported_reasons(
-        cls, request: AttentionRequest, config: BackendConfig | None = None
+    def config_reasons(
+        cls, request: AttentionRequest, config: BackendConfig | None
     ) -> tuple[str, ...]:
-        """Return what is missing, of the k-means that was asked for too."""
-        reasons = _kmeans_reasons(request, config)
-        if reasons and super().choose_variant(request, config) is not None:
-            return reasons
-        return (*super().unsupported_reasons(request, config), *reasons)
+        """Return why the k-means that `config` asks for cannot run where `request` does."""
+        name = getattr(config, "kmeans_kernel", AUTO)
+        if name == AUTO:
+            return ()
+        kernel, environment = KMEANS.kernel(name), request.environment
+        reasons = [environment.lacks(probe) for probe in kernel.packages]
+        if kernel.platforms is not None:
+            reasons.append(platform_reason(kernel.platforms, str(environment.platform)))
+        return tuple(f"kmeans_kernel {name} {reason}" for reason in reasons if reason)
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return the implementation."""
         return SVG2Impl
-
-
-def _kmeans_reasons(request: AttentionRequest, config: BackendConfig | None) -> tuple[str, ...]:
-    """Return why the k-means that `config` asks for cannot run where `request` does."""
-    name = getattr(config, "kmeans_kernel", "auto")
-    if name == AUTO:
-        return ()
-    kernel, environment = KMEANS.kernel(name), request.environment
-    reasons = [environment.lacks(probe) for probe in kernel.packages]
-    if kernel.platforms is not None:
-        reasons.append(platform_reason(kernel.platforms, str(environment.platform)))
-    return tuple(f"kmeans_kernel {name} {reason}" for reason in reasons if reason)
 
 
 class SVG2Impl(SparseImpl[SVG2Config]):
