@@ -3,7 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -28,9 +28,6 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-if TYPE_CHECKING:
-    pass
 
 _FEATURES = frozenset({Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.LSE, Feature.RING})
 _KEY_BLOCK = 384
