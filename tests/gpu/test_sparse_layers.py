@@ -18,7 +18,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse import tiles as tiling
+from multimodal_gen.runtime.layers.attention.sparse import tiles as tiles_module
 from multimodal_gen.runtime.layers.attention.sparse.sta import backend as sta_backend
 from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import Strategy
@@ -44,9 +44,9 @@ Window = tuple[int, int, int]
 @pytest.fixture(autouse=True)
 def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs take as many passes as large ones, with nothing left of other tests."""
-    monkeypatch.setattr(tiling, "_BYTES_AT_ONCE", 1)
-    monkeypatch.setattr(tiling, "_SHARE_AT_ONCE", 0.0)
-    for cached in (sta_backend._plan, tiling._tiled_sequence, tiling.tiled_video):
+    monkeypatch.setattr(tiles_module, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(tiles_module, "_SHARE_AT_ONCE", 0.0)
+    for cached in (sta_backend._plan, tiles_module._tiled_sequence, tiles_module.tiled_video):
         cached.cache_clear()
 
 
@@ -165,8 +165,8 @@ def test_the_best_tiles_are_right_at_once(grid: Window, name: str, kv_heads: int
     best.scatter_(3, scores.topk(kept, dim=3).indices, True)
     mask = with_text(best[:, :, number][:, :, :, number], text)
     for _ in range(2):  # the first call compiles
-        tiling._tiled_sequence.cache_clear()
-        tiling.tiled_video.cache_clear()
+        tiles_module._tiled_sequence.cache_clear()
+        tiles_module.tiled_video.cache_clear()
         out = run_behind_other_work(attend, (q, k, v), grid, text)
     assert_within_error_budget(out, q, k, v, scale=SCALE, mask=mask)
 

@@ -92,15 +92,15 @@ def test_the_branch_over_unselected_blocks_is_added(
 
 
 def test_states_of_few_heads_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multimodal_gen.kernels.linear_attention import linear_attention_kernel as launch
+    from multimodal_gen.kernels.linear_attention import linear_attention_kernel as kernel_module
 
     case = Case(layout="text", dtype=torch.bfloat16)
     plan, _ = case.plan()
     outs = [case.out.clone() for _ in range(2)]
-    launch.add_unselected(outs[0], *case.qkv, plan, case.projection, "elu")
-    monkeypatch.setattr(launch, "STATE_BYTES", 1)
-    monkeypatch.setattr(launch, "STATE_SHARE", 0.0)
-    launch.add_unselected(outs[1], *case.qkv, plan, case.projection, "elu")
+    kernel_module.add_unselected(outs[0], *case.qkv, plan, case.projection, "elu")
+    monkeypatch.setattr(kernel_module, "STATE_BYTES", 1)
+    monkeypatch.setattr(kernel_module, "STATE_SHARE", 0.0)
+    kernel_module.add_unselected(outs[1], *case.qkv, plan, case.projection, "elu")
     assert torch.equal(outs[0], outs[1])
 
 

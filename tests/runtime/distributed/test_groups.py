@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.distributed import groups as joining
+from multimodal_gen.runtime.distributed import groups as groups_module
 from multimodal_gen.runtime.distributed.groups import (
     broadcast_object,
     build_groups,
@@ -229,7 +229,7 @@ def test_one_launcher_is_one_host(four_ranks) -> None:
 def test_hosts_are_told_apart_by_their_first_ranks(locals_, per_host, monkeypatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: len(locals_))
-    monkeypatch.setattr(joining, "_gathered", lambda mine: locals_)
+    monkeypatch.setattr(groups_module, "_gathered", lambda mine: locals_)
     assert ranks_per_host() == per_host
 
 
@@ -260,7 +260,7 @@ def test_a_value_of_a_wrong_kind_is_refused_before_the_world_is_joined(
     given, message, monkeypatch
 ) -> None:
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(joining, "init_world", lambda *_, **__: pytest.fail("joined"))
+    monkeypatch.setattr(groups_module, "init_world", lambda *_, **__: pytest.fail("joined"))
     with pytest.raises(ConfigError, match=message):
         init_parallel(**{"device_type": "cpu", **given})
 
@@ -293,7 +293,7 @@ def test_devices_without_an_exchange_are_refused() -> None:
 def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(dist, "get_node_local_rank", lambda fallback_rank: 2)
-    monkeypatch.setattr(joining.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(groups_module.torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match="got local rank 2 on a host with 2 GPUs; start fewer"):
         join_world("cuda")
 

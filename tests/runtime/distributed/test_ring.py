@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from multimodal_gen.runtime.distributed import ring as partial
+from multimodal_gen.runtime.distributed import ring as ring_module
 from multimodal_gen.runtime.distributed.groups import Group, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.ring import (
@@ -24,7 +24,7 @@ PART_SCALE = 0.3
 
 @pytest.fixture(params=[1 << 26, 16], ids=["whole", "tiled"])
 def tiles(request, monkeypatch):
-    monkeypatch.setattr(partial, "_MAX_SCORES", request.param)
+    monkeypatch.setattr(ring_module, "_MAX_SCORES", request.param)
 
 
 def double(*shape, **options):

@@ -192,7 +192,7 @@ def test_the_default_dtype_is_the_planned_one():
 
 
 def test_selection_is_not_on_the_path_of_a_call(two, monkeypatch):
-    from multimodal_gen.runtime.layers.attention import attention_layer as base
+    from multimodal_gen.runtime.layers.attention import attention_layer
 
     layer = LocalAttention(2, 8)
     q, k, v = make_qkv(1, 3, 2, 8)
@@ -201,8 +201,8 @@ def test_selection_is_not_on_the_path_of_a_call(two, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("selection must not run per call")
 
-    monkeypatch.setattr(base, "bind_schedule", never)
-    monkeypatch.setattr(base, "decide", never)
+    monkeypatch.setattr(attention_layer, "bind_schedule", never)
+    monkeypatch.setattr(attention_layer, "decide", never)
     for _ in range(3):
         layer(q, k, v)
     assert served(layer) == [("torch_sdpa", 4)]
@@ -528,11 +528,11 @@ def test_a_layer_shows_its_head_size_and_implementation(two):
 
 def test_the_names_other_models_import_are_where_they_look_for_them():
     from multimodal_gen.runtime.layers.attention import layer, selector
-    from multimodal_gen.runtime.layers.attention import masks as varlen
+    from multimodal_gen.runtime.layers.attention import masks as masks_module
 
     for name in ("", "_from_lengths", "_from_ranges"):
         name = f"build_varlen_mask_meta{name}"
-        assert getattr(layer, name) is getattr(varlen, name)
+        assert getattr(layer, name) is getattr(masks_module, name)
     assert issubclass(selector.ComponentAttentionBackendNotAppliedError, UsageError)
 
 

@@ -6,8 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
-from multimodal_gen.runtime.layers.attention import attention_layer as packed
+from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention, attention_layer
 from multimodal_gen.runtime.layers.attention.masks import build_varlen_mask_meta
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -204,7 +203,7 @@ def packings(monkeypatch):
         built.append(mask.shape)
         return build_varlen_mask_meta(mask)
 
-    monkeypatch.setattr(packed, "build_varlen_mask_meta", build)
+    monkeypatch.setattr(attention_layer, "build_varlen_mask_meta", build)
     return built
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from multimodal_gen.runtime.layers.attention import warn_once as notices
+from multimodal_gen.runtime.layers.attention import warn_once as warn_once_module
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, build_config
 from multimodal_gen.runtime.layers.attention.warn_once import (
     WarnOnce,
@@ -37,7 +37,7 @@ def told(caplog: pytest.LogCaptureFixture):
 
     def ask(num: int | None, ask=warn_if_dense_run, **parameters: object) -> list[str]:
         config = build_config(Config, parameters, backend=NAME)
-        with caplog.at_level(logging.WARNING, logger=notices.__name__):
+        with caplog.at_level(logging.WARNING, logger=warn_once_module.__name__):
             ask(config, AttentionBackendEnum(NAME), num, said)
         return [record.getMessage() for record in caplog.records]
 

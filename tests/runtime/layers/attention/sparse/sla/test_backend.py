@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.runtime.layers.attention import warn_once as notices
+from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
@@ -363,7 +363,7 @@ def test_the_density_of_joint_sequences_counts_text():
 
 
 def test_a_missing_projection_is_warned_of_once_and_named(caplog):
-    notices.PROCESS._given.clear()
+    warn_once.PROCESS._given.clear()
     qkv = inputs(WHOLE)
     with caplog.at_level(logging.WARNING):
         run(layer(topk_ratio=0.25), qkv, WHOLE)
@@ -374,7 +374,7 @@ def test_a_missing_projection_is_warned_of_once_and_named(caplog):
 
 
 def test_one_block_that_is_kept_anyway_is_called_that(caplog):
-    notices.PROCESS._given.clear()
+    warn_once.PROCESS._given.clear()
     run(layer(topk_ratio=0.0), inputs(WHOLE), WHOLE)
     (record,) = caplog.records
     assert "every query attends to the best key block alone" in record.getMessage()
@@ -382,16 +382,18 @@ def test_one_block_that_is_kept_anyway_is_called_that(caplog):
 
 @pytest.mark.parametrize("options", [{"topk_ratio": 1.0}, {"projection": projection()}], ids=str)
 def test_nothing_is_lost_and_nothing_warned_of(options, caplog):
-    notices.PROCESS._given.clear()
+    warn_once.PROCESS._given.clear()
     with caplog.at_level(logging.WARNING):
         run(layer(**options), inputs(WHOLE), WHOLE)
     assert not caplog.records
 
 
 def test_without_a_projection_no_state_is_computed(monkeypatch):
-    from multimodal_gen.runtime.layers.attention.sparse.sla import blocks as branch
+    from multimodal_gen.runtime.layers.attention.sparse.sla import blocks as blocks_module
 
-    monkeypatch.setattr(branch, "key_state", lambda *_, **__: pytest.fail("computed a state"))
+    monkeypatch.setattr(
+        blocks_module, "key_state", lambda *_, **__: pytest.fail("computed a state")
+    )
     qkv = inputs(WHOLE)
     out = run(layer(topk_ratio=0.25), qkv, WHOLE)
     check(qkv, out, Definition(qkv, WHOLE, 128, 64, 0.25))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention import warn_once as notices
+from multimodal_gen.runtime.layers.attention import LocalAttention, warn_once
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
@@ -245,7 +244,7 @@ def test_the_first_dense_step_refuses_a_strategy_for_another_run(tmp_path) -> No
     ],
 )
 def test_a_run_without_a_step_for_windows_is_told_of_once(caplog, config, found) -> None:
-    notices.PROCESS._given.clear()
+    warn_once.PROCESS._given.clear()
     layers = [layer(window=(1, 1, 1), index=index, **config) for index in (0, 1)]
     q, k, v = qkv()
     with set_forward_context(0, latent_grid=GRID, num_steps=3):

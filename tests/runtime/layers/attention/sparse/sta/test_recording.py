@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.sparse.sta import search as recording
+from multimodal_gen.runtime.layers.attention.sparse.sta import search as search_module
 from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
     NEGATIVE,
     POSITIVE,
@@ -24,7 +24,7 @@ TILES = (3, 2, 4)
 
 @pytest.fixture(autouse=True)
 def _no_sessions() -> None:
-    recording._SESSIONS.clear()
+    search_module._SESSIONS.clear()
 
 
 def _run(folder, request: str, branch: str, steps: int = 2, layers: int = 2) -> None:
@@ -70,7 +70,7 @@ def test_a_session_leaves_when_all_its_branches_are_complete(tmp_path) -> None:
     _call(tmp_path, "request-a", 1, NEGATIVE)
     gc.collect()
     assert all(ref() is None for ref in losses)
-    assert list(recording._SESSIONS) == []
+    assert list(search_module._SESSIONS) == []
 
 
 def test_a_second_call_of_the_last_step_counts_too(tmp_path) -> None:
@@ -78,14 +78,14 @@ def test_a_second_call_of_the_last_step_counts_too(tmp_path) -> None:
         _call(tmp_path, "request-a", step, POSITIVE, value)
     (file,) = find_searches(tmp_path, POSITIVE)
     assert SearchFile.read(file).losses.l2[0, :, 0, 0].tolist() == [2.0, 3.0]
-    assert list(recording._SESSIONS) == []
+    assert list(search_module._SESSIONS) == []
 
 
 def test_of_unfinished_sessions_only_the_latest_stay(tmp_path) -> None:
     for i in range(9):
         _call(tmp_path, f"request-{i}", 0, POSITIVE)
-    kept = [request for _, request in recording._SESSIONS]
-    assert kept == [f"request-{i}" for i in range(9 - recording._MOST_SESSIONS, 9)]
+    kept = [request for _, request in search_module._SESSIONS]
+    assert kept == [f"request-{i}" for i in range(9 - search_module._MOST_SESSIONS, 9)]
 
 
 def _call(folder, request: str, step: int, branch: str, value: float = 1.0) -> torch.Tensor:

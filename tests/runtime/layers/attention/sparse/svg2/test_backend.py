@@ -10,8 +10,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.kmeans.api import initial_centroids
-from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention import warn_once as notices
+from multimodal_gen.runtime.layers.attention import LocalAttention, warn_once
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
@@ -417,7 +416,7 @@ def test_the_authors_kernel_refuses_text_before_its_first_step(length):
     ],
 )
 def test_a_run_without_a_sparse_step_is_told_of_once(caplog, config, found):
-    notices.PROCESS._given.clear()
+    warn_once.PROCESS._given.clear()
     for index in (0, 1):
         site = LayerSite(name=str(index), layer=index, num_layers=2)
         run(layer(site=site, **config), inputs(batch=1), num_steps=3)
@@ -435,7 +434,7 @@ def test_a_number_of_first_steps_or_layers_is_whole(name):
 
 
 def test_dense_layers_alone_are_told_of_once(caplog):
-    notices.PROCESS._given.clear()
+    warn_once.PROCESS._given.clear()
     for index in (0, 1):
         layer(site=LayerSite(name=str(index), layer=index, num_layers=2), svg2_first_layers_fp=1)
     (record,) = caplog.records

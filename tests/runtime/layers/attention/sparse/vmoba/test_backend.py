@@ -11,7 +11,7 @@ import torch
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.chunk_select.reference import Rule
 from multimodal_gen.kernels.row_choice.api import chunk_groups
-from multimodal_gen.runtime.layers.attention import warn_once as notices
+from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -254,7 +254,7 @@ def test_the_first_steps_and_layers_run_on_the_dense_backend():
     ],
 )
 def test_a_run_without_a_sparse_step_is_told_of_once(caplog, num_steps, parameters, found):
-    notices.PROCESS._given.clear()
+    warn_once.PROCESS._given.clear()
     qkv = inputs(RAGGED)
     for index in (0, 1):
         with set_forward_context(0, latent_grid=RAGGED, num_steps=num_steps):
