@@ -1,0 +1,280 @@
+"""How far one clip is from another, by the metrics that ffmpeg has built in.
+
+    PSNR    dB    filter `psnr` on RGB: 10 log10(255^2 / MSE), the MSE over every frame and channel
+    SSIM          Wang et al. 2004 on luma at full size: an 11 x 11 Gaussian window with a sigma of
+                  1.5, mean over frames (`float_ssim` of libvmaf; not ffmpeg's filter `ssim`, which
+                  takes unweighted 8 x 8 blocks)
+    XPSNR   dB    filter `xpsnr` on luma, weighted by what the reference shows; ffmpeg's average
+    VMAF          model vmaf_v0.6.1, 0 to 100, mean over frames. Equal clips get 97 to 100
+    flicker       mean of |next frame - this frame| over pixels and channels, in levels of 8 bits
+    LPIPS         of AlexNet, version 0.1, mean over frames; only where its weights are present
+
+Luma is BT.709 in the range of TV, 16 to 235, in 4:2:0, as ffmpeg makes it from RGB. PSNR and XPSNR
+of equal clips are infinite. Where they are averaged with finite ones they count as `MOST_DB`.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.comparison.record import FrameMetrics
+
+__all__ = ["MOST_DB", "find_ffmpeg", "mean_and_spread", "measure_frames", "summarise"]
+
+MOST_DB = 100.0
+"""What infinite decibels count as in an average with finite ones."""
+
+_METRICS = ("psnr", "ssim", "xpsnr", "vmaf", "flicker", "flicker_reference", "lpips")
+
+_VMAF_PIXELS = 17  # with less along an axis libvmaf reads beyond the frame, and crashes
+_LUMA = "scale=out_color_matrix=bt709:out_range=tv:flags=bicubic+accurate_rnd,format=yuv420p"
+_PSNR = re.compile(r"PSNR .*\baverage:(\S+)")
+_XPSNR = re.compile(r"XPSNR +y: *(\S+)")
+_LPIPS_WEIGHTS = "alexnet-owt-7be5be79.pth"
+_LPIPS_BATCH = 8
+
+
+def measure_frames(
+    frames: Any, reference: Any, *, fps: float = 16.0
+) -> tuple[FrameMetrics, tuple[str, ...]]:
+    """Compare a clip, or an image as a clip of one frame, with its reference.
+
+    Args:
+        frames: NumPy array, uint8 [T, H, W, C] with 1, 3 or 4 channels, of which a fourth is left
+            out. Any size.
+        reference: what it should be, in the same shape.
+        fps: frames per second, by which XPSNR weighs motion. Default: 16.
+
+    Returns:
+        The metrics, None where there is none, and a sentence for each that says why. `non_finite`
+        is 0: pixels of 8 bits cannot tell.
+
+    Raises:
+        MissingDependencyError: imageio-ffmpeg or its ffmpeg is missing.
+        UsageError: the two differ in shape, or are no such arrays.
+    """
+    for name, array in (("frames", frames), ("reference", reference)):
+        _check(name, array)
+    if frames.shape != reference.shape:
+        raise UsageError(
+            f"frames must have the reference's shape {tuple(reference.shape)}, got "
+            f"{tuple(frames.shape)}"
+        )
+    frames, reference = _as_rgb(frames), _as_rgb(reference)
+    found, reasons = _measure_with_ffmpeg(frames, reference, fps)
+    lpips, reason = _lpips(frames, reference)
+    metrics = FrameMetrics(
+        psnr=found.get("psnr"),
+        ssim=found.get("ssim"),
+        xpsnr=found.get("xpsnr"),
+        vmaf=found.get("vmaf"),
+        flicker=_flicker(frames),
+        flicker_reference=_flicker(reference),
+        lpips=lpips,
+        constant=any(map(_loses_everything, frames, reference)),
+    )
+    return metrics, (*reasons, *([reason] if reason else []))
+
+
+def summarise(metrics: Sequence[FrameMetrics]) -> tuple[FrameMetrics, FrameMetrics]:
+    """Return the mean of every metric over several clips, and its standard deviation.
+
+    The deviation is that of a sample (n - 1), and 0 for one clip. A metric that some clips lack is
+    that of the others. Of the means, `constant` is true where it is for any, and `non_finite` is
+    the sum.
+    """
+    pairs: dict[str, tuple[Any, Any]] = {}
+    for name in _METRICS:
+        values = [value for each in metrics if (value := getattr(each, name)) is not None]
+        pairs[name] = mean_and_spread(values) if values else (None, None)
+    mean = replace(
+        FrameMetrics(
+            constant=any(each.constant for each in metrics),
+            non_finite=sum(each.non_finite for each in metrics),
+        ),
+        **{name: mean for name, (mean, _) in pairs.items()},
+    )
+    return mean, replace(FrameMetrics(), **{name: spread for name, (_, spread) in pairs.items()})
+
+
+def mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of one metric over clips, and its standard deviation (n - 1; 0 for one).
+
+    Where all are infinite so is the mean; beside finite ones, infinite ones count as `MOST_DB`.
+    """
+    if all(map(math.isinf, figures)):
+        return figures[0], 0.0
+    finite = [MOST_DB if figure == math.inf else figure for figure in figures]
+    mean = math.fsum(finite) / len(finite)
+    if len(finite) == 1:
+        return mean, 0.0
+    return mean, math.sqrt(math.fsum((each - mean) ** 2 for each in finite) / (len(finite) - 1))
+
+
+def find_ffmpeg() -> str:
+    """Return the path of the ffmpeg that imageio-ffmpeg brings.
+
+    Raises:
+        MissingDependencyError: there is none.
+    """
+    try:
+        import imageio_ffmpeg
+
+        found: str = imageio_ffmpeg.get_ffmpeg_exe()
+        return found
+    except (ImportError, RuntimeError) as error:
+        raise MissingDependencyError(
+            f"comparing frames needs imageio-ffmpeg ({error}); install with: "
+            f"pip install 'multimodal_gen[compare]'"
+        ) from error
+
+
+def _check(name: str, array: Any) -> None:
+    import numpy as np
+
+    good = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.ndim == 4
+    if not good or array.shape[-1] not in (1, 3, 4) or 0 in array.shape:
+        is_array = isinstance(array, np.ndarray)
+        got = f"{array.dtype} {list(array.shape)}" if is_array else type(array).__name__
+        raise UsageError(f"{name} must be a uint8 array [T, H, W, C] with pixels, got {got}")
+
+
+def _as_rgb(frames: Any) -> Any:
+    import numpy as np
+
+    return np.repeat(frames, 3, axis=-1) if frames.shape[-1] == 1 else frames[..., :3]
+
+
+def _loses_everything(frame: Any, reference: Any) -> bool:
+    """Tell whether a frame [H, W, 3] has one colour only, where the reference's has more."""
+    return bool((frame == frame[0, 0]).all() and not (reference == reference[0, 0]).all())
+
+
+def _flicker(frames: Any) -> float | None:
+    import numpy as np
+
+    # By frame: differences of a whole clip would take twice its memory.
+    steps = [np.abs(after.astype(np.int16) - before).mean() for before, after in pairwise(frames)]
+    return float(np.mean(steps)) if steps else None
+
+
+def _measure_with_ffmpeg(
+    frames: Any, reference: Any, fps: float
+) -> tuple[dict[str, float], list[str]]:
+    """Return the metrics that could be computed by name, and why others could not."""
+    found: dict[str, float] = {}
+    reasons = []
+    height, width = frames.shape[1:3]
+    with tempfile.TemporaryDirectory() as folder:
+        clips = (Path(folder, "reference.rgb"), Path(folder, "frames.rgb"))
+        for path, pixels in zip(clips, (reference, frames), strict=True):
+            with path.open("wb") as file:
+                for frame in pixels:  # a clip need not be contiguous
+                    file.write(frame.tobytes())
+        run = _Ffmpeg(find_ffmpeg(), clips, (width, height), fps)
+        # The first input of `xpsnr` is the reference, that of the others is what is judged.
+        for name, graph, pattern in (
+            ("psnr", "[1:v][0:v]psnr", _PSNR),
+            ("xpsnr", f"[0:v]{_LUMA}[r];[1:v]{_LUMA}[d];[r][d]xpsnr", _XPSNR),
+        ):
+            log, problem = run(graph)
+            match = None if problem else pattern.search(log)
+            if match is None:
+                reasons.append(f"{name.upper()}: {problem or 'ffmpeg printed no figure'}")
+            else:
+                found[name] = float(match[1])
+        if min(height, width) < _VMAF_PIXELS:
+            reasons.append(
+                f"SSIM and VMAF need frames of at least {_VMAF_PIXELS}x{_VMAF_PIXELS} pixels, "
+                f"these have {width}x{height}"
+            )
+        else:
+            pooled, problem = run.vmaf(Path(folder, "vmaf.json"))
+            found.update(pooled)
+            reasons.extend([f"SSIM and VMAF: {problem}"] if problem else [])
+    return found, reasons
+
+
+class _Ffmpeg:
+    """Runs filters of two inputs over two raw clips, each in a process of its own.
+
+    Args:
+        executable: ffmpeg.
+        clips: files of raw RGB: the reference and what is judged.
+        size: width and height in pixels.
+        fps: frames per second.
+    """
+
+    def __init__(
+        self, executable: str, clips: Iterable[Path], size: tuple[int, int], fps: float
+    ) -> None:
+        self._command = [executable, "-hide_banner", "-nostats", "-nostdin"]
+        for clip in clips:
+            self._command += ["-f", "rawvideo", "-pix_fmt", "rgb24"]
+            self._command += ["-s", f"{size[0]}x{size[1]}", "-r", f"{fps:g}", "-i", str(clip)]
+
+    def __call__(self, graph: str) -> tuple[str, str]:
+        """Return what ffmpeg printed and, where it failed, why."""
+        command = [*self._command, "-filter_complex", graph, "-f", "null", "-"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode == 0:
+            return done.stderr, ""
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        last = re.sub(r" @ 0x\w+", "", lines[-1]) if lines else "it printed nothing"
+        return done.stderr, f"ffmpeg ended with status {done.returncode}: {last.strip()}"
+
+    def vmaf(self, log: Path) -> tuple[dict[str, float], str]:
+        """Return SSIM and VMAF and, where there are none, why; `log` is a file to write."""
+        threads = min(os.cpu_count() or 1, 16)
+        # Quotes keep the colon from ending the option, the backslash from ending the feature's.
+        options = f"n_threads={threads}:log_fmt=json:feature='name=float_ssim\\:scale=1'"
+        path = re.sub(r"([\\':])", r"\\\1", str(log))
+        graph = f"[0:v]{_LUMA}[r];[1:v]{_LUMA}[d];[d][r]libvmaf={options}:log_path='{path}'"
+        _, problem = self(graph)
+        if problem:
+            return {}, problem
+        pooled = json.loads(log.read_text("utf-8"))["pooled_metrics"]
+        return {"ssim": pooled["float_ssim"]["mean"], "vmaf": pooled["vmaf"]["mean"]}, ""
+
+
+def _lpips(frames: Any, reference: Any) -> tuple[float | None, str]:
+    """Return LPIPS and, where there is none, why. Nothing is fetched."""
+    if find_spec("lpips") is None:
+        return None, "LPIPS: the package lpips is not installed"
+    weights = Path(torch.hub.get_dir(), "checkpoints", _LPIPS_WEIGHTS)
+    if not weights.is_file():
+        return None, (
+            f"LPIPS: the weights of AlexNet ({_LPIPS_WEIGHTS}) are not among torch.hub's "
+            f"checkpoints on this machine, and are not fetched unasked"
+        )
+    import lpips
+
+    try:
+        distance = lpips.LPIPS(net="alex", version="0.1", verbose=False).eval()
+        with torch.inference_mode():
+            values = [
+                distance(_signed(frames[at]), _signed(reference[at])).flatten()
+                for start in range(0, len(frames), _LPIPS_BATCH)
+                for at in [slice(start, start + _LPIPS_BATCH)]
+            ]
+        return torch.cat(values).mean().item(), ""
+    except (RuntimeError, ValueError, OSError) as error:
+        # AlexNet's pooling leaves nothing of frames that are smaller than about 63 pixels.
+        return None, f"LPIPS: {str(error).splitlines()[0]}"
+
+
+def _signed(frames: Any) -> torch.Tensor:
+    """Return [T, H, W, 3] bytes as [T, 3, H, W] in [-1, 1]."""
+    return torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).float() / 127.5 - 1

@@ -1,0 +1,269 @@
+"""What the figures of a comparison mean: broken, visible, or within the noise of dense kernels.
+
+The noise is what the same model does with another exact kernel: both are right, so a difference of
+that size means nothing. The rules, in this order:
+
+broken
+    A value of the latents or the pixels is NaN or infinite; a frame has one colour where the
+    reference's has more; or a clip stands still (less than `STILL` of the reference's flicker)
+    where the reference's moves (at least `MOVES` levels).
+unknown
+    Nothing finished; or something is beyond rounding and there is no noise to put it beside.
+within the noise of dense kernels
+    Every measure's distance from the reference, as a mean over prompts and seeds, is at most
+    `FACTOR` times that of exact kernels on the same prompts and seeds, plus `rounding`. With
+    several exact kernels, the one that is farther away on a clip counts there.
+visible
+    Anything else. The figures tell it from noise; whether it is worse is for eyes to judge.
+
+Distances: decibels as a ratio of squared error, 10^(-dB/10); SSIM and VMAF as what they lack from
+1 and 100; LPIPS and latents as they are; flicker as |1 - flicker / that of the reference|.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from multimodal_gen.runtime.comparison.frames import MOST_DB, mean_and_spread
+from multimodal_gen.runtime.comparison.record import Generation, Report, Run, Verdict
+
+__all__ = [
+    "FACTOR",
+    "MEASURES",
+    "MOVES",
+    "STILL",
+    "Beside",
+    "Measure",
+    "beside_noise",
+    "judge",
+    "judged",
+]
+
+FACTOR = 2.0
+"""How many times the noise a distance may be. Twice the squared error is 3 dB."""
+
+STILL = 0.01
+"""Share of the reference's flicker below which a clip stands still."""
+
+MOVES = 0.5
+"""Flicker from which a clip moves, in levels of 8 bits: half a level on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure that verdicts rest on.
+
+    Attributes:
+        name: of its field in `FrameMetrics`; "latents" or "flicker_change" for what is derived.
+        label: as people know it.
+        unit: of the figure, or "".
+        digits: behind the decimal point, in print.
+        better: which figures are closer to the reference.
+        rounding: distance that is that of rounding to 8 bits: nobody can see it.
+        distance: from the reference, of a figure; 0 for equal clips, and more for farther ones.
+    """
+
+    name: str
+    label: str
+    unit: str
+    digits: int
+    better: Literal["higher", "lower"]
+    rounding: float
+    distance: Callable[[float], float]
+
+    def of(self, generation: Generation) -> float | None:
+        """Return the figure of one clip; None where it has none."""
+        if self.name == "latents":
+            return generation.latents[-1] if generation.latents else None
+        frames = generation.frames
+        if frames is None:
+            return None
+        if self.name == "flicker_change":
+            if frames.flicker is None or not frames.flicker_reference:
+                return None
+            return frames.flicker / frames.flicker_reference
+        figure: float | None = getattr(frames, self.name)
+        return figure
+
+    def text(self, figure: float) -> str:
+        """Return a figure with its unit."""
+        number = "inf" if math.isinf(figure) else f"{figure:.{self.digits}f}"
+        return f"{number} {self.unit}".strip()
+
+
+def _squared_error(decibels: float) -> float:
+    return 10 ** (-decibels / 10)
+
+
+# 60 dB is a squared error of 0.065: one value in fifteen is one level away.
+MEASURES = (
+    Measure("psnr", "PSNR", "dB", 1, "higher", 1e-6, _squared_error),
+    Measure("ssim", "SSIM", "", 4, "higher", 1e-3, lambda ssim: max(0.0, 1 - ssim)),
+    Measure("xpsnr", "XPSNR", "dB", 1, "higher", 1e-6, _squared_error),
+    Measure("vmaf", "VMAF", "", 1, "higher", 1.0, lambda vmaf: max(0.0, 100 - vmaf)),
+    Measure("lpips", "LPIPS", "", 4, "lower", 1e-3, lambda lpips: lpips),
+    Measure("flicker_change", "flicker", "x", 2, "lower", 0.01, lambda ratio: abs(1 - ratio)),
+    Measure("latents", "latents", "", 4, "lower", 1e-3, lambda error: error),
+)
+"""Every measure. The ratio of flickers is 1 for equal clips; 2 flickers twice as much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """One measure of a run, beside the noise.
+
+    Attributes:
+        measure: which.
+        count: clips (prompts times seeds) that both the run and the noise have a figure of; of the
+            run alone where there is no noise.
+        mean: the run's figure, mean over these clips; infinite ones count as in `frames.py`.
+        spread: its standard deviation over these clips, n - 1; 0 for one.
+        noise: the same mean of exact kernels, of each clip the farther one; None without any.
+        difference: mean of the run's figure less the noise, by clip; None where there is none.
+        difference_spread: its standard deviation over the clips.
+        within: whether the distance is within the noise, by the rules above; None where there is
+            no noise and it is beyond rounding.
+    """
+
+    measure: Measure
+    count: int
+    mean: float
+    spread: float
+    noise: float | None
+    difference: float | None
+    difference_spread: float | None
+    within: bool | None
+
+
+def judged(report: Report) -> Report:
+    """Return the report with the verdict of every run but the reference."""
+    sound = tuple(run for run in report.floor if not _defects(run))
+    floor = []
+    for run in report.floor:
+        verdict = judge(run, [run])
+        if verdict.word == "within the noise of dense kernels":
+            verdict = replace(verdict, reasons=("An exact kernel: its difference is the noise.",))
+        floor.append(replace(run, verdict=verdict))
+    candidates = [replace(run, verdict=judge(run, sound)) for run in report.candidates]
+    return replace(report, floor=tuple(floor), candidates=tuple(candidates))
+
+
+def judge(run: Run, floor: Sequence[Run]) -> Verdict:
+    """Return the verdict on a run.
+
+    Args:
+        run: what is judged.
+        floor: exact kernels on the same prompts and seeds. Those that are broken are no noise.
+    """
+    if defects := _defects(run):
+        return Verdict(word="broken", reasons=defects)
+    found = beside_noise(run, floor)
+    if not found:
+        reason = f"{run.status}: {run.message}" if run.message else "No clip was compared."
+        return Verdict(word="unknown", reasons=(reason,))
+    beyond = [each for each in found if each.within is False]
+    if beyond:
+        return Verdict(word="visible", reasons=tuple(map(_sentence, beyond)))
+    unjudged = [each for each in found if each.within is None]
+    if unjudged:
+        reason = "No other exact kernel ran, so there is no noise to put the figures beside."
+        return Verdict(word="unknown", reasons=(reason, *map(_sentence, unjudged)))
+    return Verdict(word="within the noise of dense kernels", reasons=tuple(map(_sentence, found)))
+
+
+def beside_noise(run: Run, floor: Sequence[Run]) -> tuple[Beside, ...]:
+    """Put every measure of a run beside the noise; measures without figures are left out.
+
+    Args:
+        run: what is judged.
+        floor: exact kernels on the same prompts and seeds.
+    """
+    noises = [each for each in floor if not _defects(each)]
+    found = (_beside(measure, run, noises) for measure in MEASURES)
+    return tuple(each for each in found if each is not None)
+
+
+def _beside(measure: Measure, run: Run, floor: Sequence[Run]) -> Beside | None:
+    figures = _figures(measure, run)
+    others = [_figures(measure, each) for each in floor]
+    noise = {
+        clip: max((other[clip] for other in others if clip in other), key=measure.distance)
+        for clip in figures
+        if any(clip in other for other in others)
+    }
+    paired = [clip for clip in figures if clip in noise] or list(figures)
+    if not paired:
+        return None
+    mean, spread = mean_and_spread([figures[clip] for clip in paired])
+    distance = math.fsum(measure.distance(figures[clip]) for clip in paired) / len(paired)
+    if not noise:
+        within = True if distance <= measure.rounding else None
+        return Beside(
+            measure=measure,
+            count=len(paired),
+            mean=mean,
+            spread=spread,
+            noise=None,
+            difference=None,
+            difference_spread=None,
+            within=within,
+        )
+    allowed = math.fsum(measure.distance(noise[clip]) for clip in paired) / len(paired)
+    difference, difference_spread = mean_and_spread(
+        [min(figures[clip], MOST_DB) - min(noise[clip], MOST_DB) for clip in paired]
+    )
+    return Beside(
+        measure=measure,
+        count=len(paired),
+        mean=mean,
+        spread=spread,
+        noise=mean_and_spread([noise[clip] for clip in paired])[0],
+        difference=difference,
+        difference_spread=difference_spread,
+        within=distance <= FACTOR * allowed + measure.rounding,
+    )
+
+
+def _figures(measure: Measure, run: Run) -> dict[tuple[int, int], float]:
+    """Return the figure of every clip that has one, by prompt and seed."""
+    found = {(each.prompt, each.seed): measure.of(each) for each in run.generations}
+    return {clip: figure for clip, figure in found.items() if figure is not None}
+
+
+def _defects(run: Run) -> tuple[str, ...]:
+    """Return a sentence for each kind of defect that makes a run broken."""
+    clips = run.generations
+    frames = [each.frames for each in clips if each.frames is not None]
+    not_finite = sum(each.non_finite > 0 for each in clips)
+    not_finite = max(not_finite, sum(each.non_finite > 0 for each in frames))
+    diverged = any(not math.isfinite(error) for each in clips for error in each.latents)
+    constant = sum(each.constant for each in frames)
+    still = sum(
+        each.flicker is not None
+        and each.flicker_reference is not None
+        and each.flicker_reference >= MOVES
+        and each.flicker < STILL * each.flicker_reference
+        for each in frames
+    )
+    sentences = (
+        (not_finite, f"NaN or infinite values in {_clips(not_finite, len(clips))}."),
+        (diverged and not not_finite, "The latents became NaN or infinite."),
+        (constant, f"A frame of one colour in {_clips(constant, len(clips))}."),
+        (still, f"No motion in {_clips(still, len(clips))}, where the reference moves."),
+    )
+    return tuple(sentence for found, sentence in sentences if found)
+
+
+def _clips(count: int, total: int) -> str:
+    return f"{count} of {total} clip{'s' if total > 1 else ''}"
+
+
+def _sentence(found: Beside) -> str:
+    measure = found.measure
+    text = f"{measure.label} {measure.text(found.mean)}"
+    if found.count > 1:
+        text += f" (spread {found.spread:.{measure.digits}f} over {found.count} clips)"
+    if found.noise is None:
+        return f"{text}."
+    return f"{text}; dense kernels {measure.text(found.noise)}."

@@ -1,0 +1,214 @@
+"""The rules by which figures become words, at their boundaries above all."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from multimodal_gen.runtime.comparison.record import (
+    Environment,
+    FrameMetrics,
+    Generation,
+    Model,
+    Report,
+    Run,
+)
+from multimodal_gen.runtime.comparison.verdict import (
+    FACTOR,
+    MEASURES,
+    MOVES,
+    STILL,
+    beside_noise,
+    judge,
+    judged,
+)
+
+WITHIN = "within the noise of dense kernels"
+# A change of a metric that is beyond rounding, and the figure of equal clips.
+MEASURED = [
+    ("psnr", 40.0, math.inf),
+    ("ssim", 0.95, 1.0),
+    ("xpsnr", 40.0, math.inf),
+    ("vmaf", 80.0, 100.0),
+    ("lpips", 0.1, 0.0),
+]
+
+
+def run(*frames: FrameMetrics, latents: tuple[float, ...] = (), **fields: Any) -> Run:
+    generations = tuple(
+        Generation(prompt=0, seed=seed, frames=each, latents=latents)
+        for seed, each in enumerate(frames)
+    )
+    return Run(
+        **{
+            "name": "one",
+            "configuration": "one",
+            "backend": "one",
+            "parameters": {},
+            "generations": generations,
+            **fields,
+        }
+    )
+
+
+def distance(name: str, figure: float) -> float:
+    (measure,) = (each for each in MEASURES if each.name == name)
+    return measure.distance(figure)
+
+
+def report(floor: tuple[Run, ...], *candidates: Run) -> Report:
+    return Report(
+        created="2026-01-01T00:00:00Z",
+        environment=Environment(device="cpu", versions={}, multimodal_gen="0"),
+        model=Model(path="m", pipeline="P", kind="video", dtype="float32", identity="0"),
+        settings={},
+        prompts=("a fox",),
+        seeds=(0,),
+        reference=run(name="dense"),
+        floor=floor,
+        candidates=candidates,
+    )
+
+
+@pytest.mark.parametrize(("name", "noisy", "equal"), MEASURED)
+def test_what_is_as_far_as_dense_kernels_is_within_their_noise(
+    name: str, noisy: float, equal: float
+) -> None:
+    floor = [run(FrameMetrics(**{name: noisy}))]
+    for figure in (noisy, equal):
+        assert judge(run(FrameMetrics(**{name: figure})), floor).word == WITHIN
+    assert judge(run(FrameMetrics(**{name: noisy})), [run(FrameMetrics(**{name: equal}))]).word == (
+        "visible"
+    )
+
+
+def test_the_boundary_is_twice_the_squared_error_of_the_noise() -> None:
+    floor = [run(FrameMetrics(psnr=40.0))]
+    limit = 40 - 10 * math.log10(FACTOR)
+    assert judge(run(FrameMetrics(psnr=limit)), floor).word == WITHIN
+    assert judge(run(FrameMetrics(psnr=limit - 0.1)), floor).word == "visible"
+
+
+def test_the_boundary_of_errors_is_twice_the_noise_and_rounding() -> None:
+    floor = [run(FrameMetrics(lpips=0.1), latents=(9.0, 0.2))]
+    for last, word in ((0.401, WITHIN), (0.402, "visible")):
+        assert judge(run(FrameMetrics(lpips=0.1), latents=(0.0, last)), floor).word == word
+    for lpips, word in ((0.201, WITHIN), (0.2011, "visible")):
+        assert judge(run(FrameMetrics(lpips=lpips), latents=(9.0, 0.2)), floor).word == word
+
+
+def test_what_differs_by_rounding_only_needs_no_noise() -> None:
+    close = FrameMetrics(psnr=60.0, ssim=0.9991, xpsnr=60.0, vmaf=99.0, lpips=0.001)
+    assert judge(run(close), []).word == WITHIN
+    assert judge(run(close), [run(FrameMetrics(psnr=math.inf, ssim=1.0))]).word == WITHIN
+    verdict = judge(run(replace(close, psnr=59.9)), [])
+    assert verdict.word == "unknown"
+    assert verdict.reasons == (
+        "No other exact kernel ran, so there is no noise to put the figures beside.",
+        "PSNR 59.9 dB.",
+    )
+
+
+def test_one_measure_beyond_the_noise_is_enough_and_is_named() -> None:
+    floor = [run(FrameMetrics(psnr=50.0, vmaf=95.0))]
+    verdict = judge(run(FrameMetrics(psnr=50.0, vmaf=60.0)), floor)
+    assert verdict.word == "visible"
+    assert verdict.reasons == ("VMAF 60.0; dense kernels 95.0.",)
+
+
+def test_the_farther_of_several_kernels_is_the_noise_of_a_clip() -> None:
+    floor = [run(FrameMetrics(psnr=p), FrameMetrics(psnr=q)) for p, q in ((50, 30), (30, 50))]
+    (found,) = beside_noise(run(FrameMetrics(psnr=31.0), FrameMetrics(psnr=29.0)), floor)
+    assert found.noise == 30.0
+    assert (found.mean, found.spread) == (30.0, pytest.approx(math.sqrt(2)))
+    assert (found.difference, found.difference_spread) == (0.0, pytest.approx(math.sqrt(2)))
+    assert (found.count, found.within) == (2, True)
+
+
+def test_figures_are_paired_by_prompt_and_seed() -> None:
+    """A clip that the noise has no figure of is left out of both."""
+    floor = [run(FrameMetrics(psnr=30.0))]
+    (found,) = beside_noise(run(FrameMetrics(psnr=31.0), FrameMetrics(psnr=5.0)), floor)
+    assert (found.count, found.mean, found.noise, found.within) == (1, 31.0, 30.0, True)
+
+
+def test_flicker_is_judged_by_its_ratio_to_the_references() -> None:
+    floor = [run(FrameMetrics(flicker=5.1, flicker_reference=5.0))]
+    for flicker, word in ((5.2, WITHIN), (4.8, WITHIN), (6.0, "visible"), (4.0, "visible")):
+        assert judge(run(FrameMetrics(flicker=flicker, flicker_reference=5.0)), floor).word == word
+    still = run(FrameMetrics(flicker=0.3, flicker_reference=0.0))
+    assert beside_noise(still, floor) == ()
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (FrameMetrics(psnr=50.0, non_finite=1), "NaN or infinite values in 1 of 1 clip."),
+        (FrameMetrics(psnr=50.0, constant=True), "A frame of one colour in 1 of 1 clip."),
+        (
+            FrameMetrics(psnr=50.0, flicker=0.0, flicker_reference=3.0),
+            "No motion in 1 of 1 clip, where the reference moves.",
+        ),
+    ],
+)
+def test_defects_are_broken_whatever_the_figures(broken: FrameMetrics, reason: str) -> None:
+    verdict = judge(run(broken), [run(FrameMetrics(psnr=10.0))])
+    assert (verdict.word, verdict.reasons) == ("broken", (reason,))
+
+
+def test_latents_that_diverge_are_broken() -> None:
+    sound = FrameMetrics(psnr=50.0)
+    assert judge(run(sound, latents=(0.1, math.nan)), []).word == "broken"
+    counted = run(sound)
+    (generation,) = counted.generations
+    counted = replace(counted, generations=(replace(generation, non_finite=3),))
+    assert judge(counted, []).word == "broken"
+
+
+def test_the_boundary_of_standing_still() -> None:
+    def word(flicker: float, reference: float) -> str:
+        metrics = FrameMetrics(psnr=99.0, flicker=flicker, flicker_reference=reference)
+        return judge(run(metrics), [run(metrics)]).word
+
+    assert word(0.0, MOVES - 0.01) == WITHIN
+    assert word(0.0, MOVES) == "broken"
+    assert word(STILL * 10, 10.0) == WITHIN
+    assert word(STILL * 10 - 0.001, 10.0) == "broken"
+
+
+def test_a_run_without_clips_is_unknown_with_its_message() -> None:
+    verdict = judge(run(status="out of memory", message="needs 90 GiB"), [])
+    assert (verdict.word, verdict.reasons) == ("unknown", ("out of memory: needs 90 GiB",))
+    assert judge(run(), []).reasons == ("No clip was compared.",)
+
+
+def test_a_broken_exact_kernel_is_no_noise() -> None:
+    broken = run(FrameMetrics(psnr=5.0, constant=True), name="other")
+    candidate = run(FrameMetrics(psnr=30.0), name="sparse")
+    found = judged(report((broken,), candidate))
+    assert found.floor[0].verdict is not None
+    assert found.floor[0].verdict.word == "broken"
+    assert found.candidates[0].verdict is not None
+    assert found.candidates[0].verdict.word == "unknown"
+
+
+def test_every_run_but_the_reference_gets_a_verdict() -> None:
+    dense, sparse = run(FrameMetrics(psnr=45.0)), run(FrameMetrics(psnr=20.0))
+    found = judged(report((dense,), dense, sparse))
+    assert found.reference.verdict is None
+    words = [each.verdict and each.verdict.word for each in found.runs[1:]]
+    assert words == [WITHIN, WITHIN, "visible"]
+    assert found.floor[0].verdict is not None
+    assert found.floor[0].verdict.reasons == ("An exact kernel: its difference is the noise.",)
+
+
+def test_figures_are_said_with_unit_and_spread() -> None:
+    floor = [run(FrameMetrics(psnr=math.inf), FrameMetrics(psnr=math.inf))]
+    verdict = judge(run(FrameMetrics(psnr=30.0), FrameMetrics(psnr=34.0)), floor)
+    assert verdict.reasons == ("PSNR 32.0 dB (spread 2.8 over 2 clips); dense kernels inf dB.",)
+
+
+@pytest.mark.parametrize(("name", "noisy", "equal"), MEASURED)
+def test_equal_clips_have_no_distance(name: str, noisy: float, equal: float) -> None:
+    assert distance(name, equal) == 0.0 < distance(name, noisy)
