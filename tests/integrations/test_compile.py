@@ -50,7 +50,9 @@ def run(model, timestep=900.0):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_regional_compilation_shares_one_graph_and_never_recompiles(backend, calls):
     model = model_of(NUM_BLOCKS)
     expected = [run(model, timestep) for timestep in (900.0, 500.0, 100.0)]

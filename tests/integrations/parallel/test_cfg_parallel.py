@@ -139,7 +139,7 @@ def turns(how, touch=False):
     return errors, len(computed)
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_branches_without_a_name_are_told_by_their_order(two_ranks, how):
     for errors, computed in two_ranks.run(CFG, turns, how):
         assert len(errors) == 6

@@ -115,6 +115,7 @@ def test_groups_are_in_use_inside_a_block_only():
     assert parallel_groups() is None
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_started_are_joined(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
