@@ -9,11 +9,21 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Final, TypeVar
 
 import torch
 
+from multimodal_gen.errors import UsageError
+
 T = TypeVar("T")
+
+
+def _is_count(value: object) -> bool:
+    """Whether a value is an integer from 0; in a step of many calls the first test is enough."""
+    if type(value) is int:
+        return value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +37,11 @@ class TextSpan:
 
     start: int
     length: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("start", self.start), ("length", self.length)):
+            if not _is_count(value):
+                raise UsageError(f"{name} of a TextSpan must be an integer >= 0, got {value!r}")
 
     @property
     def stop(self) -> int:
@@ -75,6 +90,10 @@ class ForwardContext:
         call_number: the denoiser's calls of this request before this one, or None when unknown.
         exchanges: counts the exchanges of layers with other ranks in this call.
         cache: what the layers of this call derive from tensors they share.
+
+    Raises:
+        UsageError: `current_timestep`, `num_steps`, `latent_grid` or `text_span` has another type,
+            or is out of range.
     """
 
     current_timestep: int
@@ -90,6 +109,29 @@ class ForwardContext:
     call_number: int | None = None
     exchanges: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     cache: TensorCache = field(default_factory=TensorCache, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        step, count, grid = self.current_timestep, self.num_steps, self.latent_grid
+        if not _is_count(step):
+            raise UsageError(
+                f"current_timestep must be the index of a denoising step, an integer >= 0, got "
+                f"{step!r}; what the scheduler counts by is `timestep`"
+            )
+        if count is not None and not _is_count(count):
+            raise UsageError(f"num_steps must be an integer >= 0 or None, got {count!r}")
+        if grid is not None:
+            fits = isinstance(grid, (tuple, list)) and len(grid) == 3
+            if not fits or not all(_is_count(size) and size for size in grid):
+                raise UsageError(
+                    f"latent_grid must be (T, H, W), three integers >= 1, or None, got {grid!r}"
+                )
+            if type(grid) is not tuple:
+                object.__setattr__(self, "latent_grid", tuple(grid))
+        if self.text_span is not None and not isinstance(self.text_span, TextSpan):
+            raise UsageError(
+                f"text_span must be a TextSpan or None, got {self.text_span!r}; make one with "
+                f"TextSpan(start=..., length=...)"
+            )
 
     @property
     def is_last_step(self) -> bool:

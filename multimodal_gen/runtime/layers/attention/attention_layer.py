@@ -4,6 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
     check_numbers,
+    check_places,
     check_sizes,
 )
 from multimodal_gen.runtime.layers.attention.custom_ops import (
@@ -31,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
     KeyMask,
     VarlenMaskMeta,
+    as_key_mask,
     build_varlen_mask_meta,
     normalise_mask,
     with_causal,
@@ -65,7 +68,11 @@ from multimodal_gen.runtime.layers.attention.scope import (
     layer_of,
 )
 from multimodal_gen.runtime.layers.attention.selector import prefer_supported
-from multimodal_gen.runtime.managers.forward_context import current_forward_context
+from multimodal_gen.runtime.managers.forward_context import (
+    TextSpan,
+    current_forward_context,
+    use_forward_context,
+)
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
 __all__ = ["AttentionLayer", "check_gate"]
@@ -119,6 +126,7 @@ class AttentionLayer(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_places(site, scope, supported_attention_backends)
         check_sizes(num_heads, head_size, num_kv_heads)
         check_numbers(softmax_scale, compute_dtype)
         construction = current_component()
@@ -237,8 +245,41 @@ class AttentionLayer(nn.Module):
         misfit = call.misfit(self.geometry)
         if misfit is not None:
             raise self._refused(call, misfit)
+        front, _, keys_in_front = call.replicated
+        if front or keys_in_front:
+            return self._attend_behind(call)
         out = self._attend(call)
         return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
+
+    def _attend_behind(self, call: AttentionCall) -> torch.Tensor:
+        """Attend with tokens in front that all ranks hold, which are not the video's.
+
+        Sparse methods learn of them by the text span. They work on as many queries as keys, so
+        keys that have no queries get some, whose rows are dropped again.
+        """
+        context = current_forward_context()
+        if context is None or not any(
+            e.primary.selection.backend.is_sparse for e in self.schedule()
+        ):
+            return self._attend(call)
+        length = sum(call.replicated)
+        span = context.text_span
+        if span is None or span.start:
+            context = replace(context, text_span=TextSpan(start=0, length=length))
+        elif span.length < length:
+            raise self._refused(
+                call,
+                UsageError(
+                    f"text_span must hold the {length} tokens in front that all ranks hold, got "
+                    f"one of {span.length}; leave text_span out"
+                ),
+            )
+        added = 0
+        if call.replicated[2] and (call.mask is None or _of_keys_alone(call.mask)):
+            added = call.replicated[2]
+            call = _with_queries(call)
+        with use_forward_context(context):
+            return self._attend(call)[:, added:]
 
     def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
         """Return why a call cannot be made; layers that exchange tokens tell other ranks first."""
@@ -305,6 +346,7 @@ class AttentionLayer(nn.Module):
             call.replicated,
             call.seq_lens,
             call.exchange,
+            call.some_heads,
         )
 
     def _plan_dtype(self) -> torch.dtype:
@@ -348,6 +390,8 @@ class AttentionLayer(nn.Module):
         training = (Feature.BACKWARD,) if gradient else ()
         self_attention = self.site.role is not AttentionRole.CROSS
         mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
+        if isinstance(mask, DenseMask) and entry.wants_key_masks:
+            mask = self._spelled_out(mask, call)
         if isinstance(mask, DenseMask):
             needs = (Feature.DENSE_MASK, *training)
             return self._attend_under(mask.mask, entry, call, needs)
@@ -363,6 +407,25 @@ class AttentionLayer(nn.Module):
         call = call._replace(query=query, key=key, value=value)
         out = self._attend_under(mask.broadcastable(), entry, call, needs)
         return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
+
+    def _spelled_out(self, mask: DenseMask, call: AttentionCall) -> KeyMask | DenseMask:
+        """Return the key mask that a dense one is, found out once per denoiser call and mask."""
+        given, dense = call.mask, mask.mask
+        assert given is not None, "callers know"
+        if given.is_meta or (given.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return mask
+        self_attention = self.site.role is not AttentionRole.CROSS
+
+        def look() -> KeyMask | None:
+            return as_key_mask(dense, self_attention=self_attention)
+
+        context = current_forward_context()
+        use = ("key mask", dense.dtype, self_attention)
+        found = look() if context is None else context.cache.get(given, use, look)
+        if found is None:
+            return mask
+        batch, num_keys = call.key.shape[:2]
+        return replace(found, keep=found.keep.expand(batch, num_keys))
 
     def _attend_under(
         self,
@@ -409,6 +472,20 @@ class AttentionLayer(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._last = [(self.dtype, current_platform().device_type)]
         self._layer_id = register_layer(self)
+
+
+def _of_keys_alone(mask: torch.Tensor) -> bool:
+    """Whether a mask has one row for all queries."""
+    return mask.dim() == 2 or mask.shape[-2] == 1
+
+
+def _with_queries(call: AttentionCall) -> AttentionCall:
+    """Return a call with queries, zeros, for the keys in front that have none."""
+    count, mask = call.replicated[2], call.mask
+    if mask is not None and mask.dim() == 2:  # over as many queries it would mask those too
+        mask = mask[:, None, None, :]
+    query = F.pad(call.query, (0, 0, 0, 0, count, 0))
+    return call._replace(query=query, mask=mask, mask_meta=None, replicated=(count, 0, 0))
 
 
 def check_gate(

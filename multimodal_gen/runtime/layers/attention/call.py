@@ -4,7 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import torch
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 
 __all__ = [
@@ -24,10 +24,13 @@ __all__ = [
     "check_mask_meta",
     "check_no_replicated",
     "check_numbers",
+    "check_places",
     "check_replicated",
     "check_seq_lens",
     "check_sizes",
     "check_split",
+    "check_tokens",
+    "join_tokens",
 ]
 
 
@@ -66,9 +69,9 @@ class LayerGeometry:
 class AttentionCall(NamedTuple):
     """One call of a layer, from its `forward` to an implementation.
 
-    What a caller gives are the first five, `mask_meta`, `replicated`, `seq_lens` and `exchange`;
-    the others are set on the way. While `torch.compile` traces, a packing is not carried along: it
-    is made again.
+    What a caller gives are the first five, `mask_meta`, `replicated`, `seq_lens`, `exchange` and
+    `some_heads`; the others are set on the way. While `torch.compile` traces, a packing is not
+    carried along: it is made again.
 
     Attributes:
         query: [B, Sq, H, D].
@@ -82,6 +85,7 @@ class AttentionCall(NamedTuple):
         replicated: tokens that all ranks hold: in front, at the end, and keys in front.
         seq_lens: tokens of each rank; None to let ranks tell each other.
         exchange: whether the layer may exchange tokens with other ranks.
+        some_heads: whether the tensors may hold a share of the layer's heads.
         first_head: index of the first head of `query` among the layer's heads.
         zero_rows: rows of zeros that the output has behind those of `query`.
     """
@@ -96,13 +100,14 @@ class AttentionCall(NamedTuple):
     replicated: tuple[int, int, int] = (0, 0, 0)
     seq_lens: Sequence[int] | None = None
     exchange: bool = True
+    some_heads: bool = False
     first_head: int = 0
     zero_rows: int = 0
 
     def misfit(self, geometry: LayerGeometry) -> UsageError | None:
         """Return why the tensors do not belong together or to the layer, or None.
 
-        A rank may hold a share of the layer's heads: only the ratio of heads is fixed.
+        Where they may hold a share of the layer's heads, only the ratio of heads is fixed.
         """
         # Spelled out, because it is part of every call.
         q, k, v, mask, gate = self[:5]
@@ -114,21 +119,63 @@ class AttentionCall(NamedTuple):
             and (gate is None or isinstance(gate, torch.Tensor))
         ):
             return _no_tensor({"query": q, "key": k, "value": v}, {"attn_mask": mask, "gate": gate})
+        plain = q.layout is k.layout is v.layout is torch.strided
+        if not plain or q.is_nested or k.is_nested or v.is_nested:
+            return _not_dense(query=q, key=k, value=v)
         query, key, value = q.shape, k.shape, v.shape
         if (
             len(query) == len(key) == len(value) == 4
             and query[3] == key[3] == geometry.head_size
             and query[0] == key[0] == value[0]
             and query[2] * geometry.num_kv_heads == key[2] * geometry.num_heads
+            and (query[2] == geometry.num_heads or (self.some_heads and query[2] > 0))
             and key[2] == value[2]
             and key[1] == value[1]
         ):
-            return None
+            if q.dtype is k.dtype is v.dtype and q.device == k.device == v.device:
+                return None if mask is None and gate is None else self._misfit_beside(mask, gate)
+            return self._unlike() or self._misfit_beside(mask, gate)
+        per = "per" if self.some_heads else "and"
         return UsageError(
             f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
-            f"{geometry.head_size} and {geometry.num_heads} query heads per "
+            f"{geometry.head_size}, and {geometry.num_heads} query heads {per} "
             f"{geometry.num_kv_heads} key heads, got {list(query)}, {list(key)} and {list(value)}"
         )
+
+    def _unlike(self) -> UsageError | None:
+        """Return why q, k and v cannot be computed with each other; autocast makes dtypes alike."""
+        q, k, v = self[:3]
+        if not (q.device == k.device == v.device):
+            return UsageError(
+                f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}; "
+                f"move them with .to()"
+            )
+        if self.autocasts:
+            return None
+        return UsageError(
+            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them "
+            f"with .to(), or run under torch.autocast"
+        )
+
+    def _misfit_beside(
+        self, mask: torch.Tensor | None, gate: torch.Tensor | None
+    ) -> UsageError | None:
+        """Return why a mask or a gate is not for q, k and v, whatever its shape, or None."""
+        for name, x in (("attn_mask", mask), ("gate", gate)):
+            if x is None:
+                continue
+            if x.layout is not torch.strided or x.is_nested:
+                return _not_dense(**{name: x})
+            if x.device != self.query.device:
+                return UsageError(
+                    f"{name} must be on the device of q, {self.query.device}, got {x.device}; "
+                    f"move it with .to()"
+                )
+            if x.is_complex():
+                return UsageError(
+                    f"{name} must be real, got {x.dtype}; masks are bool, integer or floating"
+                )
+        return None
 
     @property
     def autocasts(self) -> bool:
@@ -189,6 +236,9 @@ def check_seq_lens(
     """
     if seq_lens is None:
         return
+    check_tokens(q, "q")
+    if not isinstance(seq_lens, (list, tuple)) or not all(_is_count(n) for n in seq_lens):
+        raise UsageError(f"seq_lens must be a list of whole numbers >= 0, got {seq_lens!r}")
     if exclusive:
         raise UsageError("seq_lens must not be combined with masks or replicated tokens")
     if not split and list(seq_lens) != [q.shape[1]]:
@@ -197,11 +247,20 @@ def check_seq_lens(
         )
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
 def check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch.Tensor) -> None:
     """Refuse counts of replicated tokens that exceed the sequence or exclude each other."""
+    names = ("num_replicated_prefix", "num_replicated_suffix", "num_replicated_kv_prefix")
     if replicated == (0, 0, 0):
         return
-    names = ("num_replicated_prefix", "num_replicated_suffix", "num_replicated_kv_prefix")
+    for name, count in zip(names, replicated, strict=True):
+        if type(count) is not int and (isinstance(count, bool) or not isinstance(count, Integral)):
+            raise UsageError(f"{name} must be a whole number, got {count!r}")
+    check_tokens(q, "q")
+    check_tokens(k, "k")
     limits = (q.shape[1], q.shape[1], k.shape[1])
     if sum(count != 0 for count in replicated) > 1:
         raise UsageError(
@@ -210,6 +269,44 @@ def check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch
     for name, count, limit in zip(names, replicated, limits, strict=True):
         if not 0 <= count <= limit:
             raise UsageError(f"{name} must be in [0, {limit}], got {count}")
+
+
+def check_tokens(x: object, name: str) -> None:
+    """Refuse what is no dense tensor of four axes."""
+    if not isinstance(x, torch.Tensor):
+        raise _no_tensor({name: x}, {})
+    if x.layout is not torch.strided or x.is_nested:
+        raise _not_dense(**{name: x})
+    if x.dim() != 4:
+        raise UsageError(f"{name} must be [B, S, H, D], got {list(x.shape)}")
+
+
+def join_tokens(front: torch.Tensor, back: torch.Tensor, names: tuple[str, str]) -> torch.Tensor:
+    """Return tokens followed by others of the same sequences, [B, S1 + S2, H, D].
+
+    Args:
+        front: [B, S1, H, D].
+        back: [B, S2, H, D].
+        names: what the two are called, for messages.
+
+    Raises:
+        UsageError: batch, heads, channels, dtype or device differ.
+    """
+    for x, name in zip((front, back), names, strict=True):
+        check_tokens(x, name)
+    alike = (
+        front.shape[0] == back.shape[0]
+        and front.shape[2:] == back.shape[2:]
+        and front.device == back.device
+        and (front.dtype is back.dtype or AttentionCall(front, front, front).autocasts)
+    )
+    if not alike:
+        first, second = (f"{list(x.shape)} {x.dtype} on {x.device}" for x in (front, back))
+        raise UsageError(
+            f"{names[0]} and {names[1]} must be alike in all but the number of tokens, got "
+            f"{first} and {second}"
+        )
+    return torch.cat((front, back), dim=1)
 
 
 def check_no_replicated(*replicated: torch.Tensor | None) -> None:
@@ -268,6 +365,24 @@ def check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
         )
 
 
+def check_places(site: object, scope: object, supported: object) -> None:
+    """Refuse what does not say where a layer sits, what was configured, or what it prefers."""
+    if site is not None and not isinstance(site, LayerSite):
+        raise ConfigError(f"site must be a LayerSite or None, got {site!r}")
+    if scope is not None and not isinstance(scope, SelectionScope):
+        raise ConfigError(
+            f"scope must be a SelectionScope or None, got {scope!r}; a backend is named by "
+            f"default_attention_backend"
+        )
+    if supported is not None and (
+        isinstance(supported, str) or not isinstance(supported, Collection)
+    ):
+        raise ConfigError(
+            f"supported_attention_backends must be a collection of backends or None, got "
+            f"{supported!r}"
+        )
+
+
 def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None) -> None:
     """Refuse a scale that makes every output NaN, and what is no dtype."""
     if softmax_scale is not None and (
@@ -280,6 +395,18 @@ def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None
         raise ConfigError(
             f"compute_dtype must be a torch.dtype such as torch.bfloat16, got {compute_dtype!r}"
         )
+
+
+def _not_dense(**given: torch.Tensor) -> UsageError:
+    """Return the error of the first tensor that is sparse or nested."""
+    name, x = next(
+        item for item in given.items() if item[1].is_nested or item[1].layout is not torch.strided
+    )
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return UsageError(
+        f"{name} must be a dense tensor, got a {kind} one; use to_dense(), or for nested ones "
+        f"to_padded_tensor() and a mask"
+    )
 
 
 def _no_tensor(needed: dict[str, object], optional: dict[str, object]) -> UsageError:

@@ -89,6 +89,7 @@ def attention_op(
     replicated: Sequence[int],
     seq_lens: Sequence[int] | None,
     exchange: bool,
+    some_heads: bool,
 ) -> torch.Tensor:
     """Run a call of a registered layer; see `AttentionCall` for the arguments.
 
@@ -102,6 +103,7 @@ def attention_op(
         replicated: tokens that all ranks hold: in front, at the end, and keys in front.
         seq_lens: tokens of each rank, or None.
         exchange: whether the layer may exchange tokens with other ranks.
+        some_heads: whether the tensors may hold a share of the layer's heads.
 
     Returns:
         [B, Sq, H, Dv], contiguous.
@@ -116,6 +118,7 @@ def attention_op(
         replicated=(front, back, keys),
         seq_lens=seq_lens,
         exchange=exchange,
+        some_heads=some_heads,
     )
     with _with_vmap():
         return _LAYERS[int(layer)].attend(call).contiguous()

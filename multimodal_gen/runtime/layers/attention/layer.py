@@ -18,6 +18,7 @@ from multimodal_gen.runtime.layers.attention.call import (
     check_replicated,
     check_seq_lens,
     check_split,
+    join_tokens,
 )
 from multimodal_gen.runtime.layers.attention.masks import (
     VarlenMaskMeta,
@@ -190,11 +191,15 @@ class UlyssesAttention(SequenceParallelLayer):
         try:
             replicated = all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
             check_seq_lens(seq_lens, q, exclusive=replicated is not None, split=split)
+            if replicated is not None:
+                query, key, value = (
+                    join_tokens(own, shared, (name, f"replicated_{name}"))
+                    for name, own, shared in zip("qkv", (q, k, v), replicated, strict=True)
+                )
         except MultimodalGenError as error:
             raise self.announced(error, split=split) from None
         if replicated is None:
             return self.attend(AttentionCall(q, k, v, seq_lens=seq_lens)), None
-        query, key, value = (torch.cat(x, dim=1) for x in zip((q, k, v), replicated, strict=True))
         suffix = (0, replicated[0].shape[1], 0)
         out = self.attend(AttentionCall(query, key, value, replicated=suffix))
         return out[:, : q.shape[1]], out[:, q.shape[1] :]
@@ -357,7 +362,11 @@ class USPAttention(SequenceParallelLayer):
             if split:
                 check_split(prefix is not None, qkv_pre_all_to_all)
             if prefix is not None:
-                q, k, v = (torch.cat(pair, dim=1) for pair in zip(prefix, (q, k, v), strict=True))
+                q, k, v = (
+                    join_tokens(front, x, (f"{name}_prefix", name))
+                    for name, front, x in zip("qkv", prefix, (q, k, v), strict=True)
+                )
+                replicated = (prefix[0].shape[1] + num_replicated_prefix, *replicated[1:])
             check_mask_meta(attn_mask_meta, attn_mask, k)
         except MultimodalGenError as error:
             raise self.announced(error, split=split) from None
@@ -371,6 +380,7 @@ class USPAttention(SequenceParallelLayer):
                 replicated=replicated,
                 seq_lens=seq_lens,
                 exchange=not skip,
+                some_heads=qkv_pre_all_to_all,
             )
         )
 
@@ -394,6 +404,11 @@ class USPAttention(SequenceParallelLayer):
         Returns:
             [B, S, H, Dv].
         """
-        k = torch.cat((k_prefix, k_suffix), dim=1)
-        v = torch.cat((v_prefix, v_suffix), dim=1)
+        try:
+            k = join_tokens(k_prefix, k_suffix, ("k_prefix", "k_suffix"))
+            v = join_tokens(v_prefix, v_suffix, ("v_prefix", "v_suffix"))
+        except MultimodalGenError as error:
+            raise self.announced(
+                error, split=tokens_are_split() and not self.skip_sequence_parallel
+            ) from None
         return self.forward(q, k, v, num_replicated_kv_prefix=k_prefix.shape[1])

@@ -40,6 +40,40 @@ class DenseMask:
     mask: torch.Tensor
 
 
+def as_key_mask(mask: torch.Tensor, *, self_attention: bool) -> KeyMask | None:
+    """Return the key mask that a dense mask spells out, or None where it says more than that.
+
+    Waits for the device. An additive mask spells one out where it holds nothing but zeros and, for
+    keys that are left out, -inf or the lowest number of its dtype. All rows have to leave out the
+    same keys; in self-attention rows of keys that are left out may leave out everything.
+
+    Args:
+        mask: [B, H | 1, Sq | 1, Sk], as `DenseMask` has it.
+        self_attention: a mask over as many keys as queries may mask the queries too.
+    """
+    if mask.requires_grad or not mask.numel():
+        return None
+    allowed, additive = mask, mask.dtype is not torch.bool
+    if additive:
+        allowed = mask == 0
+    seen = allowed.any(-1)  # [B, H, Sq]
+    common = allowed.any(2).any(1)  # [B, Sk]
+    same = (allowed == (common[:, None, None, :] & seen[..., None])).all()
+    square = self_attention and mask.shape[2] == mask.shape[3]
+    queries_too = (seen == common[:, None, :]).all() if square else same.new_zeros(())
+    known, lowest = same, same.new_zeros(())
+    if additive:
+        known = same & (allowed | (mask <= torch.finfo(mask.dtype).min)).all()
+        lowest = (mask == torch.finfo(mask.dtype).min).any()
+    known, every, queries_too, lowest = torch.stack(
+        (known, seen.all(), queries_too, lowest)
+    ).tolist()
+    # A row of lowest numbers is one of equal weights, unlike a row of -inf.
+    if not known or not (every or (queries_too and not lowest)):
+        return None
+    return KeyMask(keep=common, covers_queries=not every)
+
+
 def normalise_mask(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *, self_attention: bool
 ) -> KeyMask | DenseMask:

@@ -195,6 +195,7 @@ class ScheduleEntry:
         "_geometry",
         "_request",
         "_run",
+        "_strict",
         "_substitutes",
         "observers",
         "primary",
@@ -218,9 +219,16 @@ class ScheduleEntry:
         self._asked = asked
         self._request = request
         self._geometry = geometry
+        self._strict = strict
         self._substitutes: dict[tuple[frozenset[Feature], bool], BoundBackend] = {}
         self._run: tuple[object, ...] | None = None
         self.observers: tuple[AttentionImpl, ...] = ()
+
+    @property
+    def wants_key_masks(self) -> bool:
+        """Whether the primary is sparse and takes masks of keys alone: others cost its gain."""
+        bound = self.primary
+        return bound.selection.backend.is_sparse and Feature.DENSE_MASK not in bound.features
 
     def serves(self, context: ForwardContext) -> bool:
         """Whether the running step is one of its steps.
@@ -308,10 +316,31 @@ class ScheduleEntry:
                 f"has no backward; call it under torch.no_grad() or choose another backend"
             )
         reason = f"{selection.label} has no {' and no '.join(sorted(str(f) for f in missing))}"
-        logger.info("%s; such calls run on another dense backend", reason)
-        return _bind_first_that_imports(
+        loses_sparsity = _was_named(selection) and selection.backend.is_sparse
+        if loses_sparsity and self._strict:
+            raise UnsupportedBackendError(
+                f"attention backend {selection.label} must not get such calls under "
+                f"--strict-attention: it has no "
+                f"{' and no '.join(sorted(str(f) for f in missing))}, and {_where(geometry)} makes "
+                f"one; leave out the mask, pass one of keys alone, or name a dense backend for it"
+            )
+        bound = _bind_first_that_imports(
             lambda known: dense_for(known, self._asked, *needs, reason=reason), request, geometry
         )
+        if loses_sparsity:
+            geometry.warnings.warn(
+                f"{reason}, which calls of {_where(geometry)} need: they run dense, on "
+                f"{bound.selection.label}"
+            )
+        else:
+            logger.info("%s; such calls run on another dense backend", reason)
+        return bound
+
+
+def _where(geometry: LayerGeometry) -> str:
+    """Return whose calls are meant: layers of one component say the same."""
+    site = geometry.site
+    return f"{site.role} attention of {site.component}" if site.component else "a layer"
 
 
 def bind_schedule(

@@ -30,8 +30,8 @@ BLOCKS, HEADS, SIZE = 12, 2, 8
 INDUCTOR_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 GRAD_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-# No gate, nothing replicated, no lengths; tokens may be exchanged.
-REST = (None, (0, 0, 0), None, True)
+# No gate, nothing replicated, no lengths; tokens may be exchanged, and all heads are there.
+REST = (None, (0, 0, 0), None, True, False)
 
 
 class Block(nn.Module):

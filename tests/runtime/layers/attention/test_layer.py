@@ -101,7 +101,7 @@ def test_impossible_arguments_are_refused_at_construction(arguments, message):
 )
 def test_shapes_that_do_not_fit_are_refused(q, k, v):
     layer = LocalAttention(4, 8, num_kv_heads=2)
-    message = r"with D = 8 and 4 query heads per 2 key heads, got \["
+    message = r"with D = 8, and 4 query heads and 2 key heads, got \["
     with pytest.raises(UsageError, match=message):
         layer(torch.zeros(q), torch.zeros(k), torch.zeros(v))
 

@@ -78,6 +78,8 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         Raises:
             UsageError: the latent grid is unknown or does not fit the sequence.
         """
+        if not query.shape[0]:
+            return query.new_empty((*query.shape[:3], value.shape[3]))
         keep = None
         if attn_mask is not None:
             keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)

@@ -171,7 +171,7 @@ def layout_of(
         backend: who asks, for messages.
 
     Raises:
-        UsageError: the latent grid is unknown, or the sequences do not hold it.
+        UsageError: the latent grid is unknown, the sequences do not hold it, or text lies inside.
     """
     if context is None or context.latent_grid is None:
         raise UsageError(
@@ -187,6 +187,12 @@ def layout_of(
         num_queries=num_queries,
         num_keys=num_keys,
     )
+    if span is not None and span.length and 0 < span.start < layout.num_video:
+        raise UsageError(
+            f"{backend} must have text in front of the video or behind it, got text_span from "
+            f"{span.start} to {span.stop} among the {layout.num_video} tokens of the latent grid "
+            f"{grid}; put the text first or last, or run such layers on a dense backend"
+        )
     least = layout.start + layout.num_video
     if min(layout.num_queries, layout.num_keys) < least:
         raise UsageError(

@@ -154,7 +154,8 @@ class VMoBAConfig(SparseConfig):
         if layer is None and sum(n > 0 for n in cycle) > 1:
             raise UsageError(
                 "vmoba_attn must know the layer's index to choose its kind of chunk, got a layer "
-                "without one; construct it with a `prefix` such as 'blocks.3.attn'"
+                "without one; construct it with site=LayerSite(layer=3, ...), or layers that take "
+                "a `prefix` with one such as 'blocks.3.attn'"
             )
         return chunk_kind(layer or 0, self.first_full_layer, cycle)
 

@@ -175,6 +175,8 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         first_head: int = 0,
     ) -> torch.Tensor:
         """Return both stages; see `AttentionImpl.forward_gated`."""
+        if not query.shape[0]:
+            return torch.empty_like(query)
         self.kernel.begin_call()
         call = self.call(query, key, value, context, gate=gate, first_head=first_head)
         assert context is not None, "a layout needs a context"

@@ -90,7 +90,7 @@ def step_strategy(tmp_path, *steps, layers=1) -> str:
 
 # Every window and every place of the text on either grid.
 WINDOWS = [(1, 1, 1), (1, 3, 3), (2, 2, 2), (1, 2, 4), (9, 1, 3), (1, 3, 1), (2, 3, 4)]
-PLACES = [None, TextSpan(start=0, length=5), TextSpan(start=-1, length=11)]
+PLACES = [None, TextSpan(start=0, length=5), TextSpan(start=1, length=11)]  # 1: behind
 
 
 @pytest.mark.parametrize(
