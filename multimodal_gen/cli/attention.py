@@ -29,6 +29,7 @@ _EXPLAINED = (
     "attention_backend_config",
     "component_attention_backends",
     "attention_config",
+    "attention_auto_table",
     "strict_attention",
     "dtype",
     "device",

@@ -19,6 +19,7 @@ import typer
 
 from multimodal_gen import __version__
 from multimodal_gen.cli import attention, sta
+from multimodal_gen.cli.bench import bench
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.errors import MultimodalGenError, RankError, nearest
@@ -35,6 +36,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command()(generate)
+attention.app.command()(bench)
 attention.app.add_typer(sta.app, name="sta")
 app.add_typer(attention.app, name="attention")
 

@@ -32,7 +32,7 @@ from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.rules import (
     scope_from,
 )
-from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -81,6 +81,14 @@ class AttentionHandle:
             gathering=sum_of(p.times() for p in self._plans if isinstance(p, DenoiserPlan)),
         )
 
+    def sizes(self) -> tuple[tuple[LayerSite, int, int, int], ...]:
+        """Return where every layer sits, with its heads, key heads and head size."""
+        return tuple(
+            (layer.site, layer.num_heads, layer.num_kv_heads, layer.head_size)
+            for plan in self._plans
+            for layer in plan.layers
+        )
+
     def end_request(self) -> None:
         """Drop what layers keep for the generation that ran last, to carry from step to step.
 
@@ -117,6 +125,7 @@ def apply(
     | str
     | None = None,
     attention_config: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    attention_auto_table: str | os.PathLike[str] | None = None,
     strict: bool = False,
     scope: SelectionScope | None = None,
 ) -> AttentionHandle:
@@ -138,6 +147,8 @@ def apply(
             `{"transformer.cross": "torch_sdpa", "text_encoder": "fa"}`.
         attention_config: rules over component, role, layers and steps; excludes
             `attention_backend`.
+        attention_auto_table: a file that `sglang attention bench --save` wrote on this machine,
+            which automatic choices then go by.
         strict: refuse the documented fallbacks too.
         scope: all of the above, built already; excludes them.
 
@@ -158,6 +169,7 @@ def apply(
         "attention_backend_config": attention_backend_config,
         "component_attention_backends": component_attention_backends,
         "attention_config": attention_config,
+        "attention_auto_table": attention_auto_table,
     }
     if scope is None:
         scope = scope_from(**settings, strict=strict)

@@ -268,6 +268,14 @@ class ServerArgs:
             "flags such as -ac.backend fa. Excludes --attention-backend.",
         ),
     ] = None
+    attention_auto_table: Annotated[
+        Path | str | None,
+        Setting(
+            metavar="FILE",
+            help="What automatic choices go by: a table that `sglang attention bench --save` wrote "
+            "on this machine. Default: the one that comes with the package, where it has one.",
+        ),
+    ] = None
     strict_attention: Annotated[
         bool,
         Setting(help="Refuse instead of falling back when a named backend cannot serve a layer."),
@@ -445,7 +453,12 @@ class ServerArgs:
             ) from None
 
     def _keep_diffusers_name(self) -> None:
-        ours = ("attention_backend_config", "component_attention_backends", "attention_config")
+        ours = (
+            "attention_backend_config",
+            "component_attention_backends",
+            "attention_config",
+            "attention_auto_table",
+        )
         for name in ours:
             if getattr(self, name):
                 raise ConfigError(

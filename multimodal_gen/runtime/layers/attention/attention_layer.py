@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
@@ -43,6 +44,7 @@ from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
+    Environment,
     Feature,
 )
 from multimodal_gen.runtime.layers.attention.schedule import (
@@ -213,7 +215,7 @@ class AttentionLayer(nn.Module):
             name=self.site.name,
             role=self.site.role,
             layer=self.site.layer,
-            entries=tuple(primary for primary, _ in parts),
+            entries=tuple(entry for entries, _ in parts for entry in entries),
             detours=tuple(detour for _, detours in parts for detour in detours),
         )
 
@@ -293,9 +295,11 @@ class AttentionLayer(nn.Module):
             with torch.autocast(query.device.type, enabled=False):  # methods choose their precision
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
+        context = current_forward_context()
+        if entry.varies:
+            entry = entry.at(call, context)
         if call.gate is not None:
             return self._attend_gated(entry, call)
-        context = current_forward_context()
         for observer in entry.observers:
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
@@ -356,9 +360,22 @@ class AttentionLayer(nn.Module):
     def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
         schedule, request = self._ask(key)
         self._schedules[key] = bind_schedule(
-            schedule, request, self.geometry, strict=self._scope.strict
+            schedule,
+            request,
+            self.geometry,
+            strict=self._scope.strict,
+            table=self._table(request.environment),
         )
         return self._schedules[key]
+
+    def _table(self, environment: Environment) -> AutoTable | None:
+        """Return what automatic choices go by; None where the layer has preferences of its own."""
+        if self._supported:
+            return None
+        given = self._scope.auto_table
+        if given is None:
+            return committed_table(environment)
+        return given if given.platform == str(environment.platform) else None
 
     def _ask(self, key: tuple[Any, ...]) -> tuple[PreferenceSchedule, AttentionRequest]:
         forced, dtype, device_type = key
@@ -561,5 +578,5 @@ def _attend_outside_the_graph(layer: AttentionLayer, call: AttentionCall) -> tor
 
 
 def _calls(schedule: tuple[ScheduleEntry, ...]) -> int:
-    parts = [entry.entries() for entry in schedule]
-    return sum(primary.calls + sum(d.calls for d in detours) for primary, detours in parts)
+    parts = (part for entry in schedule for found in entry.entries() for part in found)
+    return sum(part.calls for part in parts)

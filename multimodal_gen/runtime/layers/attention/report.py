@@ -34,12 +34,14 @@ class ReportEntry:
         selection: what runs and why.
         calls: how often it ran.
         densities: for sparse methods, (step, share of query-key pairs attended to) per step.
+        shapes: the shapes of its calls where they decided, such as "1x4096x24x128".
     """
 
     steps: str | None
     selection: Selection
     calls: int
     densities: tuple[tuple[int, float], ...] = ()
+    shapes: tuple[str, ...] = ()
 
     @property
     def density(self) -> float | None:
@@ -57,6 +59,8 @@ class ReportEntry:
         }
         if self.densities:
             data["density_by_step"] = {str(step): density for step, density in self.densities}
+        if self.shapes:
+            data["shapes"] = list(self.shapes)
         return data
 
 
@@ -165,6 +169,7 @@ def _config_in_use(selection: Selection) -> Json:
 
 # A line has room for about as many densities.
 _MOST_PARTS = 8
+_MOST_SHAPES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +333,20 @@ def summary(report: "AttentionReport") -> list[str]:
         detour = "detour to " if group.detour else ""
         selection, calls = group.entry.selection, group.entry.calls
         density = f"{group.density_text}, " if group.density else ""
+        shapes = f"{_shapes_text(group.entry.shapes)}, " if group.entry.shapes else ""
         lines.append(
             f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
-            f"{detour}{selection.label} [{group.source}], {density}"
+            f"{detour}{selection.label} [{group.source}], {density}{shapes}"
             f"{calls} {'call' if calls == 1 else 'calls'} each; {footnotes.reason(selection)}"
         )
     notes = [f"note: {note}" for note in report.notes]
     return [*lines, *_time_line(report), *notes, *footnotes.lines()]
+
+
+def _shapes_text(shapes: Sequence[str]) -> str:
+    """Return the first shapes, and how many more there are."""
+    more = f" and {len(shapes) - _MOST_SHAPES} more shapes" if len(shapes) > _MOST_SHAPES else ""
+    return f"at {', '.join(shapes[:_MOST_SHAPES])}{more}"
 
 
 def _time_line(report: "AttentionReport") -> list[str]:

@@ -92,6 +92,41 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What one backend took for a call.
+
+    Attributes:
+        backend: its name.
+        variant: the kernel library behind it.
+        device_ms: milliseconds of the device, with calls waiting for it.
+        host_ms: milliseconds of the host until the call returns, or None where nobody measured.
+    """
+
+    backend: str
+    variant: str
+    device_ms: float
+    host_ms: float | None = None
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds from call to call where calls follow each other: the slower of the two."""
+        return max(self.device_ms, self.host_ms or 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """What backends took for calls of one shape.
+
+    Attributes:
+        timings: fastest first.
+        source: where it was measured, and at which shape.
+    """
+
+    timings: tuple[Timing, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRequest:
     """Everything the choice of a backend may depend on; the only cache key.
 
@@ -103,6 +138,7 @@ class AttentionRequest:
         dtype: dtype of q, k and v.
         role: what the layer attends to.
         needs: features every call of the layer needs.
+        ranking: what was measured for calls of one shape, where the request is about these.
     """
 
     environment: Environment
@@ -112,6 +148,7 @@ class AttentionRequest:
     dtype: torch.dtype
     role: AttentionRole = AttentionRole.SELF
     needs: frozenset[Feature] = field(default_factory=frozenset)
+    ranking: Ranking | None = None
 
     def with_needs(self, *features: Feature) -> "AttentionRequest":
         """Return this request with `features` added to what it needs."""

@@ -19,7 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from multimodal_gen.errors import ConfigError, nearest
-from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, table_for
+from multimodal_gen.runtime.layers.attention.backends.registry import (
+    cpu_environment,
+    current_environment,
+    find_backend,
+)
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     IndexSelector,
@@ -66,6 +71,7 @@ def scope_from_args(args: ServerArgs) -> SelectionScope:
         attention_backend_config=args.attention_backend_config,
         component_attention_backends=args.component_attention_backends,
         attention_config=args.attention_config,
+        attention_auto_table=args.attention_auto_table,
         strict=args.strict_attention,
         spell=as_flag,
     )
@@ -79,6 +85,7 @@ def scope_from(
     | str
     | None = None,
     attention_config: _RawConfig | None = None,
+    attention_auto_table: str | os.PathLike[str] | None = None,
     strict: bool = False,
     spell: Callable[[str], str] = str,
 ) -> SelectionScope:
@@ -92,6 +99,8 @@ def scope_from(
             everything else here: a mapping, a JSON object or `a=x,b=y`.
         attention_config: rules over component, role, layers and steps, in the same forms as
             `attention_backend_config`; excludes `attention_backend`.
+        attention_auto_table: a file that `sglang attention bench --save` wrote on this machine,
+            which automatic choices then go by.
         strict: refuse the documented fallbacks too.
         spell: what messages call the setting of a name; by default that name.
 
@@ -126,7 +135,15 @@ def scope_from(
         components=MappingProxyType(components),
         rules=rules,
         strict=strict or strict_too,
+        auto_table=_table(attention_auto_table, name=spell("attention_auto_table")),
     )
+
+
+def _table(path: str | os.PathLike[str] | None, *, name: str) -> AutoTable | None:
+    """Return the table of a file, which must have been measured on this machine."""
+    if path is None:
+        return None
+    return table_for(path, (current_environment(), cpu_environment()), name=name)
 
 
 def _asked(

@@ -12,12 +12,13 @@ from dataclasses import replace
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, CallShape
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
     provides,
 )
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.call import LayerGeometry
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import (
     DensePart,
     FirstShare,
@@ -181,25 +182,41 @@ class BoundBackend:
         self.keeps_state = provides(impl, "observe") or provides(impl, "end_request")
 
 
+_KEY_MASK, _OTHER_MASK = 1, 2
+
+# Shapes of calls that an entry remembers; prompts of any length make new ones.
+_MOST_SHAPES = 1024
+
+
 class ScheduleEntry:
     """The implementation of one step range, and the ones that serve what it cannot.
+
+    Where another backend is faster for calls like one, an entry beside this one serves it: see
+    `at`.
 
     Attributes:
         steps: denoising steps it serves, or None for all.
         primary: the implementation selection gave.
         observers: implementations of later entries that look at the calls of this one.
+        varies: whether single calls may be served by an entry beside this one.
     """
 
     __slots__ = (
         "_asked",
+        "_beside",
+        "_by_shape",
+        "_dense_table",
         "_geometry",
         "_request",
         "_run",
+        "_shapes",
         "_strict",
         "_substitutes",
+        "_table",
         "observers",
         "primary",
         "steps",
+        "varies",
     )
 
     def __init__(
@@ -210,6 +227,7 @@ class ScheduleEntry:
         geometry: LayerGeometry,
         *,
         strict: bool,
+        table: AutoTable | None = None,
     ) -> None:
         self.steps = steps
         self.primary = _bind_first_that_imports(
@@ -222,7 +240,15 @@ class ScheduleEntry:
         self._strict = strict
         self._substitutes: dict[tuple[frozenset[Feature], bool], BoundBackend] = {}
         self._run: tuple[object, ...] | None = None
+        # Only plain calls were measured.
+        chooses = self.primary.selection.automatic and Feature.CAUSAL not in request.needs
+        self._table = table if chooses and request.ranking is None else None
+        self._dense_table = table
+        self._by_shape: dict[tuple[object, ...], ScheduleEntry] = {}
+        self._beside: dict[Selection | str, ScheduleEntry] = {}
+        self._shapes: dict[str, None] = {}
         self.observers: tuple[AttentionImpl, ...] = ()
+        self.varies = self._table is not None or provides(self.primary.impl, "dense_reason")
 
     @property
     def wants_key_masks(self) -> bool:
@@ -244,6 +270,78 @@ class ScheduleEntry:
                 f"none; pass num_steps to set_forward_context, or give a number of steps above 1"
             )
         return self.steps.holds(context.current_timestep, context.num_steps)
+
+    def at(self, call: AttentionCall, context: ForwardContext | None) -> "ScheduleEntry":
+        """Return what serves a call: this entry, or one beside it that is faster for calls like it.
+
+        An automatic choice goes by the call's shape, if it was measured. A sparse method hands over
+        calls of which it would keep so much that dense attention is faster. Calls that need
+        gradients stay here. Nothing is waited for.
+
+        Args:
+            call: the call.
+            context: the running denoiser call.
+        """
+        if call.wants_gradient:
+            return self
+        if self._table is None:
+            reason = self.primary.impl.dense_reason(call.query, call.key, context)
+            return self if reason is None else self._dense(reason).at(call, context)
+        # Spelled out, because it is part of every call.
+        query, key, value, mask = call[:4]
+        kind = 0 if mask is None else _kind_of(mask)
+        shape = (query.shape, key.shape, value.shape[3], kind)
+        return self._by_shape.get(shape) or self._at_shape(call, shape)
+
+    def _at_shape(self, call: AttentionCall, key: tuple[object, ...]) -> "ScheduleEntry":
+        """Look a shape up that is new, or was forgotten."""
+        assert self._table is not None, "callers know"
+        batch, queries, heads, head_size = call.query.shape
+        shape = CallShape(
+            batch=batch,
+            queries=queries,
+            keys=call.key.shape[1],
+            heads=heads,
+            kv_heads=call.key.shape[2],
+            head_size=head_size,
+            masked=call.mask is not None,
+        )
+        measurable = key[-1] != _OTHER_MASK and call.value.shape[3] == head_size
+        found = self
+        if measurable and min(queries, shape.keys, batch) > 0:
+            found = self._fastest(self._table, shape)
+        found._shapes[str(shape)] = None
+        if len(self._by_shape) >= _MOST_SHAPES:
+            self._by_shape.clear()
+        self._by_shape[key] = found
+        return found
+
+    def _fastest(self, table: AutoTable, shape: CallShape) -> "ScheduleEntry":
+        ranking = table.ranking(shape, self._request.dtype)
+        if ranking is None:
+            return self
+        request = replace(self._request, ranking=ranking)
+        entry = ScheduleEntry(self.steps, self._asked, request, self._geometry, strict=self._strict)
+        if entry.primary.selection == self.primary.selection:
+            return self  # nothing of the ranking can serve the layer
+        entry.observers = self.observers
+        return self._beside.setdefault(entry.primary.selection, entry)
+
+    def _dense(self, reason: str) -> "ScheduleEntry":
+        """Return the entry for calls that a sparse method hands over, as for its dense steps."""
+        entry = self._beside.get(reason)
+        if entry is None:
+            entry = ScheduleEntry(
+                self.steps,
+                replace(self._asked, dense_reason=reason),
+                self._request,
+                self._geometry,
+                strict=self._strict,
+                table=self._dense_table,
+            )
+            entry.observers = self.observers
+            self._beside[reason] = entry
+        return entry
 
     def check_run(self, context: ForwardContext) -> None:
         """Let the implementation refuse a run it does not fit, once, before any of its steps."""
@@ -276,8 +374,26 @@ class ScheduleEntry:
             self._substitutes[key] = self._substitute(needs, causal_in_mask=causal_in_mask)
         return self._substitutes[key]
 
-    def entries(self) -> tuple[ReportEntry, tuple[ReportEntry, ...]]:
-        """Return what ran: the primary implementation, and the detours that were taken."""
+    def entries(self) -> tuple[tuple[ReportEntry, ...], tuple[ReportEntry, ...]]:
+        """Return what ran: the implementations of its calls, and the detours that were taken.
+
+        Before the first call, what would run.
+        """
+        own, detours = self._own_entries()
+        found, others = [own], list(detours)
+        for entry in self._beside.values():
+            beside, elsewhere = entry.entries()
+            others += elsewhere
+            if entry._asked is self._asked:
+                found += beside
+            else:  # what a sparse method handed over
+                others += (part for part in beside if part.calls)
+        ran = [part for part in found if part.calls]
+        if ran or others:
+            return tuple(ran or found[:1]), tuple(others)
+        return (self._before_the_first_call(own),), ()
+
+    def _own_entries(self) -> tuple[ReportEntry, list[ReportEntry]]:
         steps = None if self.steps is None else str(self.steps)
         selection, calls = self.primary.selection, 0
         densities: dict[int, float] = {}
@@ -298,8 +414,15 @@ class ScheduleEntry:
             selection=selection,
             calls=calls,
             densities=tuple(sorted(densities.items())),
+            shapes=tuple(self._shapes),
         )
-        return entry, tuple(detours)
+        return entry, detours
+
+    def _before_the_first_call(self, entry: ReportEntry) -> ReportEntry:
+        if self._table is None:
+            return entry
+        reason = f"{entry.selection.reason}; at measured shapes the fastest of {self._table.name}"
+        return replace(entry, selection=replace(entry.selection, reason=reason))
 
     def _substitute(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> BoundBackend:
         request, geometry = self._request, self._geometry
@@ -349,14 +472,23 @@ def bind_schedule(
     geometry: LayerGeometry,
     *,
     strict: bool,
+    table: AutoTable | None = None,
 ) -> tuple[ScheduleEntry, ...]:
     """Select and construct the implementations of a schedule.
+
+    Args:
+        schedule: who asks for what.
+        request: what the layer needs.
+        geometry: what the layer is.
+        strict: refuse the documented fallbacks too.
+        table: what automatic choices go by, shape by shape; None for the platform's list alone.
 
     Raises:
         UnsupportedBackendError: see `resolve`.
     """
     entries = tuple(
-        ScheduleEntry(steps, asked, request, geometry, strict=strict) for steps, asked in schedule
+        ScheduleEntry(steps, asked, request, geometry, strict=strict, table=table)
+        for steps, asked in schedule
     )
     for i, entry in enumerate(entries):
         later = (other.primary.impl for other in entries[i + 1 :])
@@ -385,6 +517,13 @@ def entry_at(entries: tuple[ScheduleEntry, ...], context: ForwardContext | None)
             if entry is not found:
                 entry.end_request(context.request_id)
     return found
+
+
+def _kind_of(mask: torch.Tensor) -> int:
+    """Return whether a mask is of keys alone, as `normalise_mask` tells, without looking at it."""
+    narrow = mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1
+    of_keys = (mask.dim() == 2 or narrow) and not mask.dtype.is_floating_point
+    return _KEY_MASK if of_keys else _OTHER_MASK
 
 
 def _construct(

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
+from multimodal_gen.runtime.layers.attention.auto_table import AutoTable
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector, Indices
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
@@ -132,6 +133,7 @@ class SelectionScope:
         components: overrides by "component" or "component.role".
         rules: rules of `--attention-config`, tried in order.
         strict: refuse the documented fallbacks too.
+        auto_table: what automatic choices go by, in place of the package's own table.
         warnings: what the user was warned of.
     """
 
@@ -141,6 +143,7 @@ class SelectionScope:
     )
     rules: tuple[Rule, ...] = ()
     strict: bool = False
+    auto_table: AutoTable | None = None
     warnings: WarnOnce = field(default=PROCESS, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -151,6 +154,7 @@ class SelectionScope:
             components=dict(self.components),
             rules=self.rules,
             strict=self.strict,
+            auto_table=self.auto_table,
             warnings=self.warnings,
         )
         return scope, ()

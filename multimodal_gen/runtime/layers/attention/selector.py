@@ -117,6 +117,8 @@ class Selection:
         reason: one sentence: why this backend.
         rejected: candidates that came before it, each with its reasons.
         fallback: whether an explicit request was replaced by a documented fallback.
+        automatic: whether the choice was left to us, so that calls of another shape may run
+            another backend.
     """
 
     backend: AttentionBackendEnum
@@ -125,6 +127,7 @@ class Selection:
     reason: str
     rejected: tuple[Rejected, ...] = ()
     fallback: bool = False
+    automatic: bool = False
 
     @property
     def source(self) -> Source:
@@ -230,6 +233,9 @@ def _fallback_of(
 def _automatic(
     request: AttentionRequest, asked: BackendPreference, rejected: tuple[Rejected, ...]
 ) -> Selection:
+    measured = _fastest(request, asked, rejected)
+    if measured is not None:
+        return measured
     for name in request.environment.priority:
         backend = AttentionBackendEnum(name)
         if backend in {r.backend for r in rejected}:
@@ -239,12 +245,41 @@ def _automatic(
         if not reasons:
             platform = request.environment.platform
             why = f"first of {platform}'s automatic choices that serves this layer"
-            return _chosen(cls, request, asked, why, rejected)
+            return replace(_chosen(cls, request, asked, why, rejected), automatic=True)
         rejected = (*rejected, Rejected(backend=backend, reasons=reasons))
     tried = "; ".join(str(r) for r in rejected)
     raise UnsupportedBackendError(
         f"no attention backend can serve {_describe(request)}; tried {tried}"
     )
+
+
+def _fastest(
+    request: AttentionRequest, asked: BackendPreference, rejected: tuple[Rejected, ...]
+) -> Selection | None:
+    """Return what was the fastest for calls of this shape, or None where nothing was compared.
+
+    Only what can serve the request counts, by the very kernel library that was measured.
+    """
+    if request.ranking is None or request.environment.always:
+        return None
+    excluded = {r.backend for r in rejected}
+    found = []
+    for timing in request.ranking.timings:
+        backend = AttentionBackendEnum(timing.backend)
+        if backend.is_sparse or backend in excluded:
+            continue
+        cls, reasons = _look(backend, request)
+        variant = None if reasons or cls.never_unasked else cls.choose_variant(request)
+        if variant is not None and variant.name == timing.variant:
+            found.append((cls, timing))
+    if len(found) < 2:
+        return None
+    (cls, best), (_, second) = found[:2]
+    why = (
+        f"fastest of {len(found)} at {request.ranking.source}: {best.ms:.4g} ms, "
+        f"{second.backend} {second.ms / best.ms:.2f} times that"
+    )
+    return replace(_chosen(cls, request, asked, why, rejected), automatic=True)
 
 
 def dense_for(

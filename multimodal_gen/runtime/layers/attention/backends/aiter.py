@@ -144,6 +144,7 @@ class AiterSageBackend(AttentionBackend):
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.AITER_SAGE
     summary: ClassVar[str] = "AITER SageAttention for AMD GPUs: quantised operands"
+    never_unasked: ClassVar[str] = "rounds to 8 bits"
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="aiter_sage",

@@ -279,6 +279,21 @@ class AttentionImpl(ABC):
             request_id: as the contexts of its calls have it.
         """
 
+    def dense_reason(
+        self, query: torch.Tensor, key: torch.Tensor, context: ForwardContext | None
+    ) -> str | None:
+        """Return why dense attention is faster for a call of a sparse method, or None.
+
+        Asked before every call that needs no gradient; must not wait for the device.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            context: the running denoiser call.
+        """
+        del query, key, context
+        return None
+
     def densities(self) -> Mapping[int, float]:
         """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
         return {}
@@ -303,6 +318,7 @@ class AttentionBackend(ABC):
         variants: kernel libraries behind it, best first.
         config_cls: its configuration dataclass.
         packages: packages that its configuration may demand, beside those of the variants.
+        never_unasked: why nobody gets it who did not ask for it, however fast; "" for others.
     """
 
     backend: ClassVar[AttentionBackendEnum]
@@ -310,6 +326,7 @@ class AttentionBackend(ABC):
     variants: ClassVar[tuple[Variant, ...]]
     config_cls: ClassVar[type[BackendConfig]] = BackendConfig
     packages: ClassVar[tuple[PackageProbe, ...]] = ()
+    never_unasked: ClassVar[str] = ""
 
     @classmethod
     def get_enum(cls) -> AttentionBackendEnum:

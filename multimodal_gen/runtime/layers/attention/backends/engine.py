@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -267,6 +267,8 @@ def refuse_foreign_values(kernel: str, values: Values, backend: str, *own: str) 
 
 class QuantizedBackend(AttentionBackend):
     """A backend on the engine, whose own kernels take the parameter `values`."""
+
+    never_unasked: ClassVar[str] = "rounds to 8 bits"
 
     @classmethod
     def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:

@@ -118,6 +118,7 @@ class FlexAttentionBackend(AttentionBackend):
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FLEX_ATTN
     summary: ClassVar[str] = "PyTorch FlexAttention, compiled on first use"
+    never_unasked: ClassVar[str] = "is compiled on first use"
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="flex_attn",

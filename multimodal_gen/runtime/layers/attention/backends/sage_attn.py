@@ -402,6 +402,7 @@ class SageAttention3Backend(AttentionBackend):
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN_3
     summary: ClassVar[str] = "SageAttention 3: FP4 operands, for SM12x GPUs"
+    never_unasked: ClassVar[str] = "rounds to 4 bits"
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="sage3",

@@ -1,0 +1,395 @@
+"""What was measured to be the fastest at which shape: the tables that `auto` goes by.
+
+A table holds the times of dense backends on one machine, shape by shape. `auto_table.json` beside
+this module holds those that come with the package, made of rows under scripts/bench/results;
+`sglang attention bench --save` writes one for the machine it runs on.
+
+A measured shape speaks for the calls near it: of the same dtype, with or without a key mask, with
+or without grouped heads, a head size that is not larger, at most twice as many or half as many
+queries, and keys, and a quarter to four times as many heads of all samples. Of several such shapes
+the one with the smallest head size speaks, and of these the nearest. Where none does, the first of
+the platform's list runs, as without a table.
+"""
+
+import json
+import math
+import os
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.layers.attention.request import Environment, Ranking, Timing
+from multimodal_gen.runtime.plain_values import MalformedError, read_json, short
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+__all__ = [
+    "SCHEMA",
+    "AutoTable",
+    "CallShape",
+    "Measured",
+    "committed_table",
+    "read_tables",
+    "table_for",
+    "tables_as_json",
+    "versions_of",
+    "write_tables",
+]
+
+SCHEMA = 1
+COMMITTED = Path(__file__).with_suffix(".json")
+
+# How far a measured shape reaches, as powers of two.
+_TOKENS_REACH = 1.0
+_HEADS_REACH = 2.0
+
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)((?::[a-z_]+(?:=\d+)?)*)")
+_SHAPE_FORM = "BxSxHxD, with :keys=N, :kv_heads=N and :mask where they differ"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """What the time of a dense call depends on.
+
+    Attributes:
+        batch: B.
+        queries: Sq.
+        keys: Sk.
+        heads: H.
+        kv_heads: Hkv.
+        head_size: D.
+        masked: whether keys are masked.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    masked: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "CallShape":
+        """Read a shape from text: "1x4096x24x128", "2x4096x24x128:keys=512:kv_heads=8:mask".
+
+        Raises:
+            ConfigError: it is not of this form, or a number is 0 or does not fit another.
+        """
+        match = _SHAPE.fullmatch(text.strip())
+        options = [part.partition("=") for part in (match[5] if match else "").split(":")[1:]]
+        names = [name for name, _, _ in options]
+        spelled = all((name == "mask") != bool(value) for name, _, value in options)
+        known = set(names) <= {"keys", "kv_heads", "mask"} and len(set(names)) == len(names)
+        if match is None or not known or not spelled:
+            raise ConfigError(f"a shape must be {_SHAPE_FORM}, got {text!r}")
+        batch, queries, heads, head_size = (int(number) for number in match.groups()[:4])
+        given = {name: int(value) for name, _, value in options if value}
+        shape = cls(
+            batch=batch,
+            queries=queries,
+            keys=given.get("keys", queries),
+            heads=heads,
+            kv_heads=given.get("kv_heads", heads),
+            head_size=head_size,
+            masked="mask" in names,
+        )
+        if min(batch, queries, shape.keys, heads, shape.kv_heads, head_size) < 1:
+            raise ConfigError(f"a shape must have sizes of at least 1, got {text!r}")
+        if heads % shape.kv_heads:
+            raise ConfigError(
+                f"a shape must have a multiple of its key heads as heads, got {text!r}"
+            )
+        return shape
+
+    def __str__(self) -> str:
+        text = f"{self.batch}x{self.queries}x{self.heads}x{self.head_size}"
+        text += f":keys={self.keys}" if self.keys != self.queries else ""
+        text += f":kv_heads={self.kv_heads}" if self.grouped else ""
+        return text + (":mask" if self.masked else "")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a key head."""
+        return self.kv_heads != self.heads
+
+    @property
+    def flop(self) -> float:
+        """Operations of the two matrix products; masked keys count."""
+        return 4.0 * self.batch * self.heads * self.queries * self.keys * self.head_size
+
+    def speaks_for(self, other: "CallShape") -> bool:
+        """Whether what was measured at this shape holds for `other`; see above."""
+        return (
+            (self.masked, self.grouped) == (other.masked, other.grouped)
+            and self.head_size >= other.head_size
+            and _apart(self.queries, other.queries) <= _TOKENS_REACH
+            and _apart(self.keys, other.keys) <= _TOKENS_REACH
+            and _apart(self.batch * self.heads, other.batch * other.heads) <= _HEADS_REACH
+        )
+
+    def distance(self, other: "CallShape") -> tuple[float, ...]:
+        """Return what is to be least between a measured shape and a call."""
+        tokens = _apart(self.queries, other.queries) + _apart(self.keys, other.keys)
+        heads = _apart(self.batch * self.heads, other.batch * other.heads)
+        return self.head_size, tokens + heads / 2, abs(self.batch - other.batch)
+
+
+def _apart(a: int, b: int) -> float:
+    return abs(math.log2(a / b))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured at one shape.
+
+    Attributes:
+        shape: the shape.
+        dtype: dtype of q, k and v, such as "bfloat16".
+        timings: one per backend.
+    """
+
+    shape: CallShape
+    dtype: str
+    timings: tuple[Timing, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AutoTable:
+    """What was measured on one machine.
+
+    Attributes:
+        name: what reports call it.
+        platform: kind of device, such as "cuda".
+        device: its name.
+        capability: compute capability, such as "9.0"; "" where the notion does not exist.
+        versions: (distribution, version) of torch, triton and the packages of the backends.
+        source: where the times come from.
+        measured: by shape.
+    """
+
+    name: str
+    platform: str
+    device: str
+    capability: str
+    versions: tuple[tuple[str, str], ...]
+    source: str
+    measured: tuple[Measured, ...]
+
+    def ranking(self, shape: CallShape, dtype: torch.dtype) -> Ranking | None:
+        """Return what was measured for calls of a shape, or None; see the head of the module."""
+        name = str(dtype).removeprefix("torch.")
+        near = [m for m in self.measured if m.dtype == name and m.shape.speaks_for(shape)]
+        if not near:
+            return None
+        best = min(near, key=lambda measured: measured.shape.distance(shape))
+        return Ranking(
+            timings=tuple(sorted(best.timings, key=lambda timing: timing.ms)),
+            source=f"{best.shape} ({self.name})",
+        )
+
+    def misfits(self, environment: Environment) -> tuple[str, ...]:
+        """Return what differs between the machine it was measured on and this one."""
+        capability = environment.capability
+        here = (
+            ("platform", str(environment.platform), self.platform),
+            ("device", environment.device_name, self.device),
+            (
+                "compute capability",
+                capability.as_version_str() if capability else "",
+                self.capability,
+            ),
+        )
+        found = [f"the {what} is {now!r}, not {then!r}" for what, now, then in here if now != then]
+        present = versions_of(environment)
+        for distribution, version in self.versions:
+            now = present.get(distribution, "not installed")
+            if now != version:
+                found.append(f"{distribution} is {now}, not {version}")
+        return tuple(found)
+
+
+def versions_of(environment: Environment) -> Mapping[str, str]:
+    """Return the versions of torch and of the optional packages that are installed."""
+    packages = {distribution: version for _, distribution, version in environment.packages}
+    return {"torch": torch.__version__, **packages}
+
+
+@lru_cache(maxsize=32)
+def committed_table(environment: Environment) -> AutoTable | None:
+    """Return the package's own table for a device, or None where there is none.
+
+    It is for a compute capability. Of several, the one that was measured with the same minor
+    release of triton comes first, then of torch, then the newest.
+    """
+    capability = environment.capability.as_version_str() if environment.capability else ""
+    place = (str(environment.platform), capability)
+    fitting = [t for t in _committed() if (t.platform, t.capability) == place]
+    here = versions_of(environment)
+
+    def closeness(table: AutoTable) -> tuple[object, ...]:
+        there = dict(table.versions)
+        same = [
+            _minor(here.get(name, "")) == _minor(there.get(name, ""))
+            for name in ("triton", "torch")
+        ]
+        return *same, *(_minor(there.get(name, "")) for name in ("torch", "triton"))
+
+    return max(fitting, key=closeness, default=None)
+
+
+@lru_cache(maxsize=1)
+def _committed() -> tuple[AutoTable, ...]:
+    return read_tables(COMMITTED, name="the package's own table")
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def table_for(
+    path: "str | os.PathLike[str]", environments: Sequence[Environment], *, name: str
+) -> AutoTable:
+    """Read the table of a file that was measured on this machine.
+
+    Args:
+        path: the file.
+        environments: the devices of this machine, those that are asked about first in front.
+        name: what asked for it, for messages.
+
+    Raises:
+        ConfigError: the file is no table, or was measured on another machine or with other
+            versions; says what differs.
+    """
+    tables = read_tables(path, name=name)
+    for environment in environments:
+        for table in tables:
+            if not table.misfits(environment):
+                return table
+    reasons = "; ".join(
+        dict.fromkeys(reason for table in tables for reason in table.misfits(environments[0]))
+    )
+    raise ConfigError(
+        f"{name} must be a table of this machine and its versions, got {str(path)!r}: {reasons}; "
+        f"measure one here with `sglang attention bench --save FILE`, or leave it out"
+    )
+
+
+def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable, ...]:
+    """Read a file of tables.
+
+    Args:
+        path: the file.
+        name: what asked for it, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, is of another schema, or is malformed.
+    """
+    try:
+        document = read_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, MalformedError) as error:
+        raise ConfigError(
+            f"{name} must be a JSON file that `sglang attention bench --save` wrote, reading "
+            f"{str(path)!r} failed: {error}"
+        ) from None
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(
+            f"{name} must be a table of schema {SCHEMA}, {str(path)!r} has {short(schema)}; write "
+            f"it anew with `sglang attention bench --save FILE`"
+        )
+    try:
+        tables = tuple(_table(raw) for raw in cast("Any", document)["tables"])
+        if not tables:
+            raise ValueError("there is no table in it")
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigError(
+            f"{name} must be a file that `sglang attention bench --save` wrote, {str(path)!r} is "
+            f"not: {what}"
+        ) from None
+    return tables
+
+
+def _table(raw: Any) -> AutoTable:
+    texts = {key: raw[key] for key in ("name", "platform", "device", "capability", "source")}
+    for key, text in (*texts.items(), *raw["versions"].items()):
+        if not isinstance(text, str):
+            raise TypeError(f"{key} must be text, got {short(text)}")
+    return AutoTable(
+        **texts,
+        versions=tuple(sorted(raw["versions"].items())),
+        measured=tuple(
+            Measured(
+                shape=CallShape.parse(entry["shape"]),
+                dtype=str(entry["dtype"]),
+                timings=tuple(_timing(timing) for timing in entry["timings"]),
+            )
+            for entry in raw["measured"]
+        ),
+    )
+
+
+def _timing(raw: Any) -> Timing:
+    backend = AttentionBackendEnum.parse(raw["backend"])
+    times = raw["device_ms"], raw["host_ms"]
+    for time in times:
+        if time is not None and not (isinstance(time, (int, float)) and 0 < time < math.inf):
+            raise ValueError(f"a time of {backend} must be above 0 ms, got {short(time)}")
+    return Timing(
+        backend=str(backend),
+        variant=str(raw["variant"]),
+        device_ms=float(raw["device_ms"]),
+        host_ms=None if raw["host_ms"] is None else float(raw["host_ms"]),
+    )
+
+
+def tables_as_json(tables: Iterable[AutoTable]) -> dict[str, Any]:
+    """Return tables as JSON data, as `read_tables` reads them."""
+    return {
+        "schema": SCHEMA,
+        "tables": [
+            {
+                "name": table.name,
+                "platform": table.platform,
+                "device": table.device,
+                "capability": table.capability,
+                "versions": dict(table.versions),
+                "source": table.source,
+                "measured": [
+                    {
+                        "shape": str(measured.shape),
+                        "dtype": measured.dtype,
+                        "timings": [asdict(timing) for timing in measured.timings],
+                    }
+                    for measured in table.measured
+                ],
+            }
+            for table in tables
+        ],
+    }
+
+
+def write_tables(path: Path, tables: Iterable[AutoTable]) -> None:
+    """Write tables to a file, which appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.write_text(_text(tables_as_json(tables)), encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    """Return JSON with a line per shape and per backend, as people read and compare tables."""
+    text = json.dumps(document, indent=1)
+    # What lies deepest fits a line each.
+    return (
+        re.sub(r"\{([^{}]*)\}", lambda inner: "{" + " ".join(inner[1].split()) + "}", text) + "\n"
+    )

@@ -1,0 +1,181 @@
+"""Dense backends at the shapes that `auto` chooses by, and the table that is made of the rows.
+
+    python3 scripts/bench/auto.py --commit HASH --table
+
+measures every shape, appends to `auto.csv`, and writes the package's own table anew from it and
+from `dense.csv`. `--table` alone measures nothing.
+"""
+
+import argparse
+import csv
+import datetime
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from _harness import DEVICE, RESULTS, Row, version_of, write_rows
+
+from multimodal_gen.runtime.benchmark import SHAPES, ShapeTimes, measure
+from multimodal_gen.runtime.layers.attention.auto_table import (
+    COMMITTED,
+    AutoTable,
+    CallShape,
+    Measured,
+    write_tables,
+)
+from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.request import Timing
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+# What nothing but the name of the GPU tells in the rows.
+CAPABILITIES = {"NVIDIA H200": "9.0", "NVIDIA H100 80GB HBM3": "9.0"}
+FILES = ("dense.csv", "auto.csv")
+BACKENDS = ("triton_attn", "fa", "torch_sdpa", "torch_cudnn_sdpa", "sage_attn")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRow(Row):
+    """A row with the time of the host beside that of the device."""
+
+    host_ms: float
+
+
+def rows_of(result: ShapeTimes, commit: str) -> list[AutoRow]:
+    """Return one row per backend."""
+    shape = result.shape
+    best = min(each.timing.device_ms for each in result.times)
+    mask = f" K{shape.keys} KV{shape.kv_heads}" + (" mask" if shape.masked else "")
+    return [
+        AutoRow(
+            date=datetime.date.today().isoformat(),
+            gpu=torch.cuda.get_device_name() if DEVICE == "cuda" else "none",
+            torch=torch.__version__,
+            triton=version_of("triton").split()[-1],
+            commit=commit,
+            benchmark="auto",
+            case=str(shape),
+            shape=f"B{shape.batch} H{shape.heads} S{shape.queries} D{shape.head_size} bf16{mask}",
+            contender=each.label,
+            version=" ".join(f"{name} {version}" for name, version in each.versions.items())
+            or version_of("torch"),
+            flop=shape.flop,
+            flop_formula="4*B*H*Sq*Sk*D",
+            rounds=each.rounds,
+            median_ms=round(each.timing.device_ms, 5),
+            p20_ms=round(each.p20_ms, 5),
+            p80_ms=round(each.p80_ms, 5),
+            tflops=round(shape.flop / each.timing.device_ms / 1e9, 1),
+            relative_error=float(f"{each.relative_error:.3g}"),
+            ratio_to_best=round(each.timing.device_ms / best, 4),
+            host_ms=round(each.timing.host_ms or float("nan"), 5),
+        )
+        for each in result.times
+    ]
+
+
+def read_rows(folder: Path = RESULTS) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (file, row) of every row that a table may be made of."""
+    for name in FILES:
+        path = folder / name
+        if path.exists():
+            with path.open(newline="") as file:
+                for row in csv.DictReader(file):
+                    if row["gpu"] in CAPABILITIES and row["contender"] != "auto":
+                        yield name, row
+
+
+def tables_of(rows: Iterable[tuple[str, dict[str, str]]]) -> list[AutoTable]:
+    """Return one table per GPU, torch and triton; of a shape, what was measured last."""
+    machines: dict[tuple[str, ...], dict[CallShape, tuple[str, list[dict[str, str]]]]] = {}
+    for file, row in rows:
+        shapes = machines.setdefault((row["gpu"], row["torch"], row["triton"]), {})
+        source = f"{file} at {row['commit']}"
+        known = shapes.get(shape_of(row))
+        if known is None or known[0] != source:
+            shapes[shape_of(row)] = (source, [])
+        shapes[shape_of(row)][1].append(row)
+    return [_table(machine, found) for machine, found in machines.items()]
+
+
+def shape_of(row: dict[str, str]) -> CallShape:
+    """Return the shape of a row such as "B1 H24 S4096 D128 bf16", "... bf16 K77 KV8 mask"."""
+    batch, heads, tokens, size, _, *rest = row["shape"].split()
+    keys = next((part[1:] for part in rest if part.startswith("K") and part[1] != "V"), tokens[1:])
+    kv_heads = next((part[2:] for part in rest if part.startswith("KV")), heads[1:])
+    text = f"{batch[1:]}x{tokens[1:]}x{heads[1:]}x{size[1:]}:keys={keys}:kv_heads={kv_heads}"
+    return CallShape.parse(text + (":mask" if "mask" in rest else ""))
+
+
+def _table(
+    machine: tuple[str, ...], shapes: dict[CallShape, tuple[str, list[dict[str, str]]]]
+) -> AutoTable:
+    gpu, torch_version, triton = machine
+    versions = {"torch": torch_version, "triton": triton}
+    measured = []
+    for shape, (_, rows) in shapes.items():
+        timings = {}
+        for row in rows:
+            name, _, variant = row["contender"].rstrip(")").partition(" (")
+            if not backends_of(AttentionBackendEnum(name))[0].never_unasked:
+                timings[row["contender"]] = _timing(name, variant or name, row)
+                versions |= _versions(row["version"])
+        dtype = DTYPES[rows[0]["shape"].split()[4]]
+        measured.append(Measured(shape=shape, dtype=dtype, timings=tuple(timings.values())))
+    sources = dict.fromkeys(source for source, _ in shapes.values())
+    return AutoTable(
+        name=f"{gpu}, torch {torch_version}, triton {triton}",
+        platform="cuda",
+        device=gpu,
+        capability=CAPABILITIES[gpu],
+        versions=tuple(sorted(versions.items())),
+        source=", ".join(f"scripts/bench/results/{source}" for source in sources),
+        measured=tuple(measured),
+    )
+
+
+def _timing(name: str, variant: str, row: dict[str, str]) -> Timing:
+    host = float(row.get("host_ms") or "nan")
+    return Timing(
+        backend=name,
+        variant=variant,
+        device_ms=float(row["median_ms"]),
+        host_ms=None if host != host else host,
+    )
+
+
+def _versions(text: str) -> dict[str, str]:
+    """Return the distribution that a row names, if it is not torch, which has a column."""
+    name, _, version = text.partition(" ")
+    return {} if name in ("torch", "triton", "") else {name: version}
+
+
+def main() -> None:
+    """Measure what was asked for, and write the table where that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commit", help="measure; written to every row")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="shapes whose text has this part")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="write the package's table anew")
+    arguments = parser.parse_args()
+    for shape in SHAPES if arguments.commit else ():
+        if arguments.only not in str(shape):
+            continue
+        result = measure(
+            shape,
+            dtype=torch.bfloat16,
+            device=torch.device(DEVICE),
+            backends=[AttentionBackendEnum(name) for name in BACKENDS],
+            rounds=arguments.rounds,
+        )
+        for each in result.left_out:
+            print(f"{shape}: left out: {each.backend}: {each.reason}")
+        write_rows(arguments.out / "auto.csv", rows_of(result, arguments.commit))
+    if arguments.table:
+        write_tables(COMMITTED, tables_of(read_rows(arguments.out)))
+
+
+if __name__ == "__main__":
+    main()
