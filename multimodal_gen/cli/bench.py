@@ -33,49 +33,56 @@ _TOKENS = (1024, 4096, 16384, 32760, 75600)
 _TEXT = (77, 256, 512)
 
 
+_ShapeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="BxSxHxD",
+        help="Batch, tokens, heads and head size of the calls to measure, e.g. 1x4096x24x128; "
+        ":keys=N and :kv_heads=N where they differ, :mask with some keys masked. May be "
+        "repeated. Default: the shapes of the package's own table; on the CPU the small ones.",
+    ),
+]
+_TokensOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--tokens",
+        metavar="N",
+        min=1,
+        help="Tokens of the denoiser with --model-path. May be repeated. Default: "
+        f"{', '.join(map(str, _TOKENS))}.",
+    ),
+]
+_BackendOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="Measure these alone. May be repeated. Default: every dense one that is present.",
+    ),
+]
+_RoundsOption = Annotated[
+    int, typer.Option("--rounds", metavar="N", min=1, help="How often each is timed, in turns.")
+]
+_SaveOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--save",
+        metavar="FILE",
+        help="Write what was measured to a new JSON file, for --attention-auto-table.",
+    ),
+]
+
+
 @takes(_MODEL, _DTYPE, SETTINGS["device"])
 def bench(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--shape",
-            metavar="BxSxHxD",
-            help="Batch, tokens, heads and head size of the calls to measure, e.g. 1x4096x24x128; "
-            ":keys=N and :kv_heads=N where they differ, :mask with some keys masked. May be "
-            "repeated. Default: the shapes of the package's own table; on the CPU the small ones.",
-        ),
-    ] = None,
+    shape: _ShapeOption = None,
     *,
     settings: Settings,
-    tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--tokens",
-            metavar="N",
-            min=1,
-            help="Tokens of the denoiser with --model-path. May be repeated. Default: "
-            f"{', '.join(map(str, _TOKENS))}.",
-        ),
-    ] = None,
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--backend",
-            metavar="NAME",
-            help="Measure these alone. May be repeated. Default: every dense one that is present.",
-        ),
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", min=1, help="How often each is timed, in turns.")
-    ] = 5,
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save",
-            metavar="FILE",
-            help="Write what was measured to a new JSON file, for --attention-auto-table.",
-        ),
-    ] = None,
+    tokens: _TokensOption = None,
+    backend: _BackendOption = None,
+    rounds: _RoundsOption = 5,
+    save: _SaveOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Time dense attention on this machine: every backend that is present, shape by shape.

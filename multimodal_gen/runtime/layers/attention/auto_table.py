@@ -30,6 +30,7 @@ from multimodal_gen.runtime.plain_values import MalformedError, read_json, short
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = [
+    "COMMITTED",
     "SCHEMA",
     "AutoTable",
     "CallShape",
