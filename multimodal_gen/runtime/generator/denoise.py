@@ -11,7 +11,7 @@ import inspect
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -109,17 +109,29 @@ class Denoised:
     latents: torch.Tensor
 
 
-def denoise(pipe: Any, call: Call, timings: Timings) -> Denoised:
+def denoise(
+    pipe: Any,
+    call: Call,
+    timings: Timings,
+    when_stepped: Callable[[int, torch.Tensor], None] = lambda step, latents: None,
+) -> Denoised:
     """Run the pipeline, and time its parts.
 
     The phases are "prepare" (text encoding and noise), the steps, and "decode".
+
+    Args:
+        pipe: the pipeline.
+        call: its arguments.
+        timings: takes the times.
+        when_stepped: gets the index of each step and the latents after it; twice for a step where
+            the pipeline changes what its scheduler returned, the second time what holds.
 
     Raises:
         UsageError: the pipeline refuses its arguments.
     """
     pipe.set_progress_bar_config(disable=not (is_main_rank() and sys.stderr.isatty()))
     start = timings.now()
-    watch = _Watch(timings)
+    watch = _Watch(timings, when_stepped)
     with _watched(pipe, watch), refusal_explained():
         result = pipe(**call.arguments, **_callback(pipe, watch))
     if watch.latents is None:
@@ -198,9 +210,10 @@ def _modules(error: BaseException) -> list[str]:
 class _Watch:
     """Hears of steps, from the scheduler and from the callback, and keeps the latest latents."""
 
-    def __init__(self, timings: Timings) -> None:
+    def __init__(self, timings: Timings, when_stepped: Callable[[int, torch.Tensor], None]) -> None:
         self.latents: torch.Tensor | None = None
         self._timings = timings
+        self._when_stepped = when_stepped
         self._counted_by_scheduler = False
 
     def starts(self) -> None:
@@ -212,6 +225,7 @@ class _Watch:
         self.latents = result[0] if isinstance(result, tuple) else result.prev_sample
         self._timings.step_done()
         self._counted_by_scheduler = True
+        self._tell(self.latents)
 
     def step_ended(self, pipe: Any, step: int, timestep: Any, tensors: Any) -> Any:
         """Serve as a pipeline's `callback_on_step_end`."""
@@ -220,7 +234,11 @@ class _Watch:
         if not self._counted_by_scheduler:
             self._timings.step_done()
         self._counted_by_scheduler = False
+        self._tell(tensors["latents"])
         return tensors
+
+    def _tell(self, latents: torch.Tensor) -> None:
+        self._when_stepped(len(self._timings.steps) - 1, latents)
 
 
 class _WatchedStep:

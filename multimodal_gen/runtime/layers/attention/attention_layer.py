@@ -24,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.call import (
     check_numbers,
     check_places,
     check_sizes,
+    current_watch,
 )
 from multimodal_gen.runtime.layers.attention.custom_ops import (
     attention_op,
@@ -250,7 +251,8 @@ class AttentionLayer(nn.Module):
         front, _, keys_in_front = call.replicated
         if front or keys_in_front:
             return self._attend_behind(call)
-        out = self._attend(call)
+        watch = current_watch()
+        out = self._attend(call) if watch is None else watch(self, call, self._attend)
         return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
 
     def _attend_behind(self, call: AttentionCall) -> torch.Tensor:
@@ -282,6 +284,31 @@ class AttentionLayer(nn.Module):
             call = _with_queries(call)
         with use_forward_context(context):
             return self._attend(call)[:, added:]
+
+    def like(self, scope: SelectionScope) -> "AttentionLayer":
+        """Return a layer at the same place of the model, under another scope.
+
+        It takes calls as they are, prepared ones too, and has the same trained projection.
+
+        Args:
+            scope: what is asked for.
+
+        Raises:
+            UnsupportedBackendError: the backend asked for cannot serve the layer.
+        """
+        geometry = self.geometry
+        layer = AttentionLayer(
+            geometry.num_heads,
+            geometry.head_size,
+            geometry.num_kv_heads,
+            geometry.softmax_scale,
+            geometry.causal,
+            compute_dtype=self.dtype,
+            site=self.site,
+            scope=scope,
+        )
+        layer.set_projection(geometry.projection.linear)
+        return layer
 
     def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
         """Return why a call cannot be made; layers that exchange tokens tell other ranks first."""

@@ -4,10 +4,12 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,6 +22,7 @@ from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 __all__ = [
     "AttentionCall",
     "LayerGeometry",
+    "Watch",
     "all_or_none",
     "check_mask_meta",
     "check_no_replicated",
@@ -30,7 +33,9 @@ __all__ = [
     "check_sizes",
     "check_split",
     "check_tokens",
+    "current_watch",
     "join_tokens",
+    "watching",
 ]
 
 
@@ -205,6 +210,28 @@ class AttentionCall(NamedTuple):
             or (self.mask is not None and self.mask.requires_grad)
             or (self.gate is not None and self.gate.requires_grad)
         )
+
+
+Watch: TypeAlias = Callable[
+    [Any, AttentionCall, Callable[[AttentionCall], torch.Tensor]], torch.Tensor
+]
+"""Looks at the calls of all layers: gets the layer, the call as it is to be served, and what serves
+it, and returns the output."""
+
+_WATCH: ContextVar[Watch | None] = ContextVar("multimodal_gen_attention_watch", default=None)
+
+current_watch: Final = _WATCH.get
+"""Returns what looks at calls now, or None."""
+
+
+@contextmanager
+def watching(watch: Watch | None) -> Iterator[None]:
+    """Let `watch` serve the calls of layers inside the block; None for nobody."""
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
 
 
 def all_or_none(

@@ -1,0 +1,265 @@
+"""Exact attention of a few query rows, and how far what ran is from it.
+
+A few rows cost little: R of S query rows take R / S of the products of dense attention, in fp64,
+and one pass over the keys and values. So what a layer ran can be checked while it runs.
+
+Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head size.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.masks import (
+    DenseMask,
+    KeyMask,
+    bottom_right_causal_mask,
+    normalise_mask,
+    zero_masked_rows,
+)
+from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json, LayerReport
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+__all__ = [
+    "ROWS",
+    "AttentionCheck",
+    "exact_rows",
+    "exact_weights",
+    "layer_density",
+    "row_errors",
+    "sample_rows",
+]
+
+ROWS = 64
+"""Query rows that are recomputed of a call."""
+
+# What copies of keys, values and scores of a few heads may take.
+_BYTES_AT_ONCE = 256 << 20
+
+
+def sample_rows(num_rows: int, seed: int, count: int = ROWS) -> torch.Tensor:
+    """Return `count` of `num_rows` rows, or all where they are fewer: int64, in order, on the CPU.
+
+    Rows are drawn, not spaced evenly: the tiles of sparse methods are spaced evenly, too.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randperm(num_rows, generator=generator, device="cpu")[:count].sort().values
+
+
+def exact_rows(
+    layer: AttentionLayer,
+    call: AttentionCall,
+    rows: torch.Tensor,
+    values: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Return exact attention of some query rows.
+
+    Args:
+        layer: whose call it is.
+        call: the call, as it is served.
+        rows: int64 [R], which queries.
+        values: what to attend to instead of the call's values, each [B, Sk, Hkv, D].
+
+    Returns:
+        [B, R, H, D] for each of `values`: fp64, or fp32 on devices without it. Rows that see no key
+        are zero.
+    """
+    rows = rows.to(call.query.device)
+    dtype = _exact_dtype(call.query.device)
+    mask = _mask_of(layer, call)
+    if isinstance(mask, KeyMask):  # what masked keys hold, even NaN, has no influence
+        values = [zero_masked_rows(value, mask.keep) for value in values]
+    found: list[list[torch.Tensor]] = [[] for _ in values]
+    for heads in _head_slices(call, rows, values):
+        weights = exact_weights(layer, call, rows, heads)
+        for value, parts in zip(values, found, strict=True):
+            v = value[:, :, heads].to(dtype).transpose(1, 2).unsqueeze(2)  # [B, h, 1, Sk, D]
+            parts.append((weights @ v).flatten(1, 2).transpose(1, 2))
+    return tuple(torch.cat(parts, dim=2) for parts in found)
+
+
+def exact_weights(
+    layer: AttentionLayer, call: AttentionCall, rows: torch.Tensor, heads: slice
+) -> torch.Tensor:
+    """Return the weights of exact attention for some query rows and key heads.
+
+    Args:
+        layer: whose call it is.
+        call: the call, as it is served.
+        rows: int64 [R], which queries, on the call's device.
+        heads: which key heads.
+
+    Returns:
+        [B, h, H / Hkv, R, Sk] in fp64, or fp32 on devices without it; all 0 for rows without keys.
+    """
+    query, key = call.query, call.key
+    dtype, group = _exact_dtype(query.device), query.shape[2] // key.shape[2]
+    q = query[:, rows].reshape(len(query), len(rows), key.shape[2], group, -1)[:, :, heads]
+    q = q.to(dtype)
+    k = key[:, :, heads].to(dtype)
+    scores = q.permute(0, 2, 3, 1, 4) @ k.permute(0, 2, 3, 1).unsqueeze(2)
+    scores = scores * layer.geometry.softmax_scale
+    mask = _mask_of(layer, call)
+    if mask is not None:
+        scores = _masked(scores, mask, rows, heads)
+    if layer.geometry.causal:
+        allowed = bottom_right_causal_mask(query.shape[1], key.shape[1], query.device)[rows]
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    # Of rows that see no key, all scores are -inf; NaN stays NaN.
+    weights = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1))
+    if isinstance(mask, KeyMask) and mask.covers_queries:
+        weights = torch.where(mask.keep[:, None, None, rows, None], weights, 0.0)
+    return weights
+
+
+def row_errors(found: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Return how far rows are from the truth, per head; does not wait for the device.
+
+    Args:
+        found: [B, R, H, D].
+        truth: [B, R, H, D] in a dtype to compute in.
+
+    Returns:
+        [3, H]: relative L1 and relative L2 error, and the mean cosine over rows. Where the truth is
+        zero, an error that is none counts as 0, and the cosine of a row as 1.
+    """
+    found = found.to(truth.dtype)
+    error = (found - truth).transpose(0, 2).flatten(1)  # [H, R * B * D]
+    whole = truth.transpose(0, 2).flatten(1)
+    l1 = _ratio(error.abs().sum(1), whole.abs().sum(1))
+    l2 = _ratio(error.square().sum(1).sqrt(), whole.square().sum(1).sqrt())
+    lengths = found.norm(dim=-1) * truth.norm(dim=-1)
+    cosines = torch.where(lengths == 0, 1.0, (found * truth).sum(-1) / lengths)
+    return torch.stack((l1, l2, cosines.mean((0, 1))))
+
+
+def layer_density(report: LayerReport) -> float:
+    """Return the share of pairs that a layer attended to, mean over its calls; 1 for dense ones."""
+    entries = [entry for entry in (*report.entries, *report.detours) if entry.calls]
+    calls = sum(entry.calls for entry in entries)
+    shares = (entry.calls * (1.0 if entry.density is None else entry.density) for entry in entries)
+    return sum(shares) / calls if calls else 1.0
+
+
+class AttentionCheck:
+    """Recomputes some calls of every denoising step exactly on sampled rows, as a `Watch`.
+
+    The layers take turns from step to step. Of the calls of a layer at a step, the first is taken.
+    Nothing waits for the device before the results are read.
+
+    Args:
+        calls_per_step: how many self-attention calls of each component are checked at a step.
+    """
+
+    def __init__(self, calls_per_step: int) -> None:
+        self._calls_per_step = calls_per_step
+        self._found: dict[tuple[str | None, str], dict[int, torch.Tensor]] = {}
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        call: AttentionCall,
+        serve: Callable[[AttentionCall], torch.Tensor],
+    ) -> torch.Tensor:
+        """Serve a call, and check it where it is its turn."""
+        out = serve(call)
+        step = self._step(layer, call)
+        site = layer.site
+        done = self._found.setdefault((site.component, site.name), {})
+        if step is not None and step not in done:
+            with torch.no_grad():
+                seen = call.autocast() if call.autocasts else call
+                rows = sample_rows(call.query.shape[1], seed=step)
+                (truth,) = exact_rows(layer, seen, rows, (seen.value,))
+                done[step] = row_errors(out[:, rows.to(out.device)], truth)
+        return out
+
+    def _step(self, layer: AttentionLayer, call: AttentionCall) -> int | None:
+        """Return the running step if a layer is to be checked at it, or None."""
+        context, site = current_forward_context(), layer.site
+        if context is None or site.role is not AttentionRole.SELF or site.layer is None:
+            return None
+        if call.gate is not None:  # its output is more than attention
+            return None
+        step, layers = context.current_timestep, site.num_layers or 1
+        turn = (site.layer - step * self._calls_per_step) % layers
+        return step if turn < self._calls_per_step else None
+
+    def as_dict(self, report: AttentionReport) -> dict[str, Json]:
+        """Return what was found as JSON data; waits for the device.
+
+        Args:
+            report: what the layers ran.
+        """
+        layers: list[Json] = []
+        for each in report.layers:
+            found = self._found.get((each.component, each.name))
+            if not found:
+                continue
+            errors = torch.stack(tuple(found.values())).double().cpu()  # [steps, 3, H]
+            means = errors.mean((0, 2)).tolist()
+            layers.append(
+                {
+                    "component": each.component,
+                    "name": each.name,
+                    "layer": each.layer,
+                    "density": layer_density(each),
+                    "steps": list(found),
+                    "relative_l1": _finite(means[0]),
+                    "relative_l2": _finite(means[1]),
+                    "cosine": _finite(means[2]),
+                    "relative_l2_of_worst_head": _finite(float(errors[:, 1].max())),
+                }
+            )
+        return {"rows": ROWS, "calls_per_step": self._calls_per_step, "layers": layers}
+
+
+def _finite(value: float) -> Json:
+    """Return a number, or its name where JSON has none for it."""
+    return value if abs(value) < float("inf") else str(value)
+
+
+def _exact_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _ratio(error: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    return torch.where(error == 0, 0.0, error / whole)
+
+
+def _mask_of(layer: AttentionLayer, call: AttentionCall) -> KeyMask | DenseMask | None:
+    if call.mask is None:
+        return None
+    self_attention = layer.site.role is not AttentionRole.CROSS
+    return normalise_mask(call.mask, call.query, call.key, self_attention=self_attention)
+
+
+def _masked(
+    scores: torch.Tensor, mask: KeyMask | DenseMask, rows: torch.Tensor, heads: slice
+) -> torch.Tensor:
+    """Return scores, [B, h, H / Hkv, R, Sk], of some rows and key heads under a mask."""
+    if isinstance(mask, KeyMask):
+        return scores.masked_fill(~mask.keep[:, None, None, None, :], -torch.inf)
+    dense = mask.mask if mask.mask.shape[2] == 1 else mask.mask[:, :, rows]
+    by_head = dense.unsqueeze(2)
+    if dense.shape[1] > 1:
+        group = scores.shape[2]
+        by_head = dense.reshape(len(dense), -1, group, *dense.shape[2:])[:, heads]
+    if dense.dtype is torch.bool:
+        return scores.masked_fill(~by_head, -torch.inf)
+    return scores + by_head
+
+
+def _head_slices(
+    call: AttentionCall, rows: torch.Tensor, values: Sequence[torch.Tensor]
+) -> list[slice]:
+    """Return the key heads in shares whose copies stay small."""
+    batch, keys, kv_heads, size = call.key.shape
+    group = call.query.shape[2] // kv_heads
+    channels = size + max(value.shape[3] for value in values)
+    per_head = 8 * batch * keys * (channels + 3 * group * len(rows))
+    at_once = max(1, _BYTES_AT_ONCE // max(per_head, 1))
+    return [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
