@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
@@ -53,14 +54,6 @@ _Folder = Annotated[
         metavar="FOLDER",
         help="Folder for the search files; prompts that have theirs already are not repeated.",
     ),
-]
-_Prompts = Annotated[
-    list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="What to generate; may be given repeatedly."),
-]
-_PromptFile = Annotated[
-    Path | None,
-    typer.Option("--prompts", metavar="FILE", help="Text file with one prompt per line."),
 ]
 _Windows = Annotated[
     list[str] | None,
@@ -133,8 +126,8 @@ _Png = Annotated[
 @takes(*(SETTINGS[name] for name in _SEARCHED), _SEED)
 def search(
     output: _Folder,
-    prompt: _Prompts = None,
-    prompts: _PromptFile = None,
+    prompt: Prompts = None,
+    prompts: PromptFile = None,
     window: _Windows = None,
     tile_size: _TileSize = "6,8,8",
     *,
@@ -153,7 +146,7 @@ def search(
     args = _search_args(settings, output, tile_size)
     scope = scope_from_args(args)
     windows = [_sizes("--window", text) for text in window or ()]
-    work = WindowSearch(args, _prompts(prompt or [], prompts), output, windows)
+    work = WindowSearch(args, read_prompts(prompt, prompts, "a search"), output, windows)
     total = len(work.prompts)
     if work.done:
         typer.echo(f"{len(work.done)} of {total} prompts are done already")
@@ -279,24 +272,6 @@ def _skip(num_steps: int | None) -> str:
         return ""
     # As many as the default is of 50 steps, for which it was found.
     return f" --skip-time-steps {min(round(num_steps * _DEFAULT_SKIP / 50), num_steps - 1)}"
-
-
-def _prompts(given: list[str], file: Path | None) -> list[str]:
-    prompts = [*given]
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(
-                f"--prompts must be a readable text file, got {str(file)!r}: {reason}"
-            ) from None
-        prompts += [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise UsageError(
-            "a search must have at least one prompt, got none; give --prompt or --prompts"
-        )
-    return prompts
 
 
 def _sizes(flag: str, text: str) -> "Window":

@@ -1,0 +1,48 @@
+"""Prompts of commands that take several: on the command line, or in a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multimodal_gen.errors import ConfigError, UsageError
+
+__all__ = ["PromptFile", "Prompts", "read_prompts"]
+
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", metavar="TEXT", help="What to generate; may be given repeatedly."),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="Text file with one prompt per line."),
+]
+
+
+def read_prompts(given: list[str] | None, file: Path | None, what: str) -> list[str]:
+    """Return the prompts that were given, those of the file last.
+
+    Args:
+        given: those of the command line.
+        file: a text file with one per line, or None.
+        what: what they are for, in messages, e.g. "a search".
+
+    Raises:
+        ConfigError: the file cannot be read.
+        UsageError: there are none.
+    """
+    prompts = [*(given or [])]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(
+                f"--prompts must be a readable text file, got {str(file)!r}: {reason}"
+            ) from None
+        prompts += [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise UsageError(
+            f"{what} must have at least one prompt, got none; give --prompt or --prompts"
+        )
+    return prompts
