@@ -7,10 +7,18 @@ diffusers.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from multimodal_gen.integrations.comparison import compare
     from multimodal_gen.integrations.diffusers import AttentionHandle, apply
     from multimodal_gen.runtime.distributed.groups import init_parallel, leave_parallel
 
-__all__ = ["AttentionHandle", "__version__", "apply", "init_parallel", "leave_parallel"]
+__all__ = [
+    "AttentionHandle",
+    "__version__",
+    "apply",
+    "compare",
+    "init_parallel",
+    "leave_parallel",
+]
 
 __version__ = "0.1.0"
 
@@ -20,6 +28,10 @@ def __getattr__(name: str) -> Any:
         from multimodal_gen.integrations import diffusers
 
         return getattr(diffusers, name)
+    if name == "compare":
+        from multimodal_gen.integrations import comparison
+
+        return comparison.compare
     if name in ("init_parallel", "leave_parallel"):
         from multimodal_gen.runtime.distributed import groups
 

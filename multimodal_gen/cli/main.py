@@ -20,6 +20,7 @@ import typer
 from multimodal_gen import __version__
 from multimodal_gen.cli import attention, sta
 from multimodal_gen.cli.bench import bench
+from multimodal_gen.cli.compare import compare
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.errors import MultimodalGenError, RankError, nearest
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 attention.app.command()(bench)
+attention.app.command()(compare)
 attention.app.add_typer(sta.app, name="sta")
 app.add_typer(attention.app, name="attention")
 

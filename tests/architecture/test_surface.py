@@ -15,7 +15,7 @@ SNAPSHOT = Path(__file__).with_name("cli_surface.txt")
 
 LAYERS = "multimodal_gen.runtime.layers.attention"
 STABLE_NAMES = [
-    ("multimodal_gen", ("apply", "AttentionHandle", "__version__")),
+    ("multimodal_gen", ("apply", "compare", "AttentionHandle", "__version__")),
     ("multimodal_gen", ("init_parallel", "leave_parallel")),
     (LAYERS, ("LocalAttention", "UlyssesAttention", "UlyssesAttention_VSA", "USPAttention")),
     (f"{LAYERS}.layer", ("LocalAttention", "UlyssesAttention", "UlyssesAttention_VSA")),

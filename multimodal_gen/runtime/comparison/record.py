@@ -162,7 +162,8 @@ class Cost:
     Attributes:
         step_seconds: of a denoising step.
         generation_seconds: from the prompt to the pixels.
-        warm_up_seconds: by how much the warm-up's steps took longer, kernels' compilation mostly.
+        warm_up_seconds: of its first calls, before anything is measured: kernels' compilation
+            mostly. Of the reference, of a short generation.
         peak_memory: bytes at most on the device, weights included; None on the CPU.
         density: share of query-key pairs that self-attention of the denoisers attends to, mean over
             calls; 1 for dense backends.
@@ -312,6 +313,8 @@ class Report:
         reference: the run that others are compared with.
         floor: exact kernels beside it.
         candidates: the backends asked for, in that order.
+        seconds: of the whole comparison, loading apart; of its last part where it was resumed.
+        peak_memory: bytes at most on the device meanwhile; None on the CPU.
         notes: what a reader should know, e.g. why a metric is missing.
     """
 
@@ -326,6 +329,8 @@ class Report:
     reference: Run
     floor: tuple[Run, ...] = ()
     candidates: tuple[Run, ...] = ()
+    seconds: float = 0.0
+    peak_memory: int | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,0 +1,220 @@
+"""`sglang attention compare`: what backends do to the output of a model, and what they save."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from multimodal_gen.cli.options import Settings, takes
+from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
+from multimodal_gen.cli.table import Row, echo, table, wrapped
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.comparison.configurations import Configuration
+    from multimodal_gen.runtime.comparison.record import Report, Run
+
+__all__ = ["compare"]
+
+_TAKEN = (
+    "model_path",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "guidance_scale",
+    "true_cfg_scale",
+    "fps",
+    "dtype",
+    "device",
+    "offload",
+    "vae_tiling",
+    "num_gpus",
+)
+_STEPS = replace(SETTINGS["num_inference_steps"], short="--steps")
+
+_Backends = Annotated[
+    str,
+    typer.Option(
+        "--backends",
+        metavar="CONFIGS",
+        help="What is compared: backends between semicolons, each with its parameters behind a "
+        "colon, as in 'sliding_tile_attn:window=[3,3,3];sage_attn'.",
+    ),
+]
+_Output = Annotated[
+    Path,
+    typer.Option(
+        "--output",
+        metavar="FOLDER",
+        help="Folder for report.json, report.html and the clips; new or empty without --resume.",
+    ),
+]
+_Reference = Annotated[
+    str,
+    typer.Option("--reference", metavar="CONFIG", help="Dense backend the others are put beside."),
+]
+_Floor = Annotated[
+    str | None,
+    typer.Option(
+        "--floor",
+        metavar="CONFIGS",
+        help="Exact backends whose difference is noise. Default: up to two that run here.",
+    ),
+]
+_Seeds = Annotated[
+    str, typer.Option("--seeds", metavar="N-N,N", help="Seeds of the noise, for every prompt.")
+]
+_Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with what --output holds; what is done is not repeated."),
+]
+_Replayed = Annotated[
+    int,
+    typer.Option(
+        "--replayed-steps",
+        metavar="N",
+        min=0,
+        help="Denoising steps of the first generation whose attention calls all backends are "
+        "given, for errors by layer and head.",
+    ),
+]
+
+
+@takes(*(SETTINGS[name] for name in _TAKEN), _STEPS)
+def compare(
+    backends: _Backends,
+    output: _Output,
+    prompt: Prompts = None,
+    prompts: PromptFile = None,
+    reference: _Reference = "torch_sdpa",
+    floor: _Floor = None,
+    seeds: _Seeds = "0",
+    resume: _Resume = False,
+    replayed_steps: _Replayed = 3,
+    *,
+    settings: Settings,
+) -> None:
+    """Compare attention backends on a model: quality, layer by layer and frame by frame, and cost.
+
+    Generates every prompt with every seed on a dense reference, on other exact kernels, whose
+    difference is the noise, and on each backend. Writes report.json and report.html. A backend that
+    fails or runs out of memory is a row of the report.
+    """
+    from multimodal_gen.integrations.comparison import run_plan
+    from multimodal_gen.runtime.comparison.run import Plan
+    from multimodal_gen.runtime.generator import PipelineIndex, pick_device
+    from multimodal_gen.runtime.generator.denoise import out_of_memory_explained
+    from multimodal_gen.runtime.generator.load import load_pipeline
+
+    args = ServerArgs(**settings, prompt="", backend="sglang")
+    _refuse_ranks(args)
+    dense, exact, candidates = _configurations(reference, floor, backends)
+    plan = Plan(
+        prompts=tuple(dict.fromkeys(read_prompts(prompt, prompts, "a comparison"))),
+        seeds=_seeds(seeds),
+        reference=dense,
+        candidates=candidates,
+        floor=exact,
+        folder=output,
+        resume=resume,
+        replayed_steps=replayed_steps,
+    )
+    index = PipelineIndex.read(args.model_path)
+    with out_of_memory_explained():
+        pipe = load_pipeline(index, args, pick_device(args.device))
+    report = run_plan(pipe, index, args, plan, lambda line: typer.echo(line, err=True))
+    _print(report)
+    typer.echo(f"\nreport: {output / 'report.json'}")
+
+
+def _print(report: "Report") -> None:
+    """Print a report as tables: quality, then cost."""
+    typer.echo(f"{report.model.pipeline} on {report.environment.device}, {report.model.dtype}")
+    typer.echo("")
+    typer.echo(f"quality, against {report.reference.name}; +- over prompts and seeds")
+    headings = ("backend", "verdict", "PSNR", "SSIM", "VMAF", "latents", "layers L2", "kept")
+    echo(table(headings, [Row(tuple(_quality(run)), _remarks(run)) for run in report.runs[1:]]))
+    typer.echo("")
+    typer.echo("cost")
+    headings = ("backend", "step", "speed-up", "generation", "warm-up", "memory", "density", "attn")
+    echo(table(headings, [Row(tuple(_cost(run, report.reference))) for run in report.runs]))
+    for note in report.notes:
+        echo(wrapped(f"note: {note}"))
+
+
+def _quality(run: "Run") -> Iterator[str]:
+    yield run.name
+    yield run.status if run.status != "done" else run.verdict.word if run.verdict else "-"
+    mean, spread = run.frames_mean, run.frames_spread
+    for name, digits in (("psnr", 1), ("ssim", 4), ("vmaf", 1)):
+        value = getattr(mean, name, None)
+        several = len(run.generations) > 1
+        around = f" +- {getattr(spread, name):.{digits}f}" if several and value is not None else ""
+        yield "-" if value is None else f"{value:.{digits}f}{around}"
+    last = [each.latents[-1] for each in run.generations if each.latents]
+    yield f"{sum(last) / len(last):.2g}" if last else "-"
+    errors = [error for layer in run.layers for error in layer.relative_l2]
+    yield f"{sum(errors) / len(errors):.2g}" if errors else "-"
+    masses = [mass for layer in run.layers for mass in layer.kept_mass or ()]
+    yield f"{sum(masses) / len(masses):.1%}" if masses else "-"
+
+
+def _remarks(run: "Run") -> list[str]:
+    if run.message:
+        return [run.message]
+    return list(run.verdict.reasons) if run.verdict else []
+
+
+def _cost(run: "Run", reference: "Run") -> Iterator[str]:
+    yield run.name
+    cost, usual = run.cost, reference.cost
+    if cost is None:
+        yield from ("-",) * 7
+        return
+    yield f"{cost.step_seconds:.3f} s"
+    yield f"{usual.generation_seconds / cost.generation_seconds:.2f}x" if usual else "-"
+    yield f"{cost.generation_seconds:.1f} s"
+    yield f"{cost.warm_up_seconds:.1f} s"
+    yield "-" if cost.peak_memory is None else f"{cost.peak_memory / 2**30:.1f} GiB"
+    yield f"{cost.density:.1%}"
+    yield f"{cost.attention_share:.0%}"
+
+
+def _configurations(
+    reference: str, floor: str | None, backends: str
+) -> tuple["Configuration", tuple["Configuration", ...] | None, tuple["Configuration", ...]]:
+    from multimodal_gen.runtime.comparison.configurations import read_configurations
+
+    (dense,) = read_configurations([reference], name="--reference")
+    candidates = read_configurations(backends, taken=[dense.name])
+    taken = [dense.name, *(each.name for each in candidates)]
+    exact = None if floor is None else read_configurations(floor, name="--floor", taken=taken)
+    return dense, exact, candidates
+
+
+def _refuse_ranks(args: ServerArgs) -> None:
+    from multimodal_gen.runtime.distributed.launch import is_launched_rank
+
+    if is_launched_rank() or args.num_gpus not in (None, 1):
+        got = "torchrun" if is_launched_rank() else f"--num-gpus {args.num_gpus}"
+        raise UsageError(
+            f"a comparison must run on one GPU, got {got}: layers are replayed on whole q, k and "
+            f"v, which no rank has; leave --num-gpus out"
+        )
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """Return the seeds of text such as "0-3,7"."""
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
+        first, last = (int(x or match[1]) for x in match.groups()) if match else (1, 0)
+        if match is None or not first <= last < first + 10_000:
+            raise ConfigError(f"--seeds must be seeds and ranges such as 0-3,7, got {text!r}")
+        found.update(dict.fromkeys(range(first, last + 1)))
+    return tuple(found)

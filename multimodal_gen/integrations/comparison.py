@@ -1,0 +1,132 @@
+"""`compare`: what attention backends do to a pipeline's output, and what they save."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from multimodal_gen import __version__
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.diffusers import AttentionHandle, apply
+from multimodal_gen.runtime.comparison.configurations import read_configurations
+from multimodal_gen.runtime.comparison.record import Report
+from multimodal_gen.runtime.comparison.run import Comparison, Plan
+from multimodal_gen.runtime.generator.load import PipelineIndex
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.server_args import ServerArgs
+
+__all__ = ["compare", "run_plan"]
+
+
+def compare(
+    pipe: Any,
+    *,
+    prompts: str | Sequence[str],
+    backends: str | Sequence[str],
+    output: str | os.PathLike[str],
+    seeds: Sequence[int] = (0,),
+    reference: str = "torch_sdpa",
+    floor: str | Sequence[str] | None = None,
+    resume: bool = False,
+    replayed_steps: int = 3,
+    negative_prompt: str | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    true_cfg_scale: float | None = None,
+    fps: int | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Report:
+    """Compare attention backends on a loaded pipeline, as `sglang attention compare` does.
+
+    The pipeline is used as it is, on the device it is on, and left as it was found.
+
+    Args:
+        pipe: a diffusers pipeline, to which nothing is applied.
+        prompts: what is generated.
+        backends: configurations such as "sliding_tile_attn:window=[3,3,3]"; in one text between
+            semicolons.
+        output: folder for the report, the clips and what `resume` finds again.
+        seeds: seeds of the noise, for every prompt. Default: 0.
+        reference: the dense backend that the others are compared with. Default: torch_sdpa.
+        floor: exact backends for the noise. Default: up to two that this machine has.
+        resume: go on with what the folder holds; otherwise it must be new or empty.
+        replayed_steps: denoising steps of the first generation whose attention calls are given to
+            all backends, for errors by layer and head; 0 for none. Default: 3.
+        negative_prompt: what to keep out. Default: none.
+        height: in pixels. Default: the pipeline's, as for all of the following.
+        width: in pixels.
+        num_frames: frames of a video.
+        num_inference_steps: denoising steps.
+        guidance_scale: see `sglang generate --help`.
+        true_cfg_scale: the same.
+        fps: frames per second of a video.
+        say: takes a line about progress. Default: nobody does.
+
+    Returns:
+        The report, which is also written to the folder.
+
+    Raises:
+        UsageError: an argument does not fit the pipeline, the folder is in use, or the reference
+            cannot run.
+        ConfigError: a backend or its parameters are wrong.
+        MissingDependencyError: an encoder for videos is not installed.
+    """
+    if not hasattr(pipe, "components"):
+        raise UsageError(
+            f"pipe must be a diffusers pipeline, got a {type(pipe).__name__}; a bare model "
+            f"generates nothing"
+        )
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    (dense,) = read_configurations([reference], name="reference")
+    candidates = read_configurations(backends, name="backends", taken=[dense.name])
+    taken = [dense.name, *(each.name for each in candidates)]
+    plan = Plan(
+        prompts=tuple(dict.fromkeys(texts)),
+        seeds=tuple(dict.fromkeys(seeds)),
+        reference=dense,
+        candidates=candidates,
+        floor=None if floor is None else read_configurations(floor, name="floor", taken=taken),
+        folder=Path(output),
+        resume=resume,
+        replayed_steps=replayed_steps,
+    )
+    args = ServerArgs(
+        model_path=str(getattr(pipe, "name_or_path", "") or type(pipe).__name__),
+        negative_prompt=negative_prompt,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        true_cfg_scale=true_cfg_scale,
+        fps=fps,
+    )
+    return run_plan(pipe, _index_of(pipe, args.model_path), args, plan, say)
+
+
+def run_plan(
+    pipe: Any,
+    index: PipelineIndex,
+    args: ServerArgs,
+    plan: Plan,
+    say: Callable[[str], object] = lambda line: None,
+) -> Report:
+    """Run a comparison on a loaded pipeline; see `Comparison`."""
+
+    def attach(target: Any, scope: SelectionScope) -> AttentionHandle:
+        return apply(target, scope=scope)
+
+    return Comparison(pipe, index, args, plan, attach, __version__, say).run()
+
+
+def _index_of(pipe: Any, name: str) -> PipelineIndex:
+    """Return what a loaded pipeline is, as its folder would tell."""
+    components = {
+        key: (type(component).__module__.partition(".")[0], type(component).__name__)
+        for key, component in pipe.components.items()
+        if component is not None
+    }
+    return PipelineIndex(model_path=name, pipeline_class=type(pipe), components=components)

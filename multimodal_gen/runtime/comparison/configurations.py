@@ -1,0 +1,139 @@
+"""What is compared: backends with their parameters, as `--backends` names them.
+
+    sliding_tile_attn:window=[3,3,3],skip_time_steps=0;video_sparse_attn:sparsity=0.9;sage_attn
+
+Configurations stand between semicolons; behind a colon are the backend's parameters, in any form
+that `--attention-backend-config` takes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
+from multimodal_gen.runtime.layers.attention.rules import scope_from
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+
+__all__ = ["EXACT_KERNELS", "Configuration", "read_configuration", "read_configurations"]
+
+EXACT_KERNELS = (
+    "torch_sdpa",
+    "triton_attn",
+    "torch_cudnn_sdpa",
+    "fa",
+    "video_sparse_attn:sparsity=0",
+    "flex_attn",
+    "xformers",
+    "flashinfer",
+)
+"""Configurations that leave nothing out and round to no fewer bits than the tensors have, by how
+likely they are to add up in another order than those before them."""
+
+_CLOSING: Mapping[str, str] = {"[": "]", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One configuration.
+
+    Attributes:
+        name: short, and unique among those of a comparison.
+        text: as it was asked for.
+        backend: the backend.
+        parameters: all parameters of the backend, JSON values.
+        settings: those not at their defaults, with the content of files that they name.
+        scope: what layers select by.
+    """
+
+    name: str
+    text: str
+    backend: str
+    parameters: Mapping[str, Any]
+    settings: str
+    scope: SelectionScope
+
+
+def read_configurations(
+    given: str | Sequence[str], *, name: str = "--backends", taken: Sequence[str] = ()
+) -> tuple[Configuration, ...]:
+    """Return configurations, in their order.
+
+    Args:
+        given: text with semicolons, or a text for each.
+        name: what messages call it.
+        taken: names that others have already.
+
+    Raises:
+        ConfigError: there is none, one repeats, or a backend or its parameters are wrong.
+    """
+    texts = list(_split(given, name)) if isinstance(given, str) else list(given)
+    texts = [text.strip() for text in texts if text.strip()]
+    if not texts:
+        raise ConfigError(f"{name} must name at least one backend, got none; try sage_attn")
+    names = list(taken)
+    found: list[Configuration] = []
+    for text in texts:
+        configuration = read_configuration(text, name=name, taken=names)
+        for other in found:
+            same = (other.backend, other.settings)
+            if same == (configuration.backend, configuration.settings):
+                raise ConfigError(f"{name} must name each configuration once, got {text!r} twice")
+        names.append(configuration.name)
+        found.append(configuration)
+    return tuple(found)
+
+
+def read_configuration(
+    text: str, *, name: str = "--backends", taken: Sequence[str] = ()
+) -> Configuration:
+    """Return one configuration; see `read_configurations`.
+
+    Raises:
+        ConfigError: the backend or its parameters are wrong.
+    """
+    backend, _, parameters = text.partition(":")
+    spelled = {
+        "attention_backend": name,
+        "attention_backend_config": f"{name}: parameters of {backend.strip()}",
+    }
+    scope = scope_from(
+        attention_backend=backend.strip(),
+        attention_backend_config=parameters.strip() or None,
+        spell=lambda setting: spelled.get(setting, setting),
+    )
+    if scope.default is None or scope.default.backend is None:
+        raise ConfigError(f"{name} must name backends, got {text!r}, which is an automatic choice")
+    asked = scope.default
+    short = str(asked.backend)
+    same = [each for each in taken if each == short or each.startswith(f"{short}-")]
+    return Configuration(
+        name=f"{short}-{len(same) + 1}" if same else short,
+        text=text.strip(),
+        backend=short,
+        parameters={} if asked.config is None else config_as_dict(asked.config),
+        settings=settings_text(asked.config),
+        scope=scope,
+    )
+
+
+def _split(text: str, name: str) -> Iterator[str]:
+    """Yield what stands between semicolons outside of brackets and quotes."""
+    start, waiting_for, at = 0, "", 0
+    while at < len(text):
+        letter = text[at]
+        if waiting_for and letter == waiting_for[-1]:
+            waiting_for = waiting_for[:-1]
+        elif waiting_for[-1:] in ('"', "'"):
+            at += letter == "\\"  # the next letter stands for itself
+        elif letter in "\"'":
+            waiting_for += letter
+        elif letter in _CLOSING:
+            waiting_for += _CLOSING[letter]
+        elif letter == ";" and not waiting_for:
+            yield text[start:at]
+            start = at + 1
+        at += 1
+    if waiting_for:
+        raise ConfigError(f"{name} must close every bracket and quote, got {text!r}")
+    yield text[start:]

@@ -1,0 +1,421 @@
+"""What backends do to single attention calls: the reference's, replayed beside it while it runs.
+
+Of a few denoising steps, each self-attention call that the reference serves is given to the other
+backends too, whole, with the reference's q, k and v, and their outputs are dropped again: what is
+kept is how far a few rows are from exact attention of these rows (`generator/attention_check.py`).
+So nothing of a run is stored, and no error of an earlier layer or step is counted twice.
+
+How much of the attention's weight a sparse method keeps is measured on what ran, not on what it was
+meant to keep. The call is made once more with values r_j that are random signs. Row i of exact
+attention is then sum_j p_ij r_j. Where the method keeps the keys K of the row, and its scores are
+exact, its output is sum_K p_ij r_j / m_i, with m_i = sum_K p_ij the weight that is kept. Signs of
+different keys are uncorrelated, so
+
+    E[output . exact] / E[output . output] = (sum_K p_ij^2 / m_i) / (sum_K p_ij^2 / m_i^2) = m_i
+
+over D channels at a time; the mean over rows is what is reported. With 64 rows of 128 channels it
+is within 0.01 or so. What a method adds to what it keeps, such as a linear branch, changes it.
+
+Where a head looks is found in the same way, with values that tell in which cell of the video grid
+a key lies: channel c of a row is the weight of cell c.
+
+Methods that carry something from step to step start anew in every call that is replayed.
+
+Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head size.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.comparison.record import LayerErrors, MaskPicture
+from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
+from multimodal_gen.runtime.generator.load import first_line, is_out_of_memory
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
+from multimodal_gen.runtime.layers.attention.report import ReportEntry
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.sparse.tiles import layout_of
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    current_forward_context,
+    use_forward_context,
+)
+
+__all__ = ["Measured", "Replay", "WarmUp", "grid_cells", "kept_mass", "sampled_steps"]
+
+_Serve: TypeAlias = Callable[[AttentionCall], torch.Tensor]
+
+_CELLS = 512  # of a picture, at most
+_DIGITS = 5
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What replaying found of one backend.
+
+    Attributes:
+        layers: errors of the calls.
+        masks: where chosen heads look.
+        failure: why the backend could not serve a call, or "".
+    """
+
+    layers: list[LayerErrors] = field(default_factory=list)
+    masks: list[MaskPicture] = field(default_factory=list)
+    failure: str = ""
+
+
+class _Twins:
+    """Layers like the reference's, each under the scope of another run."""
+
+    def __init__(self, scopes: Mapping[str, SelectionScope]) -> None:
+        self.scopes = dict(scopes)
+        self._built: dict[tuple[str, int], tuple[AttentionLayer, AttentionLayer]] = {}
+
+    def of(self, name: str, layer: AttentionLayer) -> AttentionLayer:
+        # The layer is kept too: no other one gets its identity meanwhile.
+        key = (name, id(layer))
+        if key not in self._built:
+            self._built[key] = (layer, layer.like(self.scopes[name]))
+        return self._built[key][1]
+
+
+class Replay:
+    """Replays calls of one generation of the reference on other backends, as a `Watch`.
+
+    A backend that fails is left out from then on; the generation goes on.
+
+    Args:
+        reference: name of the reference, whose own outputs are measured too.
+        scopes: what the other runs ask for, by name.
+        num_steps: how many denoising steps are replayed, spread evenly over the generation.
+        apart: encloses all that is done beside the generation.
+
+    Attributes:
+        found: what was found, by name; complete when the generation is.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        scopes: Mapping[str, SelectionScope],
+        num_steps: int,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.found = {name: Measured() for name in (reference, *scopes)}
+        self._reference = reference
+        self._twins = _Twins(scopes)
+        self._num_steps = num_steps
+        self._apart = apart
+        self._pictured: set[tuple[str, str | None, int | None]] = set()
+
+    def __call__(self, layer: AttentionLayer, call: AttentionCall, serve: _Serve) -> torch.Tensor:
+        """Serve a call, and replay it where its step is one to be replayed."""
+        out = serve(call)
+        context = current_forward_context()
+        if context is None or not _is_measured(layer):
+            return out
+        steps = sampled_steps(context.num_steps or self._num_steps, self._num_steps)
+        if context.current_timestep in steps:
+            with self._apart(), torch.no_grad(), watching(None):
+                seen = call.autocast() if call.autocasts else call
+                picture = context.current_timestep == max(steps)
+                self._measure(layer, seen, out, context, picture=picture)
+        return out
+
+    def _measure(
+        self,
+        layer: AttentionLayer,
+        call: AttentionCall,
+        out: torch.Tensor,
+        context: ForwardContext,
+        *,
+        picture: bool,
+    ) -> None:
+        seed = 1_000 * context.current_timestep + (layer.site.layer or 0)
+        rows = sample_rows(call.query.shape[1], seed).to(call.query.device)
+        signs = _random_signs(call.value, seed)
+        truth, of_signs = exact_rows(layer, call, rows, (call.value, signs))
+        ran = _served({}, _calls_of(layer))
+        self._add(self._reference, layer, context, ran, row_errors(out[:, rows], truth), 1.0)
+        for name, measured in self.found.items():
+            if name == self._reference or measured.failure:
+                continue
+            with _failing_into(measured):
+                twin = self._twins.of(name, layer)
+                before = _calls_of(twin)
+                errors = row_errors(twin.attend(call)[:, rows], truth)
+                ran = _served(before, _calls_of(twin))
+                density = _density_at(ran, context.current_timestep)
+                mass = None
+                if density < 1:
+                    seen = twin.attend(call._replace(value=signs))[:, rows]
+                    mass = kept_mass(seen, of_signs)
+                self._add(name, layer, context, ran, errors, density, mass)
+                if density < 1 and picture:
+                    self._picture(name, twin, layer, call, context)
+                twin.end_request(context.request_id or "")
+
+    def _add(
+        self,
+        name: str,
+        layer: AttentionLayer,
+        context: ForwardContext,
+        ran: ReportEntry,
+        errors: torch.Tensor,
+        density: float,
+        mass: torch.Tensor | None = None,
+    ) -> None:
+        l1, l2, cosine = errors.tolist()
+        heads = len(l1)
+        kept = (1.0,) * heads if density == 1 else None
+        self.found[name].layers.append(
+            LayerErrors(
+                component=layer.site.component or "",
+                name=layer.site.name,
+                layer=layer.site.layer or 0,
+                step=context.current_timestep,
+                branch=context.cfg_branch,
+                backend=ran.selection.label,
+                relative_l1=_rounded(l1),
+                relative_l2=_rounded(l2),
+                cosine=_rounded(cosine, 9),
+                kept_mass=kept if mass is None else _rounded(mass.tolist()),
+                density=density,
+            )
+        )
+
+    def _picture(
+        self,
+        name: str,
+        twin: AttentionLayer,
+        layer: AttentionLayer,
+        call: AttentionCall,
+        context: ForwardContext,
+    ) -> None:
+        """Draw chosen heads of chosen layers, once each."""
+        site = layer.site
+        count = site.num_layers or 1
+        key = (name, site.component, site.layer)
+        if context.latent_grid is None or key in self._pictured:
+            return
+        if site.layer not in (count // 2, count - 1):
+            return
+        self._pictured.add(key)
+        heads = call.query.shape[2]
+        chosen = sorted({0, heads // 2, heads - 1})
+        self.found[name].masks.extend(_pictures(twin, call, context, chosen))
+
+
+class WarmUp:
+    """Gives a few calls of a short generation to all backends, so that their kernels are compiled.
+
+    Each of them serves these calls as if they were of the first and of the last step of a whole
+    generation: many methods are dense at first.
+
+    Args:
+        scopes: what the runs ask for, by name.
+        num_steps: denoising steps of a whole generation.
+        wait: waits for the device.
+
+    Attributes:
+        seconds: what that took, by name.
+    """
+
+    def __init__(
+        self, scopes: Mapping[str, SelectionScope], num_steps: int, wait: Callable[[], object]
+    ) -> None:
+        self.seconds = dict.fromkeys(scopes, 0.0)
+        self._twins = _Twins(scopes)
+        self._num_steps = num_steps
+        self._wait = wait
+        self._failed: set[str] = set()
+        self._done: set[tuple[int, int]] = set()
+
+    def __call__(self, layer: AttentionLayer, call: AttentionCall, serve: _Serve) -> torch.Tensor:
+        """Serve a call, and let the others serve it where the layer is one of those chosen."""
+        out = serve(call)
+        context, site = current_forward_context(), layer.site
+        count = site.num_layers or 1
+        chosen = site.layer in (0, 1, 2, count // 2, count - 1)
+        key = (id(layer), call.query.shape[0])
+        if context is None or not _is_measured(layer) or not chosen or key in self._done:
+            return out
+        self._done.add(key)
+        with torch.no_grad(), watching(None):
+            for name in self._twins.scopes:
+                if name not in self._failed:
+                    self._warm(name, layer, call, context)
+        return out
+
+    def _warm(
+        self, name: str, layer: AttentionLayer, call: AttentionCall, context: ForwardContext
+    ) -> None:
+        self._wait()
+        start, outcome = time.perf_counter(), Measured()
+        for step in {0, self._num_steps - 1}:
+            at_step = replace(
+                context, current_timestep=step, num_steps=self._num_steps, request_id=None
+            )
+            with _failing_into(outcome), use_forward_context(at_step):
+                self._twins.of(name, layer).attend(call)
+        self._wait()
+        self.seconds[name] += time.perf_counter() - start
+        if outcome.failure:  # its own run will say so
+            self._failed.add(name)
+
+
+def sampled_steps(num_steps: int, count: int) -> tuple[int, ...]:
+    """Return at most `count` of `num_steps` denoising steps: the first, the last, and between."""
+    if count >= num_steps:
+        return tuple(range(num_steps))
+    if count == 1:
+        return (num_steps // 2,)
+    last = num_steps - 1
+    return tuple(sorted({round(i * last / (count - 1)) for i in range(count)}))
+
+
+def kept_mass(seen: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Estimate the share of attention's weight that rows keep, from values that are random signs.
+
+    Args:
+        seen: the method's output of sampled rows, [B, R, H, D].
+        exact: exact attention of these rows.
+
+    Returns:
+        [H], mean over rows, at most 1. A row whose output is zero keeps nothing.
+    """
+    seen = seen.to(exact.dtype)
+    own = seen.square().sum(-1)
+    share = torch.where(own == 0, 0.0, (seen * exact).sum(-1) / own)
+    return share.mean((0, 1)).clamp_max(1.0)
+
+
+def grid_cells(
+    grid: tuple[int, int, int], most: int = _CELLS
+) -> tuple[tuple[int, int, int], torch.Tensor]:
+    """Cut a grid into at most so many cells.
+
+    Args:
+        grid: (T, H, W) in tokens.
+        most: cells at most.
+
+    Returns:
+        Tokens of a cell along each axis, and int64 [T, H, W], the cell of each token, counted along
+        width first, then height.
+    """
+    cell = [1, 1, 1]
+
+    def counts() -> list[int]:
+        return [-(-size // step) for size, step in zip(grid, cell, strict=True)]
+
+    while counts()[0] * counts()[1] * counts()[2] > most:
+        widest = max(range(3), key=lambda axis: counts()[axis])
+        cell[widest] *= 2
+    of_axis = [torch.arange(size) // step for size, step in zip(grid, cell, strict=True)]
+    _, rows, columns = counts()
+    cells = (of_axis[0][:, None, None] * rows + of_axis[1][:, None]) * columns + of_axis[2]
+    return (cell[0], cell[1], cell[2]), cells
+
+
+def _pictures(
+    layer: AttentionLayer, call: AttentionCall, context: ForwardContext, heads: list[int]
+) -> Iterator[MaskPicture]:
+    """Yield where heads look from the middle of the video, in the last sample of the batch."""
+    grid = context.latent_grid
+    assert grid is not None, "callers know"
+    layout = layout_of(call.query.shape[1], call.key.shape[1], context, "a picture")
+    cell, of_token = grid_cells(grid)
+    num = int(of_token.max()) + 1
+    middle = (grid[0] // 2, grid[1] // 2, grid[2] // 2)
+    place = (middle[0] * grid[1] + middle[1]) * grid[2] + middle[2]
+    row = torch.tensor([layout.start + place], device=call.query.device)
+    video = torch.arange(layout.video.start, layout.video.stop)
+    size = call.value.shape[3]
+    kept, exact = [], []
+    for first in range(0, num, size):
+        inside = (of_token.flatten() >= first) & (of_token.flatten() < first + size)
+        values = torch.zeros_like(call.value)
+        values[:, video[inside].to(values.device), :, of_token.flatten()[inside] - first] = 1.0
+        told = call._replace(value=values)
+        kept.append(layer.attend(told)[-1, row[0]])
+        exact.append(exact_rows(layer, told, row, (values,))[0][-1, 0])
+    shape = [-(-axis // step) for axis, step in zip(grid, cell, strict=True)]
+    for head in heads:
+        found = [
+            torch.cat(parts, dim=1)[head, :num].double().reshape(shape).tolist()
+            for parts in (kept, exact)
+        ]
+        yield MaskPicture(
+            component=layer.site.component or "",
+            layer=layer.site.layer or 0,
+            head=head,
+            step=context.current_timestep,
+            grid=grid,
+            cell=cell,
+            query=middle,
+            kept=_rounded_cells(found[0]),
+            exact=_rounded_cells(found[1]),
+        )
+
+
+@contextmanager
+def _failing_into(measured: Measured) -> Iterator[None]:
+    """Write down why a backend fails, instead of ending the generation."""
+    try:
+        yield
+    except Exception as error:
+        measured.failure = first_line(error)
+        if is_out_of_memory(error):
+            measured.failure = f"out of memory: {measured.failure}"
+
+
+def _is_measured(layer: AttentionLayer) -> bool:
+    return layer.site.role is AttentionRole.SELF and layer.site.layer is not None
+
+
+def _random_signs(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return signs in the shape of `like`, by a generator of their own."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    signs = torch.empty_like(like).bernoulli_(0.5, generator=generator)
+    return signs.mul_(2).sub_(1)
+
+
+def _calls_of(layer: AttentionLayer) -> dict[tuple[str | None, str], ReportEntry]:
+    """Return what a layer ran so far."""
+    report = layer.report()
+    return {
+        (entry.steps, entry.selection.label): entry for entry in (*report.entries, *report.detours)
+    }
+
+
+def _served(
+    before: Mapping[tuple[str | None, str], ReportEntry],
+    after: Mapping[tuple[str | None, str], ReportEntry],
+) -> ReportEntry:
+    """Return what served the call between two looks at a layer."""
+    for key, entry in after.items():
+        known = before.get(key)
+        if entry.calls > (known.calls if known else 0):
+            return entry
+    raise UsageError("a layer must count its calls, got one that served a call and counted none")
+
+
+def _density_at(ran: ReportEntry, step: int) -> float:
+    return dict(ran.densities).get(step, 1.0)
+
+
+def _rounded(values: Iterable[float], digits: int = _DIGITS) -> tuple[float, ...]:
+    return tuple(float(f"{value:.{digits}g}") for value in values)
+
+
+def _rounded_cells(
+    cells: list[list[list[float]]],
+) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    return tuple(tuple(_rounded(row, 3) for row in plane) for plane in cells)

@@ -1,0 +1,310 @@
+"""Whole comparisons of tiny pipelines on the CPU."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import multimodal_gen
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.comparison.record import Report, Run, as_json, read_record
+from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileImpl
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.tiny_models import FAMILIES
+
+FLOOR = "video_sparse_attn:sparsity=0"
+EVERYTHING = 99  # tiles of a window, along an axis
+
+
+def tiles(height: int = EVERYTHING, width: int = EVERYTHING, time: int = EVERYTHING) -> str:
+    """Return a configuration of windows, which leave nothing out where they are large."""
+    parameters = f"window=[{time},{height},{width}],skip_time_steps=0,tile_size=[1,2,2]"
+    return f"sliding_tile_attn:{parameters}"
+
+
+# What the patched backend does to a window that leaves nothing out, by its size along time.
+EXACT, SCALED, DROPPED, NOT_A_NUMBER, TOO_LARGE = (
+    tiles(),
+    *(tiles(time=n) for n in (98, 97, 96, 95)),
+)
+
+
+@pytest.fixture(scope="module")
+def broken_backend() -> Iterator[None]:
+    """Break windows of some sizes."""
+    attend = SlidingTileImpl.attend
+
+    def broken(self: Any, call: Any, context: Any) -> torch.Tensor:
+        kind = self.config.window[0]
+        if kind == 95:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        out = attend(self, call, context)
+        if kind == 98:
+            out = 1.2 * out
+        elif kind == 97:
+            out[:, :4] = 0.0
+        elif kind == 96:
+            out[0, 0, 0, 0] = torch.nan
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlidingTileImpl, "attend", broken)
+        yield
+
+
+def loaded(folder: Path) -> Any:
+    from diffusers import DiffusionPipeline
+
+    return DiffusionPipeline.from_pretrained(folder)
+
+
+def arguments(family: str, **changes: Any) -> dict[str, Any]:
+    """Return what a tiny family is compared with."""
+    kwargs = FAMILIES[family].generate_kwargs
+    sizes = {name: kwargs[name] for name in ("height", "width", "num_frames") if name in kwargs}
+    return {
+        "prompts": kwargs["prompt"],
+        "num_inference_steps": 2,
+        "floor": FLOOR,
+        "replayed_steps": 2,
+        **sizes,
+        **changes,
+    }
+
+
+def found(report: Report, configuration: str) -> Run:
+    (run,) = [each for each in report.runs if each.configuration == configuration]
+    return run
+
+
+def processors(pipe: Any) -> dict[str, Any]:
+    return dict(pipe.transformer.attn_processors)
+
+
+@pytest.fixture(scope="module")
+def wan(tiny_pipeline: Any, tmp_path_factory: Any, broken_backend: None) -> tuple[Report, Path]:
+    """Return a comparison of backends of which some are broken, and its folder."""
+    pipe, folder = loaded(tiny_pipeline("wan")), tmp_path_factory.mktemp("comparison") / "wan"
+    before = processors(pipe)
+    configurations = [EXACT, SCALED, DROPPED, NOT_A_NUMBER, TOO_LARGE, tiles(1, 3)]
+    report = multimodal_gen.compare(
+        pipe, backends=configurations, output=folder, **arguments("wan")
+    )
+    after = processors(pipe)
+    assert all(after[name] is before[name] for name in before)
+    assert vars(pipe).keys().isdisjoint(("progress_bar", "_progress_bar_config"))
+    assert "step" not in vars(pipe.scheduler)
+    return report, folder
+
+
+def test_exact_against_exact_is_within_the_noise(wan: tuple[Report, Path]) -> None:
+    report, _ = wan
+    run = found(report, EXACT)
+    assert run.verdict is not None
+    assert run.verdict.word == "within the noise of dense kernels", run.verdict
+    assert [each.verdict.word for each in report.floor] == ["within the noise of dense kernels"]
+    assert max(error for layer in run.layers for error in layer.relative_l2) < 1e-5
+    assert {layer.density for layer in run.layers} == {1.0}
+    assert max(run.generations[0].latents) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("configuration", "words"),
+    [
+        (SCALED, {"visible", "broken"}),
+        (DROPPED, {"visible", "broken"}),
+        (NOT_A_NUMBER, {"broken"}),
+    ],
+)
+def test_a_backend_that_is_broken_is_not_within_the_noise(
+    wan: tuple[Report, Path], configuration: str, words: set[str]
+) -> None:
+    run = found(wan[0], configuration)
+    assert run.status == "done"
+    assert run.verdict is not None
+    assert run.verdict.word in words
+
+
+def test_errors_by_layer_tell_what_is_wrong(wan: tuple[Report, Path]) -> None:
+    scaled = found(wan[0], SCALED).layers
+    assert {round(error, 4) for layer in scaled for error in layer.relative_l2} == {0.2}
+    assert {round(cosine, 6) for layer in scaled for cosine in layer.cosine} == {1.0}
+    dropped = found(wan[0], DROPPED).layers
+    assert all(0.01 < error < 1 for layer in dropped for error in layer.relative_l2)
+    broken = found(wan[0], NOT_A_NUMBER)
+    assert all(np.isnan(layer.relative_l2[0]) for layer in broken.layers)
+    assert all(np.isfinite(layer.relative_l2[1]) for layer in broken.layers)
+    assert broken.generations[0].non_finite > 0
+
+
+def test_out_of_memory_is_a_row(wan: tuple[Report, Path]) -> None:
+    run = found(wan[0], TOO_LARGE)
+    assert (run.status, run.generations, run.cost) == ("out of memory", (), None)
+    assert "tried to allocate 2 GiB" in run.message
+    assert run.verdict is not None
+    assert run.verdict.word == "unknown"
+
+
+def test_a_sparse_method_has_densities_masses_and_pictures(wan: tuple[Report, Path]) -> None:
+    report, _ = wan
+    run = found(report, tiles(1, 3))
+    assert run.cost is not None
+    assert run.cost.density == pytest.approx(run.layers[0].density)
+    assert 0 < run.cost.density < 1
+    assert all(0 < mass < 1 for layer in run.layers for mass in layer.kept_mass)
+    steps = {(layer.step, layer.layer, layer.branch) for layer in run.layers}
+    assert steps == {(s, n, b) for s in (0, 1) for n in (0, 1) for b in ("cond", "uncond")}
+    assert {mask.layer for mask in run.masks} == {1}
+    for mask in run.masks:
+        kept, exact = np.array(mask.kept), np.array(mask.exact)
+        assert kept.sum() == pytest.approx(1, abs=0.02)
+        assert exact.sum() == pytest.approx(1, abs=0.02)
+        # Rows of the query's own tiles alone, at all times.
+        height = mask.query[1] // 2 * 2
+        rows = np.flatnonzero(kept.sum(axis=(0, 2)))
+        assert set(rows * mask.cell[1]) <= {height, height + 1}
+        assert (exact > 0).all()
+    assert found(report, EXACT).masks == ()
+
+
+def test_costs_and_files_are_those_of_the_run(wan: tuple[Report, Path]) -> None:
+    report, folder = wan
+    for run in (report.reference, found(report, EXACT)):
+        (generation,) = run.generations
+        assert len(generation.step_seconds) == 2
+        assert generation.seconds > sum(generation.step_seconds)
+        assert run.cost is not None
+        assert 0 < run.cost.attention_share < 1
+        assert run.cost.warm_up_seconds > 0
+        frames = np.load(folder / generation.frames_path)
+        assert frames.dtype == np.uint8
+        assert frames.shape == (report.settings["num_frames"], *frames.shape[1:3], 3)
+        assert (folder / generation.preview_path).stat().st_size > 100
+    assert report.reference.generations[0].latents == ()
+    assert as_json(read_record(Report, folder / "report.json")) == as_json(report)
+
+
+def test_the_reference_is_not_changed_by_what_is_measured_beside_it(
+    wan: tuple[Report, Path], tiny_pipeline: Any
+) -> None:
+    report, folder = wan
+    names = ("height", "width", "num_frames", "num_inference_steps")
+    with multimodal_gen.apply(pipe := loaded(tiny_pipeline("wan")), attention_backend="torch_sdpa"):
+        frames = pipe(
+            prompt=report.prompts[0],
+            generator=torch.Generator().manual_seed(0),
+            output_type="np",
+            **{name: report.settings[name] for name in names},
+        ).frames[0]
+    kept = np.load(folder / report.reference.generations[0].frames_path)
+    assert np.array_equal(kept, (frames.clip(0, 1) * 255).round().astype("uint8"))
+
+
+class Stop(BaseException):
+    """Ends a comparison, as Ctrl-C does."""
+
+
+def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path: Path) -> None:
+    pipe = loaded(tiny_pipeline("flux"))
+    given = arguments(
+        "flux", backends=EXACT, output=tmp_path / "out", num_inference_steps=1, replayed_steps=1
+    )
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("[2/3]"):
+            raise Stop
+
+    with pytest.raises(Stop):
+        multimodal_gen.compare(pipe, **given, say=say)
+    assert lines[0] == "warming up"
+    assert "left" in lines[1]
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.*")}
+    assert not any(path.name == "report.json" for path in made)
+    with pytest.raises(UsageError, match=r"--output must be a new or empty folder.*--resume"):
+        multimodal_gen.compare(pipe, **given)
+    # What was half-written when a process was killed is made again.
+    records = sorted((tmp_path / "out" / "records").glob("*.json"))
+    (clip,) = (tmp_path / "out" / "clips").glob("video_sparse_attn-p0*.npy")
+    clip.unlink()
+    (tmp_path / "out" / "clips" / ".compare-x.partial.npy").write_bytes(b"half")
+    (tmp_path / "out" / "records" / f"{'0' * 24}.json").write_text("{")
+    lines.clear()
+    report = multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
+    assert [line.partition(":")[0] for line in lines[1:]] == [
+        "[1/2] video_sparse_attn, prompt 1, seed 0",
+        "[2/2] sliding_tile_attn, prompt 1, seed 0",
+    ]
+    assert [run.status for run in report.runs] == ["done"] * 3
+    assert not list((tmp_path / "out").rglob(".*"))
+    kept = [path for path in records if path.stat().st_mtime_ns == made[path]]
+    assert len(kept) == len(records) - 1
+    lines.clear()
+    again = multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
+    assert lines == []
+    same = {"created": "", "seconds": 0.0}
+    assert as_json(dataclasses.replace(again, **same)) == as_json(
+        dataclasses.replace(report, **same)
+    )
+    # Other weights are another model.
+    with torch.no_grad():
+        next(pipe.transformer.parameters()).mul_(1.01)
+    multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
+    assert [line[:5] for line in lines] == ["warmi", "[1/3]", "[2/3]", "[3/3]"]
+
+
+def test_a_backend_that_the_model_refuses_is_a_row(tiny_pipeline: Any, tmp_path: Path) -> None:
+    report = multimodal_gen.compare(
+        loaded(tiny_pipeline("flux")),
+        backends="sliding_tile_attn:mask_strategy_file_path=absent.json",
+        output=tmp_path / "out",
+        **arguments("flux", num_inference_steps=1, replayed_steps=0),
+    )
+    (run,) = report.candidates
+    assert run.status == "failed"
+    assert "absent.json" in run.message
+    assert report.reference.status == "done"
+    assert report.reference.layers == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reference": "video_sparse_attn"}, "--reference must be a dense backend"),
+        ({"prompts": []}, "at least one prompt and one seed"),
+        ({"seeds": ()}, "at least one prompt and one seed"),
+        ({"num_frames": 5}, "--num-frames must be left out for FluxPipeline"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_written(
+    tiny_pipeline: Any, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    given = arguments("flux", backends="torch_sdpa", output=tmp_path / "out")
+    with pytest.raises(UsageError, match=message):
+        multimodal_gen.compare(loaded(tiny_pipeline("flux")), **{**given, **changes})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"wan"}))
+def test_every_family_is_compared(
+    tiny_pipeline: Any, tmp_path: Path, family: str, broken_backend: None
+) -> None:
+    report = multimodal_gen.compare(
+        loaded(tiny_pipeline(family)),
+        backends=[EXACT, DROPPED, NOT_A_NUMBER],
+        output=tmp_path / "out",
+        **arguments(family),
+    )
+    words = [run.verdict.word for run in report.candidates if run.verdict is not None]
+    assert words[0] == "within the noise of dense kernels", report.candidates[0].verdict
+    assert words[1] in ("visible", "broken")
+    assert words[2] == "broken"
+    for run in (*report.floor, *report.candidates):
+        assert run.layers
+        assert AttentionBackendEnum.parse(run.backend)
