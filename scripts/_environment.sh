@@ -154,3 +154,29 @@ _has_triton() {
   "$PYTHON" -I -c 'import sys; from importlib.metadata import version
 sys.exit(version("triton") != sys.argv[1])' "$1" 2>/dev/null
 }
+
+# Looks for a browser, which the tests of reports look at pages with, and installs Debian's where
+# root may; call it after use_environment. Without one these tests are skipped, so that is an error
+# where CI is "true".
+install_browser() {
+  local name
+  for name in chromium chromium-browser google-chrome; do
+    command -v "$name" >/dev/null && return
+  done
+  if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null && _is_debian; then
+    echo "Installing chromium, for the tests of reports"
+    if _install_chromium >/dev/null 2>&1 && command -v chromium >/dev/null; then return; fi
+  fi
+  [[ ${CI:-} != true ]] || _fail "the tests of reports need a browser, e.g. Debian's chromium"
+  echo "There is no chromium: the tests that look at reports in a browser are skipped"
+}
+
+# Ubuntu's chromium is a snap, which containers cannot run.
+_is_debian() {
+  grep -qx 'ID=debian' "${OS_RELEASE:-/etc/os-release}" 2>/dev/null
+}
+
+_install_chromium() {
+  apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core </dev/null
+}

@@ -22,6 +22,7 @@ TOP_LEVEL = {
 }
 DOT_ENTRIES = {".ci", ".gitignore"}
 SUFFIXES = {"", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ".json"}
+SUFFIXES |= {".html", ".css", ".js"}
 
 # Module-level state that is meant to change, each with its reason.
 MUTABLE_GLOBALS = {

@@ -65,6 +65,19 @@ class Checkout:
         prelude = "uname() { echo ${SYSTEM:-Linux x86_64}; };"
         return self.shell(f"{prelude} _find_python; install_triton", **variables)
 
+    def install_browser(
+        self, tmp_path: Path, system: str = "debian", installs: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it as root where only a stand-in for apt-get can be found."""
+        release = tmp_path / "os-release"
+        release.write_text(f"NAME=x\nID={system}\n")
+        prelude = (
+            "installed=; id() { echo 0; }; command() { [[ $2 == apt-get || $2 == $installed ]]; };"
+            f"apt-get() {{ [[ $1 == update ]] || installed={'chromium' if installs else 'x'}; }};"
+        )
+        variables = {"OS_RELEASE": str(release), "CI": "", **variables}
+        return self.shell(f"{prelude} install_browser; echo done", **variables)
+
     def shell(
         self, script: str, *arguments: str, **variables: str
     ) -> subprocess.CompletedProcess[str]:
@@ -277,3 +290,19 @@ def test_pip_installs_where_uv_fails(checkout: Checkout) -> None:
     assert checkout.run().returncode == 0
     (install,) = checkout.installs()
     assert install.startswith("install --quiet ")
+
+
+def test_a_missing_browser_is_installed_on_debian(checkout: Checkout, tmp_path: Path) -> None:
+    result = checkout.install_browser(tmp_path)
+    assert result.stdout.splitlines() == ["Installing chromium, for the tests of reports", "done"]
+
+
+@pytest.mark.parametrize(("system", "installs"), [("ubuntu", True), ("debian", False)])
+def test_a_browser_that_cannot_be_had_is_an_error_in_ci_only(
+    checkout: Checkout, tmp_path: Path, system: str, installs: bool
+) -> None:
+    result = checkout.install_browser(tmp_path, system, installs)
+    assert "are skipped\ndone" in result.stdout
+    result = checkout.install_browser(tmp_path, system, installs, CI="true")
+    assert result.returncode == 1
+    assert "error: the tests of reports need a browser" in result.stderr

@@ -1,0 +1,544 @@
+"""`report.html`: a report as one page that needs no network and no other file.
+
+A page stays below its limit by what its clips take, in this order: they are encoded at the first
+step of `SIZES`; while the page is too large, at the next one; and if even the last is too much, the
+last prompts and seeds lose theirs, one after another, which the page says. Figures are always of
+all clips, as they were generated.
+"""
+
+import base64
+import io
+import json
+import math
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.comparison.frames import find_ffmpeg
+from multimodal_gen.runtime.comparison.plots import (
+    HeatMap,
+    Series,
+    error_over_steps,
+    heat_maps,
+    latents_over_steps,
+    require_matplotlib,
+    series_of,
+    time_against_quality,
+)
+from multimodal_gen.runtime.comparison.record import Generation, MaskPicture, Report, Run
+from multimodal_gen.runtime.comparison.verdict import FACTOR, MEASURES, Beside, beside_noise
+from multimodal_gen.runtime.generator.output import Staging
+
+__all__ = ["LIMIT", "SIZES", "require_page", "write_page"]
+
+LIMIT = 20_000_000
+"""Bytes that a page may have."""
+
+SIZES = ((640, 23), (480, 26), (360, 29), (240, 32))
+"""Longest side of a clip in pixels, and the rate factor of H.264: larger is coarser."""
+
+_PICTURES = 6  # of masks, by run
+_SEARCHED = ("psnr", "vmaf")  # what time is drawn against
+_PACKAGE = "multimodal_gen.runtime.comparison"
+_COSTS = (
+    ("time per step", "median"),
+    ("speed", "of the reference's"),
+    ("time per clip", "without warm-up"),
+    ("warm-up", "longer by"),
+    ("memory", "at most"),
+    ("density", "pairs attended to"),
+    ("attention", "share of a step"),
+)
+_TERMS = (
+    ("PSNR, XPSNR", "Squared error in dB; more is closer, 3 dB are twice the error. XPSNR counts "
+     "errors less where the picture is busy. Equal clips have infinitely many."),
+    ("SSIM", "Likeness of structure in small windows of luma, 1 for equal clips."),
+    ("VMAF", "A model of how viewers rate a video, 0 to 100. Equal clips get 97 to 100."),
+    ("LPIPS", "Distance in the features of a network, 0 for equal clips."),
+    ("flicker", "Mean difference of successive frames, as a ratio to the reference's own: 1 is as "
+     "calm, 2 flickers twice as much."),
+    ("latents", "Relative L2 distance of the last latents from the reference's."),
+    ("within the noise", f"Every measure is at most {FACTOR:g} times as far away as another exact "
+     "kernel on the same prompts and seeds, or differs by rounding only."),
+    ("visible", "The figures tell it from noise. Whether it is worse is for eyes to judge."),
+    ("broken", "NaN or infinite values, a frame of one colour, or a clip that stands still where "
+     "the reference moves."),
+    ("density", "Share of query-key pairs that self-attention attends to; 1 for dense kernels."),
+)  # fmt: skip
+
+
+def require_page() -> None:
+    """Check that a page can be made, before minutes are spent on what it shows.
+
+    Raises:
+        MissingDependencyError: a package is missing.
+    """
+    require_matplotlib()
+    find_ffmpeg()
+    for package in ("jinja2", "numpy", "PIL"):
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the page of a comparison needs {package} ({error}); install with: "
+                f"pip install 'multimodal_gen[compare]'"
+            ) from error
+
+
+def write_page(report: Report, folder: Path, path: Path, *, limit: int = LIMIT) -> int:
+    """Write the page of a report, all of it or nothing; an older one is replaced.
+
+    Args:
+        report: with verdicts (`judged`).
+        folder: where the paths of its clips start.
+        path: the page, "report.html".
+        limit: bytes it may have.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        MissingDependencyError: a package is missing.
+        UsageError: the limit is too small for a page without clips, or a clip cannot be encoded.
+    """
+    require_page()
+    context = _context(report)
+    bare = len(_rendered(context))
+    if bare > limit:
+        raise UsageError(
+            f"limit must be at least {bare} bytes, which the page takes without clips, got {limit}"
+        )
+    takes, note = _takes(report, folder, limit - bare)
+    if note:
+        context["notes"] = [*context["notes"], note]
+    page = _rendered({**context, "takes": takes, "frames": max(_counts(report, folder, takes))})
+    with Staging(overwrite=True) as staging:
+        staging.path(path).write_bytes(page)
+    return len(page)
+
+
+def _rendered(context: Mapping[str, Any]) -> bytes:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    sources = {
+        part: files(_PACKAGE).joinpath(f"page.{part}").read_text("utf-8")
+        for part in ("html", "css", "js")
+    }
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.from_string(sources["html"]).render(
+        style=Markup(sources["css"]), script=Markup(sources["js"]), verdict=_verdict, **context
+    )
+    return page.encode("utf-8", "replace")  # a prompt may hold half of a surrogate pair
+
+
+def _context(report: Report) -> dict[str, Any]:
+    """Return what the template needs, but for the clips."""
+    from markupsafe import Markup
+
+    series = series_of(report)
+    colours = {each.run.name: each.css for each in series}
+    found = {run.name: beside_noise(run, report.floor) for run in report.runs[1:]}
+    measures = [m for m in MEASURES if any(e.measure is m for run in found.values() for e in run)]
+    trade_offs = [
+        (Markup(svg), f"Each run's time against its {measure.label}, mean over clips; bars are "
+         f"the spread.")
+        for measure in MEASURES
+        if measure.name in _SEARCHED and (svg := time_against_quality(series, measure))
+    ]  # fmt: skip
+    steps = [
+        (Markup(svg), caption)
+        for draw, caption in (
+            (latents_over_steps, "How far the run itself has gone from the reference, mean over "
+             "clips."),
+            (error_over_steps, "How much attention alone is off at a step, mean over layers and "
+             "heads."),
+        )
+        if (svg := draw(series))
+    ]  # fmt: skip
+    maps = _maps(heat_maps(series), colours)
+    masks = [
+        {**_mask(picture), "run": run.name, "colour": colours[run.name]}
+        for run in report.candidates
+        for picture in run.masks[:_PICTURES]
+    ]
+    sections = [("summary", "Figures"), ("cost", "Cost"), ("clips", "Clips")]
+    sections += [("layers", "Layers")] if steps or maps else []
+    sections += [("masks", "Masks")] if masks else []
+    return {
+        "model": report.model,
+        "is_video": report.model.kind == "video",
+        "facts": _facts(report),
+        "sections": [*sections, ("reading", "How to read this")],
+        "reference": report.reference.name,
+        "clips_text": _clips_text(report),
+        "glance": _glance(report),
+        "measure_heads": [(m.label, _hint(m.unit, m.better)) for m in measures],
+        "rows": [_row(report, each, found.get(each.run.name, ()), measures) for each in series],
+        "cost_heads": _COSTS,
+        "notes": list(report.notes),
+        "trade_offs": trade_offs,
+        "steps": steps,
+        "maps": maps,
+        "layer_table": _layer_table(report),
+        "masks": masks,
+        "terms": _TERMS,
+        "environment": _environment(report),
+        "version": report.environment.multimodal_gen,
+        "takes": [],
+        "frames": 1,
+    }
+
+
+def _clips_text(report: Report) -> str:
+    def counted(items: Sequence[Any], noun: str) -> str:
+        return f"{len(items)} {noun}{'s' if len(items) != 1 else ''}"
+
+    return f"{counted(report.prompts, 'prompt')} with {counted(report.seeds, 'seed')} each"
+
+
+def _glance(report: Report) -> list[tuple[str, str, str]]:
+    """Return what the fastest runs of each verdict are: label, name and speed."""
+    reference = report.reference.cost
+    found = []
+    for word, label in (
+        ("within the noise of dense kernels", "Fastest within the noise"),
+        ("visible", "Fastest with a visible difference"),
+    ):
+        timed = [
+            (run.cost.step_seconds, run.name)
+            for run in (*report.floor, *report.candidates)
+            if run.verdict and run.verdict.word == word and run.cost
+        ]
+        if timed and reference:
+            seconds, name = min(timed)
+            ratio = reference.step_seconds / seconds if seconds else 1.0
+            found.append((label, name, f"{ratio:.2f} x the reference's speed"))
+    broken = [r.name for r in report.runs if r.verdict and r.verdict.word == "broken"]
+    return [*found, *([("Broken", ", ".join(broken), "")] if broken else [])]
+
+
+def _hint(unit: str, better: str) -> str:
+    if unit == "x":
+        return "1 is equal"
+    return f"{unit}, {better} is closer" if unit else f"{better} is closer"
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    settings = report.settings
+    facts = [
+        ("Pipeline", report.model.pipeline),
+        ("Dtype", report.model.dtype),
+        ("Device", report.environment.device),
+    ]
+    if report.environment.num_ranks > 1:
+        facts.append(("Ranks", str(report.environment.num_ranks)))
+    if "height" in settings and "width" in settings:
+        facts.append(("Size", f"{settings['width']} x {settings['height']} pixels"))
+    facts += [
+        (label, str(settings[name]))
+        for name, label in (("num_frames", "Frames"), ("num_inference_steps", "Steps"))
+        if name in settings
+    ]
+    return [*facts, ("Seeds", ", ".join(map(str, report.seeds))), ("Written", report.created)]
+
+
+def _environment(report: Report) -> list[tuple[str, str]]:
+    found = report.environment
+    versions = [(name, version or "not installed") for name, version in found.versions.items()]
+    commit = [("commit", found.commit)] if found.commit else []
+    return [("multimodal_gen", found.multimodal_gen), *commit, *versions]
+
+
+def _row(
+    report: Report, drawn: Series, found: Sequence[Beside], measures: Sequence[Any]
+) -> dict[str, Any]:
+    run = drawn.run
+    kind = "candidate"
+    if run is report.reference:
+        kind = "the reference"
+    elif any(run is each for each in report.floor):
+        kind = "exact kernel: the noise"
+    by_measure = {each.measure.name: each for each in found}
+    return {
+        "name": run.name,
+        "kind": kind,
+        "colour": drawn.css,
+        "configuration": run.configuration,
+        "verdict": run.verdict.word if run.verdict else None,
+        "reasons": run.verdict.reasons if run.verdict else (),
+        "cells": [_cell(by_measure.get(measure.name), kind) for measure in measures],
+        "costs": _costs(run, report.reference),
+        "message": f"{run.status}: {run.message}" if run.message else run.status,
+    }
+
+
+def _cell(found: Beside | None, kind: str) -> dict[str, Any]:
+    if found is None:
+        return {"text": "-", "spread": "", "beyond": False}
+    digits = found.measure.digits
+    number = f"{found.mean:.{digits}f}" if math.isfinite(found.mean) else "equal"
+    spread = f"{found.spread:.{digits}f}" if found.count > 1 and math.isfinite(found.mean) else ""
+    beyond = found.within is False and kind == "candidate"
+    return {"text": number, "spread": spread, "beyond": beyond}
+
+
+def _costs(run: Run, reference: Run) -> list[str]:
+    cost = run.cost
+    if cost is None:
+        return []
+    speed = "-"
+    if reference.cost is not None and cost.step_seconds:
+        speed = f"{reference.cost.step_seconds / cost.step_seconds:.2f} x"
+    return [
+        _seconds(cost.step_seconds),
+        speed,
+        _seconds(cost.generation_seconds),
+        _seconds(cost.warm_up_seconds),
+        "-" if cost.peak_memory is None else f"{cost.peak_memory / 2**30:.2f} GiB",
+        f"{cost.density:.1%}",
+        f"{cost.attention_share:.0%}",
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _verdict(word: str | None) -> Any:
+    """Return a word with a colour and a shape of its own, for who does not see colours."""
+    from markupsafe import Markup
+
+    short, tone, shape = {
+        "within the noise of dense kernels": ("within the noise", "noise", "M2 6.5l2.8 3L10 3"),
+        "visible": ("visible", "visible", "M6 2v5M6 9v1.4"),
+        "broken": ("broken", "broken", "M2.5 2.5l7 7M9.5 2.5l-7 7"),
+        "unknown": ("unknown", "unknown", "M2 6h8"),
+    }.get(word or "", ("", "", ""))
+    if not short:
+        return Markup('<small aria-label="none">-</small>')
+    return Markup(
+        '<span class="verdict" style="--tone: var(--{})" title="{}"><svg viewBox="0 0 12 12" '
+        'aria-hidden="true"><path d="{}"/></svg>{}</span>'
+    ).format(tone, word, shape, short)
+
+
+def _maps(found: Sequence[HeatMap], colours: Mapping[str, str]) -> list[dict[str, Any]]:
+    from markupsafe import Markup
+
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for each in found:
+        other = "heads" if each.across == "step" else "steps"
+        data = {
+            "box": [round(share, 4) for share in each.box],
+            "across": each.across,
+            "rows": each.rows,
+            "columns": each.columns,
+            "values": [[v if v is None else float(f"{v:.3g}") for v in r] for r in each.values],
+        }
+        groups.setdefault(each.run, []).append(
+            {
+                "svg": Markup(each.svg),
+                "data": json.dumps(data),
+                "caption": f"{each.component}, by layer and {each.across}, mean over {other}.",
+            }
+        )
+    return [{"name": run, "colour": colours[run], "maps": maps} for run, maps in groups.items()]
+
+
+def _layer_table(report: Report) -> dict[str, Any]:
+    """Return the mean error of every layer, and the density and cosine of all."""
+    errors: dict[tuple[str, int], dict[str, list[float]]] = {}
+    runs = [run for run in report.runs[1:] if run.layers]
+    for run in runs:
+        for call in run.layers:
+            by_run = errors.setdefault((call.component, call.layer), {})
+            by_run.setdefault(run.name, []).extend(call.relative_l2)
+    rows = [
+        (f"{component} {layer}", [_mean(by_run.get(run.name, ()), "{:.2e}") for run in runs])
+        for (component, layer), by_run in sorted(errors.items())
+    ]
+    for label, figures in (
+        ("density", lambda call: (call.density,)),
+        ("mass kept", lambda call: call.kept_mass or ()),
+        ("cosine", lambda call: call.cosine),
+    ):
+        means = [_mean([f for call in run.layers for f in figures(call)], "{:.4f}") for run in runs]
+        rows.append((label, means))
+    return {"heads": [run.name for run in runs], "rows": rows}
+
+
+def _mean(figures: Sequence[float], form: str) -> str:
+    return form.format(math.fsum(figures) / len(figures)) if figures else "-"
+
+
+def _mask(picture: MaskPicture) -> dict[str, Any]:
+    """Return the strips of one head's mask, one picture per layer of cells in time."""
+    import numpy as np
+
+    kept, exact = (np.array(each, dtype=float) for each in (picture.kept, picture.exact))
+    share = float((kept > 0).mean())
+    mass = float(exact[kept > 0].sum() / exact.sum()) if exact.sum() else 0.0
+    t, y, x = picture.query
+    strips = [("the run", "What is kept", kept), ("exact attention", "Exact attention", exact)]
+    return {
+        "where": f"{picture.component}, layer {picture.layer}, head {picture.head}, step "
+        f"{picture.step}",
+        "text": f"The query is at frame {t}, row {y}, column {x} of the latent grid. {share:.0%} "
+        f"of the cells are kept; they hold {mass:.0%} of exact attention's weight on the grid.",
+        "ratio": f"{picture.grid[2]} / {picture.grid[1]}",
+        "strips": [
+            {"label": label, "title": title, "frames": list(_mask_frames(picture, weights))}
+            for label, title, weights in strips
+        ],
+    }
+
+
+def _mask_frames(picture: MaskPicture, weights: Any) -> Iterator[dict[str, Any]]:
+    """Yield a picture per layer of cells: a pixel per token, transparent where nothing is kept."""
+    import numpy as np
+    from matplotlib import colormaps
+    from PIL import Image
+
+    colours = (colormaps["viridis"](np.linspace(0, 1, 255))[:, :3] * 255).round().astype(np.uint8)
+    palette = [0, 0, 0, *colours.flatten().tolist()]
+    high = weights.max() or 1.0
+    # Three decades: attention falls off by orders of magnitude.
+    levels = 1 + np.log10((weights / high).clip(1e-3, 1)) / 3
+    indices = np.where(weights > 0, 1 + (levels * 254).round(), 0).astype(np.uint8)
+    frames, height, width = picture.grid
+    t, y, x = picture.query
+    for number, cells in enumerate(indices):
+        tokens = cells.repeat(picture.cell[1], 0).repeat(picture.cell[2], 1)[:height, :width]
+        image = Image.fromarray(np.ascontiguousarray(tokens)).convert("P")
+        image.putpalette(palette)
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", transparency=0, optimize=True)
+        first = number * picture.cell[0]
+        last = min(first + picture.cell[0], frames) - 1
+        yield {
+            "uri": _data_uri("image/png", buffer.getvalue()),
+            "label": f"frame {first}" if first == last else f"frames {first}-{last}",
+            "query": (100 * (x + 0.5) / width, 100 * (y + 0.5) / height)
+            if first <= t <= last
+            else None,
+        }
+
+
+def _takes(report: Report, folder: Path, room: int) -> tuple[list[dict[str, Any]], str]:
+    """Return the clips by prompt and seed, in at most `room` bytes, and what had to be left out."""
+    takes: list[dict[str, Any]] = []
+    for side, factor in SIZES:
+        takes = [_take(report, folder, *each, (side, factor)) for each in _clips(report)]
+        if sum(map(_weight, takes)) <= room:
+            return takes, ""
+    total = len(takes)
+    while takes and sum(map(_weight, takes)) > room:
+        takes.pop()
+    return takes, (
+        f"The clips of {total - len(takes)} of {total} prompts and seeds are left out of this "
+        f"page, to keep it small; they are beside it."
+    )
+
+
+def _weight(take: Mapping[str, Any]) -> int:
+    """Return about how many bytes the clips of a prompt and seed take in the page."""
+    return sum(len(clip["uri"]) + 600 for clip in take["clips"]) + 4 * len(take["prompt"]) + 400
+
+
+def _clips(report: Report) -> Iterator[tuple[int, int]]:
+    for prompt in range(len(report.prompts)):
+        for seed in report.seeds:
+            yield prompt, seed
+
+
+def _take(
+    report: Report, folder: Path, prompt: int, seed: int, size: tuple[int, int]
+) -> dict[str, Any]:
+    fps = float(report.settings.get("fps") or 16)
+    clips = []
+    for each in series_of(report):
+        for clip in each.run.generations:
+            if (clip.prompt, clip.seed) == (prompt, seed) and clip.frames_path:
+                pixels = _pixels(folder / clip.frames_path)
+                encoded = _encoded(pixels, report.model.kind == "video", size, fps)
+                clips.append({"run": each.run.name, "colour": each.css, "text": _caption(clip),
+                              **encoded})  # fmt: skip
+    label = f"prompt {prompt + 1}, seed {seed}" if len(report.prompts) > 1 else f"seed {seed}"
+    return {"label": label, "prompt": report.prompts[prompt], "clips": clips}
+
+
+def _caption(clip: Generation) -> str:
+    figures = [
+        f"{measure.label} {measure.text(figure)}"
+        for measure in MEASURES
+        if measure.name in _SEARCHED and (figure := measure.of(clip)) is not None
+    ]
+    return ", ".join(figures) or "the reference"
+
+
+def _counts(report: Report, folder: Path, takes: Sequence[Any]) -> Iterator[int]:
+    """Yield the number of frames of every clip, and 1."""
+    yield 1
+    if takes:
+        for run in report.runs:
+            for clip in run.generations:
+                if clip.frames_path:
+                    yield len(_pixels(folder / clip.frames_path))
+
+
+def _pixels(path: Path) -> Any:
+    """Return a clip [T, H, W, C] that is read when it is needed."""
+    import numpy as np
+
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the clip {str(path)!r} must be a NumPy file: {error}") from None
+
+
+def _encoded(pixels: Any, is_video: bool, size: tuple[int, int], fps: float) -> dict[str, Any]:
+    height, width = pixels.shape[1:3]
+    scale = min(1.0, size[0] / max(height, width))
+    # H.264 needs even sizes.
+    width, height = (max(2, 2 * round(length * scale / 2)) for length in (width, height))
+    if is_video:
+        data = _as_h264(pixels, (width, height), size[1], fps)
+        return {"uri": _data_uri("video/mp4", data), "width": width, "height": height}
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    image = Image.fromarray(pixels[0].squeeze()).convert("RGB")
+    image.resize((width, height), Image.Resampling.LANCZOS).save(buffer, "JPEG", quality=90)
+    return {"uri": _data_uri("image/jpeg", buffer.getvalue()), "width": width, "height": height}
+
+
+def _as_h264(pixels: Any, size: tuple[int, int], factor: int, fps: float) -> bytes:
+    """Return an MP4 whose every eighth frame can be sought to at once."""
+    import tempfile
+
+    height, width, channels = pixels.shape[1:]
+    layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "clip.mp4")
+        command = [
+            find_ffmpeg(), "-loglevel", "error", "-f", "rawvideo", "-pix_fmt", layout,
+            "-s", f"{width}x{height}", "-r", f"{fps:g}", "-i", "-",
+            "-vf", f"scale={size[0]}:{size[1]}:flags=area", "-pix_fmt", "yuv420p",
+            "-c:v", "libx264", "-preset", "veryfast", "-crf", str(factor), "-g", "8", "-bf", "0",
+            "-movflags", "+faststart", "-an", str(target),
+        ]  # fmt: skip
+        done = subprocess.run(command, input=pixels.tobytes(), capture_output=True)
+        if done.returncode:
+            reason = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+            raise UsageError(f"a clip could not be encoded for the page: {' '.join(reason)}")
+        return target.read_bytes()
+
+
+def _data_uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"

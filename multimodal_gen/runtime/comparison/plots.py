@@ -1,0 +1,405 @@
+"""The figures of a report, as SVG to stand in a page: text stays text, colours follow the theme.
+
+Matplotlib draws them, because its pictures need no program in the page: they print, are read out by
+their titles, and weigh a few kilobytes. Colours are stand-ins that become CSS variables of
+`page.css`. Figures are drawn for the width of a phone, and a wide page puts several in a row.
+"""
+
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from multimodal_gen.errors import MissingDependencyError
+from multimodal_gen.runtime.comparison.frames import mean_and_spread
+from multimodal_gen.runtime.comparison.record import LayerErrors, Report, Run
+from multimodal_gen.runtime.comparison.verdict import Measure
+
+__all__ = [
+    "HeatMap",
+    "Series",
+    "error_over_steps",
+    "heat_maps",
+    "latents_over_steps",
+    "require_matplotlib",
+    "series_of",
+    "time_against_quality",
+]
+
+_STAND_INS: Mapping[str, str] = {
+    "#10101a": "var(--ink)",
+    "#20202a": "var(--muted)",
+    "#30303a": "var(--line)",
+    **{f"#5050{0xA0 + i:02x}": f"var(--series-{i})" for i in range(8)},
+}
+_INK, _MUTED, _LINE, *_SERIES = _STAND_INS
+_MARKERS = "osD^vPX*"
+_DASHES = ("-", "--", "-.", ":")
+_SMALLEST_SHARE = 1e-4  # of the largest error: less gets the first colour of the scale
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """How one run is drawn, wherever it is drawn.
+
+    Attributes:
+        run: the run.
+        colour: stand-in for its colour.
+        css: its colour in the page.
+        marker: as matplotlib names it.
+        dash: as matplotlib names it.
+    """
+
+    run: Run
+    colour: str
+    css: str
+    marker: str
+    dash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """A picture of numbers, with the numbers.
+
+    Attributes:
+        run: name of the run.
+        component: pipeline component.
+        down: what rows are, "layer".
+        across: what columns are, "step" or "head".
+        rows: their labels, from the top.
+        columns: their labels.
+        values: relative L2 errors by row and column; None where nothing was measured.
+        box: left, top, width and height of the cells, as shares of the picture.
+        svg: the picture.
+    """
+
+    run: str
+    component: str
+    down: str
+    across: str
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    box: tuple[float, float, float, float]
+    svg: str
+
+
+def require_matplotlib() -> None:
+    """Check that figures can be drawn, before minutes are spent on what they show.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as found
+
+        assert found
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the page of a comparison needs matplotlib ({error}); install with: "
+            f"pip install 'multimodal_gen[compare]'"
+        ) from error
+
+
+def series_of(report: Report) -> tuple[Series, ...]:
+    """Return how every run is drawn: the reference in ink, exact kernels in grey."""
+    drawn = [Series(report.reference, _INK, _STAND_INS[_INK], "o", "-")]
+    drawn += [
+        Series(run, _MUTED, _STAND_INS[_MUTED], _MARKERS[i % len(_MARKERS)], ":")
+        for i, run in enumerate(report.floor)
+    ]
+    for i, run in enumerate(report.candidates):
+        colour = _SERIES[i % len(_SERIES)]
+        dash = _DASHES[i // len(_SERIES) % len(_DASHES)]
+        drawn.append(Series(run, colour, _STAND_INS[colour], _MARKERS[i % len(_MARKERS)], dash))
+    return tuple(drawn)
+
+
+def time_against_quality(series: Sequence[Series], measure: Measure) -> str | None:
+    """Draw the time of a step against a metric of frames; None where no run has both."""
+    points = []
+    for each in series[1:]:
+        figures = [f for clip in each.run.generations if (f := measure.of(clip)) is not None]
+        if figures and each.run.cost is not None:
+            points.append((each, each.run.cost.step_seconds, mean_and_spread(figures)))
+    finite = [mean for _, _, (mean, _) in points if math.isfinite(mean)]
+    if not points:
+        return None
+    reference = series[0].run.cost
+    equal = max(finite, default=40.0) + 5
+    with _figure(5.0, 3.1) as (figure, axes):
+        for each, seconds, (mean, spread) in points:
+            height = mean if math.isfinite(mean) else equal
+            style = {"color": each.colour, "marker": each.marker, "markersize": 8}
+            axes.errorbar(seconds, height, spread or None, label=each.run.name, **style, ls="none")
+        if len(finite) < len(points):
+            axes.axhline(equal, color=_LINE, lw=1, zorder=0)
+            axes.text(1, equal, "equal", transform=axes.get_yaxis_transform(), va="bottom",
+                      ha="right", color=_MUTED, fontsize=9)  # fmt: skip
+        if reference is not None:
+            axes.axvline(reference.step_seconds, color=_INK, lw=1, ls=":", label="reference's time")
+        axes.set_xlim(left=0)
+        axes.margins(x=0.1, y=0.15)
+        axes.set_xlabel("time per step (s), less is better")
+        unit = f" ({measure.unit})" if measure.unit else ""
+        axes.set_ylabel(f"{measure.label}{unit}, {measure.better} is better")
+        _legend(figure, axes)
+        text = "; ".join(
+            f"{each.run.name}: {seconds:.3g} s, {measure.text(mean)}"
+            for each, seconds, (mean, _) in points
+        )
+        return _svg(figure, f"Time per step against {measure.label}", text)
+
+
+def latents_over_steps(series: Sequence[Series]) -> str | None:
+    """Draw how far the latents are from the reference's after every step; None without any."""
+
+    def errors(run: Run) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for clip in run.generations:
+            for step, error in enumerate(clip.latents):
+                found.setdefault(step, []).append(error)
+        return found
+
+    return _over_steps(
+        series[1:], errors, "Latents along the steps", "relative L2 distance of latents"
+    )
+
+
+def error_over_steps(series: Sequence[Series]) -> str | None:
+    """Draw the error of attention layers by step, mean over layers and heads; None without any."""
+
+    def errors(run: Run) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for call in run.layers:
+            found.setdefault(call.step, []).extend(call.relative_l2)
+        return found
+
+    return _over_steps(
+        series[1:], errors, "Error of layers along the steps", "relative L2 error of attention"
+    )
+
+
+def heat_maps(series: Sequence[Series]) -> tuple[HeatMap, ...]:
+    """Draw the relative L2 errors of all runs but the reference by layer and step, and by head.
+
+    All share one scale of colours, which is logarithmic. Means are over what is not an axis.
+    """
+    grids = [
+        (each.run.name, component, across, *_grid(calls, across))
+        for each in series[1:]
+        for component, calls in _by_component(each.run.layers).items()
+        for across in ("step", "head")
+    ]
+    found = [
+        value for *_, values in grids for row in values for value in row if value and value > 0
+    ]
+    if not found:
+        return ()
+    high = max(found)
+    low = max(min(found), high * _SMALLEST_SHARE)
+    return tuple(_heat_map(*grid, (low, high if high > low else low * 10)) for grid in grids)
+
+
+def _over_steps(
+    series: Sequence[Series],
+    errors: Callable[[Run], dict[int, list[float]]],
+    title: str,
+    label: str,
+) -> str | None:
+    lines = [(each, errors(each.run)) for each in series]
+    lines = [(each, by_step) for each, by_step in lines if by_step]
+    if not lines:
+        return None
+    with _figure(5.0, 3.1) as (figure, axes):
+        for each, by_step in lines:
+            steps = sorted(by_step)
+            means = [math.fsum(by_step[step]) / len(by_step[step]) for step in steps]
+            # What is 0 has no place on a logarithmic axis, NaN on none: the line has a gap there.
+            axes.plot(steps, [m if m > 0 else math.nan for m in means], color=each.colour,
+                      ls=each.dash, marker=each.marker, markersize=4, lw=1.6,
+                      markevery=max(1, len(steps) // 8), label=each.run.name)  # fmt: skip
+        if any(error > 0 for _, by_step in lines for each in by_step.values() for error in each):
+            axes.set_yscale("log")
+            _plain_numbers(axes.yaxis)
+        axes.set_xlabel("denoising step")
+        axes.set_ylabel(label)
+        _whole_numbers(axes.xaxis)
+        _legend(figure, axes)
+        last = "; ".join(
+            f"{each.run.name}: {mean_and_spread(by_step[max(by_step)])[0]:.3g}"
+            for each, by_step in lines
+        )
+        return _svg(figure, title, f"At the last step: {last}")
+
+
+def _by_component(calls: Sequence[LayerErrors]) -> dict[str, list[LayerErrors]]:
+    found: dict[str, list[LayerErrors]] = {}
+    for call in calls:
+        found.setdefault(call.component, []).append(call)
+    return found
+
+
+def _grid(
+    calls: Sequence[LayerErrors], across: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[float | None, ...], ...]]:
+    """Return the labels of rows and columns, and the mean errors."""
+    cells: dict[tuple[int, int], list[float]] = {}
+    for call in calls:
+        for head, error in enumerate(call.relative_l2):
+            column = call.step if across == "step" else head
+            if math.isfinite(error):
+                cells.setdefault((call.layer, column), []).append(error)
+    rows = tuple(sorted({call.layer for call in calls}))
+    columns = tuple(sorted({column for _, column in cells}))
+    values = tuple(
+        tuple(
+            math.fsum(found) / len(found) if (found := cells.get((row, column))) else None
+            for column in columns
+        )
+        for row in rows
+    )
+    return rows, columns, values
+
+
+def _heat_map(
+    run: str,
+    component: str,
+    across: str,
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
+    values: tuple[tuple[float | None, ...], ...],
+    limits: tuple[float, float],
+) -> HeatMap:
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
+    with _figure(5.0, 3.3) as (figure, axes):
+        axes.set_position((0.11, 0.18, 0.71, 0.78))
+        numbers = np.array([[np.nan if v is None else v for v in row] for row in values])
+        picture = axes.imshow(
+            np.clip(numbers, limits[0], None),  # 0 has no logarithm
+            cmap="viridis", norm=LogNorm(*limits), aspect="auto", interpolation="nearest",
+        )  # fmt: skip
+        axes.set_xlabel({"step": "denoising step", "head": "head"}[across])
+        axes.set_ylabel("layer")
+        axes.grid(False)
+        for axis, labels in ((axes.xaxis, columns), (axes.yaxis, rows)):
+            stride = max(1, math.ceil(len(labels) / 8))
+            axis.set_ticks(range(0, len(labels), stride), [str(n) for n in labels[::stride]])
+        bar = figure.colorbar(picture, cax=figure.add_axes((0.84, 0.18, 0.025, 0.78)))
+        bar.outline.set_visible(False)
+        _plain_numbers(bar.ax.yaxis)
+        bar.ax.tick_params(labelsize=10)
+        title = f"{run}, {component}: error by layer and {across}"
+        known = [v for row in values for v in row if v is not None]
+        svg = _svg(figure, title, f"From {min(known):.2g} to {max(known):.2g}." if known else "")
+        place = axes.get_position()
+    return HeatMap(
+        run=run,
+        component=component,
+        down="layer",
+        across=across,
+        rows=rows,
+        columns=columns,
+        values=values,
+        box=(place.x0, 1 - place.y1, place.width, place.height),
+        svg=svg,
+    )
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[tuple[Any, Any]]:
+    """Give a figure of inches of 72 pixels, in our style and nobody else's."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style = {
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        "font.size": 11.5,
+        "axes.labelsize": 11.5,
+        "text.color": _INK,
+        "axes.labelcolor": _MUTED,
+        "axes.edgecolor": _LINE,
+        "axes.facecolor": "none",
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": _LINE,
+        "grid.linewidth": 0.8,
+        "xtick.color": _LINE,
+        "ytick.color": _LINE,
+        "xtick.labelcolor": _MUTED,
+        "ytick.labelcolor": _MUTED,
+        "figure.facecolor": "none",
+        "legend.frameon": False,
+        "legend.fontsize": 10.5,
+        "legend.labelcolor": _INK,
+        "errorbar.capsize": 3.0,
+    }
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style, "backend": "svg"}):
+        figure = Figure(figsize=(width, height), dpi=72)
+        # Looking for margins that fit would take most of the time.
+        yield figure, figure.add_axes((0.17, 0.18, 0.8, 0.78))
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """Put a legend below, and make the figure taller by it."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 1 if max(map(len, labels)) > 22 else 2
+    width, height = figure.get_size_inches()
+    below = 0.24 * math.ceil(len(labels) / columns) + 0.1
+    left, bottom, across, up = axes.get_position().bounds
+    figure.set_size_inches(width, height + below)
+    whole = height + below
+    axes.set_position((left, (bottom * height + below) / whole, across, up * height / whole))
+    figure.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=columns,
+        handlelength=1.8, labelspacing=0.45, borderaxespad=0.2,
+    )  # fmt: skip
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Label a logarithmic axis without formulas."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(numticks=6))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())  # most of the time of a figure is that of its ticks
+
+
+def _whole_numbers(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def _svg(figure: Any, title: str, description: str) -> str:
+    """Return a figure as an element that scales, with colours of the page and names of its own."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    drawing = buffer.getvalue()
+    drawing = drawing[drawing.index("<svg") :]
+    for stand_in, variable in _STAND_INS.items():
+        drawing = drawing.replace(stand_in, variable)
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+    # The page's typeface, which the stylesheet sets.
+    drawing = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", drawing)
+    drawing = re.sub(r" font-family: [^;\"]*;", "", drawing)
+    prefix = re.sub(r"\W+", "-", title)
+    drawing = re.sub(r'\bid="', f'id="{prefix}-', drawing)
+    drawing = re.sub(r'(url\(|href=")#', rf"\g<1>#{prefix}-", drawing)
+    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)
+    assert size is not None
+    head = (
+        f'<svg role="img" viewBox="0 0 {size[1]} {size[2]}" xmlns="http://www.w3.org/2000/svg" '
+        f'xmlns:xlink="http://www.w3.org/1999/xlink"><title>{html.escape(title)}</title>'
+        f"<desc>{html.escape(description)}</desc>"
+    )
+    return head + drawing[drawing.index(">") + 1 :]

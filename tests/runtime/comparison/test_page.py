@@ -1,0 +1,270 @@
+"""The page of a report: complete in itself, safe with any text, never larger than allowed.
+
+It is looked at in a real browser that has no network.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.comparison import page as module
+from multimodal_gen.runtime.comparison.page import LIMIT, write_page
+from multimodal_gen.runtime.comparison.record import Report
+from multimodal_gen.runtime.comparison.verdict import judged
+from multimodal_gen.testing.reports import make_report
+
+FRAMES = 7
+SMALL = {"size": (FRAMES, 48, 84), "layers": 4, "steps": 6, "heads": 3}
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("comparison")
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> Report:
+    return make_report(folder, **SMALL)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def page_file(folder: Path, report: Report) -> Path:
+    write_page(report, folder, folder / "report.html")
+    return folder / "report.html"
+
+
+def few(report: Report) -> Report:
+    """Return the report with one candidate and without layers, which is drawn faster."""
+    candidate = replace(report.candidates[1], layers=(), masks=())
+    return replace(report, floor=(), candidates=(candidate,))
+
+
+def written(report: Report, folder: Path, path: Path, limit: int = LIMIT) -> str:
+    size = write_page(report, folder, path, limit=limit)
+    data = path.read_bytes()
+    assert len(data) == size <= limit
+    return data.decode()
+
+
+def test_the_page_holds_everything_it_shows(report: Report, page_file: Path) -> None:
+    page = page_file.read_text("utf-8")
+    sources = re.findall(r"""(?:src|href)\s*=\s*["']?([^"' >]*)""", page)
+    assert {source.partition(":")[0] for source in sources if source[0] != "#"} == {"data"}
+    assert page.count("data:video/mp4") == 2 * 7
+    for run in report.runs:
+        assert run.name in page
+    for word in ("within the noise", "visible", "broken", "out of memory: needs 151 GiB"):
+        assert word in page
+    assert page.count('class="plot map"') == 6 * 2
+    assert page.count('class="mask"') == 6
+    assert "Random weights prove the tool, not a method." in page
+    assert re.findall(r"var\(--([a-z]+-\d)\)", page)
+    assert not re.search(r"#(?:10101a|20202a|30303a|5050a\d)", page)
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert not list(page_file.parent.glob(".*"))
+
+
+def test_text_of_users_is_text(report: Report, folder: Path, tmp_path: Path) -> None:
+    nasty = "</script><script>alert('x')</script><img src=x onerror=alert(1)> \ud83d \u6bd4\u8f03"
+    model = replace(report.model, path=nasty)
+    candidate = replace(report.candidates[1], name='a"<b>$x_1$', configuration=nasty)
+    spoilt = replace(report, prompts=(nasty,), notes=(nasty,), model=model, candidates=(candidate,))
+    page = written(judged(spoilt), folder, tmp_path / "report.html")
+    assert "<script>alert" not in page
+    assert "<img src=x" not in page
+    assert page.count("<script") == 1
+    assert "a&#34;&lt;b&gt;$x_1$" in page
+    assert "\u6bd4\u8f03" in page
+
+
+def test_images_are_shown_as_images(folder: Path, tmp_path: Path) -> None:
+    report = make_report(tmp_path, kind="image", **SMALL)  # type: ignore[arg-type]
+    page = written(few(report), tmp_path, tmp_path / "report.html")
+    assert page.count("data:image/jpeg") == 2 * 2
+    assert 'id="play"' not in page
+
+
+def test_a_page_that_is_too_large_has_coarser_clips_and_then_fewer(
+    report: Report, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.html"
+    report = few(report)
+    whole = len(written(report, folder, path))
+    coarse = written(report, folder, path, limit=whole - 10)
+    assert coarse.count("data:video/mp4") == 4
+    assert "left out of this page" not in coarse
+    monkeypatch.setattr(module, "SIZES", module.SIZES[:1])
+    page = written(report, folder, path, limit=whole - 10)
+    assert page.count("data:video/mp4") == 2
+    assert "The clips of 1 of 2 prompts and seeds are left out of this page" in page
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=r"limit must be at least \d+ bytes, .* got 1000"):
+        write_page(report, folder, path, limit=1000)
+    assert path.read_bytes() == before
+
+
+def test_a_comparison_in_which_nothing_finished_has_a_page(
+    report: Report, folder: Path, tmp_path: Path
+) -> None:
+    reference = replace(report.reference, generations=(), layers=(), cost=None, status="failed")
+    failed = judged(
+        replace(report, reference=reference, floor=(), candidates=report.candidates[-1:])
+    )
+    page = written(failed, folder, tmp_path / "report.html")
+    assert "out of memory: needs 151 GiB" in page
+    assert "<svg role" not in page
+
+
+def test_a_clip_that_is_gone_is_said(report: Report, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"the clip .* must be a NumPy file"):
+        write_page(few(report), tmp_path, tmp_path / "report.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_said_with_its_remedy(
+    report: Report, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'multimodal_gen\[compare\]'"):
+        write_page(report, folder, tmp_path / "report.html")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Give a headless browser; where there is none, fail in CI and skip elsewhere."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        missing(f"needs one of {', '.join(names)}")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+class Opened:
+    """A page, and what it complained of or asked the network for."""
+
+    def __init__(self, context: Any, file: Path) -> None:
+        self.page = context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri(), wait_until="load")
+
+    def wait_for(self, condition: str) -> None:
+        self.page.wait_for_function(f"() => {condition}", timeout=20_000)
+
+    def frames(self) -> list[float]:
+        """Return which frame every clip that is shown stands at, and those on the stage."""
+        self.wait_for("[...document.querySelectorAll('video')].every((v) => !v.seeking)")
+        return self.page.evaluate(
+            f"""() => [...document.querySelectorAll("video")].filter((v) => v.offsetParent)
+                .map((v) => Math.floor({FRAMES} * v.currentTime / v.duration))"""
+        )
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, page_file: Path) -> Iterator[Opened]:
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, offline=True)
+    yield Opened(context, page_file)
+    context.close()
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_is_seen_and_nothing_is_fetched(
+    opened: Opened, page_file: Path, width: int, scheme: str
+) -> None:
+    page = opened.page
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    opened.wait_for("[...document.querySelectorAll('video')].every((v) => v.readyState >= 1)")
+    seen, scrolled = page.evaluate("() => [innerWidth, document.documentElement.scrollWidth]")
+    assert scrolled <= seen == width
+    plots = page.evaluate(
+        """() => [...document.querySelectorAll(".plot svg")].map((svg) => {
+            const { left, right, width, height } = svg.getBoundingClientRect();
+            const drawn = [...svg.querySelectorAll("use, image")].some((each) => {
+                const box = each.getBoundingClientRect();
+                return box.width > 0 && box.height > 0;
+            });
+            return drawn && left >= 0 && right <= innerWidth && width >= 250 && height >= 150;
+        })"""
+    )
+    assert plots == [True] * (4 + 6 * 2)
+    pictures = page.evaluate(
+        "() => [...document.querySelectorAll('.cells img')].map((i) => i.naturalWidth)"
+    )
+    assert pictures == [26] * len(pictures) != []
+    # Text stands out from what is behind it, whatever the scheme.
+    dark = scheme == "dark"
+    ground, ink = page.evaluate(
+        """() => [["section", "backgroundColor"], ["h2", "color"]].map(([name, property]) =>
+            getComputedStyle(document.querySelector(name))[property].match(/\\d+/g)
+                .slice(0, 3).reduce((sum, part) => sum + Number(part), 0) / 765)"""
+    )
+    assert (ground < 0.15, ink > 0.85) == (dark, dark)
+    assert abs(ground - ink) > 0.7
+    assert opened.complaints == []
+    remote = [url for url in opened.requests if not url.startswith("data:")]
+    assert remote == [page_file.as_uri()]
+
+
+def test_clips_move_in_step(opened: Opened) -> None:
+    page = opened.page
+    shown = 7 + 2  # one clip per run that has one, and two on the stage
+    assert opened.frames() == [0] * shown
+    page.get_by_role("button", name="One frame forth").press("Enter")
+    assert opened.frames() == [1] * shown
+    page.get_by_role("slider", name="Frame").fill("5")
+    assert opened.frames() == [5] * shown
+    page.get_by_role("button", name="Play").press("Space")
+    opened.wait_for("document.getElementById('frame').value === '2'")
+    page.get_by_role("button", name="Pause").press("Space")
+    frames = opened.frames()
+    assert len(frames) == shown
+    assert len(set(frames)) == 1
+    page.get_by_role("combobox", name="Show").select_option("seed 1")
+    assert opened.frames() == frames
+    assert page.locator("[data-take]:visible").get_attribute("data-take") == "1"
+
+
+def test_one_clip_is_laid_over_the_reference(opened: Opened) -> None:
+    page = opened.page
+    page.get_by_role("combobox", name="Run").select_option("sage_attn")
+    top = page.locator("#stage > :last-child")
+    assert top.get_attribute("data-run") == "sage_attn"
+    page.get_by_role("slider", name="Reference to the left of").fill("30")
+    assert "30%" in top.evaluate("(clip) => getComputedStyle(clip).clipPath")
+    page.get_by_role("combobox", name="View").select_option("difference")
+    assert top.evaluate("(clip) => getComputedStyle(clip).mixBlendMode") == "difference"
+
+
+def test_a_cell_of_a_map_can_be_read(opened: Opened) -> None:
+    drawing = opened.page.locator(".map svg").first
+    drawing.scroll_into_view_if_needed()
+    drawing.hover()
+    text = opened.page.locator(".map output").first.inner_text()
+    assert text.startswith("layer 2, step ")
