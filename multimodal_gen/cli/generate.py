@@ -170,6 +170,8 @@ def _print(generated: "Generated", job: _Job) -> None:
     typer.echo(f"record: {generated.record}")
     if generated.latents:
         typer.echo(f"latents: {generated.latents}")
+    if generated.attention:
+        typer.echo(f"attention record: {generated.attention}")
     typer.echo(f"seed: {generated.seed}")
     if generated.mesh is not None:
         mesh = generated.mesh

@@ -404,6 +404,25 @@ class ServerArgs:
             "beside the output."
         ),
     ] = False
+    record_attention: Annotated[
+        Path | str | None,
+        Setting(
+            metavar="FILE",
+            help="Also write what the attention layers ran to a JSON file of its own, which must "
+            "not exist yet without --overwrite.",
+        ),
+    ] = None
+    check_attention: Annotated[
+        int,
+        Setting(
+            metavar="N",
+            ge=0,
+            le=1000,
+            help="Recompute 64 rows of N self-attention calls of every denoising step exactly; the "
+            "layers take turns. Adds the errors of each layer to --record-attention. Of S "
+            "tokens, a call takes 64 / S of the products of dense attention, in fp64.",
+        ),
+    ] = 0
     dtype: Annotated[
         str,
         Setting(
@@ -443,6 +462,11 @@ class ServerArgs:
         check_exclusive(
             self.attention_backend, self.attention_backend_config, self.attention_config
         )
+        if self.check_attention and self.record_attention is None:
+            raise ConfigError(
+                f"--check-attention needs --record-attention, the file for what it finds, got "
+                f"--check-attention {self.check_attention} alone; add it"
+            )
 
     def _parse_our_name(self) -> None:
         try:

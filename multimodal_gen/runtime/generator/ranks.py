@@ -37,7 +37,7 @@ __all__ = ["check_guided", "ending_signals_raise", "join_ranks", "plan_ranks", "
 _FLAGS = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree", "cfg_parallel")
 
 # What each host may have its own of, and what only rank 0 looks at.
-_OWN = frozenset({"model_path", "output_path", "overwrite", "num_gpus"})
+_OWN = frozenset({"model_path", "output_path", "record_attention", "overwrite", "num_gpus"})
 
 
 def plan_ranks(args: ServerArgs) -> Mesh:
@@ -51,6 +51,7 @@ def plan_ranks(args: ServerArgs) -> Mesh:
     if not args.cfg_parallel and all(flag in (None, False, 1) for flag in flags.values()):
         return Mesh()
     device_type = _device_type(args)
+    _refuse_check(args)
     check_guided(PipelineIndex.read(args.model_path), args)
     return plan_mesh(
         num_heads=_fewest_heads(args),
@@ -76,6 +77,7 @@ def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
         plan_mesh(world_size=1, **degrees)
         return args
     device_type = _device_type(args)
+    _refuse_check(args)
     join_world(device_type)
     check_same_on_ranks(
         {
@@ -190,6 +192,14 @@ def _by_scale(index: PipelineIndex, args: ServerArgs) -> UsageError | None:
     return unguided_error(
         index.name, f"a guidance scale of {scale:g}", "give --guidance-scale above 1"
     )
+
+
+def _refuse_check(args: ServerArgs) -> None:
+    if args.check_attention:
+        raise UsageError(
+            f"--check-attention must be 0 on several GPUs, none of which has all keys of a call, "
+            f"got {args.check_attention}; leave it out, or run on one GPU"
+        )
 
 
 def _device_type(args: ServerArgs) -> str:

@@ -11,6 +11,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import output
+from multimodal_gen.runtime.generator.attention_check import AttentionCheck
 from multimodal_gen.runtime.generator.denoise import (
     Denoised,
     Timings,
@@ -35,7 +36,8 @@ from multimodal_gen.runtime.generator.sampling import (
     output_size,
     prepare_call,
 )
-from multimodal_gen.runtime.layers.attention.report import Json
+from multimodal_gen.runtime.layers.attention.call import watching
+from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 
@@ -74,6 +76,7 @@ class Generated:
         media: the images or videos.
         record: the JSON file beside them.
         latents: the file with the last latents, or None.
+        attention: the file with what the attention ran on, or None.
         seed: seed of the noise.
         report: what the attention ran on.
         mesh: the ranks that shared the work, or None on one GPU.
@@ -83,6 +86,7 @@ class Generated:
     media: tuple[Path, ...]
     record: Path
     latents: Path | None
+    attention: Path | None
     seed: int
     report: Report
     mesh: Mesh | None
@@ -140,6 +144,7 @@ def generate(
     seed = _seed(args)
     args = replace(args, seed=seed)
     target = _target(index, args) if is_main_rank() else None
+    check = AttentionCheck(args.check_attention) if args.check_attention else None
     timings = Timings(device)
     with out_of_memory_explained():
         with timings.phase("load"):
@@ -150,7 +155,8 @@ def generate(
             handle = attach(pipe)
         try:
             notes = _compile(pipe) if args.enable_torch_compile else ()
-            run = _denoise(pipe, index, args, call, timings)
+            with watching(check):
+                run = _denoise(pipe, index, args, call, timings)
             report = handle.report()
         finally:
             handle.remove()
@@ -171,12 +177,14 @@ def generate(
     }
     notes = (*call.notes, *notes, *differences(made, args))
     with ending_signals_raise():
-        write = partial(_write, target, run, call, timings, record, notes, mark)
+        also = _attention_record(args, record, report, check)
+        write = partial(_write, target, run, call, timings, record, notes, mark, also)
         names, notes = _save(target, len(run.pixels), write)
     return Generated(
         media=names.media,
         record=names.record,
         latents=names.latents,
+        attention=next(iter(also), None),
         seed=seed,
         report=report,
         mesh=mesh,
@@ -241,7 +249,25 @@ def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
         ) from error
     if index.kind == "video":
         output.require_encoder()
+    _check_record_path(args)
     return target
+
+
+def _check_record_path(args: ServerArgs) -> None:
+    if args.check_attention and args.backend == "diffusers":
+        raise UsageError(
+            "--check-attention must be 0 with --backend diffusers, whose attention is not run "
+            "here; leave it out, or use --backend sglang"
+        )
+    if args.record_attention is None:
+        return
+    path = Path(args.record_attention).expanduser()
+    if path.is_dir() or (path.exists() and not args.overwrite):
+        remedy = "name a file in it" if path.is_dir() else "choose another name or --overwrite"
+        raise UsageError(
+            f"--record-attention must be a file that does not exist yet, got {str(path)!r}; "
+            f"{remedy}"
+        )
 
 
 def _compile(pipe: Any) -> tuple[str, ...]:
@@ -289,9 +315,13 @@ def _write(
     record: dict[str, Json],
     notes: tuple[str, ...],
     mark: str,
+    also: Mapping[Path, dict[str, Json]],
     names: OutputNames,
 ) -> tuple[str, ...]:
-    """Write everything, or nothing; return all notes."""
+    """Write everything, or nothing; return all notes.
+
+    `also` are further records, by the files they go to.
+    """
     with Staging(overwrite=target.overwrite, mark=mark) as staging:
         found = []
         with timings.phase("save"):
@@ -311,4 +341,20 @@ def _write(
             "notes": list(notes),
         }
         output.write_record(complete, staging.path(names.record))
+        for path, other in also.items():
+            output.write_record(other, staging.path(path))
     return notes
+
+
+def _attention_record(
+    args: ServerArgs, record: Mapping[str, Json], report: Report, check: AttentionCheck | None
+) -> dict[Path, dict[str, Json]]:
+    """Return what `--record-attention` asks for, by the file it goes to."""
+    if args.record_attention is None:
+        return {}
+    names = ("multimodal_gen", "versions", "pipeline", "arguments", "attention")
+    found = {name: record[name] for name in names if name in record}
+    if check is not None:
+        layers = report if isinstance(report, AttentionReport) else AttentionReport(layers=())
+        found["check"] = check.as_dict(layers)
+    return {Path(args.record_attention).expanduser(): found}

@@ -1,0 +1,105 @@
+"""`sglang attention compare`, and the checks of attention in `sglang generate`."""
+
+import json
+
+import pytest
+
+from multimodal_gen.runtime.comparison.record import Report, read_record
+
+SIZE = ("--height", "64", "--width", "128", "--dtype", "float32")
+CLOSE = "sliding_tile_attn:window=[1,1,3],skip_time_steps=0,tile_size=[1,2,2]"
+
+
+def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline, tmp_path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a fox\n\n")
+    outcome = sglang(
+        *("attention", "compare", "--model-path", tiny_pipeline("flux"), "--prompts", prompts),
+        *("--backends", CLOSE, "--floor", "video_sparse_attn:sparsity=0", "--seeds", "3"),
+        *("--steps", "1", "--replayed-steps", "1", "--output", tmp_path / "out", *SIZE),
+    )
+    assert outcome.code == 0, outcome.err
+    assert "[3/3] sliding_tile_attn, prompt 1, seed 3" in outcome.err
+    report = read_record(Report, tmp_path / "out" / "report.json")
+    assert (report.prompts, report.seeds) == (("a fox",), (3,))
+    assert report.settings["num_inference_steps"] == 1
+    assert report.model.path == str(tiny_pipeline("flux"))
+    assert report.candidates[0].configuration == CLOSE
+    assert report.candidates[0].cost.density < 1
+    for line in ("quality, against torch_sdpa", "cost", "sliding_tile_attn", "visible", "PSNR"):
+        assert line in outcome.out
+    assert outcome.out.splitlines()[-1].endswith("report.json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--num-gpus", "2"), "a comparison must run on one GPU, got --num-gpus 2"),
+        (("--seeds", "3-1"), "--seeds must be seeds and ranges such as 0-3,7, got '3-1'"),
+        (("--seeds", "x"), "--seeds must be seeds and ranges"),
+        (("--reference", "video_sparse_attn"), "--reference must be a dense backend"),
+        (("--backends", "best"), "--backends: attention backend must be one of"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(sglang, tmp_path, flags, message) -> None:
+    given = ("--prompt", "p", "--backends", "fa", "--output", tmp_path / "out")
+    outcome = sglang("attention", "compare", "--model-path", "nowhere", *given, *flags)
+    assert outcome.code == 2
+    assert message in outcome.err
+
+
+def test_a_comparison_needs_a_prompt(sglang, tmp_path) -> None:
+    outcome = sglang(
+        *("attention", "compare", "--model-path", "nowhere", "--backends", "fa"),
+        *("--output", tmp_path / "out"),
+    )
+    assert outcome.code == 2
+    assert "a comparison must have at least one prompt" in outcome.err
+
+
+def test_generations_record_and_check_their_attention(sglang, tiny_pipeline, tmp_path) -> None:
+    path = tmp_path / "attention.json"
+    flags = (
+        *("generate", "--model-path", tiny_pipeline("flux"), "--prompt", "a fox", *SIZE),
+        *("--attention-backend", "sliding_tile_attn", "--num-inference-steps", "1"),
+        *("--attention-backend-config", CLOSE.partition(":")[2], "--seed", "0"),
+        *("--output-path", tmp_path / "out", "--record-attention", path),
+    )
+    outcome = sglang(*flags, "--check-attention", "1")
+    assert outcome.code == 0, outcome.err
+    assert f"attention record: {path}" in outcome.out
+    record = json.loads(path.read_text())
+    assert record["arguments"]["check_attention"] == 1
+    assert record["attention"]["layers"]
+    assert (record["check"]["rows"], record["check"]["calls_per_step"]) == (64, 1)
+    (layer,) = record["check"]["layers"]
+    assert (layer["component"], layer["layer"], layer["steps"]) == ("transformer", 0, [0])
+    assert 0.01 < layer["relative_l2"] <= layer["relative_l2_of_worst_head"]
+    assert 0 < layer["density"] < 1
+    outcome = sglang(*flags)
+    assert outcome.code == 2
+    assert "--record-attention must be a file that does not exist yet" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--check-attention", "1"), "--check-attention needs --record-attention"),
+        (
+            ("--check-attention", "1", "--record-attention", "x.json", "--num-gpus", "2"),
+            "--check-attention must be 0 on several GPUs",
+        ),
+        (
+            ("--check-attention", "1", "--record-attention", "x.json", "--backend", "diffusers"),
+            "--check-attention must be 0 with --backend diffusers",
+        ),
+        (("--record-attention", "."), "--record-attention must be a file"),
+    ],
+)
+def test_checks_that_cannot_be_made_are_refused(sglang, tiny_pipeline, flags, message) -> None:
+    outcome = sglang(
+        *("generate", "--model-path", tiny_pipeline("flux"), "--prompt", "a fox", "--device"),
+        *("cpu", *flags),
+    )
+    assert outcome.code == 2, outcome.out
+    assert message in outcome.err
