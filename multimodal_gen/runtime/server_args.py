@@ -9,6 +9,7 @@ Importing this module imports neither torch nor diffusers.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -538,13 +539,19 @@ def parse_attention_backend(
     # Not with the module, which `--help` imports.
     from importlib.metadata import entry_points
 
-    # Names only: what the entry points load is looked at when a layer selects them.
-    for entry in entry_points(group=_PLUGIN_GROUP):
-        AttentionBackendEnum.register_plugin_name(entry.name)
+    plugins = {
+        AttentionBackendEnum.register_plugin_name(entry.name): entry
+        for entry in entry_points(group=_PLUGIN_GROUP)
+    }
     try:
-        return AttentionBackendEnum.parse(value)
+        backend = AttentionBackendEnum.parse(value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    if backend in plugins:
+        # Its class says whether it is sparse; an error concerns the layer that selects it.
+        with suppress(Exception):
+            plugins[backend].load()
+    return backend
 
 
 def parse_component_backends(

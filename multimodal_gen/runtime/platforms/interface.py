@@ -75,12 +75,17 @@ class AttentionBackendEnum(Enum):
 
         Args:
             name: what users type.
-            sparse: whether the backend skips part of the attention matrix.
+            sparse: whether the backend skips part of the attention matrix; who says so once, as
+                the class of the backend does, says it for all who know the name.
         """
         name = name.strip().lower()
         if not name.isidentifier():
             raise ConfigError(f"plug-in backend name must be an identifier, got {name!r}")
-        if name in cls._value2member_map_ or name in _PLUGINS:
+        if name in cls._value2member_map_:
+            return cls(name)
+        if name in _PLUGINS:
+            if sparse:
+                _PLUGINS[name] = _PLUGINS[name]._replace(sparse=True)
             return cls(name)
         member = object.__new__(cls)
         member._name_ = name.upper()

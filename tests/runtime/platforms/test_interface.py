@@ -75,6 +75,13 @@ def test_a_plugin_name_becomes_a_member_that_iteration_does_not_list():
     assert pickle.loads(pickle.dumps(member)) is member
 
 
+def test_a_plugin_is_sparse_once_its_class_says_so_whoever_named_it_first():
+    member = AttentionBackendEnum.register_plugin_name("plugged_attn")
+    assert AttentionBackendEnum.register_plugin_name("plugged_attn", sparse=True) is member
+    assert member.is_sparse
+    assert AttentionBackendEnum.register_plugin_name("plugged_attn").is_sparse
+
+
 def test_a_registered_plugin_name_is_listed_in_errors():
     AttentionBackendEnum.register_plugin_name("plugged_attn")
     with pytest.raises(ConfigError, match=r"plugged_attn, got 'plugged_atn', did you mean"):

@@ -1,6 +1,7 @@
 """The worked example of the attention README is a sparse method that works, alone and on ranks."""
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from multimodal_gen.cli.main import main
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
@@ -50,14 +52,14 @@ def forget() -> None:
 
 
 @contextmanager
-def installed(folder: Path) -> Iterator[SparseMethod]:
+def package(folder: Path) -> Iterator[None]:
     """Have the example as an installed package, with the entry point that the README gives."""
     (entry,) = re.findall(rf'^`({NAME} = ".*")`', README.read_text(), re.M)
-    package, info = folder / "your_package", folder / "your_package-1.0.dist-info"
-    for made in (package, info):
+    code, info = folder / "your_package", folder / "your_package-1.0.dist-info"
+    for made in (code, info):
         made.mkdir(parents=True, exist_ok=True)
-    (package / "__init__.py").touch()
-    (package / f"{NAME}.py").write_text(example())
+    (code / "__init__.py").touch()
+    (code / f"{NAME}.py").write_text(example())
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
     group = "[multimodal_gen.attention_backends]"
     (info / "entry_points.txt").write_text(f"{group}\n{entry.replace(chr(34), '')}\n")
@@ -65,15 +67,22 @@ def installed(folder: Path) -> Iterator[SparseMethod]:
     forget()
     importlib.invalidate_caches()
     try:
-        module = importlib.import_module(f"your_package.{NAME}")
-        backend = module.NearFirstBackend.backend
-        yield SparseMethod(backend=backend, config_cls=module.NearFirstConfig, given=SETTINGS)
+        yield
     finally:
         sys.path.remove(str(folder))
         interface._PLUGINS.pop(NAME, None)
         for name in ("your_package", f"your_package.{NAME}"):
             sys.modules.pop(name, None)
         forget()
+
+
+@contextmanager
+def installed(folder: Path) -> Iterator[SparseMethod]:
+    """Have the example installed and imported."""
+    with package(folder):
+        module = importlib.import_module(f"your_package.{NAME}")
+        backend = module.NearFirstBackend.backend
+        yield SparseMethod(backend=backend, config_cls=module.NearFirstConfig, given=SETTINGS)
 
 
 @pytest.fixture
@@ -143,6 +152,22 @@ def test_dense_steps_errors_and_parameters_come_with_the_base(method: SparseMeth
         run_sparse(attention, qkv, None, step=2)
     with pytest.raises(ConfigError, match=f"`topk` of {NAME} must be an integer >= 1, got 0"):
         method.config(topk=0)
+
+
+def test_who_only_names_it_gets_its_schedule_too(tiny_pipeline, tmp_path, capsys) -> None:
+    settings = {"topk": 2, "tile_size": [2, 2, 2], "dense_steps": "0", "dense_layers": "0"}
+    command = ["attention", "explain", "--json", "--model-path", str(tiny_pipeline("wan"))]
+    command += ["--attention-backend", NAME, "--attention-backend-config", json.dumps(settings)]
+    with package(tmp_path):
+        code = main(command)
+    told, said = capsys.readouterr()
+    assert code == 0, said
+    layers = json.loads(told)["layers"]
+    entries = {x["layer"]: x["entries"] for x in layers if x["role"] == "self"}
+    ran = {layer: [(e["steps"], e["backend"]) for e in found] for layer, found in entries.items()}
+    assert ran[0] == [(None, "torch_sdpa")]
+    assert ran[1] == [("0", "torch_sdpa"), (None, NAME)]
+    assert not any(e["fallback"] for x in layers for e in x["entries"])
 
 
 def check_on_rank(folder: Path, lengths: tuple[int, ...], masked: bool) -> float:
