@@ -37,9 +37,14 @@ if RANKS == 4:
 LENGTHS = [(256, 256, 256, 256)[:RANKS], (301, 128, 77, 260)[:RANKS]]
 GRID = (8, 12, 16)
 SPARSE = {
-    "sliding_tile_attn": {"window": [1, 2, 2], "tile_size": [4, 4, 4], "skip_time_steps": 0},
-    "video_sparse_attn": {"sparsity": 0.7},
-    "sla_attn": {"topk_ratio": 0.3},
+    "sliding_tile_attn": {
+        "window": [1, 2, 2],
+        "tile_size": [4, 4, 4],
+        "skip_time_steps": 0,
+        "dense_above": 1.0,
+    },
+    "video_sparse_attn": {"sparsity": 0.7, "dense_above": 1.0},
+    "sla_attn": {"topk_ratio": 0.3, "dense_above": 1.0},
 }
 
 

@@ -239,8 +239,8 @@ def test_sage_sla_attn_is_sla_attn_in_8_bits(ratio: float, text: TextSpan | None
     tokens = math.prod(grid) + (text.length if text else 0)
     qkv = make_qkv(2, tokens, 4, 128, num_kv_heads=2, dtype=torch.bfloat16, device="cuda")
     layers = (
-        layer(AttentionBackendEnum.SAGE_SLA_ATTN, SageSLAConfig(topk_ratio=ratio)),
-        layer(AttentionBackendEnum.SLA_ATTN, SLAConfig(topk_ratio=ratio)),
+        layer(AttentionBackendEnum.SAGE_SLA_ATTN, SageSLAConfig(topk_ratio=ratio, dense_above=1.0)),
+        layer(AttentionBackendEnum.SLA_ATTN, SLAConfig(topk_ratio=ratio, dense_above=1.0)),
     )
     with set_forward_context(0, latent_grid=grid, text_span=text):
         out, exact = (attention(*qkv) for attention in layers)

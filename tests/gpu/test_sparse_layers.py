@@ -5,12 +5,14 @@ shows whether whoever reads them waits.
 """
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
@@ -24,7 +26,7 @@ from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTi
 from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import Strategy
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
@@ -56,6 +58,8 @@ def span_of(name: str, grid: Window) -> TextSpan | None:
 
 
 def layer(backend: AttentionBackendEnum, config: SparseConfig, kv_heads: int) -> LocalAttention:
+    # Whatever their density, calls are to run the method.
+    config = replace(config, dense_above=1.0)
     asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     return LocalAttention(
         HEADS,
@@ -183,3 +187,52 @@ def test_a_layer_is_right_whatever_windows_it_had_before() -> None:
         first = run_behind_other_work(attend, qkv, WHOLE, None)
         again = run_behind_other_work(attend, qkv, WHOLE, None)
         torch.testing.assert_close(first, again, rtol=0, atol=2e-2)
+
+
+def config_of(method: AttentionBackendEnum, **parameters: object) -> SparseConfig:
+    cls = find_backend(method, PlatformEnum.CUDA)
+    return build_config(cls.config_cls, parameters, backend=str(method))
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "known"),
+    [
+        ("video_sparse_attn", {"sparsity": 0.1}, True),
+        ("sla_attn", {"topk_ratio": 0.95}, True),
+        (
+            "vmoba_attn",
+            {"temporal_chunk_size": 3, "spatial_layer": 0, "st_layer": 0, "first_full_step": 0},
+            False,
+        ),
+        (
+            "sparse_video_gen_2_attn",
+            {"svg2_num_q_centroids": 20, "svg2_num_k_centroids": 60},
+            False,
+        ),
+    ],
+)
+def test_a_call_that_would_keep_too_much_is_dense_without_waiting(
+    method: str, parameters: dict[str, object], known: bool
+) -> None:
+    if method == "vmoba_attn":
+        parameters = {**parameters, "moba_select_mode": "threshold", "moba_threshold": 0.9}
+    if method == "sparse_video_gen_2_attn":
+        parameters = {**parameters, "svg2_first_layers_fp": 0, "svg2_first_times_fp": 0}
+    backend = AttentionBackendEnum(method)
+    asked = BackendPreference(
+        source=Source.COMMAND_LINE, backend=backend, config=config_of(backend, **parameters)
+    )
+    attend = LocalAttention(
+        HEADS,
+        HEAD_SIZE,
+        compute_dtype=torch.bfloat16,
+        site=LayerSite(name="blocks.0.attn1", layer=0, num_layers=1),
+        scope=SelectionScope(default=asked, strict=True),
+    )
+    q, k, v = draw(WHOLE, None, HEADS)
+    for _ in range(2):  # the first call compiles
+        out = run_behind_other_work(attend, (q, k, v), WHOLE, None)
+    assert_within_error_budget(out, q, k, v, scale=SCALE)
+    report = attend.report()
+    dense = sum(detour.calls for detour in report.detours)
+    assert (dense, report.entries[0].every_pair) == ((2, 0) if known else (0, 2))

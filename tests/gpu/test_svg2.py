@@ -166,7 +166,7 @@ def layer(heads: int, **parameters: object) -> LocalAttention:
         svg2_num_k_centroids=60,
         svg2_first_layers_fp=0,
         svg2_first_times_fp=0,
-        **parameters,
+        **{"dense_above": 1.0, **parameters},
     )
     backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
     asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)

@@ -464,6 +464,9 @@ class SparseConfig(BackendConfig):
     Attributes:
         dense_steps: denoising steps that run on the dense backend, e.g. "0-3,38".
         dense_layers: layers that run on the dense backend, e.g. "0-3,38".
+        dense_above: share of query-key pairs in [0, 1]; a call that would keep more attends to all
+            of them, which is faster. 1 never does; None goes by what was measured for the kernel,
+            where it was not named. Not under `torch.use_deterministic_algorithms`.
         first_dense_steps: the method's own parameter for first steps that stay dense, or "". A
             float up to 1 is a share of what the run has, other values are numbers.
         first_dense_layers: the same for the layers of the model.
@@ -477,6 +480,9 @@ class SparseConfig(BackendConfig):
     )
     dense_layers: IndexSelector | None = option(  # noqa: RUF009 - it returns a field
         None, "layers that stay dense, e.g. '0-3,38'"
+    )
+    dense_above: float | None = option(
+        None, "share of pairs above which a call is dense; 1: never; none: as measured", ge=0, le=1
     )
 
     def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:

@@ -285,7 +285,8 @@ class ScheduleEntry:
         if call.wants_gradient:
             return self
         if self._table is None:
-            reason = self.primary.impl.dense_reason(call.query, call.key, context)
+            query, key = call[:2]
+            reason = self.primary.impl.dense_reason(query, key, context, call.first_head)
             return self if reason is None else self._dense(reason).at(call, context)
         # Spelled out, because it is part of every call.
         query, key, value, mask = call[:4]
@@ -414,6 +415,7 @@ class ScheduleEntry:
             selection=selection,
             calls=calls,
             densities=tuple(sorted(densities.items())),
+            every_pair=self.primary.impl.calls_with_every_pair(),
             shapes=tuple(self._shapes),
         )
         return entry, detours

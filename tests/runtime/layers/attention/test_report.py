@@ -114,7 +114,11 @@ def test_the_dictionary_is_json_and_complete(report):
     [
         (None, FA, None),
         (BackendConfig(), FA, None),
-        (SparseConfig(dense_steps="0-3"), FA, {"dense_steps": "0-3", "dense_layers": None}),
+        (
+            SparseConfig(dense_steps="0-3"),
+            FA,
+            {"dense_steps": "0-3", "dense_layers": None, "dense_above": None},
+        ),
         (SparseConfig(dense_steps="0-3"), SDPA, None),
     ],
     ids=["defaults", "no parameters", "given", "fallback"],

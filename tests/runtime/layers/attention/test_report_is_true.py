@@ -298,9 +298,9 @@ def kernel_of(cls: type[AttentionBackend], variant: Variant) -> str:
 
 def reported(entry: ScheduleEntry) -> Counter[str]:
     """Return how many calls each variant served, as the report says."""
-    primary, detours = entry.entries()
+    entries, detours = entry.entries()
     found: Counter[str] = Counter()
-    for part in (primary, *detours):
+    for part in (*entries, *detours):
         found[part.selection.variant] += part.calls
     return found
 

@@ -280,7 +280,11 @@ class AttentionImpl(ABC):
         """
 
     def dense_reason(
-        self, query: torch.Tensor, key: torch.Tensor, context: ForwardContext | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: ForwardContext | None,
+        first_head: int = 0,
     ) -> str | None:
         """Return why dense attention is faster for a call of a sparse method, or None.
 
@@ -290,9 +294,14 @@ class AttentionImpl(ABC):
             query: [B, Sq, H, D].
             key: [B, Sk, Hkv, D].
             context: the running denoiser call.
+            first_head: index of the first of `query`'s heads among those of the layer.
         """
-        del query, key, context
+        del query, key, context, first_head
         return None
+
+    def calls_with_every_pair(self) -> int:
+        """Return how many calls a sparse method made dense by itself, as `dense_above` says."""
+        return 0
 
     def densities(self) -> Mapping[int, float]:
         """Return, for sparse methods, the share of pairs attended to by denoising step so far."""

@@ -5,6 +5,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -24,10 +25,47 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
 )
 from multimodal_gen.runtime.layers.attention.warn_once import warn_if_dense_run
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["SparseImpl"]
 
 _ConfigT = TypeVar("_ConfigT", bound=SparseConfig)
+
+# The share of pairs at which a layer takes as long as dense attention, by method, kernel and the
+# tokens of a block from which on it holds. One H200, torch 2.11, triton 3.6, bf16, head size 128.
+# With gluon it is the density of a row of scripts/bench/results times the time of `auto` at that
+# shape in dense.csv at 56740c3, over the time of the layer; of several rows of at least 75,600
+# tokens, the least:
+#   VSA   sparse.csv at 56740c3, 21x45x80: 0.1 of the tiles in 32.5 ms, dense 162.2 ms
+#   STA   the same: 0.123 in 23.5 ms
+#   SLA   sla.csv at 694f3b1, 21x45x80, no projection: 0.0998 in 17.7 ms; blocks of 64 queries by
+#         engine.csv at 56740c3, r64: 505.4 of 754.7 TFLOP/s
+#   MoBA  vmoba.csv at 61c600b, 40 heads: chunks of 455, 1,365, 1,890 and 4,680 keys
+#   SVG2  svg2.csv at d3e5331, the layer: 470.2 of the 753.0 TFLOP/s of "ragged dense" in engine.csv
+# With triton there are no rows of layers. It is what the engine's rows leave of it: r64 434.3 of
+# 675.0, r128 505.4 of 688.2 and sta 534.6 of 690.6 TFLOP/s of FA3 in engine.csv, for VSA and STA
+# less what their layers lose with gluon; 198.3 of 460.4 for SVG2, in svg2.csv and engine.csv.
+_LIMITS = MappingProxyType(
+    {
+        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, "gluon"): ((0, 0.50),),
+        (AttentionBackendEnum.SLIDING_TILE_ATTN, "gluon"): ((0, 0.84),),
+        (AttentionBackendEnum.SLA_ATTN, "gluon"): ((0, 0.67), (128, 0.91)),
+        (AttentionBackendEnum.VMOBA_ATTN, "gluon"): (
+            (0, 0.38),
+            (1365, 0.60),
+            (1890, 0.69),
+            (4680, 0.78),
+        ),
+        (AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN, "gluon"): ((0, 0.62),),
+        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, "triton"): ((0, 0.48),),
+        (AttentionBackendEnum.SLIDING_TILE_ATTN, "triton"): ((0, 0.70),),
+        (AttentionBackendEnum.SLA_ATTN, "triton"): ((0, 0.64), (128, 0.73)),
+        (AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN, "triton"): ((0, 0.43),),
+    }
+)
+
+# Runs of a layer that are remembered; a run has one grid and one length of text.
+_MOST_RUNS = 256
 
 
 class SparseImpl(AttentionImpl, Generic[_ConfigT]):
@@ -38,10 +76,12 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         config: the parameters; the defaults where a method was chosen without any.
         label: the backend's name, for messages.
         kernel: what computes every call: a kernel of the engine, or the authors' package.
+        varies_by_step: whether what is known of a call's density depends on the step.
     """
 
     declaration: ClassVar[type[AttentionBackend]]
     per_head: ClassVar[bool] = True
+    varies_by_step: ClassVar[bool] = False
     config: _ConfigT
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,6 +92,11 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         self.kernel = selected_kernel(self.variant, self.config)
         # By step and first head: heads may come in groups.
         self._densities: dict[tuple[int, int], float | torch.Tensor] = {}
+        place = (self.declaration.backend, self.kernel.name)
+        self._limits = () if self.kernel.named else _LIMITS.get(place, ())
+        self._stays_sparse = self.dense_limit(0) is None
+        self._dense_reasons: dict[tuple[object, ...], str | None] = {}
+        self._every_pair: torch.Tensor | None = None
         self.prepare()
 
     def prepare(self) -> None:
@@ -147,6 +192,95 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             first_head: see `SparseCall`.
         """
         self._densities[context.current_timestep, first_head] = density
+
+    def dense_limit(self, block: int) -> float | None:
+        """Return the share of pairs above which a call is to be dense; None for never.
+
+        Args:
+            block: tokens of a block of keys.
+        """
+        given = self.config.dense_above
+        if given is None:
+            given = next((limit for least, limit in reversed(self._limits) if block >= least), None)
+        return None if given is None or given >= 1 else given
+
+    def known_density(
+        self, layout: SequenceLayout, context: ForwardContext, heads: slice
+    ) -> tuple[float, int] | None:
+        """Return the share of pairs that a call will attend to, and the tokens of its blocks.
+
+        None where the data decide, or where dense attention is something else than the method with
+        every pair. A method whose share changes from step to step says so by `varies_by_step`.
+
+        Args:
+            layout: where the video lies.
+            context: the running denoiser call.
+            heads: which of the layer's heads the call has.
+        """
+        del layout, context, heads
+        return None
+
+    def dense_reason(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        context: ForwardContext | None,
+        first_head: int = 0,
+    ) -> str | None:
+        """See `AttentionImpl.dense_reason`; by `known_density`, which is asked once per run.
+
+        Raises:
+            UsageError: the latent grid does not fit the sequence.
+        """
+        if self._stays_sparse or context is None or context.latent_grid is None:
+            return None  # without a grid, the call itself is refused
+        if torch.are_deterministic_algorithms_enabled():
+            return None
+        heads = slice(first_head, first_head + query.shape[2])
+        step = (context.current_timestep, context.num_steps) if self.varies_by_step else None
+        sequences = (query.shape[1], key.shape[1], context.latent_grid, context.text_span)
+        run = (*sequences, step, heads.start, heads.stop)
+        if run not in self._dense_reasons:
+            if len(self._dense_reasons) >= _MOST_RUNS:
+                self._dense_reasons.clear()
+            layout = layout_of(query.shape[1], key.shape[1], context, self.label)
+            known = self.known_density(layout, context, heads)
+            limit = None if known is None else self.dense_limit(known[1])
+            above = known is not None and limit is not None and known[0] > limit
+            self._dense_reasons[run] = (
+                f"{self.label} would keep more than {limit:g} of the pairs (`dense_above`)"
+                if above
+                else None
+            )
+        return self._dense_reasons[run]
+
+    def every_pair_above(
+        self, share: torch.Tensor, block: int, first_head: int
+    ) -> torch.Tensor | None:
+        """Return whether a call is to attend to every pair, bool []; None where it never is.
+
+        For shares that the data decide: the answer stays on the device, and so does the count.
+
+        Args:
+            share: the share of pairs that the call would attend to, [].
+            block: tokens of a block of keys.
+            first_head: see `SparseCall`.
+        """
+        limit = self.dense_limit(block)
+        if limit is None or torch.are_deterministic_algorithms_enabled():
+            return None
+        above = share > limit
+        if first_head == 0:
+            if self._every_pair is None or self._every_pair.device != above.device:
+                # Not as an inference tensor, which could not be counted up outside of that mode.
+                with torch.inference_mode(False):
+                    self._every_pair = torch.zeros((), dtype=torch.int64, device=above.device)
+            self._every_pair += above
+        return above
+
+    def calls_with_every_pair(self) -> int:
+        """See `AttentionImpl.calls_with_every_pair`; waits for the device."""
+        return 0 if self._every_pair is None else int(self._every_pair)
 
     def kernel_detours(self) -> Mapping[tuple[str, str], int]:
         """See `AttentionImpl.kernel_detours`."""

@@ -170,6 +170,16 @@ class SLAImpl(SparseImpl[_ParametersT]):
         attend_text(call, out)
         return branch.add(out, q, k, v, plan, layout.video).to(call.query.dtype)
 
+    def known_density(
+        self, layout: SequenceLayout, context: ForwardContext, heads: slice
+    ) -> tuple[float, int] | None:
+        """See `SparseImpl.known_density`; a trained linear branch belongs to the result."""
+        if self.projection.linear is not None:
+            return None
+        num_blocks = -(-layout.num_video // self.config.BLKK)
+        kept = kept_blocks(self.config.topk_ratio, num_blocks)
+        return layout.density(kept / num_blocks), self.config.BLKQ
+
     def sparse_branch(
         self,
         query: torch.Tensor,

@@ -203,6 +203,7 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
     """
 
     declaration = SlidingTileBackend
+    varies_by_step = True
 
     def prepare(self) -> None:
         """Read the strategy, and check that it has the layer."""
@@ -277,21 +278,36 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
             tile = fit_tile(self.config.tile_size, context.latent_grid)
             self._source.check(tiles_of(context.latent_grid, tile), context.num_steps)
 
+    def known_density(
+        self, layout: SequenceLayout, context: ForwardContext, heads: slice
+    ) -> tuple[float, int] | None:
+        """See `SparseImpl.known_density`; a search looks at every step."""
+        if self._source is None:
+            return None
+        tile = fit_tile(self.config.tile_size, layout.grid)
+        windows = self._windows_of(layout, tiles_of(layout.grid, tile), heads, context)
+        return _density(windows, layout, self.config.tile_size), math.prod(tile)
+
     def _windows(
         self, layout: SequenceLayout, tiles: Window, heads: slice, context: ForwardContext
     ) -> tuple[Window, ...]:
         """Return the windows of this step for some of the layer's heads, once that is noted."""
+        windows = self._windows_of(layout, tiles, heads, context)
+        density = _density(windows, layout, self.config.tile_size)
+        self.record(context, density, heads.start)
+        return windows
+
+    def _windows_of(
+        self, layout: SequenceLayout, tiles: Window, heads: slice, context: ForwardContext
+    ) -> tuple[Window, ...]:
         assert self._source is not None, "a search tries windows of its own"
-        windows = self._source.windows(
+        return self._source.windows(
             tiles,
             step=context.current_timestep,
             num_steps=context.num_steps,
             first_head=heads.start,
             num_heads=heads.stop - heads.start,
         )
-        density = _density(windows, layout, self.config.tile_size)
-        self.record(context, density, heads.start)
-        return windows
 
     def _attend_windows(
         self,

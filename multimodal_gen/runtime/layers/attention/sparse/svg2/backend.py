@@ -7,7 +7,7 @@ attended to by everything, and attends to everything.
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -210,7 +210,12 @@ class SVG2Impl(SparseImpl[SVG2Config]):
         with torch.no_grad():
             queries, keys = self._cluster(query, call.key, layout, context, keep)
             clusters = cluster_map(queries, keys, self._select(queries, keys), layout, keep)
-            self.record(context, _density(clusters, layout, keep), call.first_head)
+            share = _density(clusters, layout, keep)
+            above = self.every_pair_above(share, 0, call.first_head)
+            if above is not None:  # clusters that adjoin make long runs, which take no longer
+                clusters = replace(clusters, keep=clusters.keep | above)
+                share = torch.where(above, 1.0, share)
+            self.record(context, share, call.first_head)
         out = query.new_empty((*query.shape[:3], call.value.shape[3]))
         attend_text(call, out)
         if call.kernel.name == UPSTREAM:

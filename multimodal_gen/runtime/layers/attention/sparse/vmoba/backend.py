@@ -8,7 +8,9 @@ no chunk and compete in no scope. Where heads are split over processes, the scop
 Shapes: B batch, S tokens, H heads, D head size.
 """
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -30,7 +32,11 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, attend_densely
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    SparseCall,
+    attend_densely,
+)
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
     ChunkKind,
     attend_chunks,
@@ -213,6 +219,23 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
                 f"chunks at any resolution"
             )
 
+    def known_density(
+        self, layout: SequenceLayout, context: ForwardContext, heads: slice
+    ) -> tuple[float, int] | None:
+        """See `SparseImpl.known_density`; of whole chunks. Where scores decide, nobody knows."""
+        config, grid = self.config, layout.grid
+        self._check_grid(grid)
+        kind = config.kind(None if self.site is None else self.site.layer)
+        rule, shape = config.rule(kind), chunk_shape(kind, config.chunk_size(kind), grid)
+        num = math.prod(-(-n // edge) for n, edge in zip(grid, shape, strict=True))
+        if rule.keeps_own_only(num) and config.only_own_chunk == "full":
+            share = 1.0
+        elif rule.topk is not None or rule.keeps_all(num):
+            share = 1.0 if rule.keeps_all(num) else (rule.topk or 0) / num
+        else:
+            return None
+        return layout.density(share), math.prod(shape)
+
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention over the selected chunks; see `SparseImpl.attend`."""
         config, grid = self.config, call.layout.grid
@@ -230,6 +253,9 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
         elif rule.keeps_all(chunks.num_chunks) or (own_only and config.only_own_chunk == "full"):
             out = attend_densely(call)
         else:
-            out, share = attend_chunks(call, chunks, rule)
+            above = partial(
+                self.every_pair_above, block=math.prod(shape), first_head=call.first_head
+            )
+            out, share = attend_chunks(call, chunks, rule, above=above)
         self.record(context, share, call.first_head)
         return out

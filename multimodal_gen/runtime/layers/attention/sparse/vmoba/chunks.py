@@ -4,6 +4,7 @@ Shapes: B batch, S tokens, V video tokens, Sk keys, H heads, D head size, N chun
 chunks; q/k suffix = query/key side.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
@@ -205,7 +206,12 @@ def density(call: SparseCall, pairs: torch.Tensor) -> torch.Tensor:
 
 
 def attend_chunks(
-    call: SparseCall, chunks: Partition, rule: Rule, *, groups: ChunkGroups | None = None
+    call: SparseCall,
+    chunks: Partition,
+    rule: Rule,
+    *,
+    groups: ChunkGroups | None = None,
+    above: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of a call, and the share of pairs attended to; waits for nothing.
 
@@ -217,6 +223,8 @@ def attend_chunks(
         chunks: the chunks of its video.
         rule: how queries choose among them.
         groups: how the chunks are grouped; None for what suits the sizes.
+        above: whether a call with such a share, [], selects every chunk instead, as bool []; None,
+            and what returns None, for never. Not asked where keys are masked.
 
     Returns:
         [B, Sq, H, D] in the order of the sequence, zero where a query sees no key; and float64 [].
@@ -225,6 +233,11 @@ def attend_chunks(
     group = query.shape[2] // key.shape[2]
     groups = groups or chunk_groups(chunks.num_chunks, layout.num_video)
     bits, pairs = select(call, chunks, rule)
+    share = density(call, pairs)
+    every = None if above is None or call.keep is not None else above(share)
+    if every is not None:
+        bits = torch.where(every, _every_chunk(chunks.num_chunks, bits), bits)
+        share = torch.where(every, 1.0, share)
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
     # Rows of a query block that suit the kernel that will run.
     copied = not chunks.in_order or call.keep is not None
@@ -261,7 +274,15 @@ def attend_chunks(
     calls = [*(partial(attend_rest, span) for span in layout.text)]
     calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
     run_on_two_streams(calls, query.device)
-    return out, density(call, pairs)
+    return out, share
+
+
+def _every_chunk(num_chunks: int, bits: torch.Tensor) -> torch.Tensor:
+    """Return the bits of one row that selects all chunks, int32 [words], filled on the device."""
+    words = torch.full_like(bits[0, 0, 0], -1)
+    if num_chunks % WORD_BITS:
+        words[-1:].fill_((1 << num_chunks % WORD_BITS) - 1)
+    return words
 
 
 def _orders(counts: torch.Tensor, passes: int) -> tuple[torch.Tensor, ...]:

@@ -45,6 +45,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     attend_densely,
     attend_tiled,
+    fit_tile,
     head_slices,
     in_tiles,
 )
@@ -163,6 +164,15 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         else:
             out = attend_tiled(call, queries, keys, plan_of)
         return out if call.gate is None else coarse.add(out, call)
+
+    def known_density(
+        self, layout: SequenceLayout, context: ForwardContext, heads: slice
+    ) -> tuple[float, int] | None:
+        """See `SparseImpl.known_density`; of whole tiles."""
+        tile = fit_tile(self.config.tile_size, layout.grid)
+        num_tiles = math.prod(-(-n // edge) for n, edge in zip(layout.grid, tile, strict=True))
+        kept = kept_tiles(self.config, num_tiles, layout.num_video)
+        return layout.density(kept / num_tiles), math.prod(tile)
 
     def forward_gated(
         self,

@@ -1,0 +1,290 @@
+"""`dense_above`: calls that would keep too many pairs attend to all of them, and are counted."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
+from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
+from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import _every_chunk
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+
+GRID = (4, 6, 8)
+HEADS, HEAD_SIZE = 2, 32
+TEXT = TextSpan(start=math.prod(GRID), length=7)
+
+# Each would keep 0.4 to 0.8 of the pairs.
+VMOBA = {
+    "temporal_chunk_size": 1,
+    "temporal_topk": 2,
+    "spatial_layer": 0,
+    "st_layer": 0,
+    "first_full_step": 0,
+}
+KNOWN = {
+    "sliding_tile_attn": {"window": [1, 3, 3], "tile_size": [2, 2, 4], "skip_time_steps": 0},
+    "video_sparse_attn": {"sparsity": 0.5},
+    "sla_attn": {"topk_ratio": 0.67},
+    "vmoba_attn": {**VMOBA, "moba_select_mode": "topk"},
+}
+BY_DATA = {
+    "vmoba_attn": {**VMOBA, "moba_select_mode": "threshold", "moba_threshold": 0.3},
+    "sparse_video_gen_2_attn": {
+        "svg2_num_q_centroids": 4,
+        "svg2_num_k_centroids": 8,
+        "svg2_first_layers_fp": 0,
+        "svg2_first_times_fp": 0,
+    },
+}
+
+
+def make_layer(method: str, given: dict[str, object], **more: object) -> LocalAttention:
+    backend = AttentionBackendEnum(method)
+    cls = find_backend(backend, PlatformEnum.CPU)
+    config = build_config(cls.config_cls, {**given, **more}, backend=method)
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    return LocalAttention(
+        HEADS,
+        HEAD_SIZE,
+        site=LayerSite(name="blocks.0.attn1", component="transformer", layer=0, num_layers=1),
+        scope=SelectionScope(default=asked, strict=True),
+    )
+
+
+def inputs(text: TextSpan | None = None) -> tuple[torch.Tensor, ...]:
+    tokens = math.prod(GRID) + (text.length if text else 0)
+    return make_qkv(1, tokens, HEADS, HEAD_SIZE, dtype=torch.float32)
+
+
+def attend(layer, qkv, text: TextSpan | None = None, **call: object) -> torch.Tensor:
+    with torch.no_grad(), set_forward_context(0, latent_grid=GRID, text_span=text, num_steps=1):
+        return layer(*qkv, **call)
+
+
+def assert_dense(out: torch.Tensor, qkv, mask: torch.Tensor | None = None) -> None:
+    assert_within_error_budget(out, *qkv, scale=HEAD_SIZE**-0.5, mask=mask)
+
+
+def is_dense(out: torch.Tensor, qkv) -> bool:
+    try:
+        assert_dense(out, qkv)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("text", [None, TEXT], ids=["video", "joint"])
+@pytest.mark.parametrize("method", KNOWN)
+def test_a_call_that_is_known_to_keep_too_much_takes_the_dense_backend(method, text):
+    layer, qkv = make_layer(method, KNOWN[method], dense_above=0.3), inputs(text)
+    for _ in range(2):
+        assert_dense(attend(layer, qkv, text), qkv)
+    report = layer.report()
+    (detour,) = report.detours
+    assert (detour.selection.label, detour.calls) == ("torch_sdpa", 2)
+    reason = f"{method} would keep more than 0.3 of the pairs (`dense_above`)"
+    assert detour.selection.reason.startswith(reason)
+    assert [entry.calls for entry in report.entries] == [0]
+    summary = AttentionReport(layers=(report,)).summary()
+    assert f"detour to torch_sdpa [command line], 2 calls each; {reason}" in summary
+
+
+@pytest.mark.parametrize("above", [0.9, 1.0, None])
+@pytest.mark.parametrize("method", KNOWN)
+def test_a_call_that_keeps_less_runs_the_method(method, above):
+    layer, qkv = make_layer(method, KNOWN[method], dense_above=above), inputs()
+    assert not is_dense(attend(layer, qkv), qkv)
+    report = layer.report()
+    assert report.detours == ()
+    (entry,) = report.entries
+    assert entry.calls == 1
+    assert 0.35 < entry.density < 0.85
+
+
+@pytest.mark.parametrize("method", BY_DATA)
+def test_a_call_whose_density_the_data_decide_attends_to_everything_on_the_device(method):
+    layer, qkv = make_layer(method, BY_DATA[method], dense_above=0.2), inputs()
+    assert_dense(attend(layer, qkv), qkv)
+    report = layer.report()
+    assert report.detours == ()
+    (entry,) = report.entries
+    assert (entry.calls, entry.every_pair, entry.density) == (1, 1, 1.0)
+    assert entry.as_dict()["calls_with_every_pair"] == 1
+    summary = AttentionReport(layers=(report, report)).summary()
+    assert "1 call each, 2 in all with every pair, as they kept too many (`dense_above`)" in summary
+
+
+@pytest.mark.parametrize("above", [0.999, 1.0, None])
+@pytest.mark.parametrize("method", BY_DATA)
+def test_a_call_whose_data_keep_less_runs_the_method(method, above):
+    layer, qkv = make_layer(method, BY_DATA[method], dense_above=above), inputs()
+    assert not is_dense(attend(layer, qkv), qkv)
+    (entry,) = layer.report().entries
+    assert (entry.calls, entry.every_pair) == (1, 0)
+    assert entry.density < 0.999
+    assert "calls_with_every_pair" not in entry.as_dict()
+
+
+def test_calls_are_counted_one_by_one_whatever_the_mode():
+    layer = make_layer(
+        "sparse_video_gen_2_attn", BY_DATA["sparse_video_gen_2_attn"], dense_above=0.2
+    )
+    with torch.inference_mode():
+        attend(layer, inputs())
+    attend(layer, inputs())
+    (entry,) = layer.report().entries
+    assert (entry.calls, entry.every_pair) == (2, 2)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 31, 32, 33, 64, 70])
+def test_the_bits_of_every_chunk_are_set_and_no_others(num_chunks):
+    words = -(-num_chunks // 32)
+    bits = torch.zeros(1, 1, 3, words, dtype=torch.int32)
+    found = _every_chunk(num_chunks, bits)
+    number = sum((int(word) & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(found))
+    assert number == (1 << num_chunks) - 1
+
+
+@pytest.mark.parametrize("method", ["video_sparse_attn", "sparse_video_gen_2_attn"])
+def test_masked_keys_stay_out(method):
+    given = {**KNOWN, **BY_DATA}[method]
+    layer, qkv = make_layer(method, given, dense_above=0.2), inputs(TEXT)
+    keep = torch.ones(1, qkv[0].shape[1], dtype=torch.bool)
+    keep[:, -3:] = False
+    out = attend(layer, qkv, TEXT, attn_mask=keep[:, None, None, :])
+    assert_dense(out, qkv, mask=keep[:, None, None, :])
+    report = layer.report()
+    assert sum(part.calls for part in report.detours) + report.entries[0].every_pair == 1
+
+
+def test_a_gate_weighs_the_coarse_branch_of_dense_calls_too():
+    qkv = inputs()
+    gate = make_qkv(1, qkv[0].shape[1], HEADS, HEAD_SIZE, dtype=torch.float32, seed=7).query
+
+    def gated(**config: object) -> torch.Tensor:
+        cls = find_backend(AttentionBackendEnum.VIDEO_SPARSE_ATTN, PlatformEnum.CPU)
+        asked = BackendPreference(
+            source=Source.COMMAND_LINE,
+            backend=cls.backend,
+            config=build_config(cls.config_cls, config, backend="video_sparse_attn"),
+        )
+        layer = UlyssesAttention_VSA(HEADS, HEAD_SIZE, scope=SelectionScope(default=asked))
+        return attend(layer, qkv, gate_compress=gate)
+
+    dense = gated(sparsity=0.5, dense_above=0.3)
+    torch.testing.assert_close(dense, gated(sparsity=0.0), atol=1e-5, rtol=1e-5)
+
+
+def test_a_trained_linear_branch_keeps_its_layer_sparse():
+    layer, qkv = make_layer("sla_attn", KNOWN["sla_attn"], dense_above=0.3), inputs()
+    torch.manual_seed(1)
+    layer.set_projection(nn.Linear(HEAD_SIZE, HEAD_SIZE).requires_grad_(False))
+    attend(layer, qkv)
+    assert layer.report().detours == ()
+    assert layer.report().entries[0].calls == 1
+
+
+@pytest.mark.parametrize("method", ["video_sparse_attn", "sparse_video_gen_2_attn"])
+def test_under_deterministic_algorithms_nothing_is_exchanged(method):
+    layer, qkv = make_layer(method, {**KNOWN, **BY_DATA}[method], dense_above=0.2), inputs()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not is_dense(attend(layer, qkv), qkv)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    report = layer.report()
+    assert (report.detours, report.entries[0].every_pair) == ((), 0)
+
+
+def test_calls_that_need_gradients_run_the_method():
+    layer, qkv = (
+        make_layer("video_sparse_attn", KNOWN["video_sparse_attn"], dense_above=0.3),
+        inputs(),
+    )
+    with set_forward_context(0, latent_grid=GRID):
+        layer(qkv[0].requires_grad_(), *qkv[1:]).sum().backward()
+    assert layer.report().entries[0].calls == 1
+
+
+def test_under_compile_calls_are_exchanged_too():
+    layer, qkv = (
+        make_layer("video_sparse_attn", KNOWN["video_sparse_attn"], dense_above=0.3),
+        inputs(),
+    )
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert_dense(attend(compiled, qkv), qkv)
+    assert [part.calls for part in layer.report().detours] == [1]
+
+
+def test_what_is_known_of_a_run_is_asked_once(monkeypatch):
+    layer, qkv = (
+        make_layer("video_sparse_attn", KNOWN["video_sparse_attn"], dense_above=0.3),
+        inputs(),
+    )
+    asked = []
+    known = type(layer.attn_impl).known_density
+
+    def counted(self, layout, context, heads):
+        asked.append(layout)
+        return known(self, layout, context, heads)
+
+    monkeypatch.setattr(type(layer.attn_impl), "known_density", counted)
+    for _ in range(3):
+        attend(layer, qkv)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "most"])
+def test_dense_above_is_a_share(value):
+    with pytest.raises(ConfigError, match="`dense_above` of video_sparse_attn must be a number in"):
+        make_layer("video_sparse_attn", {}, dense_above=value)
+
+
+def limit_of(method: str, variant: str, block: int = 0, **config: object) -> float | None:
+    cls = find_backend(AttentionBackendEnum(method), PlatformEnum.CUDA)
+    given = {**KNOWN, **BY_DATA}.get(method, {})
+    built = build_config(cls.config_cls, {**given, **config}, backend=method)
+    site = LayerSite(layer=0, num_layers=1)
+    impl = cls.get_impl_cls()(2, 32, 1.0, config=built, variant=variant, site=site)
+    return impl.dense_limit(block)
+
+
+@pytest.mark.parametrize("kernel", ["gluon", "triton"])
+@pytest.mark.parametrize("method", [*KNOWN, "sparse_video_gen_2_attn"])
+def test_what_was_measured_holds_for_the_kernels_it_was_measured_with(method, kernel):
+    limit = limit_of(method, kernel)
+    if (method, kernel) == ("vmoba_attn", "triton"):
+        assert limit is None
+    else:
+        assert limit is not None
+        assert 0.3 < limit < 1
+    assert limit_of(method, "reference") is None
+    assert limit_of(method, kernel, dense_above=1.0) is None
+    assert limit_of(method, kernel, dense_above=0.25) == 0.25
+
+
+def test_a_kernel_that_was_named_is_not_exchanged_unless_told_so():
+    assert limit_of("video_sparse_attn", "triton", kernel="triton") is None
+    assert limit_of("video_sparse_attn", "triton", kernel="triton", dense_above=0.5) == 0.5
+
+
+def test_large_blocks_have_limits_of_their_own():
+    limits = [limit_of("vmoba_attn", "gluon", block) for block in (1, 455, 1365, 2100, 10800)]
+    assert limits == [0.38, 0.38, 0.60, 0.69, 0.78]
+    assert limit_of("sla_attn", "gluon", 64) < limit_of("sla_attn", "gluon", 128)
+    assert limit_of("sage_sla_attn", "gluon", 128) is None
