@@ -53,7 +53,8 @@ class TensorCache:
     """What the layers of a call derive from the same tensor, such as the packing of a mask.
 
     It holds the tensors, so that no other one gets the identity of one it knows. A tensor that was
-    changed in place counts as another one.
+    changed in place counts as another one, except inference tensors, whose changes torch does not
+    count: within one call of the denoiser they must stay as they are.
     """
 
     __slots__ = ("_values",)
@@ -150,21 +151,32 @@ def set_forward_context(
     current_timestep: int,
     attn_metadata: Any = None,
     forward_batch: Any = None,
-    **known: Any,
+    *,
+    timestep: float | None = None,
+    num_steps: int | None = None,
+    latent_grid: tuple[int, int, int] | None = None,
+    text_span: TextSpan | None = None,
+    cfg_branch: str | None = None,
+    component: str | None = None,
+    request_id: str | None = None,
+    call_number: int | None = None,
 ) -> Iterator[ForwardContext]:
     """Describe the denoiser call that runs inside the `with` block.
 
-    Args:
-        current_timestep: index of the denoising step, from 0.
-        attn_metadata: metadata for the backend, or None to let it build its own.
-        forward_batch: the request object, or None.
-        **known: any other field of `ForwardContext`.
+    For the arguments, and for what is refused, see `ForwardContext`.
     """
     context = ForwardContext(
         current_timestep=current_timestep,
         attn_metadata=attn_metadata,
         forward_batch=forward_batch,
-        **known,
+        timestep=timestep,
+        num_steps=num_steps,
+        latent_grid=latent_grid,
+        text_span=text_span,
+        cfg_branch=cfg_branch,
+        component=component,
+        request_id=request_id,
+        call_number=call_number,
     )
     with use_forward_context(context):
         yield context

@@ -339,7 +339,11 @@ def summary(report: "AttentionReport") -> list[str]:
     footnotes = Footnotes()
     lines = []
     for group in grouped(report):
-        steps = "" if group.steps == "all" else f", steps {group.steps}"
+        steps = f", steps {group.steps}"
+        if group.steps == "all":
+            steps = ""
+        elif group.steps.startswith("first"):
+            steps = f", the {group.steps} steps"
         detour = "detour to " if group.detour else ""
         selection, calls = group.entry.selection, group.entry.calls
         density = f"{group.density_text}, " if group.density else ""
