@@ -484,8 +484,7 @@ class AttentionLayer(nn.Module):
             needs = (Feature.DENSE_MASK, *needs[1:])
         bound = entry.with_features(*needs, causal_in_mask=causal)
         bound.calls += 1
-        heads = {"first_head": call.first_head} if bound.impl.per_head else {}
-        context = current_forward_context()
+        context, heads = current_forward_context(), bound.heads_from(call.first_head)
         return bound.forward(*call[:3], context, attn_mask=mask, **heads)
 
     def _attend_gated(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
@@ -502,7 +501,7 @@ class AttentionLayer(nn.Module):
         bound.calls += 1
         assert call.gate is not None, "callers know"
         gate, context = call.gate.to(query.dtype), current_forward_context()
-        heads = {"first_head": call.first_head} if bound.impl.per_head else {}
+        heads = bound.heads_from(call.first_head)
         if bound.gated:
             return bound.impl.forward_gated(query, key, value, gate, context, **heads)
         out = bound.forward(query, key, value, context, **heads)

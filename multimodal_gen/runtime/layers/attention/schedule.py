@@ -8,6 +8,7 @@ implementation is constructed.
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -156,6 +157,7 @@ class BoundBackend:
         gated: whether it has a coarse branch that a gate weighs.
         has_ring: whether it computes a ring itself.
         keeps_state: whether something is kept from call to call, about all heads of a call.
+        masks_lse: whether it gives log-sum-exps under a mask.
     """
 
     __slots__ = (
@@ -166,6 +168,7 @@ class BoundBackend:
         "has_ring",
         "impl",
         "keeps_state",
+        "masks_lse",
         "selection",
     )
 
@@ -180,6 +183,18 @@ class BoundBackend:
         self.gated = provides(impl, "add_coarse")
         self.has_ring = provides(impl, "forward_ring") and Feature.RING in features
         self.keeps_state = provides(impl, "observe") or provides(impl, "end_request")
+        self.masks_lse = provides(impl, "forward_lse_masked")
+
+    def heads_from(self, first_head: int, *, continued: bool = False) -> dict[str, Any]:
+        """Return the arguments that tell which of the layer's heads a call has, where it matters.
+
+        Args:
+            first_head: the first of them.
+            continued: whether other heads of the same call went before.
+        """
+        if not self.impl.per_head:
+            return {}
+        return {"first_head": first_head} | ({"continued": True} if continued else {})
 
 
 _KEY_MASK, _OTHER_MASK = 1, 2

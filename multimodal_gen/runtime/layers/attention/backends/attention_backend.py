@@ -5,7 +5,7 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -312,7 +312,13 @@ class AttentionImpl(ABC):
         return {}
 
 
-def provides(impl: AttentionImpl | type[AttentionImpl], method: str) -> bool:
+OptionalMethod: TypeAlias = Literal[
+    "add_coarse", "dense_reason", "end_request", "forward_lse_masked", "forward_ring", "observe"
+]
+"""The methods of `AttentionImpl` that layers ask for once, when they bind an implementation."""
+
+
+def provides(impl: AttentionImpl | type[AttentionImpl], method: OptionalMethod) -> bool:
     """Whether an implementation has an optional method of `AttentionImpl` of its own."""
     cls = impl if isinstance(impl, type) else type(impl)
     return getattr(cls, method) is not getattr(AttentionImpl, method)

@@ -170,6 +170,8 @@ def _attend_part(layer: AttentionLayer, entry: ScheduleEntry, *, training: bool)
         if part.causal:
             # Leaving out keys would move the diagonal.
             return part_attention(query, part, layer.geometry.softmax_scale)
+        if bound.masks_lse:
+            return full.forward_lse_masked(query, part.key, part.value, part.keep)
         return _attend_to_kept(full, query, part.key, part.value, part.keep)
 
     return attend
@@ -186,8 +188,6 @@ def _attend_to_kept(
 
     For them, how much is left has to reach the host.
     """
-    if provides(impl, "forward_lse_masked"):
-        return impl.forward_lse_masked(query, key, value, keep)
     parts = []
     for sample, kept in enumerate(keep):
         positions = kept.nonzero().flatten()

@@ -332,9 +332,7 @@ def attend_in_head_groups(
     leaving = []
     for group, arrived in zip(groups, coming, strict=True):
         q, k, v, _ = group.joined(arrived())
-        heads = {}
-        if bound.impl.per_head:
-            heads = {"first_head": group.heads[0], "continued": group is not groups[0]}
+        heads = bound.heads_from(group.heads[0], continued=group is not groups[0])
         with attending(q.device):
             part = bound.forward(q, k, v, context, **heads)
         leaving.append(group.start_tokens(part))
