@@ -90,8 +90,8 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         self.config = self.config if isinstance(self.config, cls) else cls()
         self.label = str(self.declaration.backend)
         self.kernel = selected_kernel(self.variant, self.config)
-        # By step and first head: heads may come in groups.
-        self._densities: dict[tuple[int, int], float | torch.Tensor] = {}
+        # By step: the mean of what was noted, and of how many heads it is.
+        self._densities: dict[int, tuple[float | torch.Tensor, int]] = {}
         place = (self.declaration.backend, self.kernel.name)
         self._limits = () if self.kernel.named else _LIMITS.get(place, ())
         self._stays_sparse = self.dense_limit(0) is None
@@ -181,17 +181,25 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         """
 
     def record(
-        self, context: ForwardContext, density: float | torch.Tensor, first_head: int = 0
+        self, context: ForwardContext, density: float | torch.Tensor, num_heads: int
     ) -> None:
-        """Note the share of query-key pairs that the step attends to, in [0, 1], for the report.
+        """Note the share of query-key pairs that a call attends to, in [0, 1], for the report.
+
+        The report has the mean over the calls of a step and their heads.
 
         Args:
             context: the running denoiser call.
             density: the share, or where the data decide, a tensor [] of it, which is not waited
                 for before the report is made.
-            first_head: see `SparseCall`.
+            num_heads: of how many heads it is, once per call or group of heads.
         """
-        self._densities[context.current_timestep, first_head] = density
+        step = context.current_timestep
+        mean, heads = self._densities.get(step, (density, 0))
+        heads += num_heads
+        if isinstance(mean, torch.Tensor) and isinstance(density, torch.Tensor):
+            mean = mean.to(density.device)  # the layer may have moved
+        # In this form the mean of equal numbers is that number.
+        self._densities[step] = (mean + (density - mean) * (num_heads / heads), heads)
 
     def dense_limit(self, block: int) -> float | None:
         """Return the share of pairs above which a call is to be dense; None for never.
@@ -288,7 +296,4 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
 
     def densities(self) -> Mapping[int, float]:
         """Return the density of every step so far; waits for the device where data decided it."""
-        found: dict[int, list[float]] = {}
-        for (step, _), density in self._densities.items():
-            found.setdefault(step, []).append(float(density))
-        return {step: sum(shares) / len(shares) for step, shares in found.items()}
+        return {step: float(mean) for step, (mean, _) in self._densities.items()}

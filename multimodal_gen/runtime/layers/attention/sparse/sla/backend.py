@@ -145,7 +145,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
         """Return both branches; see `SparseImpl.attend`."""
         layout, config, keep = call.layout, self.config, call.keep
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, call.query.device)
-        kept = self._kept(blocks, layout, context, call.first_head)
+        kept = self._kept(blocks, layout, context, call.query.shape[2])
         if call.kernel.name == UPSTREAM:
             return self._attend_upstream(call, blocks.num_video)
         dtype = self._exact_dtype(call.query.dtype)
@@ -224,7 +224,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
         layout, config = self.ring_layout(inputs, context), self.config
         assert context is not None, "a layout needs a context"
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, inputs.query.device)
-        kept = self._kept(blocks, layout, context, inputs.first_head)
+        kept = self._kept(blocks, layout, context, inputs.query.shape[2])
         given = inputs.query.dtype
         inputs = inputs.to(self._exact_dtype(given))
         held = RingBlocks.of(inputs, layout, config.BLKQ, config.BLKK)
@@ -276,13 +276,13 @@ class SLAImpl(SparseImpl[_ParametersT]):
         blocks: RasterBlocks,
         layout: SequenceLayout,
         context: ForwardContext,
-        first_head: int,
+        num_heads: int,
     ) -> int:
         """Return how many blocks a query block keeps, once that is noted."""
         ratio = self.config.topk_ratio
         kept = kept_blocks(ratio, blocks.num_video)
         # As if every block were of mean size.
-        self.record(context, layout.density(kept / blocks.num_video), first_head)
+        self.record(context, layout.density(kept / blocks.num_video), num_heads)
         if self.projection.linear is None and kept < blocks.num_video:
             component = None if self.site is None else self.site.component
             notice_no_projection(self.warnings, self.label, component, ratio, kept)

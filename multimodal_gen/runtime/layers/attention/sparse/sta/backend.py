@@ -294,7 +294,7 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
         """Return the windows of this step for some of the layer's heads, once that is noted."""
         windows = self._windows_of(layout, tiles, heads, context)
         density = _density(windows, layout, self.config.tile_size)
-        self.record(context, density, heads.start)
+        self.record(context, density, heads.stop - heads.start)
         return windows
 
     def _windows_of(
@@ -356,7 +356,7 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
         for branch, found in losses.items():
             session.recorder.add(torch.stack(found), step=step, layer=layer, branch=branch)
             session.finish(branch, context.num_steps, order.grid, order.tile)
-        self.record(context, 1.0)
+        self.record(context, 1.0, heads)
         return full
 
 

@@ -215,7 +215,7 @@ class SVG2Impl(SparseImpl[SVG2Config]):
             if above is not None:  # clusters that adjoin make long runs, which take no longer
                 clusters = replace(clusters, keep=clusters.keep | above)
                 share = torch.where(above, 1.0, share)
-            self.record(context, share, call.first_head)
+            self.record(context, share, query.shape[2])
         out = query.new_empty((*query.shape[:3], call.value.shape[3]))
         attend_text(call, out)
         if call.kernel.name == UPSTREAM:

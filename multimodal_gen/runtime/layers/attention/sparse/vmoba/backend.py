@@ -257,5 +257,5 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
                 self.every_pair_above, block=math.prod(shape), first_head=call.first_head
             )
             out, share = attend_chunks(call, chunks, rule, above=above)
-        self.record(context, share, call.first_head)
+        self.record(context, share, call.query.shape[2])
         return out

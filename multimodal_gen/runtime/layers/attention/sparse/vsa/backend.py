@@ -141,10 +141,15 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         """Return the fine stage, and the coarse one where the call has a gate."""
         queries, keys = in_tiles(call.layout, self.config.tile_size, call.query.device)
         num_tiles = len(queries.order.starts)
-        kept = kept_tiles(self.config, num_tiles, call.layout.num_video)
-        # Of whole tiles.
-        self.record(context, call.layout.density(kept / num_tiles), call.first_head)
-        if kept == num_tiles and call.keep is None and call.kernel.name not in UPSTREAM:
+        kept, num_heads = (
+            kept_tiles(self.config, num_tiles, call.layout.num_video),
+            call.query.shape[2],
+        )
+        is_upstream = call.kernel.name in UPSTREAM
+        is_dense = kept == num_tiles and call.keep is None and not is_upstream
+        if is_dense or is_upstream or queries.order.uniform:
+            self.record(context, call.layout.density(kept / num_tiles), num_heads)
+        if is_dense:
             out = attend_densely(call)
             return out if call.gate is None else coarse_stage(call, queries, keys).add(out, call)
         coarse = coarse_stage(call, queries, keys)
@@ -152,10 +157,10 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         def plan_of(heads: slice) -> BlockPlan:
             plan = coarse.plan(heads, kept)
             if heads.start == 0 and not queries.order.uniform:
-                self._record_pairs(context, plan, call.layout, call.first_head)
+                self._record_pairs(context, plan, call.layout, num_heads)
             return plan
 
-        if call.kernel.name in UPSTREAM:
+        if is_upstream:
 
             def select() -> torch.Tensor:
                 return select_tiles(coarse.query, coarse.key, kept)
@@ -221,9 +226,10 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         queries, keys = in_tiles(layout, self.config.tile_size, device)
         num_tiles = len(queries.order.starts)
         kept = kept_tiles(self.config, num_tiles, layout.num_video)
-        # Of whole tiles.
-        self.record(context, layout.density(kept / num_tiles), inputs.first_head)
-        if kept == num_tiles and call.keep is None:
+        num_heads, is_dense = inputs.query.shape[2], kept == num_tiles and call.keep is None
+        if is_dense or queries.order.uniform:
+            self.record(context, layout.density(kept / num_tiles), num_heads)
+        if is_dense:
             out = run(whole_shards(call, device), lambda _: None)
             return out if gate is None else self.add_coarse_ring(out, inputs, context)
         shards = shards_of(layout, call, queries.order.tile, device)
@@ -231,7 +237,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         mine = shards[call.group.index]
         if not queries.order.uniform:
             plan = coarse.plan(_first_heads(inputs, layout), kept)
-            self._record_pairs(context, plan, layout, inputs.first_head)
+            self._record_pairs(context, plan, layout, num_heads)
         out = run(shards, coarse.plans_of(mine, kept))
         return out if gate is None else coarse.add_to_shard(mine, out, gate, self.softmax_scale)
 
@@ -248,15 +254,15 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         return coarse.add_to_shard(mine, out, inputs.gate, self.softmax_scale)
 
     def _record_pairs(
-        self, context: ForwardContext, plan: BlockPlan, layout: SequenceLayout, first_head: int
+        self, context: ForwardContext, plan: BlockPlan, layout: SequenceLayout, num_heads: int
     ) -> None:
-        """Note what a plan of the first heads keeps, which stand for all.
+        """Note what a plan of the first heads keeps, which stand for all of the call.
 
         Which tiles are cut short is up to the data.
         """
         of_video = plan.pairs().double().mean() / layout.num_video**2
         of_tiles = of_video - (layout.num_keys - layout.num_video) / layout.num_video
-        self.record(context, layout.density(of_tiles), first_head)
+        self.record(context, layout.density(of_tiles), num_heads)
 
 
 def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> int:

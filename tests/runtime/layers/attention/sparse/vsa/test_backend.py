@@ -12,7 +12,11 @@ from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import (
     VideoSparseConfig,
     kept_tiles,
 )
-from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    TextSpan,
+    set_forward_context,
+)
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import QKV
 from multimodal_gen.testing.reference import reference_attention
@@ -301,12 +305,29 @@ def test_the_report_has_the_density_of_every_step():
 def test_the_density_is_that_of_the_pairs_attended_to(grid, where):
     text = TEXTS[where]
     if text is not None:
-        text = TextSpan(start=min(text.start, math.prod(grid)), length=text.length)
+        text = TextSpan(start=text.start and math.prod(grid), length=text.length)
     attention = layer(topk=3)
     qkv = inputs(grid, text=text)
     run(attention, qkv, grid, text=text)
     mask = Definition(qkv, grid, TILE, 3, text).mask
     assert attention.attn_impl.densities()[0] == pytest.approx(float(mask.double().mean()))
+
+
+@pytest.mark.parametrize("heads", [(), (2, 1)], ids=["calls", "groups of heads"])
+def test_the_density_of_a_step_is_the_mean_over_its_calls_and_heads(heads):
+    attention = layer(topk=3)
+    shares = []
+    for grid in (WHOLE, RAGGED):
+        alone = layer(topk=3)
+        run(alone, inputs(grid), grid)
+        shares.append(alone.attn_impl.densities()[0])
+        if not heads:
+            run(attention, inputs(grid), grid)
+    for num, share in zip(heads, shares, strict=False):
+        attention.attn_impl.record(ForwardContext(current_timestep=0), share, num)
+    assert shares[0] != shares[1]
+    wanted = sum(n * share for n, share in zip(heads or (1, 1), shares, strict=True))
+    assert attention.attn_impl.densities()[0] == pytest.approx(wanted / sum(heads or (1, 1)))
 
 
 @pytest.mark.parametrize(
