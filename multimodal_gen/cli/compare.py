@@ -1,7 +1,7 @@
 """`sglang attention compare`: what backends do to the output of a model, and what they save."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.comparison.configurations import Configuration
     from multimodal_gen.runtime.comparison.record import Report, Run
 
-__all__ = ["compare"]
+__all__ = ["COMPARED", "STEPS", "compare", "print_report", "run_comparison"]
 
-_TAKEN = (
+COMPARED = (
     "model_path",
     "negative_prompt",
     "height",
@@ -35,7 +35,7 @@ _TAKEN = (
     "vae_tiling",
     "num_gpus",
 )
-_STEPS = replace(SETTINGS["num_inference_steps"], short="--steps")
+STEPS = replace(SETTINGS["num_inference_steps"], short="--steps")
 
 _Backends = Annotated[
     str,
@@ -85,7 +85,7 @@ _Replayed = Annotated[
 ]
 
 
-@takes(*(SETTINGS[name] for name in _TAKEN), _STEPS)
+@takes(*(SETTINGS[name] for name in COMPARED), STEPS)
 def compare(
     backends: _Backends,
     output: _Output,
@@ -105,6 +105,35 @@ def compare(
     difference is the noise, and on each backend. Writes report.json and report.html. A backend that
     fails or runs out of memory is a row of the report.
     """
+    report = run_comparison(
+        settings,
+        backends=backends,
+        folder=output,
+        prompts=read_prompts(prompt, prompts, "a comparison"),
+        reference=reference,
+        floor=floor,
+        seeds=seeds,
+        resume=resume,
+        replayed_steps=replayed_steps,
+    )
+    print_report(report)
+    typer.echo(f"\nreport: {output / 'report.json'}")
+    typer.echo(f"page:   {output / 'report.html'}")
+
+
+def run_comparison(
+    settings: Settings,
+    *,
+    backends: str,
+    folder: Path,
+    prompts: Sequence[str],
+    reference: str,
+    floor: str | None,
+    seeds: str,
+    resume: bool,
+    replayed_steps: int,
+) -> "Report":
+    """Load a pipeline, compare backends on it, and return the report; see `compare`."""
     from multimodal_gen.integrations.comparison import run_plan
     from multimodal_gen.runtime.comparison.run import Plan
     from multimodal_gen.runtime.generator import PipelineIndex, pick_device
@@ -115,24 +144,22 @@ def compare(
     _refuse_ranks(args)
     dense, exact, candidates = _configurations(reference, floor, backends)
     plan = Plan(
-        prompts=tuple(dict.fromkeys(read_prompts(prompt, prompts, "a comparison"))),
+        prompts=tuple(dict.fromkeys(prompts)),
         seeds=_seeds(seeds),
         reference=dense,
         candidates=candidates,
         floor=exact,
-        folder=output,
+        folder=folder,
         resume=resume,
         replayed_steps=replayed_steps,
     )
     index = PipelineIndex.read(args.model_path)
     with out_of_memory_explained():
         pipe = load_pipeline(index, args, pick_device(args.device))
-    report = run_plan(pipe, index, args, plan, lambda line: typer.echo(line, err=True))
-    _print(report)
-    typer.echo(f"\nreport: {output / 'report.json'}")
+    return run_plan(pipe, index, args, plan, lambda line: typer.echo(line, err=True))
 
 
-def _print(report: "Report") -> None:
+def print_report(report: "Report") -> None:
     """Print a report as tables: quality, then cost."""
     typer.echo(f"{report.model.pipeline} on {report.environment.device}, {report.model.dtype}")
     typer.echo("")

@@ -23,6 +23,7 @@ from multimodal_gen.cli.bench import bench
 from multimodal_gen.cli.compare import compare
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
+from multimodal_gen.cli.recommend import recommend
 from multimodal_gen.errors import MultimodalGenError, RankError, nearest
 
 __all__ = ["app", "main"]
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command()(generate)
 attention.app.command()(bench)
 attention.app.command()(compare)
+attention.app.command()(recommend)
 attention.app.add_typer(sta.app, name="sta")
 app.add_typer(attention.app, name="attention")
 

@@ -9,6 +9,7 @@ from multimodal_gen import __version__
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import AttentionHandle, apply
 from multimodal_gen.runtime.comparison.configurations import read_configurations
+from multimodal_gen.runtime.comparison.page import require_page, write_page
 from multimodal_gen.runtime.comparison.record import Report
 from multimodal_gen.runtime.comparison.run import Comparison, Plan
 from multimodal_gen.runtime.generator.load import PipelineIndex
@@ -72,7 +73,7 @@ def compare(
         UsageError: an argument does not fit the pipeline, the folder is in use, or the reference
             cannot run.
         ConfigError: a backend or its parameters are wrong.
-        MissingDependencyError: an encoder for videos is not installed.
+        MissingDependencyError: an encoder for videos or what the page needs is not installed.
     """
     if not hasattr(pipe, "components"):
         raise UsageError(
@@ -114,12 +115,15 @@ def run_plan(
     plan: Plan,
     say: Callable[[str], object] = lambda line: None,
 ) -> Report:
-    """Run a comparison on a loaded pipeline; see `Comparison`."""
+    """Run a comparison on a loaded pipeline, and write its page; see `Comparison`."""
+    require_page()
 
     def attach(target: Any, scope: SelectionScope) -> AttentionHandle:
         return apply(target, scope=scope)
 
-    return Comparison(pipe, index, args, plan, attach, __version__, say).run()
+    report = Comparison(pipe, index, args, plan, attach, __version__, say).run()
+    write_page(report, plan.folder, plan.folder / "report.html")
+    return report
 
 
 def _index_of(pipe: Any, name: str) -> PipelineIndex:

@@ -281,9 +281,9 @@ def _row(
 def _cell(found: Beside | None, kind: str) -> dict[str, Any]:
     if found is None:
         return {"text": "-", "spread": "", "beyond": False}
-    digits = found.measure.digits
-    number = f"{found.mean:.{digits}f}" if math.isfinite(found.mean) else "equal"
-    spread = f"{found.spread:.{digits}f}" if found.count > 1 and math.isfinite(found.mean) else ""
+    finite = math.isfinite(found.mean)
+    number = found.measure.number(found.mean) if finite else "equal"
+    spread = found.measure.number(found.spread) if finite and found.count > 1 else ""
     beyond = found.within is False and kind == "candidate"
     return {"text": number, "spread": spread, "beyond": beyond}
 

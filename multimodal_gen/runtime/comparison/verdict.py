@@ -58,7 +58,7 @@ class Measure:
         name: of its field in `FrameMetrics`; "latents" or "flicker_change" for what is derived.
         label: as people know it.
         unit: of the figure, or "".
-        digits: behind the decimal point, in print.
+        digits: behind the decimal point, in print; None for two digits wherever they are.
         better: which figures are closer to the reference.
         rounding: distance that is that of rounding to 8 bits: nobody can see it.
         distance: from the reference, of a figure; 0 for equal clips, and more for farther ones.
@@ -67,7 +67,7 @@ class Measure:
     name: str
     label: str
     unit: str
-    digits: int
+    digits: int | None
     better: Literal["higher", "lower"]
     rounding: float
     distance: Callable[[float], float]
@@ -86,10 +86,13 @@ class Measure:
         figure: float | None = getattr(frames, self.name)
         return figure
 
+    def number(self, figure: float) -> str:
+        """Return a figure without its unit."""
+        return f"{figure:.2g}" if self.digits is None else f"{figure:.{self.digits}f}"
+
     def text(self, figure: float) -> str:
         """Return a figure with its unit."""
-        number = "inf" if math.isinf(figure) else f"{figure:.{self.digits}f}"
-        return f"{number} {self.unit}".strip()
+        return f"{self.number(figure)} {self.unit}".strip()
 
 
 def _squared_error(decibels: float) -> float:
@@ -104,7 +107,7 @@ MEASURES = (
     Measure("vmaf", "VMAF", "", 1, "higher", 1.0, lambda vmaf: max(0.0, 100 - vmaf)),
     Measure("lpips", "LPIPS", "", 4, "lower", 1e-3, lambda lpips: lpips),
     Measure("flicker_change", "flicker", "x", 2, "lower", 0.01, lambda ratio: abs(1 - ratio)),
-    Measure("latents", "latents", "", 4, "lower", 1e-3, lambda error: error),
+    Measure("latents", "latents", "", None, "lower", 1e-3, lambda error: error),
 )
 """Every measure. The ratio of flickers is 1 for equal clips; 2 flickers twice as much."""
 
@@ -169,7 +172,11 @@ def judge(run: Run, floor: Sequence[Run]) -> Verdict:
     if unjudged:
         reason = "No other exact kernel ran, so there is no noise to put the figures beside."
         return Verdict(word="unknown", reasons=(reason, *map(_sentence, unjudged)))
-    return Verdict(word="within the noise of dense kernels", reasons=tuple(map(_sentence, found)))
+    word: Literal["within the noise of dense kernels"] = "within the noise of dense kernels"
+    by_name = {each.measure.name: each for each in found}
+    if "psnr" in by_name and math.isinf(by_name["psnr"].mean):
+        return Verdict(word=word, reasons=("Every clip equals the reference's.",))
+    return Verdict(word=word, reasons=tuple(map(_sentence, found)))
 
 
 def beside_noise(run: Run, floor: Sequence[Run]) -> tuple[Beside, ...]:
@@ -263,7 +270,7 @@ def _sentence(found: Beside) -> str:
     measure = found.measure
     text = f"{measure.label} {measure.text(found.mean)}"
     if found.count > 1:
-        text += f" (spread {found.spread:.{measure.digits}f} over {found.count} clips)"
+        text += f" (spread {measure.number(found.spread)} over {found.count} clips)"
     if found.noise is None:
         return f"{text}."
     return f"{text}; dense kernels {measure.text(found.noise)}."

@@ -209,6 +209,17 @@ def test_figures_are_said_with_unit_and_spread() -> None:
     assert verdict.reasons == ("PSNR 32.0 dB (spread 2.8 over 2 clips); dense kernels inf dB.",)
 
 
+def test_equal_clips_and_small_figures_are_said_in_few_words() -> None:
+    floor = [run(FrameMetrics(psnr=90.0), latents=(3e-7,))]
+    assert judge(run(FrameMetrics(psnr=math.inf), latents=(0.0,)), floor).reasons == (
+        "Every clip equals the reference's.",
+    )
+    assert judge(run(FrameMetrics(psnr=90.0), latents=(1.234e-5,)), floor).reasons == (
+        "PSNR 90.0 dB; dense kernels 90.0 dB.",
+        "latents 1.2e-05; dense kernels 3e-07.",
+    )
+
+
 @pytest.mark.parametrize(("name", "noisy", "equal"), MEASURED)
 def test_equal_clips_have_no_distance(name: str, noisy: float, equal: float) -> None:
     assert distance(name, equal) == 0.0 < distance(name, noisy)

@@ -1,0 +1,157 @@
+"""`sglang attention recommend`: the fastest backend that is good enough, as a file to run with."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from multimodal_gen.cli.compare import COMPARED, STEPS, print_report, run_comparison
+from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
+from multimodal_gen.cli.table import echo, wrapped
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.server_args import SETTINGS
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.comparison.record import Report
+
+__all__ = ["recommend"]
+
+_MODEL = replace(
+    SETTINGS["model_path"],
+    default=None,
+    help="Compare on this pipeline first: a folder with model_index.json, or a Hugging Face Hub "
+    "id. Default: read what --comparison holds.",
+)
+
+_Folder = Annotated[
+    Path,
+    typer.Option(
+        "--comparison",
+        metavar="FOLDER",
+        help="Folder of a comparison. With --model-path the comparison is made there, or gone on "
+        "with.",
+    ),
+]
+_MinPsnr = Annotated[
+    float | None, typer.Option("--min-psnr", metavar="DB", help="Least mean PSNR, in dB.")
+]
+_MinVmaf = Annotated[
+    float | None, typer.Option("--min-vmaf", metavar="X", help="Least mean VMAF, 0 to 100.")
+]
+_MaxError = Annotated[
+    float | None,
+    typer.Option(
+        "--max-error",
+        metavar="X",
+        help="Largest mean relative L2 distance of the last latents. Without any limit: within "
+        "the noise of dense kernels.",
+    ),
+]
+_Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        metavar="FILE",
+        help="YAML file for --attention-config to write; an older one is replaced.",
+    ),
+]
+_Backends = Annotated[
+    str | None,
+    typer.Option(
+        "--backends",
+        metavar="CONFIGS",
+        help="With --model-path: what is searched, as in `sglang attention compare`. Default: "
+        "each sparse method that needs no training, from mild to strong, and sage_attn.",
+    ),
+]
+_Seeds = Annotated[
+    str,
+    typer.Option("--seeds", metavar="N-N,N", help="With --model-path: seeds of every prompt."),
+]
+
+
+@takes(_MODEL, *(SETTINGS[name] for name in COMPARED if name != "model_path"), STEPS)
+def recommend(
+    comparison: _Folder,
+    min_psnr: _MinPsnr = None,
+    min_vmaf: _MinVmaf = None,
+    max_error: _MaxError = None,
+    output: _Output = None,
+    prompt: Prompts = None,
+    prompts: PromptFile = None,
+    backends: _Backends = None,
+    seeds: _Seeds = "0",
+    *,
+    settings: Settings,
+    as_json: AsJson = False,
+) -> None:
+    """Recommend the fastest backend of a comparison that is good enough, and say why.
+
+    What is good enough is said by limits, or is what is within the noise of dense kernels. Where
+    nothing is, says what comes nearest, writes no file, and ends with status 1.
+    """
+    from multimodal_gen.runtime.comparison import recommend as choice
+
+    limits = choice.Limits(min_psnr=min_psnr, min_vmaf=min_vmaf, max_error=max_error)
+    if settings["model_path"] is None:
+        _refuse_search(prompt, prompts, backends, settings)
+        report = _read(comparison)
+    else:
+        report = run_comparison(
+            settings,
+            backends=backends or ";".join(choice.GRID),
+            folder=comparison,
+            prompts=read_prompts(prompt, prompts, "a comparison"),
+            reference="torch_sdpa",
+            floor=None,
+            seeds=seeds,
+            resume=comparison.exists(),
+            replayed_steps=0,
+        )
+        if not as_json:
+            print_report(report)
+            typer.echo("")
+    found = choice.recommend(report, limits)
+    if output is not None and found.run is not None:
+        choice.write_config(found, output)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        for reason in found.reasons:
+            echo(wrapped(reason))
+        if output is not None and found.run is not None:
+            typer.echo(f"\nattention config: {output}")
+    if found.run is None:
+        raise typer.Exit(1)
+
+
+def _refuse_search(
+    prompt: list[str] | None, prompts: Path | None, backends: str | None, settings: Settings
+) -> None:
+    """Refuse what only a search takes, rather than leave it out."""
+    given = [
+        flag
+        for flag, value in (("--prompt", prompt), ("--prompts", prompts), ("--backends", backends))
+        if value
+    ]
+    given += [
+        setting.flag
+        for name in (*COMPARED, STEPS.name)
+        if name != "model_path"
+        and settings[name] != (setting := SETTINGS[name]).default
+        and settings[name] is not None
+    ]
+    if given:
+        raise UsageError(
+            f"--model-path must be given with {', '.join(given)}: without it, a comparison that "
+            f"was made before is read"
+        )
+
+
+def _read(folder: Path) -> "Report":
+    from multimodal_gen.runtime.comparison.record import Report, read_record
+
+    return read_record(Report, folder / "report.json" if folder.is_dir() else folder)

@@ -1,0 +1,240 @@
+"""Which configuration of a comparison to take: the fastest that is good enough.
+
+Good enough is what meets every limit that is given, as a mean over prompts and seeds:
+
+    min_psnr     PSNR in dB, at least
+    min_vmaf     VMAF, at least
+    max_error    relative L2 distance of the last latents from the reference's, at most
+
+Without any limit it is what is within the noise of dense kernels. A run that is broken or did not
+finish is never good enough, and neither is one that lacks a figure that is limited. Exact kernels
+may win, too; the reference wins where something is good enough, but nothing that is faster. The
+fastest has the least time per step.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.comparison.frames import mean_and_spread
+from multimodal_gen.runtime.comparison.record import Report, Run
+from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure
+from multimodal_gen.runtime.generator.output import Staging
+from multimodal_gen.runtime.layers.attention.rules import scope_from
+
+__all__ = ["GRID", "Limits", "Recommendation", "attention_config", "recommend", "write_config"]
+
+GRID = (
+    "sage_attn",
+    "sliding_tile_attn:window=[3,3,3]",
+    "sliding_tile_attn:window=[3,5,5]",
+    "video_sparse_attn:sparsity=0.5",
+    "video_sparse_attn:sparsity=0.75",
+    "video_sparse_attn:sparsity=0.9",
+    "vmoba_attn:temporal_chunk_size=3,spatial_chunk_size=[5,13],st_chunk_size=[7,5,13],"
+    "temporal_topk=2,spatial_topk=6,st_topk=18,moba_select_mode=topk",
+    "sparse_video_gen_2_attn",
+)
+"""What is searched where no comparison is given: each sparse method that needs no training, from
+mild to strong, and 8 bits. What cannot serve a model is a row that is never good enough."""
+
+_WITHIN = "within the noise of dense kernels"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is good enough; None for no limit.
+
+    Attributes:
+        min_psnr: in dB.
+        min_vmaf: 0 to 100.
+        max_error: relative L2 distance of the last latents.
+
+    Raises:
+        ConfigError: a limit is not a finite number.
+    """
+
+    min_psnr: float | None = None
+    min_vmaf: float | None = None
+    max_error: float | None = None
+
+    def __post_init__(self) -> None:
+        for flag, limit in (
+            ("--min-psnr", self.min_psnr),
+            ("--min-vmaf", self.min_vmaf),
+            ("--max-error", self.max_error),
+        ):
+            if limit is not None and not math.isfinite(limit):
+                raise ConfigError(f"{flag} must be a finite number, got {limit}")
+
+    @property
+    def given(self) -> tuple[tuple[Measure, float], ...]:
+        """The limits that are given, with what they limit."""
+        limits = {"psnr": self.min_psnr, "vmaf": self.min_vmaf, "latents": self.max_error}
+        return tuple(
+            (measure, limit)
+            for measure in MEASURES
+            if (limit := limits.get(measure.name)) is not None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What to take, and why.
+
+    Attributes:
+        run: the fastest run that is good enough, or None.
+        nearest: the run that misses the limits by least where none is good enough, or None where
+            nothing finished.
+        reasons: sentences: what was chosen or comes nearest, and why each faster run was not taken.
+    """
+
+    run: Run | None
+    nearest: Run | None
+    reasons: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON data, with what `--attention-config` takes."""
+        return {
+            "recommended": self.run.name if self.run else None,
+            "nearest": self.nearest.name if self.nearest else None,
+            "attention_config": attention_config(self.run) if self.run else None,
+            "reasons": list(self.reasons),
+        }
+
+
+def recommend(report: Report, limits: Limits) -> Recommendation:
+    """Return the fastest run of a report that is good enough.
+
+    Args:
+        report: with verdicts.
+        limits: what is good enough.
+    """
+    usual = report.reference
+    finished = [run for run in report.runs[1:] if run.status == "done" and run.cost is not None]
+    finished.sort(key=_step_seconds)
+    misses = {run.name: _misses(run, limits) for run in finished}
+    good = next((run for run in finished if not misses[run.name]), None)
+    if good is not None:
+        if usual.cost is not None and _step_seconds(usual) < _step_seconds(good):
+            good = usual
+        faster = [run for run in finished if _step_seconds(run) < _step_seconds(good)]
+        reasons = [_chosen(good, usual, limits)]
+        reasons += [f"{run.name} is faster: {'; '.join(misses[run.name])}." for run in faster]
+        return Recommendation(run=good, nearest=None, reasons=tuple(reasons))
+    sound = [run for run in finished if run.verdict is None or run.verdict.word != "broken"]
+    nearest = min(sound, key=lambda run: _shortfall(run, limits), default=None)
+    if nearest is None:
+        text = "No run of this comparison finished unbroken, so there is nothing to recommend."
+        return Recommendation(run=None, nearest=None, reasons=(text,))
+    reasons = [
+        f"No run of this comparison is good enough: stay with {usual.name}.",
+        f"{nearest.name} comes nearest: {'; '.join(misses[nearest.name])}.",
+    ]
+    return Recommendation(run=None, nearest=nearest, reasons=tuple(reasons))
+
+
+def attention_config(run: Run) -> dict[str, Any]:
+    """Return what `--attention-config` takes for a run."""
+    parameters = {"config": dict(run.parameters)} if run.parameters else {}
+    return {"backend": run.backend, **parameters}
+
+
+def write_config(recommendation: Recommendation, path: Path) -> None:
+    """Write a recommended run as a file for `--attention-config`, all of it or nothing.
+
+    The reasons stand above it as comments. An older file is replaced.
+
+    Raises:
+        ConfigError: the run's backend does not take its parameters any more.
+    """
+    assert recommendation.run is not None, "there is something to write"
+    config = attention_config(recommendation.run)
+    scope_from(attention_config=config)
+    comments = "".join(
+        f"# {line}\n" for reason in recommendation.reasons for line in reason.splitlines()
+    )
+    text = comments + yaml.safe_dump(config, sort_keys=False)
+    with Staging(overwrite=True) as staging:
+        staging.path(path).write_text(text, "utf-8")
+
+
+def _step_seconds(run: Run) -> float:
+    assert run.cost is not None
+    return run.cost.step_seconds
+
+
+def _misses(run: Run, limits: Limits) -> list[str]:
+    """Return why a run is not good enough."""
+    word = run.verdict.word if run.verdict else "unknown"
+    if word == "broken":
+        assert run.verdict is not None
+        return [f"it is broken: {' '.join(run.verdict.reasons).rstrip('.')}"]
+    if not limits.given:
+        return [] if word == _WITHIN else [f"its difference is {_word(word)}"]
+    return list(_missed_limits(run, limits))
+
+
+def _word(word: str) -> str:
+    return "visible" if word == "visible" else "not known to be noise"
+
+
+def _missed_limits(run: Run, limits: Limits) -> Iterator[str]:
+    for measure, limit in limits.given:
+        figure = _figure(run, measure)
+        if figure is None:
+            yield f"it has no {measure.label}"
+        elif not _meets(measure, figure, limit):
+            less = "at least" if measure.better == "higher" else "at most"
+            yield f"{measure.label} is {measure.text(figure)}, not {less} {measure.text(limit)}"
+
+
+def _meets(measure: Measure, figure: float, limit: float) -> bool:
+    return figure >= limit if measure.better == "higher" else figure <= limit
+
+
+def _figure(run: Run, measure: Measure) -> float | None:
+    found = [figure for clip in run.generations if (figure := measure.of(clip)) is not None]
+    return mean_and_spread(found)[0] if found else None
+
+
+def _shortfall(run: Run, limits: Limits) -> float:
+    """Return by which share of a limit a run misses the one it is farthest from.
+
+    Without limits it is the error of the latents.
+    """
+    if not limits.given:
+        error = next(measure for measure in MEASURES if measure.name == "latents")
+        figure = _figure(run, error)
+        return math.inf if figure is None else figure
+    shares = [0.0]
+    for measure, limit in limits.given:
+        figure = _figure(run, measure)
+        if figure is None:
+            return math.inf
+        if not _meets(measure, figure, limit):
+            shares.append(abs(figure - limit) / max(abs(limit), 1e-12))
+    return max(shares)
+
+
+def _chosen(run: Run, usual: Run, limits: Limits) -> str:
+    if run is usual:
+        return f"{run.name}, the reference, is faster than everything that is good enough."
+    figures = [
+        f"{measure.label} {measure.text(figure)}"
+        for measure, _ in limits.given
+        if (figure := _figure(run, measure)) is not None
+    ]
+    text = f"{run.configuration} is the fastest that is good enough"
+    text += f" ({', '.join(figures) if figures else _WITHIN})"
+    if usual.cost is not None:
+        text += (
+            f": {_step_seconds(run):.3g} s per step, where {usual.name} takes "
+            f"{_step_seconds(usual):.3g} s"
+        )
+    return f"{text}."

@@ -1,0 +1,178 @@
+"""Which configuration is recommended, why, and that its file is taken as it is."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.comparison.configurations import read_configurations
+from multimodal_gen.runtime.comparison.recommend import (
+    GRID,
+    Limits,
+    attention_config,
+    recommend,
+    write_config,
+)
+from multimodal_gen.runtime.comparison.record import (
+    Cost,
+    Environment,
+    FrameMetrics,
+    Generation,
+    Model,
+    Report,
+    Run,
+)
+from multimodal_gen.runtime.comparison.verdict import judged
+from multimodal_gen.runtime.layers.attention.config import config_as_dict
+from multimodal_gen.runtime.layers.attention.rules import scope_from
+
+
+def run(name: str, seconds: float, *psnrs: float, **fields: Any) -> Run:
+    """Return a run with a time per step, and a clip for each PSNR."""
+    vmaf = fields.pop("vmaf", 50.0)  # more than PSNR
+    clips = tuple(
+        Generation(
+            prompt=0,
+            seed=seed,
+            latents=(1 / psnr,),
+            frames=FrameMetrics(psnr=psnr, vmaf=vmaf and psnr + vmaf, constant=psnr < 10),
+        )
+        for seed, psnr in enumerate(psnrs)
+    )
+    cost = Cost(
+        step_seconds=seconds,
+        generation_seconds=10 * seconds,
+        warm_up_seconds=0,
+        peak_memory=None,
+        density=1,
+        attention_share=0.5,
+    )
+    values = {"configuration": f"{name}:x=1", "backend": name, "parameters": {}, **fields}
+    return Run(name=name, generations=clips, cost=cost, **values)
+
+
+def report(*candidates: Run, seconds: float = 1.0) -> Report:
+    return judged(
+        Report(
+            created="2026-01-01T00:00:00Z",
+            environment=Environment(device="cpu", versions={}, multimodal_gen="0"),
+            model=Model(path="m", pipeline="P", kind="video", dtype="float32", identity="0"),
+            settings={},
+            prompts=("a fox",),
+            seeds=(0, 1),
+            reference=run("torch_sdpa", seconds),
+            floor=(run("fa", 0.9, 50.0, 50.0),),
+            candidates=candidates,
+        )
+    )
+
+
+FAST = run("fast", 0.3, 20.0, 22.0)
+MIDDLE = run("middle", 0.5, 34.0, 36.0)
+SLOW = run("slow", 0.8, 49.0, 49.0)
+BROKEN = run("broken", 0.1, 9.0, 45.0)
+
+
+def test_the_fastest_run_that_meets_every_limit_is_recommended() -> None:
+    found = recommend(report(BROKEN, SLOW, MIDDLE, FAST), Limits(min_psnr=30, min_vmaf=80))
+    assert found.run is not None
+    assert (found.run.name, found.nearest) == ("middle", None)
+    assert found.reasons == (
+        "middle:x=1 is the fastest that is good enough (PSNR 35.0 dB, VMAF 85.0): 0.5 s per step, "
+        "where torch_sdpa takes 1 s.",
+        "broken is faster: it is broken: A frame of one colour in 1 of 2 clips.",
+        "fast is faster: PSNR is 21.0 dB, not at least 30.0 dB; VMAF is 71.0, not at least 80.0.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"),
+    [
+        ({"min_psnr": 35.0}, "middle"),
+        ({"min_psnr": 35.01}, "slow"),
+        ({"min_vmaf": 71.0}, "fast"),
+        ({"max_error": 0.03}, "middle"),
+        ({"max_error": 0.021}, "slow"),
+        ({}, "slow"),
+    ],
+)
+def test_limits_are_met_at_their_boundary_by_the_mean(limits: Any, name: str) -> None:
+    found = recommend(report(SLOW, MIDDLE, FAST), Limits(**limits))
+    assert found.run is not None
+    assert found.run.name == name
+
+
+def test_without_limits_it_is_what_is_within_the_noise() -> None:
+    found = recommend(report(SLOW, FAST), Limits())
+    assert "(within the noise of dense kernels)" in found.reasons[0]
+    assert found.reasons[1] == "fast is faster: its difference is visible."
+
+
+def test_where_nothing_is_good_enough_the_nearest_is_named() -> None:
+    found = recommend(replace(report(BROKEN, MIDDLE, FAST), floor=()), Limits(min_psnr=40))
+    assert found.run is None
+    assert found.nearest is not None
+    assert found.nearest.name == "middle"
+    assert found.reasons == (
+        "No run of this comparison is good enough: stay with torch_sdpa.",
+        "middle comes nearest: PSNR is 35.0 dB, not at least 40.0 dB.",
+    )
+    found = recommend(replace(report(FAST, MIDDLE), floor=()), Limits())
+    assert found.nearest is not None
+    assert found.nearest.name == "middle"
+
+
+def test_what_did_not_finish_or_has_no_figure_is_not_good_enough() -> None:
+    failed = replace(FAST, status="out of memory", message="needs 90 GiB")
+    assert recommend(replace(report(failed), floor=()), Limits()).nearest is None
+    no_vmaf = run("image", 0.2, 60.0, 60.0, vmaf=None)
+    found = recommend(replace(report(no_vmaf, SLOW), floor=()), Limits(min_vmaf=90))
+    assert found.run is not None
+    assert found.run.name == "slow"
+    assert found.reasons[1] == "image is faster: it has no VMAF."
+
+
+def test_the_reference_is_recommended_where_it_is_faster() -> None:
+    found = recommend(report(SLOW, FAST, seconds=0.4), Limits())
+    assert found.run is not None
+    assert found.run.name == "torch_sdpa"
+    assert "faster than everything that is good enough" in found.reasons[0]
+    assert [reason.split()[0] for reason in found.reasons[1:]] == ["fast"]
+
+
+def test_limits_must_be_numbers() -> None:
+    with pytest.raises(ConfigError, match="--min-psnr must be a finite number, got nan"):
+        Limits(min_psnr=math.nan)
+
+
+@pytest.mark.parametrize("text", [*GRID, "torch_sdpa"])
+def test_the_file_holds_what_was_run(text: str, tmp_path: Path) -> None:
+    (configuration,) = read_configurations([text])
+    chosen = run(
+        configuration.name, 0.1, 99.0, 99.0,
+        configuration=text, backend=configuration.backend, parameters=configuration.parameters,
+    )  # fmt: skip
+    found = recommend(report(chosen), Limits())
+    assert found.run is chosen or found.run == replace(chosen, verdict=found.run.verdict)  # type: ignore[union-attr]
+    path = tmp_path / "attention.yaml"
+    write_config(found, path)
+    assert path.read_text().startswith(f"# {text} is the fastest that is good enough")
+    assert yaml.safe_load(path.read_text()) == attention_config(chosen)
+    scope = scope_from(attention_config=str(path))
+    assert scope.default is not None
+    assert scope.default.backend is not None
+    assert str(scope.default.backend) == configuration.backend
+    if scope.default.config is not None:
+        assert config_as_dict(scope.default.config) == configuration.parameters
+    assert [each.name for each in tmp_path.iterdir()] == ["attention.yaml"]
+
+
+def test_a_configuration_that_is_no_more_is_not_written(tmp_path: Path) -> None:
+    gone = run("sliding_tile_attn", 0.1, 99.0, 99.0, parameters={"gone": 1})
+    with pytest.raises(ConfigError, match="gone"):
+        write_config(recommend(report(gone), Limits()), tmp_path / "attention.yaml")
+    assert not list(tmp_path.iterdir())
