@@ -22,15 +22,22 @@ from multimodal_gen.kernels.block_sparse import api as block_sparse
 from multimodal_gen.kernels.kmeans.api import Clusters, kmeans
 from multimodal_gen.kernels.quantized_attention import api as quantized_attention
 from multimodal_gen.kernels.requirements import HeadSizes, PackageProbe
+from multimodal_gen.runtime.layers.attention import LocalAttention, attention_layer
 from multimodal_gen.runtime.layers.attention.backends import flex_attn, sage_attn, sdpa
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
 from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
-from multimodal_gen.runtime.layers.attention.scope import BackendPreference, LayerSite, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.layers.attention.selector import resolve
 from multimodal_gen.runtime.layers.attention.sparse.sla import backend as sla
 from multimodal_gen.runtime.layers.attention.sparse.sla import sage as sage_sla
@@ -390,3 +397,85 @@ def test_the_kernel_that_runs_is_the_one_that_is_reported(
                 assert {kernels[v] for v in said} == have_run, (machine, asked.config)
                 assert said == {variant} or not named
     assert seen == set(kernels), "no machine of the test selects the others"
+
+
+# How a layer is made, and the mask of its call.
+CALLS: MappingProxyType[str, tuple[dict[str, Any], Callable[[int], torch.Tensor | None]]] = (
+    MappingProxyType(
+        {
+            "plain": ({}, lambda _: None),
+            "key mask": ({}, lambda n: torch.arange(n)[None] < n - 3),
+            "other mask": ({}, lambda n: torch.ones(1, n, n).tril() > 0),
+            "causal": ({"causal": True}, lambda _: None),
+            "fewer key heads": ({"num_kv_heads": 1}, lambda _: None),
+        }
+    )
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("name", "cls"), [pytest.param(n, c, id=c.__name__) for n, c in DECLARED])
+def test_a_layer_reports_the_kernel_that_ran_whatever_the_call(
+    name: AttentionBackendEnum,
+    cls: type[AttentionBackend],
+    call: str,
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given, make_mask = CALLS[call]
+    asked, *_ = asked_for(name, cls)
+    # The tensors lie on the CPU, the layer is to think otherwise.
+    monkeypatch.setattr(attention_layer, "environment_for", lambda _, environment: environment)
+    ran_on = []
+    for machine in one_machine_per_variant(cls, asked):
+        packages = {distribution: version for _, distribution, version in machine.versions}
+        tokens = WHOLE[0] * WHOLE[1] * WHOLE[2]
+        q = torch.ones(1, tokens, HEADS, machine.head_size, dtype=machine.dtype)
+        k, v = (q[:, :, : given.get("num_kv_heads", HEADS)] for _ in "kv")
+        ran.clear()
+        with (
+            machine_with(packages, (str(machine.platform), machine.capability)),
+            set_forward_context(0, latent_grid=WHOLE, num_steps=1),
+        ):
+            layer = LocalAttention(
+                HEADS,
+                machine.head_size,
+                site=LayerSite(layer=0, num_layers=1),
+                scope=SelectionScope(default=asked),
+                **given,
+            )
+            layer(q, k, v, make_mask(tokens))
+            report = layer.report()
+        served = [part for part in (*report.entries, *report.detours) if part.calls]
+        assert sum(part.calls for part in served) == 1
+        assert {recorded_by(part) for part in served} == set(ran), (machine, str(report))
+        ran_on.append(machine)
+    assert ran_on
+
+
+def one_machine_per_variant(
+    cls: type[AttentionBackend], asked: BackendPreference
+) -> Iterator[Machine]:
+    """Yield a machine for every variant that is selected on some machine at head size 64."""
+    seen = set()
+    for machine in machines(cls.variants):
+        if machine.head_size != 64:
+            continue
+        try:
+            variant = resolve(machine.request(), asked, strict=True).variant
+        except UnsupportedBackendError:
+            continue
+        if variant not in seen:
+            seen.add(variant)
+            yield machine
+
+
+def recorded_by(part: ReportEntry) -> str:
+    """Return what the stand-in of the kernel that an entry of a report names records."""
+    kernels = [
+        kernel_of(cls, variant)
+        for cls in backends_of(part.selection.backend)
+        for variant in cls.variants
+        if variant.name == part.selection.variant
+    ]
+    return kernels[0]
