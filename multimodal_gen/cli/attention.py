@@ -1,7 +1,7 @@
 """`sglang attention`: which backends this machine has, and which ones a pipeline would run."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,6 +57,7 @@ def list_backends(
 
     Whether a backend is usable depends on the layer it is for; the options describe that layer.
     """
+    from multimodal_gen.kernels.self_check import self_checks
     from multimodal_gen.runtime.layers.attention.backends.registry import (
         all_backends,
         current_environment,
@@ -68,7 +69,7 @@ def list_backends(
     request = _request(environment, head_size, heads, settings)
     picked = resolve(request, AUTO)
     found = [_status(backend, request) for backend in all_backends()]
-    broken = _broken_plugins()
+    broken, checks = _broken_plugins(), self_checks()
     if as_json:
         document = {
             "platform": _platform(environment),
@@ -79,6 +80,7 @@ def list_backends(
                 "reason": picked.reason,
             },
             "backends": found,
+            "self_checks": [asdict(check) for check in checks],
             "broken_plugins": broken,
         }
         typer.echo(json.dumps(document, indent=2))
@@ -95,6 +97,8 @@ def list_backends(
         for item in found
     ]
     echo(table(("backend", "usable", "as"), rows))
+    for check in checks:
+        echo(wrapped(f"note: {check}"))
     if broken:
         typer.echo("")
         rows = [Row((item["name"], item["group"]), [item["error"]]) for item in broken]

@@ -23,6 +23,7 @@ from multimodal_gen.kernels.requirements import (
     installed,
     platform_reason,
 )
+from multimodal_gen.kernels.self_check import SelfCheck, forget_self_checks, self_check
 
 __all__ = [
     "AUTO",
@@ -69,6 +70,7 @@ class Request(NamedTuple):
             address that are no multiples of 16 bytes, as the copy engine needs.
         backward: whether a gradient will be asked for.
         e4m3: whether weights and values are rounded to e4m3 numbers.
+        device: which of the GPUs, where a kernel is checked on each; None for the current one.
     """
 
     platform: str
@@ -84,6 +86,7 @@ class Request(NamedTuple):
     unaligned: bool = False
     backward: bool = False
     e4m3: bool = False
+    device: int | None = None
 
 
 _Rule: TypeAlias = Callable[[Request], str | None]
@@ -116,6 +119,8 @@ class KernelDeclaration:
         rules: what else it refuses: each returns requirement and actual, or None.
         interpreted: whether Triton's interpreter stands in for a GPU on the CPU.
         unasked: where it is taken when no kernel is named; None for all of `platforms`.
+        check: "module:function" of its self-check, see `self_check`, which decides where a package
+            is of a release that the kernel has not been tried with.
     """
 
     name: str
@@ -128,6 +133,7 @@ class KernelDeclaration:
     rules: tuple[_Rule, ...] = ()
     interpreted: bool = False
     unasked: frozenset[str] | None = None
+    check: str = ""
 
     def unsupported_reasons(self, request: Request) -> tuple[str, ...]:
         """Return every reason it cannot serve `request`, requirement then actual."""
@@ -140,7 +146,37 @@ class KernelDeclaration:
         ]
         asked = {name for name in _REFUSALS if getattr(request, name)}
         refused = (text for name, text in _REFUSALS.items() if name in asked - self.serves)
-        return (*filter(None, reasons), *refused)
+        found = (*filter(None, reasons), *refused)
+        return found or self.faults(request)
+
+    def faults(
+        self, request: Request, version_of: Callable[[PackageProbe], str | None] | None = None
+    ) -> tuple[str, ...]:
+        """Return what a self-check found wrong; runs it where it must, and has not run yet.
+
+        Asked last: a kernel that cannot serve a request anyway is not checked for it.
+
+        Args:
+            request: what is needed.
+            version_of: says which version of a package there is; that installed by default.
+        """
+        found = self.checked(request, version_of)
+        if found is None or found.fault is None:
+            return ()
+        return (f"failed its self-check with {found.release}: {found.fault}",)
+
+    def checked(
+        self, request: Request, version_of: Callable[[PackageProbe], str | None] | None = None
+    ) -> SelfCheck | None:
+        """Return what a self-check said; None where no GPU or no untried release asks for one."""
+        if not self.check or request.platform != "cuda" or not torch.cuda.is_available():
+            return None
+        for probe in self.packages:
+            version = (version_of or installed)(probe)
+            if version and not probe.was_tried(version):
+                release = f"{probe.distribution} {version}"
+                return self_check(self.check, f"kernel {self.name}", release, request.device)
+        return None
 
     def is_taken_unasked(self, platform: str) -> bool:
         """Whether it is taken on a platform when no kernel is named."""
@@ -293,6 +329,7 @@ def forget_choices() -> None:
     """Choose anew from here on, which tests need that change what is installed."""
     _reasons.cache_clear()
     _choose.cache_clear()
+    forget_self_checks()
 
 
 @cache
@@ -338,14 +375,16 @@ def _interpreted() -> bool:
 # scripts/triton.txt and scripts/constraints.txt.
 
 TRITON = PackageProbe(module="triton", distribution="triton", install="pip install triton")
-# Gluon is experimental: its interface changes with every minor release.
+# Gluon is experimental: its interface changes with every minor release. What differs is in
+# gluon_compat.py, and the tests compile the kernels with 3.6 to 3.9; before 3.6 partitions of warps
+# were written in another way. Only what has run on a GPU counts as tried.
 TRITON_WITH_GLUON = PackageProbe(
     module="triton",
     distribution="triton",
-    install="pip install 'triton==3.6.*'",
+    install="pip install 'torch>=2.10'",
     minimum="3.6",
-    below="3.7",
     needs_version=True,
+    tried=("3.6", "3.7"),
 )
 # The first beta known to fit its tiles to the blocks; later ones keep the interface.
 FLASH_ATTN_4 = PackageProbe(
@@ -447,6 +486,7 @@ BLOCK_SPARSE = Operation(
             head_sizes=HeadSizes(maximum=128, multiple_of=8),
             serves=frozenset({"ragged", "row_bits"}),
             packages=(TRITON_WITH_GLUON,),
+            check="multimodal_gen.kernels.gluon_check:block_sparse",
         ),
         KernelDeclaration(
             name="fa4",
@@ -502,6 +542,7 @@ QUANTIZED = Operation(
             serves=frozenset({"ragged", "unaligned"}),
             packages=(TRITON_WITH_GLUON,),
             rules=(e4m3_reason,),
+            check="multimodal_gen.kernels.gluon_check:quantized",
         ),
         _EIGHT_BIT_TRITON,
         KernelDeclaration(

@@ -1,10 +1,11 @@
-"""Launches Triton kernels again without asking Triton every time which compilation fits.
+"""Launches Triton kernels, again without asking Triton every time which compilation fits.
 
 Triton looks at every argument of every launch, which for kernels of many arguments takes longer
 than a small attention runs. Here a launch is looked up by what compilations differ in.
 """
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ __all__ = ["Launcher"]
 
 # Integers from here on are passed as 64-bit ones.
 _INT32 = 1 << 31
+# Products and sums are fused, as all kernels were measured. What Triton does where nobody says it
+# differs between releases, and follows the environment.
+_FUSED = MappingProxyType({"enable_fp_fusion": True})
 
 
 class Launcher:
@@ -51,14 +55,14 @@ class Launcher:
         if torch.version.hip is not None or not self._names:
             # Compilations for AMD GPUs differ in more.
             for options in variants:
-                self._kernel[grid](*arguments, **options)
+                self._kernel[grid](*arguments, **_FUSED, **options)
             return
         kinds = self._kinds(arguments)
         for options in variants:
             key = (*kinds, *options.items())
             compiled = self._compiled.get(key)
             if compiled is None:
-                compiled = self._kernel[grid](*arguments, **options)
+                compiled = self._kernel[grid](*arguments, **_FUSED, **options)
                 if compiled is not None:
                     self._compiled[key] = compiled
             else:

@@ -116,6 +116,8 @@ class PackageProbe:
         minimum: lowest version that works, e.g. "2.0", or None.
         below: first version that no longer works, or None.
         needs_version: whether a version that cannot be told counts as one that does not work.
+        tried: the first version that the kernels on it were run with, and the first one after it
+            that they were not; None where every version that works will do.
     """
 
     module: str
@@ -124,6 +126,7 @@ class PackageProbe:
     minimum: str | None = None
     below: str | None = None
     needs_version: bool = False
+    tried: tuple[str, str] | None = None
 
     def find(self) -> str | None:
         """Return the installed version, "" when it has none, or None when absent."""
@@ -133,6 +136,13 @@ class PackageProbe:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
             return ""
+
+    def was_tried(self, version: str) -> bool:
+        """Whether kernels on the package were run with this version, or need not have been."""
+        if self.tried is None:
+            return True
+        first, after = map(_numbers, self.tried)
+        return first <= _numbers(version) < after
 
     def unsupported_reason(self, version: str | None) -> str | None:
         """Return requirement and actual, or None when `version`, as `find` returns it, will do."""

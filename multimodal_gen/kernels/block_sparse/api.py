@@ -160,6 +160,7 @@ def request_for(
         causal=plan.causal,
         unaligned=not (loadable(q) and loadable(k) and loadable(v)),
         backward=backward,
+        device=q.device.index,
     )
 
 
@@ -189,6 +190,7 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
         ragged=True,
         row_bits=True,
         unaligned=q.shape[3] * q.element_size() % 16 != 0 or not all(map(loadable, given)),
+        device=q.device.index,
     )
     wide = kernel_name(kernel) in (AUTO, "gluon") and serves(BLOCK_SPARSE, "gluon", request)
     return CHOICE_ROWS if wide and q.dtype == torch.bfloat16 else 128

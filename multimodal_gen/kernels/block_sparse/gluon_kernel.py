@@ -27,7 +27,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
@@ -42,6 +42,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
+from multimodal_gen.kernels.gluon_compat import async_load
 from multimodal_gen.kernels.launcher import Launcher
 
 # Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
@@ -60,9 +61,7 @@ def _load_v(dv, work, start, step, rings, FIRST: gl.constexpr, C: gl.constexpr):
     slot = FIRST + step % C.stages
     mbarrier.wait(rings.v_empty.index(slot), ((step // C.stages) & 1) ^ 1)
     mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size * 2)
-    tma.async_copy_global_to_shared(
-        dv, [work.b, work.kv_h, start, 0], rings.v_full.index(slot), rings.v.index(slot)
-    )
+    async_load(dv, [work.b, work.kv_h, start, 0], rings.v_full.index(slot), rings.v.index(slot))
 
 
 @gluon.jit
@@ -78,7 +77,7 @@ def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
         start = step_start(work, 0, turn, C)
         for c in gl.static_range(SHARERS):
             mbarrier.expect(rings.q_full.index(W + c), 64 * C.head_size * 2)
-            tma.async_copy_global_to_shared(
+            async_load(
                 dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(W + c),
                 rings.q.index(W + c),
             )  # fmt: skip
@@ -91,7 +90,7 @@ def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
             slot = FIRST + step % C.stages
             mbarrier.wait(rings.k_empty.index(slot), ((step // C.stages) & 1) ^ 1)
             mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size * 2)
-            tma.async_copy_global_to_shared(
+            async_load(
                 dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot)
             )
             if step > 0:

@@ -19,6 +19,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.steps_kernel import Steps, make_steps
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted, locate
 
 LOG2E = 1.4426950408889634
@@ -248,6 +249,9 @@ def _attention_kernel(
         tl.store(lse_ptr + b * lse_b + h * lse_h + first_row + in_tile, lse, mask=owned)
 
 
+_launch_attention = Launcher(_attention_kernel)
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -303,7 +307,8 @@ def attend(
     if copy_engine:
         rows = (tile.rows, tile.keys, tile.keys)
         inputs = tuple(map(_describe, (q, k, v), rows, [width] * 3))
-    _attention_kernel[grid](
+    _launch_attention(
+        grid,
         *inputs, out, out if lse is None else lse,
         lists, every_count, blocks,
         counts if steps is None else steps.num_tail,

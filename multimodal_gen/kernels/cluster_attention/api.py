@@ -99,6 +99,7 @@ def _chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: KernelCho
         ragged=True,
         unaligned=not all(map(loadable, (q, k, v))),
         backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        device=q.device.index,
     )
     return choose(BLOCK_SPARSE, kernel, request)
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.cluster_attention.plan import Groups
+from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, minimum
 
 STEP = 64
@@ -108,6 +109,9 @@ def _boxes_kernel(
     tl.store(counts_ptr + row * 3 + 2, num_partial)
 
 
+_launch_boxes = Launcher(_boxes_kernel)
+
+
 def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
     """Cut what is kept into whole steps and boxes; does not wait for the device.
 
@@ -130,7 +134,8 @@ def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
     begin, count = (x if x.stride(2) == 1 else x.contiguous() for x in (keys.starts, keys.counts))
     block = max(triton.next_power_of_2(num_k), 32)
     with torch.cuda.device_of(keep):
-        _boxes_kernel[(batch * heads * num_q,)](
+        _launch_boxes(
+            (batch * heads * num_q,),
             keep.view(torch.uint8), begin, count, whole, starts, lengths, counts,
             *keep.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
             heads, heads // count.shape[1], num_q, num_k, whole_room, room,

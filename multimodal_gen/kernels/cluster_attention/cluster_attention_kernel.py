@@ -8,13 +8,14 @@ without rows only gives back what it is handed.
 """
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.block_sparse.gluon_kernel import (
     OVERFLOW,
@@ -27,6 +28,8 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, Pieces
+from multimodal_gen.kernels.gluon_compat import async_load
+from multimodal_gen.kernels.launcher import Launcher
 
 BOX = gl.constexpr(BOX_KEYS)
 BOXES = gl.constexpr(STEP // BOX_KEYS)
@@ -111,9 +114,7 @@ def _work(pieces, lists, outs, C: gl.constexpr):
 
 @gluon.jit
 def _box(desc, work, start, full, tile, J: gl.constexpr):
-    tma.async_copy_global_to_shared(
-        desc, [work.b, work.kv_h, start, 0], full, tile.slice(J * BOX, BOX, dim=2)
-    )
+    async_load(desc, [work.b, work.kv_h, start, 0], full, tile.slice(J * BOX, BOX, dim=2))
 
 
 @gluon.jit
@@ -136,7 +137,7 @@ def _load(desc, box_desc, work, step, rings_full, rings_empty, tiles, C: gl.cons
         start = gl.load(work.whole + i - boxed)
         mbarrier.wait(rings_empty.index(slot), phase)
         mbarrier.expect(full, C.keys * C.head_size * 2)
-        tma.async_copy_global_to_shared(desc, [work.b, work.kv_h, start, 0], full, tile)
+        async_load(desc, [work.b, work.kv_h, start, 0], full, tile)
     else:
         # The masked step that comes first follows the unmasked ones in the list.
         index = gl.where(i < 0, work.num_boxed, boxed)
@@ -171,7 +172,7 @@ def _k_producer(dq, dk, dk_box, work, rings, C: gl.constexpr):
         for c in gl.static_range(CONSUMERS):
             if c * 64 < work.real:
                 mbarrier.expect(rings.q_full.index(c), 64 * C.head_size * 2)
-                tma.async_copy_global_to_shared(
+                async_load(
                     dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(c),
                     rings.q.index(c),
                 )  # fmt: skip
@@ -412,13 +413,19 @@ def attend(
         num, heads, heads // k.shape[2], keep.shape[2],
         boxes.whole.shape[3], boxes.starts.shape[3], *out.stride()[:3], scale / math.log(2.0),
     )  # fmt: skip
+    redone = (False, True) if tile.fast else (False,)
+    variants = [{"C": _shape(tile, channels, redo=redo), "num_warps": 4} for redo in redone]
     with torch.cuda.device_of(q):
-        cluster_kernel[(total,)](*arguments, _shape(tile, channels, redo=False), num_warps=4)
-        if tile.fast:
-            cluster_kernel[(total,)](*arguments, _shape(tile, channels, redo=True), num_warps=4)
+        _launcher().each((total,), *arguments, variants=variants)
     return out
 
 
+@cache
+def _launcher() -> Launcher:
+    return Launcher(cluster_kernel)
+
+
+@cache
 def _shape(tile: GluonTile, channels: int, *, redo: bool) -> Shape:
     """Return the compile-time shape of the kernel, of which the consumers use a part."""
     return Shape(

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted
 
 CHUNK = 1024
@@ -203,6 +204,11 @@ def _update_kernel(
             tl.store(half_ptr, half)
 
 
+_launch_assign, _launch_update = Launcher(_assign_kernel), Launcher(_update_kernel)
+_launch_count, _launch_scan = Launcher(_count_kernel), Launcher(_scan_kernel)
+_launch_place = Launcher(_place_kernel)
+
+
 class _Sorter:
     """Buffers of the counting sort of [N, S] labels."""
 
@@ -220,15 +226,17 @@ class _Sorter:
         """Sort; problems that are not active keep what they have."""
         problems = labels.shape[0]
         grid = (problems * self.chunks,)
-        _count_kernel[grid](
-            labels, active, self.counts, self.tokens, self.chunks, CHUNK=CHUNK, BINS=self.bins
+        _launch_count(
+            grid, labels, active, self.counts, self.tokens, self.chunks, CHUNK=CHUNK, BINS=self.bins
         )
-        _scan_kernel[problems, self.bins // BIN_BLOCK](
+        _launch_scan(
+            (problems, self.bins // BIN_BLOCK),
             self.counts, active, self.totals, self.chunks,
             BINS=self.bins, BB=BIN_BLOCK, ROWS=SCANNED,
         )  # fmt: skip
         self.starts = self.totals.cumsum(1, dtype=torch.int32) - self.totals
-        _place_kernel[grid](
+        _launch_place(
+            grid,
             labels, active, self.counts, self.starts, self.order, self.tokens, self.chunks,
             CHUNK=CHUNK, BINS=self.bins, COMPARED=COMPARED, num_warps=COMPARED // 32,
         )  # fmt: skip
@@ -322,7 +330,8 @@ def _assign(
     # float32 has no tensor cores here: small tiles keep it in the registers.
     rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (64, 64)
     num_blocks = triton.cdiv(tokens, rows)
-    _assign_kernel[(batch * heads * num_blocks,)](
+    _launch_assign(
+        (batch * heads * num_blocks,),
         x, rounded.points, rounded.halves, rounded.factors,
         labels if keep is None else keep, active, labels,
         *x.stride(), 0 if keep is None else keep.stride(0),
@@ -344,7 +353,8 @@ def _update(
     batch, tokens, heads, size = x.shape
     num = centroids.shape[1]
     rows, warps = next(rest for most, *rest in UPDATES if tokens <= most * num)
-    _update_kernel[num, batch * heads](
+    _launch_update(
+        (num, batch * heads),
         x, sorter.order, sorter.starts, sorter.totals, active, centroids,
         rounded.points, rounded.halves, shift,
         *x.stride(), heads, tokens, num, rounded.padded,

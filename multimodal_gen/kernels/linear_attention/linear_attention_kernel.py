@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.linear_attention.reference import (
     EPSILON,
     FEATURE_MAPS,
@@ -246,6 +247,10 @@ STATE_BYTES = 2**25
 STATE_SHARE = 0.04
 
 
+_launch_keys, _launch_add = Launcher(key_kernel), Launcher(add_kernel)
+_launch_add_blocks = Launcher(add_blocks_kernel)
+
+
 def _channels(head_size: int) -> int:
     return 1 << (max(head_size, 16) - 1).bit_length()
 
@@ -324,7 +329,8 @@ def _summarise(
     piece = min(PIECE if padded <= 128 else PIECE // 2, blocks.size)
     given, starts, lengths, bound_b = _bounds_of(blocks, key.device)
     splits = blocks.num if states is None else states.shape[2]
-    key_kernel[(batch * splits * heads, 1 if states is None else -(-head_size // columns))](
+    _launch_keys(
+        (batch * splits * heads, 1 if states is None else -(-head_size // columns)),
         key, key if value is None else value, key if means is None else means,
         key if states is None else states, key if weight is None else weight, starts, lengths,
         *key.stride()[:3], *(key if value is None else value).stride()[:3], bound_b,
@@ -358,7 +364,8 @@ def add_linear(
     tile = ROWS if padded <= 128 else 32
     tiles = -(-(rows.stop - rows.start) // (tile * ROW_TILES))
     bias = projection.bias
-    add_kernel[(batch * tiles * heads, -(-head_size // columns))](
+    _launch_add(
+    (batch * tiles * heads, -(-head_size // columns)),
         out, query, _fold(state, projection, query.dtype), state.sums.contiguous(),
         state.sums if bias is None else bias, *out.stride()[:3], *query.stride()[:3],
         heads, heads // state.sums.shape[1], tiles, rows.start, rows.stop,
@@ -451,7 +458,8 @@ def _add_blocks(
     """Launch the pass over query blocks with states of their own."""
     batch, _, heads, head_size = query.shape
     given, starts, lengths, _ = _bounds_of(plan.q, query.device)
-    add_blocks_kernel[(batch * heads * plan.q.num,)](
+    _launch_add_blocks(
+        (batch * heads * plan.q.num,),
         out, query, states, states if bias is None else bias, starts, lengths,
         *out.stride()[:3], *query.stride()[:3], heads, plan.q.num, plan.q.total,
         EPSILON / (plan.kv.size * plan.kv.num),

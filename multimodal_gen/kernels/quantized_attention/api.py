@@ -138,6 +138,7 @@ def _request(q: torch.Tensor, plan: BlockPlan, values: Values) -> Request:
         kv_size=plan.kv.size,
         causal=plan.causal,
         e4m3=values == "e4m3",
+        device=q.device.index,
     )
 
 

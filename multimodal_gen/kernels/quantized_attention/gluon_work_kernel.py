@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from multimodal_gen.kernels.gluon_compat import async_load
 
 
 class Rings(NamedTuple):
@@ -282,15 +284,15 @@ def step_keys(work, step, C: gl.constexpr):
 def _load(descriptor, work, starts, full, tile, COLUMNS: gl.constexpr, C: gl.constexpr):
     """Load K or V of a step; with COLUMNS, tensors are [D, keys]."""
     if COLUMNS:
-        tma.async_copy_global_to_shared(descriptor, [work.b, work.kv_h, 0, starts[0]], full, tile)
+        async_load(descriptor, [work.b, work.kv_h, 0, starts[0]], full, tile)
     elif C.unit < C.keys:
         for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(
+            async_load(
                 descriptor, [work.b, work.kv_h, starts[half], 0], full,
                 tile.slice(half * C.unit, C.unit, dim=2),
             )  # fmt: skip
     else:
-        tma.async_copy_global_to_shared(descriptor, [work.b, work.kv_h, starts[0], 0], full, tile)
+        async_load(descriptor, [work.b, work.kv_h, starts[0], 0], full, tile)
 
 
 @gluon.jit
@@ -304,7 +306,7 @@ def produce(dq, dk, dv, work, rings, C: gl.constexpr):
         starts = step_starts(work, 0, C)
         for c in gl.static_range(CONSUMERS):
             mbarrier.expect(rings.q_full.index(c), 64 * C.head_size)
-            tma.async_copy_global_to_shared(
+            async_load(
                 dq, [work.b, work.h, work.slot + c * 64, 0], rings.q_full.index(c),
                 rings.q.index(c),
             )  # fmt: skip

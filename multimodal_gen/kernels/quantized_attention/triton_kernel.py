@@ -16,6 +16,7 @@ import triton.language as tl
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
+from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
 from multimodal_gen.kernels.quantized_attention.quantise_kernel import to_e4m3
 from multimodal_gen.kernels.quantized_attention.tuning import TritonTile
@@ -216,6 +217,9 @@ def _attention_kernel(
         tl.store(lse_ptr + b * lse_b + h * lse_h + first_row + in_tile, lse, mask=owned)
 
 
+_launch_attention = Launcher(_attention_kernel)
+
+
 def attend(
     packed: Packed,
     plan: BlockPlan,
@@ -258,7 +262,8 @@ def attend(
     kv_tail = kv.total - (kv.num - 1) * kv.size
     e4m3 = packed.v.dtype == torch.float8_e4m3fn
     v = packed.v.permute(0, 1, 3, 2) if e4m3 else packed.v.permute(0, 2, 1, 3)
-    _attention_kernel[(batch * heads * num_q * q_sub,)](
+    _launch_attention(
+        (batch * heads * num_q * q_sub,),
         packed.q, packed.k, v, out, out if lse is None else lse,
         packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
         lists, every_count,

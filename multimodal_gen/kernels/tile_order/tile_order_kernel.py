@@ -314,6 +314,9 @@ def _move_kernel(
         )  # fmt: skip
 
 
+_move = Launcher(_move_kernel)
+
+
 def gather_per_head(
     tensors: tuple[torch.Tensor, ...], index: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -359,7 +362,8 @@ def _launch(
     slots = [min(slot, len(tensors) - 1) for slot in range(3)]
     if math.prod(grid):
         with torch.cuda.device_of(tensors[0]):
-            _move_kernel[grid](
+            _move(
+                grid,
                 *(tensors[slot] for slot in slots), *(outs[slot] for slot in slots), index,
                 *(s for slot in slots for s in strides_in_vectors(tensors[slot], vector)),
                 *strides_in_vectors(outs[0], vector), *index.stride()[:2],

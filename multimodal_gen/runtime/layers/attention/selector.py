@@ -319,11 +319,15 @@ def _chosen(
 ) -> Selection:
     variant: Variant | None = cls.choose_variant(request, config)
     assert variant is not None, "a backend without reasons has a variant"
+    # What passed, and what had to be passed over.
+    platform = request.environment.platform
+    looked_at = (*(find_backend(r.backend, platform).variants for r in rejected), cls.variants)
+    checks = dict.fromkeys(v.self_check(request) for variants in looked_at for v in variants)
     return Selection(
         backend=cls.get_enum(),
         variant=variant.name,
         asked=asked,
-        reason=reason,
+        reason="; ".join([reason, *(str(check) for check in checks if check is not None)]),
         rejected=rejected,
         fallback=fallback,
     )

@@ -17,6 +17,7 @@ from multimodal_gen.kernels.requirements import (
     dtype_reason,
     platform_reason,
 )
+from multimodal_gen.kernels.self_check import SelfCheck
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -77,28 +78,37 @@ class Variant:
         needs = set(request.needs)
         if request.num_kv_heads != request.num_heads:
             needs.add(Feature.GQA)
-        if self.kernel is not None:
-            reasons += self._rule_reasons(self.kernel, request, blocks)
+        kernel = self.kernel
+        if kernel is not None:
+            # What the kernel refuses that the fields of a variant cannot say.
+            reasons += [rule(_asked_of_kernel(request, blocks)) for rule in kernel.rules]
         missing = sorted(str(feature) for feature in needs - self.features)
         reasons += [f"does not support {feature}" for feature in missing]
-        return tuple(reason for reason in reasons if reason)
+        found = tuple(reason for reason in reasons if reason)
+        if found or kernel is None:
+            return found
+        return kernel.faults(_asked_of_kernel(request, blocks), environment.version)
 
-    def _rule_reasons(
-        self, kernel: KernelDeclaration, request: AttentionRequest, blocks: tuple[int, int]
-    ) -> list[str | None]:
-        """Return what the kernel refuses that the fields of a variant cannot say."""
-        asked = Request(
-            platform=str(request.environment.platform),
-            capability=request.environment.capability,
-            dtype=request.dtype,
-            head_size=request.head_size,
-            q_size=blocks[0],
-            kv_size=blocks[1],
-        )
-        return [rule(asked) for rule in kernel.rules]
+    def self_check(self, request: AttentionRequest) -> SelfCheck | None:
+        """Return what a self-check of its kernel said, where a release needs one, or None."""
+        if self.kernel is None or self.capability_reason(request):
+            return None
+        return self.kernel.checked(_asked_of_kernel(request), request.environment.version)
 
     def capability_reason(self, request: AttentionRequest) -> str | None:
         """Return what the GPU of `request` lacks, or None when it will do or is not by NVIDIA."""
         if request.environment.platform is not PlatformEnum.CUDA:
             return None
         return self.capability.unsupported_reason(request.environment.capability)
+
+
+def _asked_of_kernel(request: AttentionRequest, blocks: tuple[int, int] = (0, 0)) -> Request:
+    """Return what a layer needs as a kernel is asked for it."""
+    return Request(
+        platform=str(request.environment.platform),
+        capability=request.environment.capability,
+        dtype=request.dtype,
+        head_size=request.head_size,
+        q_size=blocks[0],
+        kv_size=blocks[1],
+    )

@@ -1,0 +1,74 @@
+"""What differs between releases of Triton in Gluon: kernels take from here what has had two names.
+
+Gluon is experimental, and no release promises the next one its interface. What the kernels need is
+asked for by name and by parameter, so that a release that nobody tried is refused for what it lacks
+and not for its number.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia import hopper as host
+
+__all__ = ["async_load", "lacking"]
+
+# Since 3.8 a copy of the copy engine is a load; the old name raises from 3.9 on.
+async_load: Any = getattr(tma, "async_load", None) or getattr(
+    tma, "async_copy_global_to_shared", None
+)
+
+# Where a name is looked for -> names, each with the parameters that the kernels give by name, or by
+# a place that has had another meaning: before 3.6 `warp_specialize` took arguments apart.
+_NEEDED: tuple[tuple[Any, dict[str, tuple[str, ...]]], ...] = (
+    (
+        gl,
+        {
+            "allocate_shared_memory": (),
+            "convert_layout": ("assert_trivial",),
+            "fma": (),
+            "inline_asm_elementwise": ("is_pure", "pack"),
+            "static_range": (),
+            "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
+            "BlockedLayout": (),
+            "DotOperandLayout": ("operand_index", "parent", "k_width"),
+            "NVMMADistributedLayout": ("version", "warps_per_cta", "instr_shape"),
+            "NVMMASharedLayout": ("swizzle_byte_width", "element_bitwidth", "rank"),
+            "SliceLayout": (),
+        },
+    ),
+    (
+        hopper,
+        {
+            "fence_async_shared": (),
+            "warpgroup_mma": ("use_acc", "is_async"),
+            "warpgroup_mma_wait": ("num_outstanding", "deps"),
+        },
+    ),
+    (mbarrier, {"MBarrierLayout": (), "arrive": (), "expect": (), "init": ("count",), "wait": ()}),
+    (host, {"TensorDescriptor": ("base", "shape", "strides", "block_shape", "layout")}),
+)
+
+
+def lacking() -> tuple[str, ...]:
+    """Return what the kernels need of Gluon and the installed Triton has not, as it is written."""
+    return tuple(_lacking())
+
+
+def _lacking() -> Iterator[str]:
+    if async_load is None:
+        yield "tma.async_load"
+    for owner, names in _NEEDED:
+        where = owner.__name__.rpartition(".")[2]
+        for name, parameters in names.items():
+            found = getattr(owner, name, None)
+            if found is None:
+                yield f"{where}.{name}"
+                continue
+            taken = inspect.signature(found).parameters
+            missing = [parameter for parameter in parameters if parameter not in taken]
+            if missing:
+                yield f"{where}.{name}({', '.join(missing)})"

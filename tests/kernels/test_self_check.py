@@ -1,0 +1,200 @@
+"""Kernels meet a release of Triton that nobody has tried: they are checked before they run."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.kernels import gluon_check
+from multimodal_gen.kernels.engine import (
+    BLOCK_SPARSE,
+    QUANTIZED,
+    TRITON_WITH_GLUON,
+    Request,
+    choose,
+)
+from multimodal_gen.kernels.self_check import self_checks
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest
+from multimodal_gen.runtime.layers.attention.scope import AUTO
+from multimodal_gen.runtime.layers.attention.selector import resolve
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.testing.fakes import FakeDevice, machine_with, simulated_environment
+
+UNTRIED = "3.10.0"
+H100 = Request(
+    platform="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    head_size=128,
+    q_size=128,
+    kv_size=128,
+    device=0,
+)
+Check = Callable[[torch.device], str | None]
+SayWhat = Callable[[str | Exception | None], list[torch.device]]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it seem as if there were a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.fixture
+def untried() -> Iterator[None]:
+    with machine_with({"triton": UNTRIED}):
+        yield
+
+
+@pytest.fixture
+def let_checks_say(monkeypatch: pytest.MonkeyPatch, gpu: None, untried: None) -> SayWhat:
+    """Let the self-checks find this, and note the devices that they are asked about."""
+
+    def say(what: str | Exception | None) -> list[torch.device]:
+        asked: list[torch.device] = []
+
+        def check(device: torch.device) -> str | None:
+            asked.append(device)
+            if isinstance(what, Exception):
+                raise what
+            return what
+
+        monkeypatch.setattr(gluon_check, "block_sparse", check)
+        monkeypatch.setattr(gluon_check, "quantized", check)
+        return asked
+
+    return say
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_release_that_was_tried_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(gluon_check, "block_sparse")
+    with machine_with({"triton": "3.6.1"}):
+        assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
+        assert self_checks() == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "tried"),
+    [("3.6", True), ("3.6.0", True), ("3.6.2+git1", True), ("3.7.0", False), ("3.10.0", False)],
+)
+def test_releases_are_compared_as_numbers(version: str, tried: bool) -> None:
+    assert TRITON_WITH_GLUON.was_tried(version) is tried
+    assert TRITON_WITH_GLUON.unsupported_reason(version) is None
+
+
+def test_an_untried_release_runs_once_its_check_passes_on_each_device(
+    let_checks_say: SayWhat, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = let_checks_say(None)
+    for dtype in (torch.bfloat16, torch.float16):
+        for device in (0, 1, None):
+            request = H100._replace(dtype=dtype, device=device)
+            assert choose(BLOCK_SPARSE, "auto", request) == "gluon"
+    assert [device.index for device in asked] == [0, 1]
+    assert list(map(str, self_checks())) == [
+        f"kernel gluon (block_sparse) has not been tried with triton {UNTRIED}; its self-check on "
+        f"GPU {index} passed"
+        for index in (0, 1)
+    ]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("relative error 0.3", "relative error 0.3"),
+        (RuntimeError("no such layout\nTraceback"), "RuntimeError: no such layout"),
+    ],
+)
+def test_where_the_check_fails_the_triton_kernels_run_with_one_warning(
+    let_checks_say: SayWhat,
+    caplog: pytest.LogCaptureFixture,
+    found: str | Exception,
+    said: str,
+) -> None:
+    asked = let_checks_say(found)
+    with caplog.at_level(logging.WARNING):
+        for device in (0, 1):
+            for size in (64, 128):
+                request = H100._replace(head_size=size, device=device)
+                assert choose(BLOCK_SPARSE, "auto", request) == "triton"
+    assert len(asked) == 2
+    (message,) = caplog.messages
+    assert message == (
+        f"kernel gluon (block_sparse) does not work with triton {UNTRIED}, so other kernels run: "
+        f"{said}"
+    )
+    with pytest.raises(
+        UnsupportedBackendError, match=f"failed its self-check with triton .*{said}"
+    ):
+        choose(BLOCK_SPARSE, "gluon", H100)
+    assert choose(QUANTIZED, "auto", H100) == "triton"
+    assert len(self_checks()) == 3
+
+
+def test_what_a_kernel_cannot_serve_anyway_is_not_checked(let_checks_say: SayWhat) -> None:
+    asked = let_checks_say(None)
+    for changes in ({"capability": (8, 0)}, {"causal": True}, {"platform": "rocm"}):
+        assert choose(BLOCK_SPARSE, "auto", H100._replace(**changes)) == "triton"
+    assert asked == []
+
+
+def test_a_check_runs_without_the_modes_of_its_caller(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_checks_say(None)
+    seen = []
+    monkeypatch.setattr(
+        gluon_check,
+        "block_sparse",
+        lambda _: seen.append((torch.is_inference_mode_enabled(), torch.zeros(1).device.type)),
+    )
+    with torch.inference_mode(), torch.device("meta"):
+        assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
+    assert seen == [(False, "cpu")]
+
+
+def test_nothing_is_checked_while_a_graph_is_captured(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = let_checks_say(None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UsageError, match="must be checked before a CUDA graph is captured"):
+        choose(BLOCK_SPARSE, "auto", H100)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("fault", "variant"), [(None, "gluon"), ("all wrong", "triton")])
+def test_selection_heeds_the_check_and_says_so(
+    let_checks_say: SayWhat, fault: str | None, variant: str
+) -> None:
+    let_checks_say(fault)
+    device = FakeDevice(
+        platform=PlatformEnum.CUDA,
+        capability=(9, 0),
+        packages=frozenset({("triton", "triton", UNTRIED)}),
+    )
+    request = AttentionRequest(
+        environment=simulated_environment(device),
+        head_size=128,
+        num_heads=24 if fault is None else 12,  # selections are remembered
+        num_kv_heads=12,
+        dtype=torch.bfloat16,
+    )
+    cls = find_backend(AttentionBackendEnum.VIDEO_SPARSE_ATTN, PlatformEnum.CUDA)
+    chosen = cls.choose_variant(request)
+    assert chosen is not None
+    assert chosen.name == variant
+    selection = resolve(request, AUTO)
+    assert (selection.variant == "gluon") is (fault is None)
+    said = str(self_checks()[0])
+    assert said.endswith("failed: all wrong" if fault else "passed")
+    assert said in selection.reason
