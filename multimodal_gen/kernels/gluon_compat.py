@@ -9,12 +9,13 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia import hopper as host
 
-__all__ = ["async_load", "lacking"]
+__all__ = ["async_load", "lacking", "of_tensor"]
 
 # Since 3.8 a copy of the copy engine is a load; the old name raises from 3.9 on.
 async_load: Any = getattr(tma, "async_load", None) or getattr(
@@ -51,6 +52,18 @@ _NEEDED: tuple[tuple[Any, dict[str, tuple[str, ...]]], ...] = (
     (mbarrier, {"MBarrierLayout": (), "arrive": (), "expect": (), "init": ("count",), "wait": ()}),
     (host, {"TensorDescriptor": ("base", "shape", "strides", "block_shape", "layout")}),
 )
+
+
+def of_tensor(descriptor: Any, tensor: torch.Tensor) -> Any:
+    """Return the descriptor of a tensor with the sizes, strides and dtype of the one described.
+
+    Its constructor looks at all of them again, which takes longer than a small kernel runs. The
+    tensor's address must be a multiple of 16 bytes.
+    """
+    other = object.__new__(type(descriptor))
+    other.__dict__.update(descriptor.__dict__)
+    other.base = tensor
+    return other
 
 
 def lacking() -> tuple[str, ...]:

@@ -24,13 +24,29 @@ def installed_release() -> str | None:
         return None
 
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def pinned_release(purpose: str) -> str:
+    """Return the release that scripts/triton.txt pins for `purpose`."""
+    lines = (REPOSITORY / "scripts" / "triton.txt").read_text().splitlines()
+    pins = dict(line.split() for line in lines if line and not line.startswith("#"))
+    return pins[purpose]
+
+
+def with_oldest() -> bool:
+    """Whether kernels are compiled with the oldest release, which most cases are left to.
+
+    Newer ones take up to twice as long; their cases are others, so that together they are many.
+    """
+    return installed_release() == pinned_release("compile")
+
+
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 needs_gluon = pytest.mark.skipif(
     TRITON_WITH_GLUON.unsupported_reason(installed_release()) is not None,
     reason=str(TRITON_WITH_GLUON.unsupported_reason(installed_release())),
 )
-# Triton announces a new default.
-silent = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
 
 class StandInDriver:

@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.children import PRELOAD, run_pytest
-from tests.kernels.compiling import compiler, installed_release
+from tests.kernels.compiling import REPOSITORY, compiler, installed_release
 
 __all__ = ["TIMEOUT", "RunWithTriton", "compiler"]
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Seconds. The longest child takes 80 on an idle core.
 TIMEOUT = 570
@@ -27,13 +25,6 @@ TIMEOUT = 570
 RunWithTriton = Callable[..., None]
 
 collect_ignore_glob = ["*/test_triton.py", "*/test_compile.py"]
-
-
-def pinned_release(purpose: str) -> str:
-    """Return the release that scripts/triton.txt pins for `purpose`."""
-    lines = (REPOSITORY / "scripts" / "triton.txt").read_text().splitlines()
-    pins = dict(line.split() for line in lines if line and not line.startswith("#"))
-    return pins[purpose]
 
 
 def python_path(release: str, environment: Path, installed: str | None) -> list[str]:
@@ -83,10 +74,10 @@ def interpreter_that_looks_once() -> Iterator[None]:
 
 @pytest.fixture
 def run_with_triton(tmp_path: Path) -> RunWithTriton:
-    """Run a file of tests in a process with the triton that is pinned for a purpose."""
+    """Run a file of tests in a process with a release of triton."""
 
-    def run(purpose: str, tests: Path, *arguments: str, **variables: str) -> None:
-        path = python_path(pinned_release(purpose), Path(sys.prefix), installed_release())
+    def run(release: str, tests: Path, *arguments: str, **variables: str) -> None:
+        path = python_path(release, Path(sys.prefix), installed_release())
         words = ("-q", "-p", "no:cacheprovider", *arguments, str(tests))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         output = tmp_path / "output"

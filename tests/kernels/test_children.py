@@ -1,19 +1,24 @@
 """Runs test_triton.py and test_compile.py of every operation in a process with its own triton.
 
-The first with the interpreter, the second with the release that kernels for GPUs are compiled with;
-both without the cases marked slow.
+The first with the interpreter, the second with the oldest release that the kernels for GPUs are
+compiled with, and those in Gluon with the newest one; all without the cases marked slow.
 """
 
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.compiling import pinned_release
 from tests.kernels.conftest import TIMEOUT, RunWithTriton
 
 pytestmark = pytest.mark.timeout(TIMEOUT + 20)
 
 HERE = Path(__file__).parent
 QUICK = ("-m", "not slow")
+# The operations with kernels in Gluon, whose language differs between releases.
+GLUON = ("block_sparse", "cluster_attention", "quantized_attention")
+# scripts/triton.txt says how to get them.
+BETWEEN = ("3.7.1", "3.8.0")
 
 
 def operations(name: str) -> list[str]:
@@ -25,11 +30,28 @@ def operations(name: str) -> list[str]:
 def test_the_kernels_compile_for_gpus_that_are_not_there(
     operation: str, run_with_triton: RunWithTriton
 ) -> None:
-    run_with_triton("compile", HERE / operation / "test_compile.py", *QUICK)
+    run_with_triton(pinned_release("compile"), HERE / operation / "test_compile.py", *QUICK)
+
+
+@pytest.mark.parametrize("operation", GLUON)
+def test_the_gluon_kernels_compile_with_the_newest_triton(
+    operation: str, run_with_triton: RunWithTriton
+) -> None:
+    run_with_triton(pinned_release("newest"), HERE / operation / "test_compile.py", *QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", BETWEEN)
+@pytest.mark.parametrize("operation", GLUON)
+def test_the_gluon_kernels_compile_with_the_releases_between(
+    operation: str, release: str, run_with_triton: RunWithTriton
+) -> None:
+    run_with_triton(release, HERE / operation / "test_compile.py", *QUICK)
 
 
 @pytest.mark.parametrize("operation", operations("test_triton.py"))
 def test_the_triton_kernels_are_right_under_the_interpreter(
     operation: str, run_with_triton: RunWithTriton
 ) -> None:
-    run_with_triton("interpret", HERE / operation / "test_triton.py", *QUICK, TRITON_INTERPRET="1")
+    tests = HERE / operation / "test_triton.py"
+    run_with_triton(pinned_release("interpret"), tests, *QUICK, TRITON_INTERPRET="1")

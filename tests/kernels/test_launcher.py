@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launcher import Launch, Launcher
 
 
 @dataclass
@@ -111,3 +111,43 @@ def test_elsewhere_triton_looks_at_every_launch(case: str, monkeypatch: pytest.M
     for _ in range(2):
         launch((1,), DATA, 7, 5, shape=0, num_warps=4)
     assert len(kernel.compiled) == 2
+
+
+VARIANTS = ({"shape": "do", "num_warps": 4}, {"shape": "redo", "num_warps": 4})
+
+
+def test_a_launch_with_fixed_arguments_compiles_once_and_passes_all() -> None:
+    kernel = Kernel()
+    launch = Launch(Launcher(kernel), (3,), (7,), VARIANTS)
+    for size in (5, 16):
+        launch((DATA,), size)
+    assert len(kernel.compiled) == 2
+    for compiled, shape in zip(kernel.compiled, ("do", "redo"), strict=True):
+        assert [(grid, a[0] is DATA, *a[1:]) for grid, a in compiled.launches] == [
+            ((3,), True, 7, 5, shape),
+            ((3, 1, 1), True, 7, 16, shape),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(DATA.double(), 5), (DATA[1:], 5), (DATA, 1 << 31)],
+    ids=["dtype", "alignment", "width"],
+)
+def test_arguments_beside_the_fixed_ones_compile_anew_where_they_must(
+    first: torch.Tensor, last: int
+) -> None:
+    kernel = Kernel()
+    launch = Launch(Launcher(kernel), (1,), (7,), VARIANTS[:1])
+    launch((DATA,), 5)
+    launch((first,), last)
+    assert len(kernel.compiled) == 2
+
+
+def test_launches_with_other_fixed_arguments_share_what_is_compiled() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    for grid in (1, 2):
+        Launch(launcher, (grid,), (7,), VARIANTS[:1])((DATA,), 5)
+    (compiled,) = kernel.compiled
+    assert [grid for grid, _ in compiled.launches] == [(1,), (2, 1, 1)]

@@ -5,7 +5,7 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,7 +101,7 @@ def block_sparse_attention(
         UnsupportedBackendError: the kernel asked for cannot serve this call; lists the reasons.
     """
     check_arguments(q, k, v, plan, scale)
-    backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if q.shape[0] == 0:
         lse = q.new_empty((0, q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -166,10 +166,14 @@ def request_for(
 
 def loadable(tensor: torch.Tensor) -> bool:
     """Whether the copy engine can read the tensor, [B, S, H, D]: in rows of 16 bytes."""
-    size = tensor.element_size()
-    strides = [s for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1]
-    rows = all(s > 0 and s * size % 16 == 0 for s in strides)
-    return tensor.stride(3) == 1 and rows and tensor.data_ptr() % 16 == 0
+    rows = _loadable_rows(tensor.shape, tensor.stride(), tensor.dtype)
+    return rows and tensor.data_ptr() % 16 == 0
+
+
+@lru_cache(maxsize=1024)
+def _loadable_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    outer = [s for s, n in zip(strides[:3], shape, strict=False) if n > 1]
+    return strides[3] == 1 and all(s > 0 and s * dtype.itemsize % 16 == 0 for s in outer)
 
 
 def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Tensor, ...]) -> int:

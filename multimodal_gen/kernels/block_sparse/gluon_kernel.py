@@ -20,8 +20,7 @@ OWN: every consumer has its own query block, ring and producer warp; else all co
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
 
 import torch
 from triton.experimental import gluon
@@ -42,8 +41,8 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.gluon_compat import async_load, of_tensor
+from multimodal_gen.kernels.launcher import Launch, Launcher
 
 # Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
 OVERFLOW = gl.constexpr(2.0**64)
@@ -493,12 +492,24 @@ _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16,
 
 
 def describe(tensor: torch.Tensor, rows: int, head_size: int) -> TensorDescriptor:
-    """Describe [B, S, H, D] to the copy engine as [B, H, S, D] in boxes of [1, 1, rows, D]."""
+    """Describe [B, S, H, D] to the copy engine as [B, H, S, D] in boxes of [1, 1, rows, D].
+
+    Its first element must lie at a multiple of 16 bytes.
+    """
+    known = _described(tensor.shape, tensor.stride(), tensor.dtype, rows, head_size)
+    return of_tensor(known, tensor)
+
+
+@lru_cache(maxsize=1024)
+def _described(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, head_size: int
+) -> TensorDescriptor:
     order = (0, 2, 1, 3)
-    sizes = [tensor.shape[i] for i in order]
+    sizes = [shape[i] for i in order]
     # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
-    strides = [tensor.stride(i) if tensor.shape[i] > 1 else 64 for i in order[:3]]
-    return TensorDescriptor(tensor, sizes, [*strides, 1], [1, 1, rows, head_size], _TILE_LAYOUT)
+    steps = [strides[i] if shape[i] > 1 else 64 for i in order[:3]]
+    nothing = torch.empty(0, dtype=dtype, device="cpu")
+    return TensorDescriptor(nothing, sizes, [*steps, 1], [1, 1, rows, head_size], _TILE_LAYOUT)
 
 
 def attend(
@@ -525,20 +536,20 @@ def attend(
         tile: shape of a program, as `hopper_tile` chooses it.
     """
     key = ("hopper", tile, q.shape, k.shape[2], lse is None)
-    launch = plan.cache.get(key)
-    if launch is None:
-        launch = plan.cache[key] = _prepare(q, k, plan, tile, lse)
-    shape, rows = launch.shape, launch.num_flags
+    prepared = plan.cache.get(key)
+    if prepared is None:
+        prepared = plan.cache[key] = _prepare(q, k, plan, tile, out, lse)
+    size, rows = prepared.head_size, prepared.num_flags
     # One allocation, whose second part begins at a multiple of 16 bytes like the first.
-    marks = launch.counts.new_zeros(rows + launch.num_sweeps)
-    sweep = marks[rows:] if launch.num_sweeps else marks
-    arguments = (
-        describe(q, 64, shape.head_size), describe(k, tile.keys, shape.head_size),
-        describe(v, tile.keys, shape.head_size), out, out if lse is None else lse, marks, sweep,
-        *launch.arguments, *out.stride()[:3],
-        *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
+    marks = prepared.counts.new_zeros(rows + prepared.num_sweeps)
+    sweep = marks[rows:] if prepared.num_sweeps else marks
+    prepared.launch(
+        (
+            describe(q, 64, size), describe(k, tile.keys, size), describe(v, tile.keys, size),
+            out, out if lse is None else lse, marks, sweep,
+        ),
+        scale / math.log(2.0),
     )  # fmt: skip
-    _launcher().each(launch.grid, *arguments, variants=launch.variants)
 
 
 @cache
@@ -547,23 +558,19 @@ def _launcher() -> Launcher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Launch:
+class _Prepared:
     """What launches on one plan have in common, whatever the tensors.
 
     Attributes:
-        grid: number of programs.
-        shape: the kernel to compile.
-        variants: its options, and those of the kernel that redoes flagged tiles, if any.
-        arguments: those that follow from the plan, in the kernel's order.
+        launch: the kernel, and the one that redoes flagged tiles, if any.
+        head_size: D, padded.
         counts: a tensor of the plan.
         num_flags: int32 flags to make room for, a multiple of four.
         num_sweeps: positions of key sweeps to make room for.
     """
 
-    grid: tuple[int]
-    shape: Shape
-    variants: tuple[dict[str, Any], ...]
-    arguments: tuple[Any, ...]
+    launch: Launch
+    head_size: int
     counts: torch.Tensor
     num_flags: int
     num_sweeps: int
@@ -574,8 +581,9 @@ def _prepare(
     k: torch.Tensor,
     plan: BlockPlan,
     tile: GluonTile,
+    out: torch.Tensor,
     lse: torch.Tensor | None,
-) -> _Launch:
+) -> _Prepared:
     batch, _, heads, channels = q.shape
     kv = plan.kv
     whole = kv.is_regular and kv.size % tile.keys == 0 and plan.row_bits is None
@@ -607,15 +615,13 @@ def _prepare(
         *every_list.stride()[:3], *every_count.stride(), k.shape[2],
         *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], plan.q.size, plan.q.total, total,
         blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
+        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
     redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
-    return _Launch(
-        grid=(num_tiles,),
-        shape=shape,
-        variants=tuple(
-            {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
-        ),
-        arguments=arguments,
+    variants = [{"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))]
+    return _Prepared(
+        launch=Launch(_launcher(), (num_tiles,), arguments, variants),
+        head_size=shape.head_size,
         counts=counts,
         num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,

@@ -458,6 +458,8 @@ def check_arguments(
 ) -> None:
     """Raise unless tensors, a plan and a scale fit each other.
 
+    What a plan was found to fit once is remembered with it.
+
     Args:
         q: [B, Sq, H, D].
         k: [B, Sk, Hkv, D].
@@ -468,7 +470,21 @@ def check_arguments(
     Raises:
         UsageError: a type, shape, dtype or device does not fit.
     """
-    _validate_types(q, k, v, plan, scale)
+    if scale is not None:
+        _validate_scale(scale)
+    plain = type(plan) is BlockPlan and type(q) is type(k) is type(v) is torch.Tensor
+    if plain and not torch.compiler.is_compiling():
+        keys_and_values = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device)
+        fits = ("fits", q.shape, q.dtype, q.device, *keys_and_values)
+        if fits not in plan.cache:
+            _check_fit(q, k, v, plan)
+            plan.cache[fits] = True
+    else:
+        _check_fit(q, k, v, plan)
+
+
+def _check_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan) -> None:
+    _validate_types(q, k, v, plan)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise UsageError(
@@ -488,7 +504,7 @@ def check_arguments(
     _validate_plan(plan, q.device, (batch, heads), queries, keys)
 
 
-def _validate_types(q: object, k: object, v: object, plan: object, scale: object) -> None:
+def _validate_types(q: object, k: object, v: object, plan: object) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
@@ -499,8 +515,9 @@ def _validate_types(q: object, k: object, v: object, plan: object, scale: object
             )
     if not isinstance(plan, BlockPlan):
         raise UsageError(f"`plan` must be a BlockPlan, got {type(plan).__name__}")
-    if scale is None:
-        return
+
+
+def _validate_scale(scale: object) -> None:
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise UsageError(f"`scale` must be a number or None, got {type(scale).__name__}")
     if not 0.0 < scale < math.inf:

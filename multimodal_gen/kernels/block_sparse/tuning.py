@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
 __all__ = ["CHOICE_ROWS", "GluonTile", "TritonTile", "gluon_tile", "triton_tile"]
@@ -135,6 +136,7 @@ _HOPPER = MappingProxyType(
 )
 
 
+@cache
 def gluon_tile(
     *,
     q_size: int,

@@ -16,7 +16,7 @@ scores of the next one are computed. Three things differ from 16 bits:
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.gluon_compat import of_tensor
+from multimodal_gen.kernels.launcher import Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
     Outs,
     Plan,
@@ -505,36 +506,41 @@ def attention_kernel(
 def describe(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe [B, H, R, C] to the copy engine in boxes of [1, 1, rows, columns].
 
-    Columns have stride 1, other strides are multiples of 16 bytes; those of dimensions of size 1
-    mean nothing, but must be that as well.
+    Columns have stride 1, other strides are multiples of 16 bytes, and so is the address.
     """
-    bits = 8 * tensor.element_size()
+    known = _described(tensor.shape, tensor.stride(), tensor.dtype, rows, columns)
+    return of_tensor(known, tensor)
+
+
+@lru_cache(maxsize=1024)
+def _described(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
+) -> TensorDescriptor:
+    bits = 8 * dtype.itemsize
     layout = gl.NVMMASharedLayout(
         swizzle_byte_width=min(columns * bits // 8, 128), element_bitwidth=bits, rank=4
     )
-    strides = [tensor.stride(i) if tensor.shape[i] > 1 else 64 for i in range(3)]
-    return TensorDescriptor(
-        tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns], layout
-    )
+    # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
+    steps = [strides[i] if shape[i] > 1 else 64 for i in range(3)]
+    nothing = torch.empty(0, dtype=dtype, device="cpu")
+    return TensorDescriptor(nothing, list(shape), [*steps, 1], [1, 1, rows, columns], layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Launch:
+class _Prepared:
     """What launches on one plan have in common, whatever the tensors.
 
     Attributes:
-        grid: number of programs.
-        shape: the kernel to compile.
-        variants: its options, and those of the kernel that redoes flagged tiles, if any.
-        arguments: those that follow from the plan, in the kernel's order.
+        launch: the kernel, and the one that redoes flagged tiles, if any.
+        head_size: D, padded.
         counts: a tensor of the plan.
+        num_flags: int32 flags to make room for.
     """
 
-    grid: tuple[int]
-    shape: Shape
-    variants: tuple[dict[str, Any], ...]
-    arguments: tuple[Any, ...]
+    launch: Launch
+    head_size: int
     counts: torch.Tensor
+    num_flags: int
 
 
 def attend(
@@ -556,23 +562,21 @@ def attend(
         tile: shape of a program, as `hopper_tile` chooses it.
     """
     key = ("8-bit hopper", tile, out.shape, packed.k.shape[1], lse is None)
-    launch = plan.cache.get(key)
-    if launch is None:
-        launch = plan.cache[key] = _prepare(packed, plan, out, tile, lse=lse is not None)
-    shape = launch.shape
+    prepared = plan.cache.get(key)
+    if prepared is None:
+        prepared = plan.cache[key] = _prepare(packed, plan, out, lse, tile)
+    size = prepared.head_size
     if tile.e4m3:
-        values = describe(packed.v, shape.head_size, tile.keys)
+        values = describe(packed.v, size, tile.keys)
     else:
-        values = describe(packed.v.permute(0, 2, 1, 3), tile.unit, shape.head_size)
-    flags = launch.counts.new_zeros(launch.grid if tile.fast else (1,))
-    arguments = (
-        describe(packed.q, 64, shape.head_size), describe(packed.k, tile.unit, shape.head_size),
-        values, out, out if lse is None else lse, flags,
-        packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
-        *launch.arguments, packed.q.shape[2], packed.k_scale.shape[2],
-        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
+        values = describe(packed.v.permute(0, 2, 1, 3), tile.unit, size)
+    prepared.launch(
+        (
+            describe(packed.q, 64, size), describe(packed.k, tile.unit, size), values,
+            out, out if lse is None else lse, prepared.counts.new_zeros(prepared.num_flags),
+            packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
+        ),
     )  # fmt: skip
-    _launcher().each(launch.grid, *arguments, variants=launch.variants)
 
 
 @cache
@@ -581,8 +585,12 @@ def _launcher() -> Launcher:
 
 
 def _prepare(
-    packed: Packed, plan: BlockPlan, out: torch.Tensor, tile: GluonTile, *, lse: bool
-) -> _Launch:
+    packed: Packed,
+    plan: BlockPlan,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    tile: GluonTile,
+) -> _Prepared:
     batch, _, heads, channels = out.shape
     slotted = in_slots(plan, tile.unit)
     kv = slotted.kv
@@ -604,7 +612,7 @@ def _prepare(
         q_tiles=q_tiles,
         ragged=sub == 0 or kv_tail != kv.size,
         ordered=order is not None,
-        lse=lse,
+        lse=lse is not None,
     )
     q_bounds = [
         counts if t is None else t.expand(batch, heads, -1).contiguous()
@@ -617,17 +625,17 @@ def _prepare(
         kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],
         *every_list.stride()[:3], *every_count.stride(),
         *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2],
-        plan.q.size, packed.q_slots, plan.q.total,
+        plan.q.size, packed.q_slots, plan.q.total, packed.q.shape[2], packed.k_scale.shape[2],
+        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
     redo = dataclasses.replace(shape, fast=False, redo=True)
-    return _Launch(
-        grid=(batch * heads * num_q * q_tiles,),
-        shape=shape,
-        variants=tuple(
-            {"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))
-        ),
-        arguments=arguments,
+    num_tiles = batch * heads * num_q * q_tiles
+    variants = [{"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))]
+    return _Prepared(
+        launch=Launch(_launcher(), (num_tiles,), arguments, variants),
+        head_size=shape.head_size,
         counts=counts,
+        num_flags=num_tiles if tile.fast else 1,
     )
 
 

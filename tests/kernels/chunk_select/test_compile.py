@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.chunk_select.reference import Rule
-from tests.kernels.compiling import Compiler, assert_clean, needs_triton, silent
+from tests.kernels.compiling import Compiler, assert_clean, needs_triton
 
-pytestmark = [needs_triton, silent]
+pytestmark = needs_triton
 
 RULES = (Rule(topk=2), Rule(threshold=0.25))
 # Every number of chunks, each head size with either rule.

@@ -7,9 +7,9 @@ test_children.py runs these tests in a process of their own.
 import pytest
 import torch
 
-from tests.kernels.compiling import Compiler, needs_triton, silent
+from tests.kernels.compiling import Compiler, needs_triton
 
-pytestmark = [needs_triton, silent]
+pytestmark = needs_triton
 
 
 @pytest.mark.parametrize(

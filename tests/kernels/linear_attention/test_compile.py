@@ -11,9 +11,9 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.reference import FEATURE_MAPS, KeyState, Projection
-from tests.kernels.compiling import Compiler, assert_clean, needs_triton, silent
+from tests.kernels.compiling import Compiler, assert_clean, needs_triton
 
-pytestmark = [needs_triton, silent]
+pytestmark = needs_triton
 
 # Some registers of the pass over the keys may be: fewer warps are worth more than that.
 FEW = 384

@@ -9,9 +9,9 @@ import itertools
 import pytest
 import torch
 
-from tests.kernels.compiling import Compiler, needs_triton, silent
+from tests.kernels.compiling import Compiler, needs_triton
 
-pytestmark = [needs_triton, silent]
+pytestmark = needs_triton
 
 
 @pytest.mark.parametrize(
