@@ -24,6 +24,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 __all__ = [
     "AttentionBackend",
     "AttentionImpl",
+    "OptionalMethod",
     "ProjectionSlot",
     "provides",
 ]

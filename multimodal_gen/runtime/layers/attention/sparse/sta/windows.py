@@ -23,7 +23,6 @@ __all__ = [
     "Window",
     "effective_window",
     "is_full",
-    "joint_density",
     "kept_indices",
     "kept_map",
     "pair_density",
@@ -90,19 +89,6 @@ def pair_density(window: Window, grid: Window, tile: Window) -> float:
         )
         density *= pairs / size**2
     return density
-
-
-def joint_density(density: float, video: int, query_text: int, key_text: int) -> float:
-    """Return the density of a joint sequence, where text attends and is attended to everywhere.
-
-    Args:
-        density: share of the pairs of video tokens that is kept.
-        video: number of video tokens.
-        query_text: number of text queries.
-        key_text: number of text keys.
-    """
-    every = (video + query_text) * (video + key_text)
-    return 1 - (1 - density) * video**2 / every
 
 
 def kept_indices(window: Window, tiles: Window, device: torch.device | str = "cpu") -> torch.Tensor:

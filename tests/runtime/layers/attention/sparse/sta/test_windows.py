@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     effective_window,
     is_full,
-    joint_density,
     kept_indices,
     kept_map,
     pair_density,
@@ -123,13 +122,6 @@ def test_published_windows_have_the_published_densities() -> None:
     assert tile_density((3, 3, 3), wan) == pytest.approx(0.15)
     assert tile_density((3, 3, 3), hunyuan) == pytest.approx(1 - 0.91)
     assert tile_density((5, 5, 5), hunyuan) == pytest.approx(1 - 0.5833, abs=1e-4)
-
-
-def test_text_is_dense_in_the_density_of_a_joint_sequence() -> None:
-    keep = torch.ones(6, 5)
-    keep[:4, :4] = torch.eye(4)
-    assert joint_density(0.25, 4, 2, 1) == pytest.approx(float(keep.mean()))
-    assert joint_density(0.25, 4, 0, 0) == 0.25
 
 
 @settings(max_examples=60, deadline=None)
