@@ -60,7 +60,8 @@ class Measure:
         unit: of the figure, or "".
         digits: behind the decimal point, in print; None for two digits wherever they are.
         better: which figures are closer to the reference.
-        rounding: distance that is that of rounding to 8 bits: nobody can see it.
+        rounding: distance that is that of rounding: to 8 bits, which nobody can see, or, of
+            latents, of a run in float32.
         distance: from the reference, of a figure; 0 for equal clips, and more for farther ones.
     """
 
@@ -107,7 +108,7 @@ MEASURES = (
     Measure("vmaf", "VMAF", "", 1, "higher", 1.0, lambda vmaf: max(0.0, 100 - vmaf)),
     Measure("lpips", "LPIPS", "", 4, "lower", 1e-3, lambda lpips: lpips),
     Measure("flicker_change", "flicker", "x", 2, "lower", 0.01, lambda ratio: abs(1 - ratio)),
-    Measure("latents", "latents", "", None, "lower", 1e-3, lambda error: error),
+    Measure("latents", "latents", "", None, "lower", 1e-5, lambda error: error),
 )
 """Every measure. The ratio of flickers is 1 for equal clips; 2 flickers twice as much."""
 

@@ -92,7 +92,7 @@ def test_the_boundary_is_twice_the_squared_error_of_the_noise() -> None:
 
 def test_the_boundary_of_errors_is_twice_the_noise_and_rounding() -> None:
     floor = [run(FrameMetrics(lpips=0.1), latents=(9.0, 0.2))]
-    for last, word in ((0.401, WITHIN), (0.402, "visible")):
+    for last, word in ((0.4, WITHIN), (0.4001, "visible")):
         assert judge(run(FrameMetrics(lpips=0.1), latents=(0.0, last)), floor).word == word
     for lpips, word in ((0.201, WITHIN), (0.2011, "visible")):
         assert judge(run(FrameMetrics(lpips=lpips), latents=(9.0, 0.2)), floor).word == word
@@ -214,9 +214,9 @@ def test_equal_clips_and_small_figures_are_said_in_few_words() -> None:
     assert judge(run(FrameMetrics(psnr=math.inf), latents=(0.0,)), floor).reasons == (
         "Every clip equals the reference's.",
     )
-    assert judge(run(FrameMetrics(psnr=90.0), latents=(1.234e-5,)), floor).reasons == (
+    assert judge(run(FrameMetrics(psnr=90.0), latents=(1.234e-6,)), floor).reasons == (
         "PSNR 90.0 dB; dense kernels 90.0 dB.",
-        "latents 1.2e-05; dense kernels 3e-07.",
+        "latents 1.2e-06; dense kernels 3e-07.",
     )
 
 
