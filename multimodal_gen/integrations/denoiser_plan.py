@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from multimodal_gen.errors import NothingAppliedError, UsageError
+from multimodal_gen.integrations.checkpoint_files import find_checkpoint
 from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks
 from multimodal_gen.integrations.guidance_branch import note_branch_names
@@ -26,6 +27,8 @@ from multimodal_gen.integrations.processor_patch import (
 from multimodal_gen.integrations.scopes import without_sparse
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.trained_layers import (
+    GATE,
+    PROJECTION,
     attach_gate,
     attach_projection,
     find_gates,
@@ -100,9 +103,11 @@ class DenoiserPlan:
             self._parallel.splitter,
         )
         self._refuse_steps()
-        self._gates = find_gates(component.model, dict(self._gated()))
+        gated = dict(self._gated())
+        self._gates = find_gates(component.model, gated)
         projected = {m.name: m.layer.head_size for m in self._patched if m.layer.takes_projection}
         self._projections = find_projections(component.model, projected)
+        self._lost = self._lost_parts(bool(gated), bool(projected))
 
     @property
     def layers(self) -> tuple[ModuleAttention, ...]:
@@ -132,6 +137,8 @@ class DenoiserPlan:
         if self._patched and not self._hooks.tells_steps:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
         yield from self._parallel.notes()
+        if self._lost:
+            yield self._lost
         if self._gates:
             yield (
                 f"{name}: {len(self._gates)} layers weigh the coarse branch by the gates of the "
@@ -195,6 +202,25 @@ class DenoiserPlan:
             own_tokens = patched.layer.site.role is AttentionRole.SELF
             if known and own_tokens and patched.layer.takes_gate:
                 yield patched.name, patched.module
+
+    def _lost_parts(self, gated: bool, projected: bool) -> str:
+        """Say which trained parts a checkpoint may have that cannot be read again, if any."""
+        if not (gated or projected):
+            return ""
+        files = find_checkpoint(self._component.model)
+        if files.folder is not None:
+            return ""
+        parts = " and ".join(
+            part for part, is_taken in ((GATE, gated), (PROJECTION, projected)) if is_taken
+        )
+        lost = (
+            f"{self._component.name}: trained layers that its checkpoint may have ({parts}) are "
+            f"not used, its files are unknown: {files.reason}"
+        )
+        if files.source:
+            self._scope.warnings.warn(lost)
+            return ""  # which the report has from there
+        return lost
 
     def _refuse_steps(self) -> None:
         if self._hooks.tells_steps:

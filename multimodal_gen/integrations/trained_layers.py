@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.checkpoint_files import find_checkpoint
 from multimodal_gen.integrations.components import compute_dtype
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "attach_projection",
     "find_gates",
     "find_projections",
-    "model_folder",
     "offload_hook",
     "stored_layers",
     "wan_projections",
@@ -93,16 +93,6 @@ def stored_layers(folder: Path, name: str) -> StoredLayers:
                 if f".{key.rpartition('.')[0]}".endswith(f".{name}"):
                     found.setdefault(key, path)
     return StoredLayers(found)
-
-
-def model_folder(model: nn.Module) -> Path | None:
-    """Return the folder of this machine that a model of diffusers was loaded from, or None."""
-    config = getattr(model, "config", None)
-    name = config.get("_name_or_path") if isinstance(config, Mapping) else None
-    if not isinstance(name, str) or not name:
-        return None
-    folder = Path(name)
-    return folder if folder.is_dir() else None
 
 
 def offload_hook(module: nn.Module) -> Any:
@@ -171,7 +161,7 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
     Raises:
         UsageError: a gate does not fit its module.
     """
-    folder = model_folder(model)
+    folder = find_checkpoint(model).folder
     if folder is None or not modules:
         return {}
     stored = stored_layers(folder, GATE)
@@ -224,7 +214,7 @@ def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn
     Raises:
         UsageError: a projection does not fit its module.
     """
-    folder = model_folder(model)
+    folder = find_checkpoint(model).folder
     if folder is None or not sizes:
         return {}
     stored = stored_layers(folder, PROJECTION)

@@ -150,7 +150,7 @@ def test_a_checkpoint_without_projections_is_warned_of_once_per_pipeline(folder,
         said = [m for r in caplog.records if "linear branch is zero" in (m := r.getMessage())]
         assert len(said) == count
         assert said[-1] in report.notes
-    assert "sla_attn of transformer has no trained proj_l" in said[0]
+    assert "sla_attn of transformer was given no trained proj_l" in said[0]
     assert "fine-tuned" in said[0]
 
 

@@ -181,8 +181,8 @@ def notice_no_projection(
     """
     blocks = "key block" if kept == 1 else f"{100 * topk_ratio:g} % of the key blocks"
     warnings.warn(
-        f"{backend} of {component or 'a layer'} has no trained proj_l: its linear branch is zero, "
-        f"so every query attends to the best {blocks} alone and the rest is lost; without a "
+        f"{backend} of {component or 'a layer'} was given no trained proj_l: its linear branch is "
+        f"zero, so every query attends to the best {blocks} alone and the rest is lost; without a "
         f"checkpoint that was fine-tuned for Sparse-Linear Attention expect visibly worse results"
     )
 
