@@ -173,6 +173,7 @@ def _print(generated: "Generated", job: _Job) -> None:
     if generated.attention:
         typer.echo(f"attention record: {generated.attention}")
     typer.echo(f"seed: {generated.seed}")
+    typer.echo(f"time: {generated.seconds:.1f} s in all")
     if generated.mesh is not None:
         mesh = generated.mesh
         typer.echo(

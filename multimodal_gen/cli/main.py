@@ -5,13 +5,14 @@ each command imports what it needs when it runs. What is wrong with a command li
 line: what was typed, and what is valid.
 """
 
+import errno
 import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Annotated, Any
 
@@ -24,7 +25,8 @@ from multimodal_gen.cli.compare import compare
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.cli.recommend import recommend
-from multimodal_gen.errors import MultimodalGenError, RankError, nearest
+from multimodal_gen.errors import ConfigError, MultimodalGenError, RankError, nearest
+from multimodal_gen.runtime.server_args import SETTINGS
 
 __all__ = ["app", "main"]
 
@@ -70,6 +72,13 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 _OUTSIDE = re.compile(r"(\S+) is not in the range (?:x>=(\S+)|(\S+)<=x<=(\S+))")
 
 
+# Inputs that some pipelines take and `generate` has no option for.
+_INPUTS = frozenset(
+    f"--{kind}" for kind in ("image-path", "last-image-path", "video-path", "mask-path", "image")
+)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -85,9 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _noting_interrupts() as interrupts:
         try:
             arguments = fold_dotted(arguments)
+            _refuse_repeated(arguments)
             command = typer.main.get_command(app)
             with command.make_context(_program_name(), arguments) as context:
                 command.invoke(context)
+            sys.stdout.flush()  # a full disk behind it shows only now
         except typer.Exit as exit_:
             return exit_.exit_code
         except BaseException as error:
@@ -108,10 +119,44 @@ def _failed(error: BaseException, arguments: Sequence[str]) -> int:
         typer.echo(f"error: {_one_line(error)}", err=True)
         return 1 if isinstance(error, RankError) else 2
     if isinstance(error, BrokenPipeError):
-        # What is left in the buffer would fail again, with a message, when the process ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+        return 1
+    if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+        _drop_output()
+        typer.echo(f"error: the output could not be printed: {error.strerror}", err=True)
         return 1
     raise error
+
+
+def _drop_output() -> None:
+    """Drop what is left in the buffer: it would fail again when the process ends."""
+    with suppress(OSError, ValueError):  # what captures output may have no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse_repeated(arguments: Sequence[str]) -> None:
+    """Refuse an option of `generate` that is given twice: the parser would take the last alone.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if not arguments or arguments[0] != "generate":
+        return
+    valued = {s.flag for s in SETTINGS.values() if s.kind is not bool}
+    seen: set[str] = set()
+    rest = iter(arguments[1:])
+    for argument in rest:
+        flag, equals, _ = argument.partition("=")
+        if flag == "--":
+            return
+        if flag not in valued:
+            continue
+        if flag in seen:
+            several = "; run the command once per prompt" if flag == "--prompt" else "; remove one"
+            raise ConfigError(f"{flag} must be given once, got it again{several}")
+        seen.add(flag)
+        if not equals:
+            next(rest, None)
 
 
 def _described(error: Any, arguments: Sequence[str]) -> str:
@@ -133,6 +178,11 @@ def _described(error: Any, arguments: Sequence[str]) -> str:
 def _problem(error: Any, arguments: Sequence[str]) -> str:
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         valid = [name for parameter in error.ctx.command.params for name in parameter.opts]
+        if error.option_name in _INPUTS and error.option_name not in valid:
+            return (
+                f"no such option {error.option_name!r}: pipelines that start from images, videos "
+                f"or masks are run from Python, with multimodal_gen.apply"
+            )
         return f"no such option {error.option_name!r}{nearest(error.option_name, valid)}"
     parameter = getattr(error, "param", None)
     if parameter is None:

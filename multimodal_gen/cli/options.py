@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -61,6 +62,8 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     kind = _choices(setting) if setting.choices else setting.kind
     if setting.choices:
         default = kind(default)
+    if kind is Path:  # as text: of an empty one a path would make the folder one is in
+        kind, default = str, str(default)
     option = typer.Option(
         *filter(None, (setting.flag, setting.short)),
         metavar=setting.metavar,

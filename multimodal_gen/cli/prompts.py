@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.plain_values import MalformedError, read_small_file
 
 __all__ = ["PromptFile", "Prompts", "read_prompts"]
 
@@ -34,11 +35,10 @@ def read_prompts(given: list[str] | None, file: Path | None, what: str) -> list[
     prompts = [*(given or [])]
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            lines = read_small_file(file).splitlines()
+        except MalformedError as error:
             raise ConfigError(
-                f"--prompts must be a readable text file, got {str(file)!r}: {reason}"
+                f"--prompts must be a readable text file, got {str(file)!r}: {error}"
             ) from None
         prompts += [line.strip() for line in lines if line.strip()]
     if not prompts:

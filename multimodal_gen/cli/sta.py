@@ -14,7 +14,7 @@ import typer
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
@@ -184,6 +184,7 @@ def tune(
     files = find_searches(searches)
     if negative is not None:
         files = (*files, *find_searches(negative, NEGATIVE))
+    _check_not_read(output, files)
     tuned = tune_files(files, skip_time_steps=skip_time_steps, target_density=target_density)
     tuned.strategy.write(output)
     strategy = tuned.strategy
@@ -250,6 +251,19 @@ def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson =
     echo(_density_table(density))
     if png is not None:
         typer.echo(f"\ndrawn: {png}")
+
+
+def _check_not_read(output: Path, files: Sequence[Path]) -> None:
+    """Refuse a strategy file that is a search: it would be overwritten by what it tells."""
+    try:
+        taken = next((f for f in files if output.exists() and f.samefile(output)), None)
+    except (OSError, ValueError):  # whoever writes it says what is wrong with the name
+        taken = None
+    if taken is not None:
+        raise UsageError(
+            f"--output must not be one of the searches that are read, got {str(output)!r}; give "
+            f"another name, such as mask_strategy.json"
+        )
 
 
 def _search_args(settings: Settings, output: Path, tile_size: str) -> ServerArgs:

@@ -3,22 +3,23 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from multimodal_gen.errors import NothingAppliedError, UsageError
+from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.checkpoint_files import find_checkpoint
 from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks
 from multimodal_gen.integrations.guidance_branch import note_branch_names
-from multimodal_gen.integrations.hooks import StandIn
+from multimodal_gen.integrations.hooks import StandIn, untraced_hook
 from multimodal_gen.integrations.models.adapter import ModelAdapter
 from multimodal_gen.integrations.models.registry import find_adapter
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.parallel.plan import ParallelPlan, is_split
 from multimodal_gen.integrations.processor_patch import (
+    LAYER,
     CannotPatchError,
     patch,
     patched_class,
@@ -65,7 +66,6 @@ class DenoiserPlan:
         UsageError: the model is attached already, under diffusers' context parallelism, or
             scheduled by denoising steps that it does not tell; or ranks share its tokens, which
             it has too few heads for.
-        NothingAppliedError: the model has attention modules, and none could be taken over.
         UnsupportedBackendError: a requested backend cannot serve one of them.
     """
 
@@ -85,13 +85,9 @@ class DenoiserPlan:
         self._failures: list[str] = []
         self._installed = False
         self._tracker = tracker
-        self._patched = tuple(self._plan())
-        if self._failures and not self._patched:
-            raise NothingAppliedError(
-                f"apply() must take over at least one attention module of "
-                f"{component.name} ({type(component.model).__name__}), it looked at "
-                f"{len(self._failures)}: {'; '.join(dict(Counter(self._failures)))}"
-            )
+        self._patched = list(self._plan())
+        # Processors that were set since, and cannot be taken over, by name of their module.
+        self._left: dict[str, object] = {}
         heads = [m.layer.num_heads for m in self._patched if is_split(m.layer.site.role)]
         self._parallel = ParallelPlan(component, adapter, heads, groups, pipeline)
         self._hooks = DenoiserHooks(
@@ -113,6 +109,11 @@ class DenoiserPlan:
     def layers(self) -> tuple[ModuleAttention, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(patched.layer for patched in self._patched)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why attention modules are left alone, one reason per module."""
+        return tuple(self._failures)
 
     @property
     def unsplit_reason(self) -> str | None:
@@ -163,10 +164,10 @@ class DenoiserPlan:
     def install(self, undo: ExitStack) -> None:
         """Carry the plan out; `undo` takes the steps that take it back."""
         model = self._component.model
-        for patched in self._patched:
+        for index, patched in enumerate(self._patched):
             _register_like_stock(patched)
             patched.module.processor = patched.replacement
-            undo.callback(_restore, patched)
+            undo.callback(self._restore_at, index)
             if patched.name in self._gates:
                 attach_gate(patched.module, self._gates[patched.name], undo)
             if patched.name in self._projections:
@@ -182,12 +183,65 @@ class DenoiserPlan:
         undo.callback(self._tracker.when_ended.remove, self._end_request)
         undo.callback(self._hooks.end_context)
         self._parallel.install_outside(undo)
+        again = model.register_forward_pre_hook(untraced_hook(self._take_over_again))
+        undo.callback(again.remove)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
         self._parallel.install(undo)
         after = model.register_forward_hook(self._hooks.after, always_call=True)
         undo.callback(after.remove)
         note_branch_names(model, undo)
+
+    def _restore_at(self, index: int) -> None:
+        _restore(self._patched[index])
+
+    def _take_over_again(self, model: nn.Module, args: object) -> None:
+        """Take over processors that were set since `apply`, where that can be; warn in any case.
+
+        An IP-adapter and fused projections bring processors of their own.
+        """
+        del model, args
+        taken: Counter[str] = Counter()
+        for index, patched in enumerate(self._patched):
+            processor: Any = patched.module.processor
+            if processor is patched.replacement or self._left.get(patched.name) is processor:
+                continue
+            try:
+                self._patched[index] = again = self._patch_again(patched, processor)
+            except CannotPatchError as error:
+                self._left[patched.name] = processor
+                self._scope.warnings.warn(
+                    f"{self._component.name}: processors that were set after apply() run as they "
+                    f"are, without its backends: {error}"
+                )
+                continue
+            _register_like_stock(again)
+            patched.module.processor = again.replacement
+            taken[type(processor).__name__] += 1
+        for cls, count in taken.items():
+            self._scope.warnings.warn(
+                f"{self._component.name}: {count} attention modules got a {cls} after apply(), "
+                f"which was taken over too; remove() leaves it there"
+            )
+        if any(getattr(p.replacement, LAYER, None) is not p.layer for p in self._patched):
+            self._scope.warnings.warn(
+                f"{self._component.name}: set_attention_backend after apply() handed attention "
+                f"modules to diffusers, where they stay until remove(); choose backends in apply()"
+            )
+
+    def _patch_again(self, patched: _PatchedModule, processor: Any) -> _PatchedModule:
+        """Return a module with its new processor taken over, on the same layer where that fits.
+
+        Raises:
+            CannotPatchError: the processor cannot be taken over.
+        """
+        if not callable(processor) or isinstance(processor, StandIn):
+            raise CannotPatchError(f"{type(processor).__name__} is not one of diffusers")
+        again = self._patch(patched.layer.site, patched.module, processor)
+        if again.layer.masks_padding != patched.layer.masks_padding:
+            return again
+        again.replacement.__dict__[LAYER] = patched.layer
+        return replace(again, layer=patched.layer)
 
     def _end_request(self, request_id: str) -> None:
         self._parallel.end_request()

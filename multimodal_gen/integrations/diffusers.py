@@ -184,11 +184,7 @@ def apply(
     # A pipeline is about its denoisers: taking over nothing but its encoders is not enough.
     denoisers = [plan for plan in plans if isinstance(plan, DenoiserPlan)]
     if not any(plan.layers for plan in denoisers or plans):
-        looked_at = ", ".join(f"{c.name} ({type(c.model).__name__})" for c in components)
-        raise NothingAppliedError(
-            f"apply() must find attention modules to take over, it looked at "
-            f"{looked_at or 'no model at all'} and found none that it can"
-        )
+        raise _nothing_applied(components, denoisers)
     _require_split(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline)
@@ -207,6 +203,20 @@ def _plan(
         else:
             notes.append(f"{component.name}: {type(component.model).__name__} left alone")
     return tuple(plans), tuple(notes)
+
+
+def _nothing_applied(
+    components: tuple[Component, ...], denoisers: list[DenoiserPlan]
+) -> NothingAppliedError:
+    looked_at = ", ".join(f"{c.name} ({type(c.model).__name__})" for c in components)
+    failures = [reason for plan in denoisers for reason in plan.failures]
+    why = ""
+    if failures:
+        why = f"; of {len(failures)} attention modules: {'; '.join(dict.fromkeys(failures))}"
+    return NothingAppliedError(
+        f"apply() must find attention modules to take over, it looked at "
+        f"{looked_at or 'no model at all'} and found none that it can{why}"
+    )
 
 
 def _require_split(denoisers: list[DenoiserPlan]) -> None:

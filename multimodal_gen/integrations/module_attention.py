@@ -14,6 +14,7 @@ from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.denoiser_context import (
+    DenoiserContext,
     TokenShare,
     current_denoiser_context,
     current_padding,
@@ -68,6 +69,8 @@ def prepare_call(
     if call.gate is not None and not layer.takes_gate:
         call = call._replace(gate=None)
     context = current_denoiser_context()
+    if context is not None:
+        call = _on_grid(call, context)
     split = None if context is None else context.split
     share = None if split is None else split.share
     if share is None or not _attends_to(share, layer, call):
@@ -84,6 +87,20 @@ def prepare_call(
         call = call._replace(whole_mask=_mask_of(padding, like=call.mask))
     text = (share.front, share.back - dropped, 0)
     return call._replace(replicated=text, seq_lens=share.lengths)
+
+
+def _on_grid(call: AttentionCall, context: DenoiserContext) -> AttentionCall:
+    """Return a call that says so if its tokens are not those of the denoiser call's latent grid."""
+    grid, span = context.latent_grid, context.text_span
+    if grid is None:
+        return call._replace(off_grid="this call of the model has none")
+    if context.split is not None and context.split.share is not None:
+        return call  # which has the tokens of this rank
+    least = grid[0] * grid[1] * grid[2] + (span.stop if span is not None and not span.start else 0)
+    if min(call.query.shape[1], call.key.shape[1]) < least:
+        # As those of an IP-adapter: a few keys of its own.
+        return call._replace(off_grid="some calls attend to fewer tokens than it has")
+    return call
 
 
 def _attends_to(share: TokenShare, layer: AttentionLayer, call: AttentionCall) -> bool:
@@ -161,7 +178,7 @@ class ModuleAttention(StandIn):
         self.causal = params.causal
         self._compute_dtype = compute_dtype
         self._scope = scope
-        self._masks_padding = masks_padding
+        self.masks_padding = masks_padding
         self._projection: nn.Linear | None = None
         self.layer = self._build(params)
         self.others: dict[AttentionParams, USPAttention] = {}
@@ -273,7 +290,7 @@ class ModuleAttention(StandIn):
             compute_dtype=self._compute_dtype,
             site=self.site,
             scope=self._scope,
-            prepare=partial(prepare_call, masks_padding=self._masks_padding),
+            prepare=partial(prepare_call, masks_padding=self.masks_padding),
         )
         if layer.head_size == self.head_size:
             layer.set_projection(self._projection)

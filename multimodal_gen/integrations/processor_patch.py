@@ -115,15 +115,19 @@ def patched_class(stock: type, replacements: Mapping[str, Any] | None = None) ->
             objects have no `__dict__`.
     """
     methods = dict(_attention_methods(stock))
-    if not methods:
-        raise CannotPatchError(f"{stock.__name__} calls neither {_DISPATCH} nor {SDPA}")
+    inherited = tuple(_inherited_methods(stock))
+    if not methods and not inherited:
+        hint = ", which slices: call disable_attention_slicing()" if _slices(stock) else ""
+        raise CannotPatchError(f"{stock.__name__} calls neither {_DISPATCH} nor {SDPA}{hint}")
     if not stock.__dictoffset__ or _slots(stock) - {LAYER}:
         raise CannotPatchError(f"{stock.__name__} keeps its state in __slots__")
     key = stock, tuple((replacements or {}).items())
     used = _used(methods)
+    for base, found in inherited:
+        used |= {f"{base.__qualname__}.{name}": each for name, each in _used(found).items()}
     known = _PATCHED_CLASSES.get(key)
     if known is None or not _same(known[0], used):
-        known = used, _make_class(stock, methods, replacements or {})
+        known = used, _make_class(stock, methods, replacements or {}, inherited)
         _PATCHED_CLASSES[key] = known
     return known[1]
 
@@ -173,7 +177,10 @@ def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _make_class(
-    stock: type, methods: Mapping[str, FunctionType], replacements: Mapping[str, Any]
+    stock: type,
+    methods: Mapping[str, FunctionType],
+    replacements: Mapping[str, Any],
+    inherited: tuple[tuple[type, Mapping[str, FunctionType]], ...] = (),
 ) -> type:
     namespace: dict[str, Any] = {
         name: _patched(method, replacements, _defining_class(stock, name))
@@ -188,13 +195,44 @@ def _make_class(
             LAYER: None,
         }
     )
-    return type(stock.__name__, (StandIn, stock), namespace)
+    # Between the class and the base whose method it reaches by super(): C3 puts them there.
+    between = tuple(
+        type(
+            base.__name__,
+            (base,),
+            {
+                "__module__": base.__module__,
+                **{n: _patched(m, replacements, base.__name__) for n, m in found.items()},
+            },
+        )
+        for base, found in inherited
+    )
+    return type(stock.__name__, (StandIn, stock, *between), namespace)
 
 
 def _attention_methods(stock: type) -> Iterator[tuple[str, FunctionType]]:
     for name, method in inspect.getmembers(stock, inspect.isfunction):
         if _mentions(method.__code__, SDPA) or _dispatch_names(method):
             yield name, method
+
+
+def _inherited_methods(stock: type) -> Iterator[tuple[type, dict[str, FunctionType]]]:
+    """Yield the bases with attention calls in methods that are overridden, reached by super()."""
+    seen = set(vars(stock))
+    for base in stock.__mro__[1:-1]:
+        own = {name: f for name, f in vars(base).items() if isinstance(f, FunctionType)}
+        found = {
+            name: f
+            for name, f in own.items()
+            if name in seen and (_mentions(f.__code__, SDPA) or _dispatch_names(f))
+        }
+        if found:
+            yield base, found
+        seen |= set(vars(base))
+
+
+def _slices(stock: type) -> bool:
+    return "Sliced" in stock.__name__
 
 
 def _dispatch_names(method: FunctionType) -> set[str]:
@@ -247,7 +285,8 @@ def _dispatch_replaced(function: FunctionType) -> dict[str, Any]:
 
 
 def _require_plain(function: FunctionType) -> None:
-    if hasattr(function, "__wrapped__") or function.__code__.co_freevars:
+    # `__class__` is what super() without arguments refers to; it stays the class that it is.
+    if hasattr(function, "__wrapped__") or set(function.__code__.co_freevars) - {"__class__"}:
         raise CannotPatchError(f"{function.__qualname__} is decorated or a closure")
 
 
@@ -259,7 +298,8 @@ def _with_globals(
     # the stock attention call. `__package__` stays: it is what relative imports go by.
     scope = {key: value for key, value in method.__globals__.items() if key != "__name__"}
     scope.update(replaced)
-    new = FunctionType(code, scope, method.__name__, method.__defaults__)
+    closure = method.__closure__ if code.co_freevars else None
+    new = FunctionType(code, scope, method.__name__, method.__defaults__, closure)
     new.__kwdefaults__ = method.__kwdefaults__
     new.__annotations__ = dict(method.__annotations__)
     new.__qualname__ = method.__qualname__

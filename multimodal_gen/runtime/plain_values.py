@@ -7,9 +7,12 @@ refused. Read values can be frozen. Importing this module needs the standard lib
 
 import json
 import math
+import os
 import re
 import reprlib
+import stat
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 __all__ = [
@@ -21,6 +24,7 @@ __all__ = [
     "read_json",
     "read_pairs",
     "read_scalar",
+    "read_small_file",
     "read_value",
     "short",
 ]
@@ -30,6 +34,35 @@ MAX_DEPTH = 32
 
 class MalformedError(Exception):
     """The text cannot be read; the message says which part and why."""
+
+
+_MOST_BYTES = 64 << 20  # more than any search of windows has
+
+
+def read_small_file(path: Path, *, encoding: str = "utf-8") -> str:
+    """Return the text of a regular file; others may never end, or wait for somebody to write.
+
+    Raises:
+        MalformedError: it is none, too large or not UTF-8, or cannot be read.
+    """
+    try:
+        # Not waiting for a writer, should it have become a pipe meanwhile.
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise MalformedError("this is no regular file")
+            data = file.read(_MOST_BYTES + 1)
+    except IsADirectoryError:
+        raise MalformedError("this is a folder") from None
+    except (OSError, ValueError) as error:  # or a character that no path has
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MalformedError(f"the file cannot be read: {reason}") from None
+    if len(data) > _MOST_BYTES:
+        raise MalformedError(f"the file must have at most {_MOST_BYTES >> 20} MiB")
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"the file is not UTF-8 text: {error.reason}") from None
 
 
 def read_json(text: str) -> object:

@@ -116,7 +116,12 @@ def _integer(setting: Setting, value: object) -> int:
 
 def _number(setting: Setting, value: object) -> Any:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or _below(setting, value):  # type: ignore[arg-type]
+    # Whole numbers are finite, and may be too large for a float.
+    if (
+        not real
+        or (isinstance(value, float) and not math.isfinite(value))
+        or _below(setting, value)
+    ):
         raise setting.wrong(f"a number >= {setting.ge}", value)
     return _not_above(setting, value)
 
@@ -286,6 +291,7 @@ class ServerArgs:
         Setting(
             metavar="N",
             ge=1,
+            le=65536,
             help="GPUs that share the work; starts a process for each on this host. Default: what "
             "the degrees multiply to. Under torchrun: the ranks it started.",
         ),
@@ -295,6 +301,7 @@ class ServerArgs:
         Setting(
             metavar="N",
             ge=1,
+            le=65536,
             help="GPUs that share one sequence: Ulysses times ring. Default: --num-gpus, or half "
             "of them with --cfg-parallel.",
         ),
@@ -304,6 +311,7 @@ class ServerArgs:
         Setting(
             metavar="N",
             ge=1,
+            le=65536,
             help="GPUs the heads are split over. Default: as many as share a sequence and fit.",
         ),
     ] = None
@@ -312,6 +320,7 @@ class ServerArgs:
         Setting(
             metavar="N",
             ge=1,
+            le=65536,
             help="GPUs in a ring over keys. Default: what the Ulysses degree leaves.",
         ),
     ] = None
@@ -474,7 +483,8 @@ class ServerArgs:
             self._set("attention_backend", parse_attention_backend(self.attention_backend))
         except ConfigError as error:
             raise ConfigError(
-                f"{error}; names of diffusers' own backends need --backend diffusers"
+                f"{error}; names of diffusers' own backends need `sglang generate --backend "
+                f"diffusers`"
             ) from None
 
     def _keep_diffusers_name(self) -> None:

@@ -474,7 +474,7 @@ class Eager:
 def test_a_model_whose_processors_cannot_be_rebound_is_refused():
     model = unknown_model()
     model.set_attn_processor(Eager())
-    with pytest.raises(NothingAppliedError, match=r"looked at 8: Eager calls neither"):
+    with pytest.raises(NothingAppliedError, match=r"of 8 attention modules: Eager calls neither"):
         apply(model)
 
 

@@ -17,6 +17,13 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank
+from multimodal_gen.runtime.generator.model_folder import (
+    check_classes,
+    check_code,
+    check_required,
+    check_sizes,
+    component_configs,
+)
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
@@ -87,12 +94,10 @@ class PipelineIndex:
         location = _locate(model_path)
         diffusers = import_diffusers()
         config = _read_config(diffusers, location)
+        check_code(location, _named(config, dotted=True))
         pipeline_class = _pipeline_class(diffusers, config.get("_class_name"), model_path)
-        components = {
-            key: (str(value[0]), str(value[1]))
-            for key, value in config.items()
-            if isinstance(value, (list, tuple)) and len(value) == 2 and value[0] is not None
-        }
+        components = _named(config)
+        check_classes(pipeline_class, location, components)
         settings = {
             key: value
             for key, value in config.items()
@@ -131,7 +136,10 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     """
     if args.offload != "none" and device.type == "cpu":
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
+    check_required(index.pipeline_class, index.model_path, index.components)
     check_folders(index.model_path, index.components)
+    for name, config in component_configs(index.model_path, index.components):
+        check_sizes(name, config, index.model_path)
     dtypes = _dtypes(index, args.dtype, pick_dtype(args.dtype, device))
     try:
         with _bars_on_terminals_only():
@@ -355,9 +363,31 @@ def _described(error: BaseException) -> str:
     return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
 
 
+def _named(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
+    """Return library and class name by component, those left out not; `dotted`: private keys too.
+
+    diffusers takes every list for a component, so that code is looked for behind all of them.
+    """
+    return {
+        key: (str(value[0]), str(value[1]))
+        for key, value in config.items()
+        if isinstance(value, (list, tuple))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and (dotted or not key.startswith("_"))
+        and key != "_class_name"
+    }
+
+
 def _pipeline_class(diffusers: Any, name: object, model_path: str) -> type:
     """Return the class of that name, if it is a pipeline's."""
-    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    try:
+        found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    except (ImportError, RuntimeError, OSError) as error:  # diffusers imports it only now
+        raise MissingDependencyError(
+            f"{name} of diffusers must import, it failed: {' '.join(str(error).split())[:300]}; "
+            f"reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'"
+        ) from error
     base = diffusers.DiffusionPipeline
     if isinstance(found, type) and issubclass(found, base) and found is not base:
         return found
@@ -424,8 +454,9 @@ def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
             ) from error
         raise UsageError(
             f"--model-path must be an existing pipeline folder or a reachable hub id, got "
-            f"{location!r}: there is no such folder, and the Hugging Face Hub did not give its "
-            f"{_INDEX} ({first_line(error)})"
+            f"{location!r}: there is no such folder, it is not in the cache, and the Hugging Face "
+            f"Hub did not give its {_INDEX}; check the spelling, the network and for gated models "
+            f"`hf auth login` ({first_line(error)})"
         ) from error
     if not isinstance(config, dict):
         raise UsageError(

@@ -1,6 +1,7 @@
 """One generation: load a pipeline, attach attention, run it, save the result."""
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -78,6 +79,7 @@ class Generated:
         latents: the file with the last latents, or None.
         attention: the file with what the attention ran on, or None.
         seed: seed of the noise.
+        seconds: how long it took, loading included.
         report: what the attention ran on.
         mesh: the ranks that shared the work, or None on one GPU.
         notes: what the user should know.
@@ -88,6 +90,7 @@ class Generated:
     latents: Path | None
     attention: Path | None
     seed: int
+    seconds: float
     report: Report
     mesh: Mesh | None
     notes: tuple[str, ...]
@@ -138,6 +141,7 @@ def generate(
             out of memory; the named backend of diffusers fails; the result is not finite.
         MissingDependencyError: diffusers, or an encoder for videos, is not installed.
     """
+    started = time.perf_counter()
     device = rank_device(args.device)
     index = PipelineIndex.read(args.model_path)
     check_arguments(index, args)
@@ -186,6 +190,7 @@ def generate(
         latents=names.latents,
         attention=next(iter(also), None),
         seed=seed,
+        seconds=time.perf_counter() - started,
         report=report,
         mesh=mesh,
         notes=notes,
@@ -241,8 +246,10 @@ def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
             latents=args.save_latents,
         )
         target.names(args.num_outputs)
-    except (OSError, RuntimeError) as error:
-        # Too long, a loop of links, or in the home of nobody.
+    except UsageError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        # Too long, a loop of links, in the home of nobody, or with characters that no name has.
         raise UsageError(
             f"--output-path must be a file or folder that can be made, got {str(path)[:80]!r} "
             f"({getattr(error, 'strerror', None) or error})"

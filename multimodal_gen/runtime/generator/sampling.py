@@ -67,6 +67,20 @@ _SINGLE_OUTPUT: tuple[tuple[str, str], ...] = (
 # Pipelines that neither round a size to whole tokens nor refuse it; their transformers drop rows.
 _WHOLE_TOKENS = ("Allegro", "CogVideoX", "Mochi")
 
+# Pipelines that start from an image or a video, by words of their names, and what they call it.
+_STARTS_FROM = (
+    "ImageToVideo",
+    "VideoToVideo",
+    "Img2Img",
+    "Inpaint",
+    "Fill",
+    "Edit",
+    "Control",
+    "Upsampl",
+    "Upscale",
+)
+_MEDIA = ("image", "video", "control_image", "control_video", "mask_image")
+
 # What pipelines call the pixels per latent; the first one a pipeline has is used.
 _SCALES = (
     "vae_scale_factor_spatial",
@@ -117,6 +131,9 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         and name not in known
     ]
+    if not needed and any(word in index.name for word in _STARTS_FROM):
+        # Their image or video is None by default, and missed only in the run.
+        needed = [name for name in _MEDIA if name in parameters][:1]
     if needed:
         raise UsageError(
             f"{index.name} needs {', '.join(needed)}, which `sglang generate` has no option for; "

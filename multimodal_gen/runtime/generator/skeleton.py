@@ -14,8 +14,10 @@ from multimodal_gen.runtime.generator.load import (
     PipelineIndex,
     first_line,
     import_diffusers,
+    is_out_of_memory,
     pick_dtype,
 )
+from multimodal_gen.runtime.generator.model_folder import check_sizes
 
 __all__ = ["denoiser_configs", "load_skeleton", "model_identity"]
 
@@ -113,12 +115,18 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> torch.n
     try:
         if library == "diffusers":
             config = cls.load_config(model_path, subfolder=name)  # type: ignore[attr-defined]
+            check_sizes(name, config, model_path)
             with init_empty_weights():
                 return cls.from_config(config)  # type: ignore[attr-defined]
         config = _transformers_config(cls, model_path, name)
+        check_sizes(name, config.to_dict(), model_path)
         with init_empty_weights():
             return cls(config)
-    except (OSError, ValueError, TypeError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # configs that do not fit fail in every way, within libraries
+        if is_out_of_memory(error):
+            raise
         raise UsageError(
             f"component {name} of {model_path!r} must have a config for {class_name}, "
             f"building it failed: {first_line(error)}"

@@ -323,6 +323,8 @@ class AttentionLayer(nn.Module):
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
         context = current_forward_context()
+        if call.off_grid and entry.primary.selection.backend.is_sparse:
+            entry, call = entry.off_grid(call.off_grid), call._replace(gate=None)
         if entry.varies:
             entry = entry.at(call, context)
         if call.gate is not None:

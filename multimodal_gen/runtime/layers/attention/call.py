@@ -91,6 +91,8 @@ class AttentionCall(NamedTuple):
         seq_lens: tokens of each rank; None to let ranks tell each other.
         exchange: whether the layer may exchange tokens with other ranks.
         some_heads: whether the tensors may hold a share of the layer's heads.
+        off_grid: why a sparse method cannot serve the call, whose tokens are not those of a latent
+            grid; it runs dense then. "" where that is not known.
         first_head: index of the first head of `query` among the layer's heads.
         zero_rows: rows of zeros that the output has behind those of `query`.
     """
@@ -106,6 +108,7 @@ class AttentionCall(NamedTuple):
     seq_lens: Sequence[int] | None = None
     exchange: bool = True
     some_heads: bool = False
+    off_grid: str = ""
     first_head: int = 0
     zero_rows: int = 0
 

@@ -260,9 +260,12 @@ def read_selector(value: object, name: str) -> IndexSelector:
     """
     if isinstance(value, IndexSelector):
         return value
-    # As a value of its own, -5 is the text "-5" read as a number; in a list it is a mistake.
+    # As text, "-5" is a range from the start; as a number it may be meant to count from the end.
     if type(value) is int and value < 0:
-        value = str(value)
+        raise ConfigError(
+            f"{name} must be {_NAMES[IndexSelector]}, got {short(value)}; the range from the start "
+            f"is '0{value}', and nothing counts from the end"
+        )
     listed = value if isinstance(value, (list, tuple)) else ()
     if not any(isinstance(item, int) and item < 0 for item in listed):
         try:

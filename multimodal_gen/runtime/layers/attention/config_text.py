@@ -20,6 +20,7 @@ from multimodal_gen.runtime.plain_values import (
     read_json,
     read_pairs,
     read_scalar,
+    read_small_file,
     short,
 )
 
@@ -193,12 +194,7 @@ def _read_file(path: Path) -> object:
     suffix = path.suffix.lower()
     if suffix not in _SUFFIXES:
         raise MalformedError(f"the file must end in {', '.join(_SUFFIXES)}, got {path.name!r}")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise MalformedError(f"the file is not UTF-8 text: {error.reason}") from None
-    except OSError as error:
-        raise MalformedError(f"the file cannot be read: {error.strerror}") from None
+    text = read_small_file(path, encoding="utf-8-sig")
     if not text.strip():
         raise MalformedError("the file is empty")
     return read_json(text) if suffix == ".json" else _read_yaml(text)

@@ -337,7 +337,8 @@ def _by_step(densities: Sequence[tuple[int, float]]) -> list[str]:
 def summary(report: "AttentionReport") -> list[str]:
     """Return one line per group of layers, then notes, then footnotes."""
     footnotes = Footnotes()
-    lines = []
+    lines: list[str] = []
+    said: list[str] = []
     for group in grouped(report):
         steps = f", steps {group.steps}"
         if group.steps == "all":
@@ -348,11 +349,11 @@ def summary(report: "AttentionReport") -> list[str]:
         selection, calls = group.entry.selection, group.entry.calls
         density = f"{group.density_text}, " if group.density else ""
         shapes = f"{_shapes_text(group.entry.shapes)}, " if group.entry.shapes else ""
+        because = _once(footnotes.reason(selection), said)
         lines.append(
             f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
             f"{detour}{selection.label} [{group.source}], {density}{shapes}"
-            f"{calls} {'call' if calls == 1 else 'calls'} each{_every_pair_text(group)}; "
-            f"{footnotes.reason(selection)}"
+            f"{calls} {'call' if calls == 1 else 'calls'} each{_every_pair_text(group)}; {because}"
         )
     notes = [f"note: {note}" for note in report.notes]
     return [*lines, *_time_line(report), *notes, *footnotes.lines()]
@@ -369,6 +370,13 @@ def _shapes_text(shapes: Sequence[str]) -> str:
     """Return the first shapes, and how many more there are."""
     more = f" and {len(shapes) - _MOST_SHAPES} more shapes" if len(shapes) > _MOST_SHAPES else ""
     return f"at {', '.join(shapes[:_MOST_SHAPES])}{more}"
+
+
+def _once(reason: str, said: list[str]) -> str:
+    """Return a reason, or the line that gave it; `said` has those of earlier lines, in order."""
+    said.append(reason)
+    first = said.index(reason) + 1
+    return reason if first == len(said) else f"as line {first}"
 
 
 def _time_line(report: "AttentionReport") -> list[str]:

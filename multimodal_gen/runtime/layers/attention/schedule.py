@@ -114,7 +114,9 @@ def _parts(
 def _reason(axis: str, indices: Indices, part: DensePart) -> str:
     if isinstance(indices, FirstShare):
         return f"the {indices} {axis} are dense (`{part.given}`)"
-    return f"{axis} {indices} are dense (`{part.given}`)"
+    single = str(indices).isdigit()
+    verb = f"{axis[:-1]} {indices} is" if single else f"{axis} {indices} are"
+    return f"{verb} dense (`{part.given}`)"
 
 
 def _holds_layer(part: DensePart, layer: int, site: LayerSite, asked: BackendPreference) -> bool:
@@ -440,6 +442,32 @@ class ScheduleEntry:
             return entry
         reason = f"{entry.selection.reason}; at measured shapes the fastest of {self._table.name}"
         return replace(entry, selection=replace(entry.selection, reason=reason))
+
+    def off_grid(self, reason: str) -> "ScheduleEntry":
+        """Return what serves calls without a latent grid, which the sparse primary cannot.
+
+        Args:
+            reason: why, for the report and one warning.
+
+        Raises:
+            UnsupportedBackendError: fallbacks are refused.
+        """
+        geometry, label = self._geometry, self.primary.selection.label
+        why = f"{label} works on a latent grid, and {reason}"
+        if why not in self._beside:
+            if self._strict:
+                raise UnsupportedBackendError(
+                    f"attention backend {label} must get tokens of a latent grid under "
+                    f"--strict-attention: {reason} in {_where(geometry)}; name a dense backend "
+                    f"for it"
+                )
+            entry = self._dense(why)
+            entry.observers = ()  # which would look for the grid
+            geometry.warnings.warn(
+                f"{why} in {_where(geometry)}: such calls run dense, on "
+                f"{entry.primary.selection.label}"
+            )
+        return self._beside[why]
 
     def _substitute(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> BoundBackend:
         request, geometry = self._request, self._geometry

@@ -105,6 +105,8 @@ class SequenceParallelLayer(AttentionLayer):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
+            if call.off_grid and entry.primary.selection.backend.is_sparse:
+                entry = entry.off_grid(call.off_grid)
         except MultimodalGenError as error:
             raise self._refused(call, error) from None
         rows = Rows.of(call.query, call.key, call.replicated)
@@ -129,7 +131,15 @@ class SequenceParallelLayer(AttentionLayer):
             if count > 1:
                 return attend_in_head_groups(entry.primary, split, call, count)
         q, k, v, gate = split.joined(split.take_heads(*call[:3], call.gate))
-        heads = AttentionCall(q, k, v, _whole_mask(split, call), gate, first_head=split.heads[0])
+        heads = AttentionCall(
+            q,
+            k,
+            v,
+            _whole_mask(split, call),
+            gate,
+            off_grid=call.off_grid,
+            first_head=split.heads[0],
+        )
         with attending(q.device):
             out = super()._attend(heads)
         return split.give_heads(out)

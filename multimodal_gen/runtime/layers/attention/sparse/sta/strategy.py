@@ -33,7 +33,12 @@ from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     Window,
     tile_density,
 )
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, short
+from multimodal_gen.runtime.plain_values import (
+    MalformedError,
+    read_json,
+    read_small_file,
+    short,
+)
 
 __all__ = [
     "Strategy",
@@ -62,10 +67,9 @@ def read_text(path: Path, *, what: str) -> str:
         ConfigError: the file is missing, unreadable or not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{what} must be a readable file, got {str(path)!r}: {reason}") from None
+        return read_small_file(path)
+    except MalformedError as error:
+        raise ConfigError(f"{what} must be a readable file, got {str(path)!r}: {error}") from None
 
 
 def parse_json(text: str, *, name: str, remedy: str = "") -> object:
@@ -96,18 +100,21 @@ def write_text(path: Path, text: str, *, what: str) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}.partial")
+    partial = None
     try:
+        partial = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that is none, or that cannot be encoded
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"{what} must be written to a file, got {str(path)!r}: {error.strerror}"
+            f"{what} must be written to a file, got {str(path)!r}: {reason}"
         ) from None
     finally:
-        with suppress(OSError):
-            partial.unlink()
+        if partial is not None:
+            with suppress(OSError, ValueError):
+                partial.unlink()
 
 
 _WHAT = "record of a mask strategy"

@@ -1,0 +1,136 @@
+"""Model folders that others wrote: no code of theirs runs, what is wrong is one line."""
+
+import json
+import shutil
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+
+from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.generator import load_skeleton
+from multimodal_gen.runtime.generator.load import PipelineIndex, import_diffusers, load_pipeline
+from multimodal_gen.runtime.server_args import ServerArgs
+
+
+@pytest.fixture
+def folder(tiny_pipeline, tmp_path):
+    """A copy of the tiny Wan pipeline to spoil."""
+    return shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
+
+
+def change(file, **values):
+    """Change keys of a JSON file; None removes one."""
+    content = json.loads(file.read_text())
+    content.update(values)
+    file.write_text(json.dumps({key: v for key, v in content.items() if v != "REMOVE"}))
+
+
+def load(folder):
+    args = ServerArgs(model_path=str(folder))
+    return load_pipeline(PipelineIndex.read(str(folder)), args, torch.device("cpu"))
+
+
+def skeleton(folder):
+    return load_skeleton(PipelineIndex.read(str(folder)), "float32", torch.device("cpu"))
+
+
+EVIL = "import pathlib\npathlib.Path({!r}).touch()\nclass Evil: pass\n"
+
+
+@pytest.mark.parametrize("library", ["helper", "this", "os", "helper.inner", "__main__", ""])
+@pytest.mark.parametrize("key", ["transformer", "extra", "_hidden"])
+def test_no_library_but_the_known_ones_is_imported(folder, tmp_path, library, key) -> None:
+    ran = tmp_path / "ran"
+    for place in (folder, folder / "transformer"):
+        (place / "helper.py").write_text(EVIL.format(str(ran)))
+    change(folder / "model_index.json", **{key: [library, "Evil"]})
+    before = set(sys.modules)
+    with pytest.raises(UsageError, match=r"must be of diffusers, transformers or a module of"):
+        PipelineIndex.read(str(folder))
+    assert not ran.exists()
+    assert not {"helper", "this"} & (set(sys.modules) - before)
+
+
+def test_a_folder_with_code_beside_a_known_library_is_refused(folder, tmp_path) -> None:
+    (folder / "transformer" / "diffusers.py").write_text(EVIL.format(str(tmp_path / "ran")))
+    with pytest.raises(UsageError, match=r"must have no code of its own, got 'diffusers\.py'"):
+        load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_components_of_the_modules_of_diffusers_pipelines_are_taken(folder) -> None:
+    change(folder / "model_index.json", extra=["stable_diffusion", "StableDiffusionSafetyChecker"])
+    assert "extra" in PipelineIndex.read(str(folder)).components
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"transformer": None}, r"must name library and class .* missing transformer"),
+        ({"transformer": "REMOVE"}, r"missing transformer"),
+        ({"vae": "REMOVE", "scheduler": None}, r"missing .*vae"),
+        (
+            {"transformer": ["diffusers", "FluxTransformer2DModel"]},
+            r"transformer .* must be a WanTransformer3DModel, as WanPipeline has it, got a Flux",
+        ),
+        ({"transformer": ["diffusers", "a b"]}, r"must name a class of diffusers, got 'a b'"),
+        ({"../up": ["diffusers", "X"]}, r"must have a name of letters"),
+        ({"_class_name": ["helper", "Evil"]}, r"pipeline class .* must be one that diffusers"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_pipeline_is_explained(folder, values, message) -> None:
+    change(folder / "model_index.json", **values)
+    with pytest.raises(UsageError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("make", [load, skeleton], ids=["weights", "skeleton"])
+@pytest.mark.parametrize(
+    ("component", "key", "value"),
+    [
+        ("transformer", "num_layers", 10**9),
+        ("text_encoder", "num_layers", 10**9),
+        ("transformer", "num_attention_heads", 10**30),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_it_is_built(
+    folder, make, component, key, value
+) -> None:
+    change(folder / component / "config.json", **{key: value})
+    with pytest.raises(UsageError, match=f"component {component} of .* `{key}` of at most .* got"):
+        make(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_layers", "two"),
+        ("num_layers", -1),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", None),
+        ("patch_size", [0, 0, 0]),
+        ("patch_size", "abc"),
+        ("attention_head_dim", 2.5),
+        ("rope_max_seq_len", "x"),
+    ],
+)
+def test_values_that_make_libraries_raise_name_the_component(folder, key, value) -> None:
+    change(folder / "transformer" / "config.json", **{key: value})
+    for make in (skeleton, load):
+        with suppress(UsageError):  # nothing else; some values are harmless to build
+            make(folder)
+
+
+def test_a_broken_dependency_inside_diffusers_is_one_line(folder, monkeypatch) -> None:
+    diffusers = import_diffusers()
+    lazy = type(diffusers)
+
+    def broken(self, name):
+        raise RuntimeError("Failed to import diffusers.pipelines.wan because of:\nNo module ftfy")
+
+    monkeypatch.delattr(diffusers, "WanPipeline", raising=False)
+    monkeypatch.setattr(lazy, "__getattr__", broken)
+    with pytest.raises(MissingDependencyError, match=r"must import, it failed: .* No module ftfy;"):
+        PipelineIndex.read(str(folder))
