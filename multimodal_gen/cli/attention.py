@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from multimodal_gen.cli.describe import describe
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.runtime.server_args import ROLES, SETTINGS, ServerArgs, Setting
@@ -22,6 +23,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+app.command()(describe)
 
 _EXPLAINED = (
     "model_path",

@@ -35,7 +35,6 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="sglang",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -96,11 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = fold_dotted(arguments)
             _refuse_repeated(arguments)
             command = typer.main.get_command(app)
+            if not arguments:  # what shells ask for completions with has none
+                command._main_shell_completion({}, _program_name())
             with command.make_context(_program_name(), arguments) as context:
                 command.invoke(context)
             sys.stdout.flush()  # a full disk behind it shows only now
         except typer.Exit as exit_:
             return exit_.exit_code
+        except SystemExit as exit_:  # a shell was told its completions
+            return exit_.code if isinstance(exit_.code, int) else 0
         except BaseException as error:
             if interrupts or isinstance(error, KeyboardInterrupt):
                 typer.echo("interrupted", err=True)
@@ -135,15 +138,15 @@ def _drop_output() -> None:
 
 
 def _refuse_repeated(arguments: Sequence[str]) -> None:
-    """Refuse an option of `generate` that is given twice: the parser would take the last alone.
+    """Refuse a second prompt of `generate`: the parser would take the last one alone.
 
     Raises:
-        ConfigError: names the option.
+        ConfigError: there are several.
     """
     if not arguments or arguments[0] != "generate":
         return
     valued = {s.flag for s in SETTINGS.values() if s.kind is not bool}
-    seen: set[str] = set()
+    seen = 0
     rest = iter(arguments[1:])
     for argument in rest:
         flag, equals, _ = argument.partition("=")
@@ -151,10 +154,11 @@ def _refuse_repeated(arguments: Sequence[str]) -> None:
             return
         if flag not in valued:
             continue
-        if flag in seen:
-            several = "; run the command once per prompt" if flag == "--prompt" else "; remove one"
-            raise ConfigError(f"{flag} must be given once, got it again{several}")
-        seen.add(flag)
+        seen += flag == "--prompt"
+        if seen > 1:
+            raise ConfigError(
+                "--prompt must be given once, got it again; run the command once per prompt"
+            )
         if not equals:
             next(rest, None)
 

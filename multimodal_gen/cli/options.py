@@ -9,9 +9,10 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import Setting
 
-__all__ = ["AsJson", "Settings", "takes"]
+__all__ = ["AsJson", "Settings", "backend_names", "takes"]
 
 Settings: TypeAlias = Mapping[str, Any]
 """What was typed, or the defaults, by name of the setting."""
@@ -46,6 +47,12 @@ def takes(*settings: Setting) -> Callable[[Callable[..., None]], Callable[..., N
     return decorate
 
 
+def backend_names(incomplete: str = "") -> list[str]:
+    """Return the names of the built-in backends that begin with what was typed, for shells."""
+    typed = incomplete.strip().lower().replace("-", "_")
+    return [str(backend) for backend in AttentionBackendEnum if str(backend).startswith(typed)]
+
+
 def _parameters(
     run: Callable[..., None], settings: tuple[Setting, ...]
 ) -> Iterator[inspect.Parameter]:
@@ -63,13 +70,14 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     if setting.choices:
         default = kind(default)
     if kind is Path:  # as text: of an empty one a path would make the folder one is in
-        kind, default = str, str(default)
+        kind, default = str, None if default is None else str(default)
     option = typer.Option(
         *filter(None, (setting.flag, setting.short)),
         metavar=setting.metavar,
         min=setting.ge,
         max=setting.le,
         help=setting.help,
+        autocompletion=backend_names if setting.name == "attention_backend" else None,
     )
     return inspect.Parameter(
         setting.name,

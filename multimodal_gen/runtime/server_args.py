@@ -239,7 +239,8 @@ class ServerArgs:
         Setting(
             metavar="NAME",
             check=_any,
-            help="Attention backend of every layer; `sglang attention list` names them. With "
+            help="Attention backend of every layer; `sglang attention list` names them, and "
+            "`sglang attention describe NAME` their parameters. With "
             "--backend diffusers, a name of diffusers such as native or _native_cudnn. "
             "Default: the best one for each layer.",
         ),
@@ -250,7 +251,7 @@ class ServerArgs:
             metavar="CONFIG",
             check=_configuration,
             help="Parameters of --attention-backend: a JSON or YAML file, a JSON object, or "
-            "k=v,k=v. Default: the backend's own.",
+            "k=v,k=v; `sglang attention describe NAME` lists them. Default: the backend's own.",
         ),
     ] = None
     component_attention_backends: Annotated[

@@ -251,7 +251,7 @@ def test_explain_prints_a_table_that_pipes_well(tiny_pipeline, sglang, monkeypat
     ("flags", "message"),
     [
         (("--strict-attention", "--attention-backend", "fa"), "attention backend fa (command"),
-        (("--attention-backend", "native"), "need --backend diffusers"),
+        (("--attention-backend", "native"), "need `sglang generate --backend diffusers`"),
         (("--component-attention-backends", "unet=fa"), "unet"),
         (("--attention-backend-config", "a=1"), "needs --attention-backend"),
         (("--attention-config", "nowhere.json"), "nowhere.json"),

@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 import resource
@@ -237,3 +238,26 @@ def test_an_option_is_suggested_only_where_the_names_are_close(option, hint, sgl
     done = sglang("generate", option, "1")
     assert done.code == 2
     assert f"no such option {option!r}{hint}" in done.err
+
+
+def test_a_second_prompt_is_refused_instead_of_replacing_the_first(sglang) -> None:
+    outcome = sglang("generate", "--model-path", "m", "--prompt", "one", "--prompt", "two")
+    assert outcome.code == 2
+    assert "--prompt must be given once, got it again" in outcome.err
+
+
+def test_inputs_that_generate_lacks_are_not_taken_for_a_misspelling(sglang) -> None:
+    outcome = sglang("generate", "--model-path", "m", "--prompt", "x", "--image-path", "a.png")
+    assert outcome.code == 2
+    assert "no such option '--image-path': pipelines that start from images" in outcome.err
+    assert "did you mean" not in outcome.err
+
+
+def test_a_full_disk_behind_the_output_is_one_line(monkeypatch, capsys) -> None:
+    from multimodal_gen.cli import main as module
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.typer, "echo", lambda *a, err=False, **k: None if err else full())
+    assert module.main(["--version"]) == 1

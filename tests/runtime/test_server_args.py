@@ -110,7 +110,7 @@ def test_a_wrong_component_override_is_quoted(value, message):
         ({"offload": "cpu"}, "--offload must be one of none, model, sequential, got 'cpu'"),
         (
             {"attention_backend": "native"},
-            "must be one of fa, .* got 'native'.* own backends need --backend diffusers",
+            "must be one of fa, .* 'native'.* own backends need `sglang generate --backend diff",
         ),
         ({"attention_backend": 3}, "--attention-backend must be the name of an attention backend"),
         (

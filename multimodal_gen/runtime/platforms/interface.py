@@ -214,6 +214,30 @@ class Platform(ABC):
         """Whether this is an NVIDIA GPU."""
         return self.name is PlatformEnum.CUDA
 
+    def is_rocm(self) -> bool:
+        """Whether this is an AMD GPU."""
+        return self.name is PlatformEnum.ROCM
+
+    def is_xpu(self) -> bool:
+        """Whether this is an Intel GPU."""
+        return self.name is PlatformEnum.XPU
+
+    def is_musa(self) -> bool:
+        """Whether this is a Moore Threads GPU."""
+        return self.name is PlatformEnum.MUSA
+
+    def is_mps(self) -> bool:
+        """Whether this is an Apple GPU."""
+        return self.name is PlatformEnum.MPS
+
+    def is_npu(self) -> bool:
+        """Whether this is an Ascend NPU."""
+        return self.name is PlatformEnum.NPU
+
+    def is_cpu(self) -> bool:
+        """Whether this is the CPU."""
+        return self.name is PlatformEnum.CPU
+
     def is_hopper(self, device_id: int = 0) -> bool:
         """Whether the device is an NVIDIA GPU of compute capability 9.0."""
         return self.is_cuda() and self.get_device_capability(device_id) == (9, 0)

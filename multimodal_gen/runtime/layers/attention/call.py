@@ -3,7 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +18,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import P
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
+from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
     "AttentionCall",
@@ -37,6 +38,10 @@ __all__ = [
     "join_tokens",
     "watching",
 ]
+
+
+_MOST_CHANNELS = 1 << 20  # beyond all use, and within all integers of kernels
+_MOST_SCALE = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,8 +392,9 @@ def check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, Integral):
             raise ConfigError(f"{name} must be a whole number, got {size!r}")
-        if size < 1:
-            raise ConfigError(f"{name} must be at least 1, got {size}")
+        if not 1 <= size <= _MOST_CHANNELS:
+            bound = "at least 1" if size < 1 else f"at most {_MOST_CHANNELS}"
+            raise ConfigError(f"{name} must be {bound}, got {short(size)}")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
@@ -405,7 +411,7 @@ def check_places(site: object, scope: object, supported: object) -> None:
             f"default_attention_backend"
         )
     if supported is not None and (
-        isinstance(supported, str) or not isinstance(supported, Collection)
+        isinstance(supported, (str, torch.Tensor)) or not isinstance(supported, Collection)
     ):
         raise ConfigError(
             f"supported_attention_backends must be a collection of backends or None, got "
@@ -419,8 +425,9 @@ def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None
         isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real)
     ):
         raise ConfigError(f"softmax_scale must be a number, got {softmax_scale!r}")
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ConfigError(f"softmax_scale must be finite, got {softmax_scale}")
+    # A whole number may be finite and yet too large for a float.
+    if softmax_scale is not None and not abs(softmax_scale) <= _MOST_SCALE:
+        raise ConfigError(f"softmax_scale must be finite, got {short(softmax_scale)}")
     if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
         raise ConfigError(
             f"compute_dtype must be a torch.dtype such as torch.bfloat16, got {compute_dtype!r}"

@@ -430,12 +430,14 @@ class BackendConfig:
 
     Attributes:
         groups: keys whose mapping `build_config` merges into the parameters themselves.
+        example: parameters as `k=v,k=v` where the defaults alone are not enough, for help.
 
     Raises:
         ConfigError: a value has the wrong type, is out of range or contradicts another.
     """
 
     groups: ClassVar[tuple[str, ...]] = ()
+    example: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for name, parameter in parameters_of(type(self)).items():

@@ -172,6 +172,8 @@ def _config_in_use(selection: Selection) -> Json:
     return cast("Json", config_as_dict(asked.config) or None)
 
 
+_WORTH_A_REFERENCE = 24  # characters of a reason
+
 # A line has room for about as many densities.
 _MOST_PARTS = 8
 _MOST_SHAPES = 4
@@ -376,7 +378,8 @@ def _once(reason: str, said: list[str]) -> str:
     """Return a reason, or the line that gave it; `said` has those of earlier lines, in order."""
     said.append(reason)
     first = said.index(reason) + 1
-    return reason if first == len(said) else f"as line {first}"
+    is_new = first == len(said) or len(reason) < _WORTH_A_REFERENCE
+    return reason if is_new else f"as line {first}"
 
 
 def _time_line(report: "AttentionReport") -> list[str]:

@@ -198,10 +198,10 @@ def test_a_file_that_may_not_be_read_is_named_in_the_error(tmp_path, monkeypatch
     path = tmp_path / "secret.yaml"
     path.write_text("a: 1", encoding="utf-8")
 
-    def refuse(self, *args, **kwargs):
+    def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    monkeypatch.setattr("multimodal_gen.runtime.plain_values.os.open", refuse)
     with pytest.raises(ConfigError, match=r"secret.yaml.*the file cannot be read: Permission den"):
         read_mapping(path)
 

@@ -86,8 +86,7 @@ def test_a_summary_has_a_line_per_group_and_each_rejection_once() -> None:
         "transformer.self, layers 0, steps 0-3: torch_sdpa [command line (rule 1)], 8 calls each; "
         "fallback, because fa cannot serve this layer [1]",
         "transformer.self, layers 0, steps other: torch_sdpa [auto], 1 call each; first",
-        "text_encoder.self, layers 0: torch_sdpa [command line (rule 1)], 2 calls each; "
-        "fallback, because fa cannot serve this layer [1]",
+        "text_encoder.self, layers 0: torch_sdpa [command line (rule 1)], 2 calls each; as line 1",
         "text_encoder.self, layers 0: detour to torch_sdpa [auto], 1 call each; first",
         "note: vae left alone",
         "[1] fa rejected: fa2, fa3: needs a GPU; fa3: needs more",

@@ -95,6 +95,7 @@ class SlidingTileConfig(SparseConfig):
     """
 
     first_dense_steps: ClassVar[str] = "skip_time_steps"
+    example: ClassVar[str] = "window=[3,3,3],skip_time_steps=15"
 
     mask_strategy_file_path: str | None = option(
         None, "JSON file with a window per step, layer and head"

@@ -139,7 +139,7 @@ _SIZES = ("tiles", "tile_size")
 
 def record_path(path: Path) -> Path:
     """Return where the record of a strategy file lies."""
-    return path.with_name(f"{path.name}.meta.json")
+    return path.parent / f"{path.name}.meta.json"  # of "/", which has no name, too
 
 
 def read_record(path: Path, text: str) -> StrategyRecord:

@@ -91,6 +91,7 @@ class VMoBAConfig(SparseConfig):
     groups: ClassVar[tuple[str, ...]] = ("moba_config",)
     first_dense_steps: ClassVar[str] = "first_full_step"
     first_dense_layers: ClassVar[str] = "first_full_layer"
+    example: ClassVar[str] = "temporal_chunk_size=2,spatial_layer=0,st_layer=0"
 
     temporal_chunk_size: int | None = option(None, "frames per temporal chunk", ge=1)
     temporal_topk: int | None = option(None, "temporal chunks each query keeps", ge=1)

@@ -1,0 +1,48 @@
+"""`sglang attention describe`: every parameter of every backend, and examples that can be used."""
+
+import json
+
+import pytest
+
+from multimodal_gen.cli.options import backend_names
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.config import build_config, parameters_of
+from multimodal_gen.runtime.layers.attention.config_text import read_mapping
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+
+
+@pytest.mark.parametrize("backend", list(AttentionBackendEnum), ids=str)
+def test_every_parameter_is_listed_and_the_example_can_be_used(sglang, backend) -> None:
+    cls = find_backend(backend, current_platform().name).config_cls
+    outcome = sglang("attention", "describe", str(backend))
+    assert outcome.code == 0
+    assert all(name in outcome.out for name in parameters_of(cls))
+    document = json.loads(sglang("attention", "describe", str(backend), "--json").out)
+    assert [p["name"] for p in document["parameters"]] == list(parameters_of(cls))
+    assert all(p["help"] and p["takes"] for p in document["parameters"])
+    _, _, quoted = document["example"].partition("--attention-backend-config ")
+    given = read_mapping(quoted.strip("'")) if quoted else {}
+    build_config(cls, given, backend=str(backend))
+
+
+def test_ranges_defaults_and_aliases_are_those_of_the_declarations(sglang) -> None:
+    out = sglang("attention", "describe", "video-sparse-attn").out
+    assert "a number in [0, 1]" in out
+    assert "also written VSA_sparsity" in out
+
+
+def test_a_name_that_is_none_is_refused_with_the_nearest(sglang) -> None:
+    outcome = sglang("attention", "describe", "sla_atn")
+    assert outcome.code == 2
+    assert "did you mean 'sla_attn'?" in outcome.err
+
+
+def test_shells_complete_the_names_of_backends(sglang, monkeypatch) -> None:
+    assert backend_names("SLA-") == ["sla_attn"]
+    assert len(backend_names()) == len(list(AttentionBackendEnum))
+    monkeypatch.setenv("_SGLANG_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "sglang attention describe sage_")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    outcome = sglang()
+    assert outcome.code == 0
+    assert outcome.out.split() == ["sage_attn", "sage_attn_3", "sage_sla_attn"]
