@@ -145,8 +145,7 @@ def generate(
     device = rank_device(args.device)
     index = PipelineIndex.read(args.model_path)
     check_arguments(index, args)
-    seed = _seed(args)
-    args = replace(args, seed=seed)
+    args = replace(args, seed=_seed(args))
     target = _target(index, args) if is_main_rank() else None
     check = AttentionCheck(args.check_attention) if args.check_attention else None
     timings = Timings(device)
@@ -189,7 +188,7 @@ def generate(
         record=names.record,
         latents=names.latents,
         attention=next(iter(also), None),
-        seed=seed,
+        seed=args.seed or 0,
         seconds=time.perf_counter() - started,
         report=report,
         mesh=mesh,
