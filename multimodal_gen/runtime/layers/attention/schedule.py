@@ -299,7 +299,7 @@ class ScheduleEntry:
             call: the call.
             context: the running denoiser call.
         """
-        if call.wants_gradient:
+        if torch.is_grad_enabled() and call.wants_gradient:
             return self
         if self._table is None:
             query, key = call[:2]

@@ -1,0 +1,267 @@
+"""Whether a sparse call is ever slower than dense attention: sparse layers beside what `auto` runs.
+
+Every method on three kinds of data: like a model's (`video`), normal without any structure
+(`random`), and all tokens the same (`constant`); at its usual settings and at such that keep much.
+Each is timed as it comes and with `dense_above=1.0`, in the middle of a generation. `over_dense`
+is the time over that of `auto`, `dense_calls` the share of calls that were dense.
+
+    python3 scripts/bench/dense_above.py --commit HASH [--only svg2] [--rounds 5]
+    python3 scripts/bench/dense_above.py --commit HASH --smoke    # a tiny case, on any machine
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from _harness import (
+    DEVICE,
+    Row,
+    interleave,
+    make_parser,
+    relative_error,
+    rows_of,
+    synchronize,
+    version_of,
+    write_rows,
+)
+
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.rules import scope_from
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.testing.inputs import QKV, make_video_qkv
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+SVG2 = {"svg2_first_layers_fp": 0, "svg2_first_times_fp": 0}
+VMOBA = {
+    "first_full_step": 0,
+    "temporal_chunk_size": 3,
+    "spatial_chunk_size": [5, 13],
+    "st_chunk_size": [7, 5, 13],
+    "temporal_topk": 2,
+    "spatial_topk": 6,
+    "st_topk": 18,
+}
+# One kind of chunk in every layer.
+KINDS = {
+    kind: {f"{other}_layer": int(other == kind) for other in ("temporal", "spatial", "st")}
+    for kind in ("temporal", "spatial", "st")
+}
+METHODS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "vsa 0.9": ("video_sparse_attn", {"sparsity": 0.9}),
+    "vsa 0.5": ("video_sparse_attn", {"sparsity": 0.5}),
+    "vsa 0.2": ("video_sparse_attn", {"sparsity": 0.2}),
+    "sla 0.1": ("sla_attn", {"topk_ratio": 0.1}),
+    "sla 0.6": ("sla_attn", {"topk_ratio": 0.6}),
+    "sla 0.95": ("sla_attn", {"topk_ratio": 0.95}),
+    "sta 3x3x3": ("sliding_tile_attn", {"window": [3, 3, 3], "skip_time_steps": 0}),
+    "sta 5x5x9": ("sliding_tile_attn", {"window": [5, 5, 9], "skip_time_steps": 0}),
+    "svg2": ("sparse_video_gen_2_attn", SVG2),
+    "svg2 100/500": (
+        "sparse_video_gen_2_attn",
+        {**SVG2, "svg2_num_q_centroids": 100, "svg2_num_k_centroids": 500},
+    ),
+    **{
+        f"vmoba {kind} topk": ("vmoba_attn", {**VMOBA, **layers, "moba_select_mode": "topk"})
+        for kind, layers in KINDS.items()
+    },
+    **{
+        f"vmoba {kind} threshold {share}": (
+            "vmoba_attn",
+            {**VMOBA, **layers, "moba_threshold": share},
+        )
+        for kind, layers in KINDS.items()
+        for share in (0.25, 0.8)
+    },
+}
+SMOKE: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "vsa 0.5": ("video_sparse_attn", {"sparsity": 0.5, "dense_above": 0.3}),
+    "svg2": (
+        "sparse_video_gen_2_attn",
+        {**SVG2, "svg2_num_q_centroids": 4, "svg2_num_k_centroids": 8, "dense_above": 0.2},
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A video of one model, with one kind of data."""
+
+    name: str
+    grid: tuple[int, int, int]
+    heads: int
+    data: str
+    head_size: int = 128
+
+    def draw(self) -> QKV:
+        """Return its tensors."""
+        shape = (1, math.prod(self.grid), self.heads, self.head_size)
+        if self.data == "video":
+            size = self.head_size
+            return make_video_qkv(self.grid, self.heads, size, dtype=DTYPE, device=DEVICE)
+        if self.data == "constant":
+            return QKV(*(torch.full(shape, 0.5, dtype=DTYPE, device=DEVICE) for _ in range(3)))
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        drawn = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(3))
+        return QKV(*(x.to(DTYPE) for x in drawn))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseAboveRow(Row):
+    """One line of `dense_above.csv`; see above.
+
+    Attributes:
+        density: mean share of pairs attended to.
+        dense_calls: share of the calls that were dense.
+        over_dense: time over that of `auto`.
+        extra_memory_share: peak memory beyond inputs and output, over inputs and output.
+    """
+
+    density: float
+    dense_calls: float
+    over_dense: float
+    extra_memory_share: float
+
+
+CASES = [
+    Case(name=f"{size}, {data}", grid=grid, heads=heads, data=data)
+    for size, grid, heads in (
+        ("wan 1.3B 21x30x52", (21, 30, 52), 12),
+        ("hunyuan 30x48x80", (30, 48, 80), 24),
+    )
+    for data in ("video", "random", "constant")
+]
+SMOKE_CASES = [Case(name="smoke, random", grid=(4, 6, 8), heads=2, data="random", head_size=32)]
+
+
+def layer_of(case: Case, scope: SelectionScope) -> LocalAttention:
+    """Return a layer that takes part in the schedule of its method."""
+    site = LayerSite(name="blocks.0.attn1", layer=0, num_layers=1)
+    return LocalAttention(case.heads, case.head_size, site=site, scope=scope)
+
+
+def layers_of(
+    case: Case, methods: Mapping[str, tuple[str, Mapping[str, object]]], only: str
+) -> dict[str, LocalAttention]:
+    """Return what is timed, by name; `auto` is dense."""
+    layers = {"auto": layer_of(case, SelectionScope())}
+    for name, (backend, config) in methods.items():
+        if only not in name:
+            continue
+        for suffix, more in (("", {}), (", dense_above=1.0", {"dense_above": 1.0})):
+            scope = scope_from(
+                attention_backend=backend,
+                attention_backend_config={**config, **more},
+                strict=True,
+            )
+            layers[name + suffix] = layer_of(case, scope)
+    return layers
+
+
+def extra_memory(run: Callable[[], torch.Tensor]) -> float:
+    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
+    if DEVICE == "cpu":
+        return math.nan
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    tensor = run().nbytes
+    synchronize()
+    return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
+
+
+def density_of(layer: LocalAttention) -> tuple[float, float]:
+    """Return the share of pairs of a layer's calls, and the share of calls that were dense."""
+    report = layer.report()
+    dense = sum(part.calls for part in report.detours)
+    dense += sum(entry.every_pair for entry in report.entries)
+    if not any(entry.densities for entry in report.entries):
+        return 1.0, dense / report.calls
+    (entry,) = report.entries
+    return entry.density or 0.0, dense / report.calls
+
+
+def measure(
+    case: Case,
+    methods: Mapping[str, tuple[str, Mapping[str, object]]],
+    *,
+    commit: str,
+    rounds: int,
+    only: str,
+) -> list[DenseAboveRow]:
+    """Time a case; on data that are all the same, every method's result is checked too."""
+    qkv, layers = case.draw(), layers_of(case, methods, only)
+
+    def run_of(layer: LocalAttention) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            # A step behind the first, so that what is carried from step to step is there.
+            with set_forward_context(
+                20, latent_grid=case.grid, num_steps=50, request_id="bench", cfg_branch="cond"
+            ):
+                return layer(*qkv)
+
+        return run
+
+    runs = {name: run_of(layer) for name, layer in layers.items()}
+    wanted = runs["auto"]()
+    errors = {}
+    for name, run in runs.items():
+        out = run()
+        dense = density_of(layers[name])[1] == 1.0 or case.data == "constant"
+        errors[name] = relative_error(out, wanted) if dense or name == "auto" else math.nan
+        if errors[name] > 1e-2:
+            raise SystemExit(f"{case.name}: {name} is wrong, relative error {errors[name]:.2e}")
+    memory = {name: extra_memory(run) for name, run in runs.items()}
+    times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 1.0)
+    best = statistics.median(times["auto"])
+    flop = 4.0 * case.heads * math.prod(case.grid) ** 2 * case.head_size
+    rows = []
+    for row in rows_of(
+        times,
+        commit=commit,
+        benchmark="dense_above",
+        case=case.name,
+        shape=f"B1 H{case.heads} S{math.prod(case.grid)} D{case.head_size}",
+        flop=flop,
+        flop_formula="4*H*S*S*D, of all pairs",
+        errors=errors,
+        versions=dict.fromkeys(times, version_of("torch")),
+    ):
+        density, dense_calls = density_of(layers[row.contender])
+        rows.append(
+            DenseAboveRow(
+                **asdict(row),
+                density=round(density, 4),
+                dense_calls=round(dense_calls, 3),
+                over_dense=round(row.median_ms / best, 3),
+                extra_memory_share=round(memory[row.contender], 4),
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure the cases and append their rows; say what is slower than it should be."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--smoke", action="store_true", help="tiny cases only")
+    arguments = parser.parse_args()
+    torch.set_grad_enabled(False)
+    cases, methods = (SMOKE_CASES, SMOKE) if arguments.smoke else (CASES, METHODS)
+    for case in cases:
+        rows = measure(
+            case,
+            methods,
+            commit=arguments.commit,
+            rounds=arguments.rounds,
+            only=arguments.only,
+        )
+        write_rows(arguments.out / "dense_above.csv", rows)
+        for row in rows:
+            if row.over_dense > 1.1 and "dense_above" not in row.contender:
+                print(f"SLOW {row.case}: {row.contender} takes {row.over_dense} of dense")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The benchmark of `dense_above`: a run on tiny cases."""
+
+import csv
+
+
+def test_a_smoke_run_writes_a_row_per_layer(run_bench, tmp_path):
+    result = run_bench("dense_above", "--smoke", "--rounds", "1", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
+    with (tmp_path / "dense_above.csv").open() as file:
+        rows = {(row["case"], row["contender"]): row for row in csv.DictReader(file)}
+    names = ("auto", "vsa 0.5", "vsa 0.5, dense_above=1.0", "svg2", "svg2, dense_above=1.0")
+    assert set(rows) == {("smoke, random", name) for name in names}
+    for name in ("vsa 0.5", "svg2"):
+        row = rows["smoke, random", name]
+        assert (float(row["density"]), float(row["dense_calls"])) == (1.0, 1.0)
+        assert float(row["relative_error"]) < 1e-5
+        off = rows["smoke, random", f"{name}, dense_above=1.0"]
+        assert float(off["density"]) < 1.0
+        assert float(off["dense_calls"]) == 0.0
