@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -183,6 +184,17 @@ def rows_of(
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append rows, all of one class, to a CSV file, with a header when it is new."""
+    write_table(path, rows)
+    for row in rows:
+        print(
+            f"{row.case:28} {row.contender:22} {row.median_ms:10.4f} ms {row.tflops:7.1f} TFLOP/s "
+            f"x{row.ratio_to_best:.3f} error {row.relative_error:.1e}",
+            flush=True,
+        )
+
+
+def write_table(path: Path, rows: Sequence[Any]) -> None:
+    """Append dataclasses, all of one class, to a CSV file, with a header when it is new."""
     if not rows:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,12 +204,6 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         if new:
             writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-    for row in rows:
-        print(
-            f"{row.case:28} {row.contender:22} {row.median_ms:10.4f} ms {row.tflops:7.1f} TFLOP/s "
-            f"x{row.ratio_to_best:.3f} error {row.relative_error:.1e}",
-            flush=True,
-        )
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
