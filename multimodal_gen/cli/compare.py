@@ -83,6 +83,9 @@ _Replayed = Annotated[
         "given, for errors by layer and head.",
     ),
 ]
+_Page = Annotated[
+    bool, typer.Option(help="Write report.html; needs the packages of the extra `compare`.")
+]
 
 
 @takes(*(SETTINGS[name] for name in COMPARED), STEPS)
@@ -96,6 +99,7 @@ def compare(
     seeds: _Seeds = "0",
     resume: _Resume = False,
     replayed_steps: _Replayed = 3,
+    page: _Page = True,
     *,
     settings: Settings,
 ) -> None:
@@ -115,10 +119,12 @@ def compare(
         seeds=seeds,
         resume=resume,
         replayed_steps=replayed_steps,
+        page=page,
     )
     print_report(report)
     typer.echo(f"\nreport: {output / 'report.json'}")
-    typer.echo(f"page:   {output / 'report.html'}")
+    if page:
+        typer.echo(f"page:   {output / 'report.html'}")
 
 
 def run_comparison(
@@ -132,10 +138,13 @@ def run_comparison(
     seeds: str,
     resume: bool,
     replayed_steps: int,
+    page: bool = True,
 ) -> "Report":
     """Load a pipeline, compare backends on it, and return the report; see `compare`."""
     from multimodal_gen.integrations.comparison import run_plan
+    from multimodal_gen.runtime.comparison.page import require_page
     from multimodal_gen.runtime.comparison.run import Plan
+    from multimodal_gen.runtime.comparison.store import check_folder
     from multimodal_gen.runtime.generator import PipelineIndex, pick_device
     from multimodal_gen.runtime.generator.denoise import out_of_memory_explained
     from multimodal_gen.runtime.generator.load import load_pipeline
@@ -153,10 +162,13 @@ def run_comparison(
         resume=resume,
         replayed_steps=replayed_steps,
     )
+    check_folder(folder, resume=resume)
+    if page:
+        require_page()
     index = PipelineIndex.read(args.model_path)
     with out_of_memory_explained():
         pipe = load_pipeline(index, args, pick_device(args.device))
-    return run_plan(pipe, index, args, plan, lambda line: typer.echo(line, err=True))
+    return run_plan(pipe, index, args, plan, page=page, say=lambda line: typer.echo(line, err=True))
 
 
 def print_report(report: "Report") -> None:

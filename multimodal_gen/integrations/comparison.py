@@ -30,6 +30,7 @@ def compare(
     floor: str | Sequence[str] | None = None,
     resume: bool = False,
     replayed_steps: int = 3,
+    page: bool = True,
     negative_prompt: str | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -49,13 +50,14 @@ def compare(
         prompts: what is generated.
         backends: configurations such as "sliding_tile_attn:window=[3,3,3]"; in one text between
             semicolons.
-        output: folder for the report, the clips and what `resume` finds again.
+        output: folder for report.json, report.html, the clips and what `resume` finds again.
         seeds: seeds of the noise, for every prompt. Default: 0.
         reference: the dense backend that the others are compared with. Default: torch_sdpa.
         floor: exact backends for the noise. Default: up to two that this machine has.
         resume: go on with what the folder holds; otherwise it must be new or empty.
         replayed_steps: denoising steps of the first generation whose attention calls are given to
             all backends, for errors by layer and head; 0 for none. Default: 3.
+        page: whether to write report.html too, which needs the extra `compare`. Default: yes.
         negative_prompt: what to keep out. Default: none.
         height: in pixels. Default: the pipeline's, as for all of the following.
         width: in pixels.
@@ -105,7 +107,7 @@ def compare(
         true_cfg_scale=true_cfg_scale,
         fps=fps,
     )
-    return run_plan(pipe, _index_of(pipe, args.model_path), args, plan, say)
+    return run_plan(pipe, _index_of(pipe, args.model_path), args, plan, page=page, say=say)
 
 
 def run_plan(
@@ -113,16 +115,20 @@ def run_plan(
     index: PipelineIndex,
     args: ServerArgs,
     plan: Plan,
+    *,
+    page: bool = True,
     say: Callable[[str], object] = lambda line: None,
 ) -> Report:
     """Run a comparison on a loaded pipeline, and write its page; see `Comparison`."""
-    require_page()
+    if page:
+        require_page()
 
     def attach(target: Any, scope: SelectionScope) -> AttentionHandle:
         return apply(target, scope=scope)
 
     report = Comparison(pipe, index, args, plan, attach, __version__, say).run()
-    write_page(report, plan.folder, plan.folder / "report.html")
+    if page:
+        write_page(report, plan.folder, plan.folder / "report.html")
     return report
 
 

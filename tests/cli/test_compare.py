@@ -17,6 +17,7 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
         *("attention", "compare", "--model-path", tiny_pipeline("flux"), "--prompts", prompts),
         *("--backends", CLOSE, "--floor", "video_sparse_attn:sparsity=0", "--seeds", "3"),
         *("--steps", "1", "--replayed-steps", "1", "--output", tmp_path / "out", *SIZE),
+        "--no-page",
     )
     assert outcome.code == 0, outcome.err
     assert "[3/3] sliding_tile_attn, prompt 1, seed 3" in outcome.err

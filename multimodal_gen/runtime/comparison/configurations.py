@@ -22,7 +22,7 @@ EXACT_KERNELS = (
     "triton_attn",
     "torch_cudnn_sdpa",
     "fa",
-    "video_sparse_attn:sparsity=0",
+    "video_sparse_attn:sparsity=0,dense_above=1",
     "flex_attn",
     "xformers",
     "flashinfer",

@@ -19,7 +19,8 @@ is within 0.01 or so. What a method adds to what it keeps, such as a linear bran
 Where a head looks is found in the same way, with values that tell in which cell of the video grid
 a key lies: channel c of a row is the weight of cell c.
 
-Methods that carry something from step to step start anew in every call that is replayed.
+A call is replayed on a layer that is made for it, so that nothing is carried on: methods that keep
+something from step to step start anew.
 
 Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head size.
 """
@@ -32,7 +33,6 @@ from typing import TypeAlias
 
 import torch
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.comparison.record import LayerErrors, MaskPicture
 from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
 from multimodal_gen.runtime.generator.load import first_line, is_out_of_memory
@@ -71,21 +71,6 @@ class Measured:
     failure: str = ""
 
 
-class _Twins:
-    """Layers like the reference's, each under the scope of another run."""
-
-    def __init__(self, scopes: Mapping[str, SelectionScope]) -> None:
-        self.scopes = dict(scopes)
-        self._built: dict[tuple[str, int], tuple[AttentionLayer, AttentionLayer]] = {}
-
-    def of(self, name: str, layer: AttentionLayer) -> AttentionLayer:
-        # The layer is kept too: no other one gets its identity meanwhile.
-        key = (name, id(layer))
-        if key not in self._built:
-            self._built[key] = (layer, layer.like(self.scopes[name]))
-        return self._built[key][1]
-
-
 class Replay:
     """Replays calls of one generation of the reference on other backends, as a `Watch`.
 
@@ -110,7 +95,7 @@ class Replay:
     ) -> None:
         self.found = {name: Measured() for name in (reference, *scopes)}
         self._reference = reference
-        self._twins = _Twins(scopes)
+        self._scopes = dict(scopes)
         self._num_steps = num_steps
         self._apart = apart
         self._pictured: set[tuple[str, str | None, int | None]] = set()
@@ -142,25 +127,22 @@ class Replay:
         rows = sample_rows(call.query.shape[1], seed).to(call.query.device)
         signs = _random_signs(call.value, seed)
         truth, of_signs = exact_rows(layer, call, rows, (call.value, signs))
-        ran = _served({}, _calls_of(layer))
-        self._add(self._reference, layer, context, ran, row_errors(out[:, rows], truth), 1.0)
-        for name, measured in self.found.items():
-            if name == self._reference or measured.failure:
+        errors = row_errors(out[:, rows], truth)
+        self._add(self._reference, layer, context, _served(layer), errors, 1.0)
+        for name, scope in self._scopes.items():
+            measured = self.found[name]
+            if measured.failure:
                 continue
             with _failing_into(measured):
-                twin = self._twins.of(name, layer)
-                before = _calls_of(twin)
-                errors = row_errors(twin.attend(call)[:, rows], truth)
-                ran = _served(before, _calls_of(twin))
-                density = _density_at(ran, context.current_timestep)
-                mass = None
+                other = layer.like(scope)
+                errors = row_errors(other.attend(call)[:, rows], truth)
+                ran, mass = _served(other), None
+                density = dict(ran.densities).get(context.current_timestep, 1.0)
                 if density < 1:
-                    seen = twin.attend(call._replace(value=signs))[:, rows]
-                    mass = kept_mass(seen, of_signs)
+                    mass = kept_mass(other.attend(call._replace(value=signs))[:, rows], of_signs)
                 self._add(name, layer, context, ran, errors, density, mass)
                 if density < 1 and picture:
-                    self._picture(name, twin, layer, call, context)
-                twin.end_request(context.request_id or "")
+                    self._picture(name, other, call, context)
 
     def _add(
         self,
@@ -194,7 +176,6 @@ class Replay:
     def _picture(
         self,
         name: str,
-        twin: AttentionLayer,
         layer: AttentionLayer,
         call: AttentionCall,
         context: ForwardContext,
@@ -210,7 +191,7 @@ class Replay:
         self._pictured.add(key)
         heads = call.query.shape[2]
         chosen = sorted({0, heads // 2, heads - 1})
-        self.found[name].masks.extend(_pictures(twin, call, context, chosen))
+        self.found[name].masks.extend(_pictures(layer, call, context, chosen))
 
 
 class WarmUp:
@@ -232,7 +213,7 @@ class WarmUp:
         self, scopes: Mapping[str, SelectionScope], num_steps: int, wait: Callable[[], object]
     ) -> None:
         self.seconds = dict.fromkeys(scopes, 0.0)
-        self._twins = _Twins(scopes)
+        self._scopes = dict(scopes)
         self._num_steps = num_steps
         self._wait = wait
         self._failed: set[str] = set()
@@ -249,7 +230,7 @@ class WarmUp:
             return out
         self._done.add(key)
         with torch.no_grad(), watching(None):
-            for name in self._twins.scopes:
+            for name in self._scopes:
                 if name not in self._failed:
                     self._warm(name, layer, call, context)
         return out
@@ -259,12 +240,14 @@ class WarmUp:
     ) -> None:
         self._wait()
         start, outcome = time.perf_counter(), Measured()
-        for step in {0, self._num_steps - 1}:
-            at_step = replace(
-                context, current_timestep=step, num_steps=self._num_steps, request_id=None
-            )
-            with _failing_into(outcome), use_forward_context(at_step):
-                self._twins.of(name, layer).attend(call)
+        with _failing_into(outcome):
+            other = layer.like(self._scopes[name])
+            for step in {0, self._num_steps - 1}:
+                at_step = replace(
+                    context, current_timestep=step, num_steps=self._num_steps, request_id=None
+                )
+                with use_forward_context(at_step):
+                    other.attend(call)
         self._wait()
         self.seconds[name] += time.perf_counter() - start
         if outcome.failure:  # its own run will say so
@@ -387,28 +370,13 @@ def _random_signs(like: torch.Tensor, seed: int) -> torch.Tensor:
     return signs.mul_(2).sub_(1)
 
 
-def _calls_of(layer: AttentionLayer) -> dict[tuple[str | None, str], ReportEntry]:
-    """Return what a layer ran so far."""
+def _served(layer: AttentionLayer) -> ReportEntry:
+    """Return what served the calls of a layer, the first of its backends where there are several.
+
+    A layer that is made for one call has one.
+    """
     report = layer.report()
-    return {
-        (entry.steps, entry.selection.label): entry for entry in (*report.entries, *report.detours)
-    }
-
-
-def _served(
-    before: Mapping[tuple[str | None, str], ReportEntry],
-    after: Mapping[tuple[str | None, str], ReportEntry],
-) -> ReportEntry:
-    """Return what served the call between two looks at a layer."""
-    for key, entry in after.items():
-        known = before.get(key)
-        if entry.calls > (known.calls if known else 0):
-            return entry
-    raise UsageError("a layer must count its calls, got one that served a call and counted none")
-
-
-def _density_at(ran: ReportEntry, step: int) -> float:
-    return dict(ran.densities).get(step, 1.0)
+    return next(entry for entry in (*report.entries, *report.detours) if entry.calls)
 
 
 def _rounded(values: Iterable[float], digits: int = _DIGITS) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ import datetime
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import RankError, UnsupportedBackendError, UsageError
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
     Configuration,
@@ -48,6 +49,7 @@ from multimodal_gen.runtime.comparison.store import (
     weights_digest,
 )
 from multimodal_gen.runtime.comparison.verdict import judged
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise, out_of_memory_explained
 from multimodal_gen.runtime.generator.load import (
@@ -151,7 +153,8 @@ class Comparison:
         say: takes a line about progress.
 
     Raises:
-        UsageError: an option does not fit the pipeline, or the folder is in use.
+        UsageError: an option does not fit the pipeline, the folder is in use, or ranks share the
+            work of this process.
     """
 
     def __init__(
@@ -164,6 +167,11 @@ class Comparison:
         version: str,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
+        if parallel_groups() is not None:
+            raise UsageError(
+                "a comparison must run on one GPU, got one of several ranks: layers are replayed "
+                "on whole q, k and v, which no rank has; call leave_parallel first"
+            )
         args = replace(args, num_outputs=1, prompt=plan.prompts[0], seed=plan.seeds[0])
         check_arguments(index, args)
         check_loaded(pipe, args)
@@ -200,6 +208,8 @@ class Comparison:
         self._highest = 0
         self._fps = 1
         self._progress: _Progress | None = None
+        # Beside a GPU that generates the next clip; a CPU has nothing to spare.
+        self._beside = ThreadPoolExecutor(1) if self._device.type != "cpu" else None
         self._notes: list[str] = []
 
     def run(self) -> Report:
@@ -221,8 +231,12 @@ class Comparison:
                     f"--reference must be a backend that serves the model, got "
                     f"{plan.reference.text!r}: {self._unserved[plan.reference.name]}"
                 )
-            self._run_reference(others)
-            failures = {each.name: self._run(each) for each in others}
+            try:
+                self._run_reference(others)
+                failures = {each.name: self._run(each) for each in others}
+            finally:
+                if self._beside is not None:
+                    self._beside.shutdown()
         runs = [self._record_of(plan.reference, "")]
         runs += [self._record_of(each, failures[each.name]) for each in others]
         report = Report(
@@ -275,11 +289,26 @@ class Comparison:
         return ran == {configuration.backend}
 
     def _check_served(self, configuration: Configuration) -> None:
-        """Attach a backend once, so that what it cannot serve is known before anything runs."""
+        """Attach a backend once, so that what it cannot serve is known before anything runs.
+
+        What would stand in for it is no answer to how it does.
+        """
         try:
-            self._attach(self._pipe, configuration.scope).remove()
+            handle = self._attach(self._pipe, configuration.scope)
         except UsageError as error:
             self._unserved[configuration.name] = first_line(error)
+            return
+        try:
+            layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
+        finally:
+            handle.remove()
+        for selection in (entry.selection for layer in layers for entry in layer.entries):
+            if selection.fallback:
+                reasons = (reason for each in selection.rejected for reason in each.reasons)
+                self._unserved[configuration.name] = (
+                    f"{configuration.backend} cannot serve the model here: {'; '.join(reasons)}"
+                )
+                return
 
     # Runs
 
@@ -319,8 +348,6 @@ class Comparison:
         try:
             for prompt, seed in self._missing(configuration):
                 self._generate(configuration, prompt, seed)
-        except RankError:
-            raise
         except Exception as error:
             failure = _described(error)
         if failure:
@@ -394,7 +421,9 @@ class Comparison:
             report = handle.report()
         finally:
             handle.remove()
-        self._keep(configuration, prompt, seed, run, meter, report, steps)
+        generation = self._keep(configuration, prompt, seed, run, meter, report, steps)
+        if self._beside is not None and not is_reference:
+            self._beside.submit(self._measured, configuration, generation)
         self._highest = max(self._highest, meter.highest)
         if self._progress is not None:
             self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
@@ -421,8 +450,8 @@ class Comparison:
         meter: Meter,
         report: AttentionReport,
         steps: "_Steps",
-    ) -> None:
-        """Write a generation with its clip, and the reference's latents."""
+    ) -> Generation:
+        """Write a generation with its clip, and the reference's latents; return its record."""
         import numpy as np
 
         key = self._generation_key(configuration, prompt, seed)
@@ -451,6 +480,7 @@ class Comparison:
             warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
         )
         self._store.write(key, stored, files)
+        return generation
 
     def _reference_latents(self, prompt: int, seed: int) -> Any:
         key = self._generation_key(self._plan.reference, prompt, seed)
@@ -504,7 +534,11 @@ class Comparison:
         if stored is None:
             paths = (generation.frames_path, reference.generation.frames_path)
             clips = [self._store.read_array(path) for path in paths if path is not None]
-            metrics, notes = measure_frames(clips[0], clips[1], fps=self._fps)
+            try:
+                metrics, notes = measure_frames(clips[0], clips[1], fps=self._fps)
+            except UsageError as error:
+                self._notes.append(f"{configuration.name}: no metrics of frames: {error}")
+                return generation
             metrics = replace(metrics, non_finite=generation.non_finite)
             stored = StoredMetrics(frames=metrics, notes=notes)
             self._store.write(key, stored)

@@ -34,6 +34,7 @@ __all__ = [
     "StoredGeneration",
     "StoredMetrics",
     "StoredReplay",
+    "check_folder",
     "clip_writers",
     "weights_digest",
 ]
@@ -92,6 +93,7 @@ class Store:
     """
 
     def __init__(self, folder: Path, depends: Mapping[str, Any], *, resume: bool) -> None:
+        check_folder(folder, resume=resume)
         self.folder = folder
         self._depends = depends
         try:
@@ -101,11 +103,6 @@ class Store:
                 f"--output must be a folder that can be made, got {str(folder)!r} "
                 f"({error.strerror})"
             ) from error
-        if not resume and any(folder.iterdir()):
-            raise UsageError(
-                f"--output must be a new or empty folder, got {str(folder)!r}, which has files in "
-                f"it; pass --resume to go on with it, or name another one"
-            )
         for part in ("clips", "latents", "records"):
             output.sweep(folder / part, _MARK)
 
@@ -160,6 +157,21 @@ class Store:
 
     def _record(self, key: str) -> Path:
         return self.folder / "records" / f"{key}.json"
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuse a folder that a comparison cannot be written to.
+
+    Raises:
+        UsageError: it is a file, or has something in it and is not to be gone on with.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output must be a folder, got {str(folder)!r}, which is a file")
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(
+            f"--output must be a new or empty folder, got {str(folder)!r}, which has files in it; "
+            f"pass --resume to go on with it, or name another one"
+        )
 
 
 def clip_writers(

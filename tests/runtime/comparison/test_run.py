@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def broken_backend() -> Iterator[None]:
         if kind == 98:
             out = 1.2 * out
         elif kind == 97:
-            out[:, :4] = 0.0
+            first = call.layout.video.start
+            out[:, first : first + 4] = 0.0
         elif kind == 96:
             out[0, 0, 0, 0] = torch.nan
         return out
@@ -71,6 +73,7 @@ def arguments(family: str, **changes: Any) -> dict[str, Any]:
         "num_inference_steps": 2,
         "floor": FLOOR,
         "replayed_steps": 2,
+        "page": False,
         **sizes,
         **changes,
     }
@@ -258,16 +261,17 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
     assert [line[:5] for line in lines] == ["warmi", "[1/3]", "[2/3]", "[3/3]"]
 
 
-def test_a_backend_that_the_model_refuses_is_a_row(tiny_pipeline: Any, tmp_path: Path) -> None:
+def test_backends_that_cannot_serve_the_model_are_rows(tiny_pipeline: Any, tmp_path: Path) -> None:
     report = multimodal_gen.compare(
         loaded(tiny_pipeline("flux")),
-        backends="sliding_tile_attn:mask_strategy_file_path=absent.json",
+        backends=["sliding_tile_attn:mask_strategy_file_path=absent.json", "sage_attn"],
         output=tmp_path / "out",
         **arguments("flux", num_inference_steps=1, replayed_steps=0),
     )
-    (run,) = report.candidates
-    assert run.status == "failed"
-    assert "absent.json" in run.message
+    refused, would_fall_back = report.candidates
+    assert (refused.status, would_fall_back.status) == ("failed", "failed")
+    assert "absent.json" in refused.message
+    assert "sage_attn cannot serve the model here: needs platform cuda" in would_fall_back.message
     assert report.reference.status == "done"
     assert report.reference.layers == ()
 
@@ -299,8 +303,9 @@ def test_every_family_is_compared(
         loaded(tiny_pipeline(family)),
         backends=[EXACT, DROPPED, NOT_A_NUMBER],
         output=tmp_path / "out",
-        **arguments(family),
+        **arguments(family, page=find_spec("matplotlib") is not None),
     )
+    assert (tmp_path / "out" / "report.html").exists() == (find_spec("matplotlib") is not None)
     words = [run.verdict.word for run in report.candidates if run.verdict is not None]
     assert words[0] == "within the noise of dense kernels", report.candidates[0].verdict
     assert words[1] in ("visible", "broken")
