@@ -45,7 +45,7 @@ class AutoRow(Row):
 def rows_of(result: ShapeTimes, commit: str) -> list[AutoRow]:
     """Return one row per backend."""
     shape = result.shape
-    best = min(each.timing.device_ms for each in result.times)
+    best = min((each.timing.device_ms for each in result.times), default=0.0)
     mask = f" K{shape.keys} KV{shape.kv_heads}" + (" mask" if shape.masked else "")
     return [
         AutoRow(

@@ -5,13 +5,17 @@ Every method on three kinds of data: like a model's (`video`), normal without an
 Each is timed as it comes and with `dense_above=1.0`, in the middle of a generation. `over_dense`
 is the time over that of `auto`, `dense_calls` the share of calls that were dense.
 
+V-MoBA works on a few heads at a time; `--vmoba-mib` times it with copies of so many MiB at most,
+beside its own choice.
+
     python3 scripts/bench/dense_above.py --commit HASH [--only svg2] [--rounds 5]
+    python3 scripts/bench/dense_above.py --commit HASH --only vmoba --vmoba-mib 1 80 160 320
     python3 scripts/bench/dense_above.py --commit HASH --smoke    # a tiny case, on any machine
 """
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -30,6 +34,7 @@ from _harness import (
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import QKV, make_video_qkv
 
@@ -78,6 +83,16 @@ METHODS: Mapping[str, tuple[str, Mapping[str, object]]] = {
 }
 SMOKE: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "vsa 0.5": ("video_sparse_attn", {"sparsity": 0.5, "dense_above": 0.3}),
+    "vmoba temporal topk": (
+        "vmoba_attn",
+        {
+            **VMOBA,
+            **KINDS["temporal"],
+            "moba_select_mode": "topk",
+            "temporal_chunk_size": 1,
+            "dense_above": 0.9,
+        },
+    ),
     "svg2": (
         "sparse_video_gen_2_attn",
         {**SVG2, "svg2_num_q_centroids": 4, "svg2_num_k_centroids": 8, "dense_above": 0.2},
@@ -160,6 +175,20 @@ def layers_of(
     return layers
 
 
+def with_copies(run: Callable[[], torch.Tensor], mib: int) -> Callable[[], torch.Tensor]:
+    """Return a call of V-MoBA whose share of heads has copies of at most so many MiB."""
+
+    def limited() -> torch.Tensor:
+        kept = chunks._BYTES_AT_ONCE, chunks._PAIRS_AT_ONCE
+        chunks._BYTES_AT_ONCE, chunks._PAIRS_AT_ONCE = mib << 20, 0.0
+        try:
+            return run()
+        finally:
+            chunks._BYTES_AT_ONCE, chunks._PAIRS_AT_ONCE = kept
+
+    return limited
+
+
 def extra_memory(run: Callable[[], torch.Tensor]) -> float:
     """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
     if DEVICE == "cpu":
@@ -190,6 +219,7 @@ def measure(
     commit: str,
     rounds: int,
     only: str,
+    vmoba_mib: Sequence[int] = (),
 ) -> list[DenseAboveRow]:
     """Time a case; on data that are all the same, every method's result is checked too."""
     qkv, layers = case.draw(), layers_of(case, methods, only)
@@ -205,6 +235,10 @@ def measure(
         return run
 
     runs = {name: run_of(layer) for name, layer in layers.items()}
+    for name in [name for name in runs if name.startswith("vmoba")]:
+        for mib in vmoba_mib:
+            layers[f"{name}, {mib} MiB"] = layers[name]
+            runs[f"{name}, {mib} MiB"] = with_copies(runs[name], mib)
     wanted = runs["auto"]()
     errors = {}
     for name, run in runs.items():
@@ -245,6 +279,7 @@ def measure(
 def main() -> None:
     """Measure the cases and append their rows; say what is slower than it should be."""
     parser = make_parser(__doc__ or "")
+    parser.add_argument("--vmoba-mib", type=int, nargs="*", default=[], help="MiB of copies")
     parser.add_argument("--smoke", action="store_true", help="tiny cases only")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -256,6 +291,7 @@ def main() -> None:
             commit=arguments.commit,
             rounds=arguments.rounds,
             only=arguments.only,
+            vmoba_mib=arguments.vmoba_mib,
         )
         write_rows(arguments.out / "dense_above.csv", rows)
         for row in rows:

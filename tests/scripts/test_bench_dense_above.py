@@ -4,16 +4,19 @@ import csv
 
 
 def test_a_smoke_run_writes_a_row_per_layer(run_bench, tmp_path):
-    result = run_bench("dense_above", "--smoke", "--rounds", "1", "--out", tmp_path)
+    options = ("--rounds", "1", "--vmoba-mib", "1", "--out", tmp_path)
+    result = run_bench("dense_above", "--smoke", *options)
     assert result.code == 0, result.out + result.err
     with (tmp_path / "dense_above.csv").open() as file:
         rows = {(row["case"], row["contender"]): row for row in csv.DictReader(file)}
-    names = ("auto", "vsa 0.5", "vsa 0.5, dense_above=1.0", "svg2", "svg2, dense_above=1.0")
+    methods = ("vsa 0.5", "svg2", "vmoba temporal topk", "vmoba temporal topk, 1 MiB")
+    off = [f"{name}, dense_above=1.0" for name in methods[:3]]
+    names = ("auto", *methods, *off, "vmoba temporal topk, dense_above=1.0, 1 MiB")
     assert set(rows) == {("smoke, random", name) for name in names}
     for name in ("vsa 0.5", "svg2"):
         row = rows["smoke, random", name]
         assert (float(row["density"]), float(row["dense_calls"])) == (1.0, 1.0)
         assert float(row["relative_error"]) < 1e-5
-        off = rows["smoke, random", f"{name}, dense_above=1.0"]
-        assert float(off["density"]) < 1.0
-        assert float(off["dense_calls"]) == 0.0
+        plain = rows["smoke, random", f"{name}, dense_above=1.0"]
+        assert float(plain["density"]) < 1.0
+        assert float(plain["dense_calls"]) == 0.0

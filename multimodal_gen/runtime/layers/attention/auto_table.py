@@ -5,10 +5,10 @@ this module holds those that come with the package, made of rows under scripts/b
 `sglang attention bench --save` writes one for the machine it runs on.
 
 A measured shape speaks for the calls near it: of the same dtype, with or without a key mask, with
-or without grouped heads, a head size that is not larger, at most twice as many or half as many
-queries, and keys, and a quarter to four times as many heads of all samples. Of several such shapes
-the one with the smallest head size speaks, and of these the nearest. Where none does, the first of
-the platform's list runs, as without a table.
+or without grouped heads, of its head size or up to 15 channels less, at most twice as many or half
+as many queries, and keys, and a quarter to four times as many heads of all samples. Of several such
+shapes the one with the smallest head size speaks, and of these the nearest. Where none does, the
+first of the platform's list runs, as without a table.
 """
 
 import json
@@ -49,6 +49,8 @@ COMMITTED = Path(__file__).with_suffix(".json")
 # How far a measured shape reaches, as powers of two.
 _TOKENS_REACH = 1.0
 _HEADS_REACH = 2.0
+# Kernels round head sizes up, each in its own steps.
+_HEAD_SIZE_REACH = 16
 
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)((?::[a-z_]+(?:=\d+)?)*)")
 _SHAPE_FORM = "BxSxHxD, with :keys=N, :kv_heads=N and :mask where they differ"
@@ -129,7 +131,7 @@ class CallShape:
         """Whether what was measured at this shape holds for `other`; see above."""
         return (
             (self.masked, self.grouped) == (other.masked, other.grouped)
-            and self.head_size >= other.head_size
+            and 0 <= self.head_size - other.head_size < _HEAD_SIZE_REACH
             and _apart(self.queries, other.queries) <= _TOKENS_REACH
             and _apart(self.keys, other.keys) <= _TOKENS_REACH
             and _apart(self.batch * self.heads, other.batch * other.heads) <= _HEADS_REACH

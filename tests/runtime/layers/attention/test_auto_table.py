@@ -141,7 +141,8 @@ def test_the_slower_of_device_and_host_counts():
         ("1x8192x24x128", True),
         ("1x8193x24x128", False),
         ("1x2047x24x128", False),
-        ("1x4096x24x96", True),
+        ("1x4096x24x113", True),
+        ("1x4096x24x112", False),
         ("1x4096x24x136", False),
         ("4x4096x24x128", True),
         ("1x4096x6x128", True),
@@ -170,9 +171,10 @@ def test_the_nearest_measured_shape_with_the_smallest_head_size_speaks():
         return ranking and ranking.timings[0].backend
 
     assert speaker("1x4000x24x64") == "b"
-    assert speaker("1x2500x24x40") == "c"
-    assert speaker("1x4000x24x72") == "a"
-    assert speaker("1x2500x24x40", torch.bfloat16) == "d"
+    assert speaker("1x2500x24x56") == "c"
+    assert speaker("1x4000x24x120") == "a"
+    assert speaker("1x4000x24x72") is None
+    assert speaker("1x2500x24x56", torch.bfloat16) == "d"
     assert speaker("1x4000x24x64", torch.bfloat16) == "d"
     assert speaker("1x5000x24x64", torch.bfloat16) is None
     assert speaker("1x512x24x64") is None
