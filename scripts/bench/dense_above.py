@@ -212,6 +212,20 @@ def density_of(layer: LocalAttention) -> tuple[float, float]:
     return entry.density or 0.0, dense / report.calls
 
 
+def errors_of(
+    case: Case, runs: Mapping[str, Callable[[], torch.Tensor]], layers: Mapping[str, LocalAttention]
+) -> dict[str, float]:
+    """Return the errors against `auto` where calls are dense or all tokens the same, else NaN."""
+    wanted, errors = runs["auto"](), {}
+    for name, run in runs.items():
+        out = run()
+        dense = density_of(layers[name])[1] == 1.0 or case.data == "constant"
+        errors[name] = relative_error(out, wanted) if dense or name == "auto" else math.nan
+        if errors[name] > 1e-2:
+            raise SystemExit(f"{case.name}: {name} is wrong, relative error {errors[name]:.2e}")
+    return errors
+
+
 def measure(
     case: Case,
     methods: Mapping[str, tuple[str, Mapping[str, object]]],
@@ -221,7 +235,7 @@ def measure(
     only: str,
     vmoba_mib: Sequence[int] = (),
 ) -> list[DenseAboveRow]:
-    """Time a case; on data that are all the same, every method's result is checked too."""
+    """Check what can be compared with dense attention, then time a case."""
     qkv, layers = case.draw(), layers_of(case, methods, only)
 
     def run_of(layer: LocalAttention) -> Callable[[], torch.Tensor]:
@@ -239,14 +253,7 @@ def measure(
         for mib in vmoba_mib:
             layers[f"{name}, {mib} MiB"] = layers[name]
             runs[f"{name}, {mib} MiB"] = with_copies(runs[name], mib)
-    wanted = runs["auto"]()
-    errors = {}
-    for name, run in runs.items():
-        out = run()
-        dense = density_of(layers[name])[1] == 1.0 or case.data == "constant"
-        errors[name] = relative_error(out, wanted) if dense or name == "auto" else math.nan
-        if errors[name] > 1e-2:
-            raise SystemExit(f"{case.name}: {name} is wrong, relative error {errors[name]:.2e}")
+    errors = errors_of(case, runs, layers)
     memory = {name: extra_memory(run) for name, run in runs.items()}
     times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 1.0)
     best = statistics.median(times["auto"])
