@@ -89,12 +89,12 @@ def make_report(
     report = Report(
         created="2026-01-31T12:00:00Z",
         environment=Environment(
-            device="cuda:0 (made up)",
+            device="made up",
             versions={"python": "3.11", "torch": "2.13.0", "diffusers": "0.42.1", "triton": None},
             multimodal_gen="0.1.0",
         ),
         model=Model(
-            path="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+            path="A made-up model",
             pipeline="WanPipeline",
             kind="video" if kind == "video" else "image",
             dtype="bfloat16",

@@ -19,7 +19,11 @@ from multimodal_gen.cli.main import app
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "multimodal_gen/runtime/layers/attention/README.md")
+PAGES = (
+    "README.md",
+    "multimodal_gen/runtime/layers/attention/README.md",
+    "multimodal_gen/runtime/comparison/README.md",
+)
 CODE_PAGES = (*PAGES, "multimodal_gen/integrations/README.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands of other programs, which are not ours to check.
