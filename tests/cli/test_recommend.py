@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -62,3 +63,22 @@ def test_a_folder_without_a_report_is_one_line(
 ) -> None:
     assert main(["attention", "recommend", "--comparison", str(tmp_path)]) == 2
     assert "must be a readable JSON file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_search_ends_with_a_config_that_generate_takes(
+    tiny_pipeline: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, model = tmp_path / "attention.yaml", str(tiny_pipeline("wan"))
+    size = ["--height", "64", "--width", "96", "--num-frames", "9", "--num-inference-steps", "2"]
+    common = ["--model-path", model, "--prompt", "a fox", "--device", "cpu", *size]
+    backends = "video_sparse_attn:sparsity=0.75;video_sparse_attn:sparsity=0.5"
+    search = ["--backends", backends, "--comparison", str(tmp_path / "searched")]
+    search += ["--min-psnr", "10", "--output", str(config)]
+    assert main(["attention", "recommend", *common, *search]) == 0
+    assert f"attention config: {config}" in capsys.readouterr().out
+    assert (tmp_path / "searched" / "report.html").exists()
+    output = ["--output-path", str(tmp_path / "fox.mp4"), "--attention-config", str(config)]
+    assert main(["generate", *common, *output]) == 0
+    record = json.loads((tmp_path / "fox.json").read_text())
+    assert yaml.safe_load(config.read_text())["backend"] in json.dumps(record["attention"])
