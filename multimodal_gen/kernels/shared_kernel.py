@@ -35,6 +35,14 @@ def minimum(a, b):
     return tl.minimum(a, b)
 
 
+def next_power_of_2(number: int) -> int:
+    """Return the least power of two that is no less than a number of at least 1.
+
+    Triton's own is a function of its language, and takes as long as a small launch.
+    """
+    return 1 << (number - 1).bit_length()
+
+
 def interpreted() -> bool:
     """Whether Triton's interpreter stands in for a GPU in this process."""
     return not isinstance(locate, triton.runtime.JITFunction)

@@ -1,23 +1,57 @@
-"""Python time a layer adds per call over calling the kernel directly.
+"""Python time a layer takes per call, and what it adds over calling the kernel directly.
 
 Tensors are so small that the host, not the GPU, sets the pace: with the queue never full, the host
-time per call is what Python and the launch cost.
+time per call is what Python and the launch cost. Of the package's own kernels, dense and sparse,
+whole layers are timed, with plans that they made before, where a method's plan is not up to the
+data.
 
     python3 scripts/bench/layer_overhead.py --commit HASH
 """
 
+import argparse
+import math
 import time
 from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from _harness import parse_arguments, rows_of, shuffled_rounds, version_of, write_rows
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import (
+    current_environment,
+    find_backend,
+)
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 HEADS, HEAD_SIZE, TOKENS, CALLS = 4, 64, 128, 500
+# What the own kernels are timed on: tiles of both sparse sizes cut it evenly.
+GRID = (6, 8, 8)
+# Backend -> parameters.
+OWN: MappingProxyType[str, dict[str, object]] = MappingProxyType(
+    {
+        "triton_attn": {},
+        "sage_attn": {"kernel": "triton"},
+        "sliding_tile_attn": {"window": (1, 1, 1), "skip_time_steps": 0},
+        "video_sparse_attn": {"sparsity": 0.5, "tile_size": (4, 8, 8)},
+        "sla_attn": {},
+        "sage_sla_attn": {},
+        "vmoba_attn": {
+            "temporal_chunk_size": 2,
+            "temporal_topk": 2,
+            "spatial_chunk_size": (4, 4),
+            "spatial_topk": 2,
+            "st_chunk_size": (2, 4, 4),
+            "st_topk": 4,
+            "first_full_step": 0,
+            "first_full_layer": 0,
+        },
+    }
+)
 
 
 def host_ms(contenders: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
@@ -42,7 +76,7 @@ def main() -> None:
     shape = (1, TOKENS, HEADS, HEAD_SIZE)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
-        # What a package takes is known by calling it; our own kernels have no other call.
+        # What a package takes is known by calling it; our own kernels follow below.
         config = SageAttnConfig(kernel="sageattention") if name == "sage_attn" else None
         backend = AttentionBackendEnum.parse(name)
         asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
@@ -75,6 +109,42 @@ def main() -> None:
         write_rows(arguments.out / "layer_overhead.csv", rows)
         added = (rows[1].median_ms - rows[0].median_ms) * 1e3
         print(f"{name}: the layer adds {added:.1f} us per call")
+    time_own_layers(arguments)
+
+
+def time_own_layers(arguments: argparse.Namespace) -> None:
+    """Time layers on the package's own kernels; append to `layer_overhead.csv`."""
+    tokens = math.prod(GRID)
+    shape = (1, tokens, HEADS, HEAD_SIZE)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    contenders: dict[str, Callable[[], object]] = {}
+    with torch.inference_mode(), set_forward_context(0, latent_grid=GRID, num_steps=2):
+        for name, options in OWN.items():
+            backend = AttentionBackendEnum.parse(name)
+            cls = find_backend(backend, current_environment().platform).config_cls
+            asked = BackendPreference(
+                source=Source.COMMAND_LINE, backend=backend, config=cls(**options)
+            )
+            layer = LocalAttention(
+                HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
+            )
+            layer(q, k, v)
+            contenders[layer.report().entries[-1].selection.label] = partial(layer, q, k, v)
+        times = host_ms(contenders, rounds=arguments.rounds)
+    for label, figures in times.items():
+        rows = rows_of(
+            {label: figures},
+            commit=arguments.commit,
+            benchmark="layer_overhead",
+            case=f"host time per call of a whole layer, {label}",
+            shape=f"B1 H{HEADS} {'x'.join(map(str, GRID))} S{tokens} D{HEAD_SIZE} bf16",
+            flop=0.0,
+            flop_formula="host time only",
+            errors={label: 0.0},
+            versions={label: version_of("triton")},
+        )
+        write_rows(arguments.out / "layer_overhead.csv", rows)
+        print(f"{label}: {rows[0].median_ms * 1e3:.1f} us per call of the layer")
 
 
 def direct_call(

@@ -538,7 +538,7 @@ def attend(
     key = ("hopper", tile, q.shape, k.shape[2], lse is None)
     prepared = plan.cache.get(key)
     if prepared is None:
-        prepared = plan.cache[key] = _prepare(q, k, plan, tile, out, lse)
+        prepared = plan.remember(key, _prepare(q, k, plan, tile, out, lse))
     size, rows = prepared.head_size, prepared.num_flags
     # One allocation, whose second part begins at a multiple of 16 bytes like the first.
     marks = prepared.counts.new_zeros(rows + prepared.num_sweeps)

@@ -7,7 +7,7 @@ broadcast. Everything is counted per *query* head, also where several of them sh
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 WORD_BITS = 32
+
+_DerivedT = TypeVar("_DerivedT")
 
 
 def _expect_int32(name: str, tensor: torch.Tensor, shape: tuple[str, ...]) -> None:
@@ -292,6 +294,16 @@ class BlockPlan:
         """Where the lists lie."""
         return self.indices.device
 
+    def remember(self, key: object, derived: _DerivedT) -> _DerivedT:
+        """Return what was derived, and keep it in `cache` for calls to come.
+
+        What is derived while a CUDA graph is captured holds nothing before the graph is replayed,
+        and belongs to that graph alone: it is not kept.
+        """
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self.cache[key] = derived
+        return derived
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the plan that is present."""
         optional = tuple(t for t in (self.row_bits, self.order) if t is not None)
@@ -399,7 +411,7 @@ def launch_order(plan: BlockPlan, counts: torch.Tensor) -> torch.Tensor | None:
         work = counts.flatten()
         if plan.causal:  # the last queries see the most keys
             work = torch.arange(counts.numel(), device=counts.device)
-        plan.cache[key] = torch.argsort(work, descending=True, stable=True).int()
+        return plan.remember(key, torch.argsort(work, descending=True, stable=True).int())
     order: torch.Tensor = plan.cache[key]
     return order
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading, unit_stride
 from multimodal_gen.kernels.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import maximum
+from multimodal_gen.kernels.shared_kernel import maximum, next_power_of_2
 
 CHUNK = 128  # entries of a list that a program looks at together
 
@@ -182,7 +182,7 @@ def make_steps(plan: BlockPlan, step: int) -> Steps:
     """
     known = plan.cache.get(("steps", step))
     if known is None:
-        known = plan.cache["steps", step] = _make_steps(plan, step)
+        known = plan.remember(("steps", step), _make_steps(plan, step))
     assert isinstance(known, Steps)
     return known
 
@@ -203,7 +203,7 @@ def _make_steps(plan: BlockPlan, step: int) -> Steps:
         indices if t is None else unit_stride(t).expand(*leading, -1)
         for t in (kv.starts, kv.lengths)
     )
-    chunk = min(max(triton.next_power_of_2(longest), 16), CHUNK)
+    chunk = min(max(next_power_of_2(longest), 16), CHUNK)
     _launch_steps(
         (num_full.numel(),),
         indices,

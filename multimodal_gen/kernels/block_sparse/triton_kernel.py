@@ -20,7 +20,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, un
 from multimodal_gen.kernels.block_sparse.steps_kernel import Steps, make_steps
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted, locate
+from multimodal_gen.kernels.shared_kernel import interpreted, locate, next_power_of_2
 
 LOG2E = 1.4426950408889634
 
@@ -302,7 +302,7 @@ def attend(
     kv_last = plan.kv.num - 1
     kv_tail = plan.kv.total - kv_last * plan.kv.size
     grid = (batch * heads * num_q * tiles_of_block,)
-    width = triton.next_power_of_2(max(head_size, 16))
+    width = next_power_of_2(max(head_size, 16))
     inputs: tuple[object, ...] = (q, k, v)
     if copy_engine:
         rows = (tile.rows, tile.keys, tile.keys)

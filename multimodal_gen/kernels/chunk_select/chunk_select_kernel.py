@@ -11,7 +11,7 @@ import triton.language as tl
 
 from multimodal_gen.kernels.chunk_select.reference import Rule
 from multimodal_gen.kernels.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted
+from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 SPAN = 512  # keys of a chunk that one program adds up
 KEYS = 64
@@ -251,7 +251,7 @@ def chunk_means(
         (batch * num_chunks * spans * heads,), key, sums, starts, lengths,
         starts if index is None else index, starts if mask is None else mask,
         *key.stride(), 0 if mask is None else mask.stride(0), heads, num_chunks, spans,
-        D=head_size, DP=triton.next_power_of_2(max(head_size, 16)), SPAN=SPAN, T=KEYS,
+        D=head_size, DP=next_power_of_2(max(head_size, 16)), SPAN=SPAN, T=KEYS,
         INDEXED=index is not None, MASKED=keep is not None, num_warps=4,
     )  # fmt: skip
     return sums.sum(3) / counts.clamp_min(1)[:, None, :, None]
@@ -288,9 +288,9 @@ def select_chunks(
         (-(-means.numel() // SPAN),), means.contiguous(), terms, means.numel(),
         SHIFT=shift, N=SPAN, num_warps=4,
     )  # fmt: skip
-    padded = triton.next_power_of_2(max(num_chunks, 32))
+    padded = next_power_of_2(max(num_chunks, 32))
     rows = 64 if padded <= 128 else max(SCORES // padded, 16)
-    width = triton.next_power_of_2(max(head_size, 16))
+    width = next_power_of_2(max(head_size, 16))
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
     counts = counts.expand(batch, -1)

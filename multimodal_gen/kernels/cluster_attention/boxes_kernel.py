@@ -13,7 +13,7 @@ import triton.language as tl
 
 from multimodal_gen.kernels.cluster_attention.plan import Groups
 from multimodal_gen.kernels.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import maximum, minimum
+from multimodal_gen.kernels.shared_kernel import maximum, minimum, next_power_of_2
 
 STEP = 64
 BOX_KEYS = 8
@@ -132,7 +132,7 @@ def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
     if keep.stride(3) != 1:
         keep = keep.contiguous()
     begin, count = (x if x.stride(2) == 1 else x.contiguous() for x in (keys.starts, keys.counts))
-    block = max(triton.next_power_of_2(num_k), 32)
+    block = max(next_power_of_2(num_k), 32)
     with torch.cuda.device_of(keep):
         _launch_boxes(
             (batch * heads * num_q,),

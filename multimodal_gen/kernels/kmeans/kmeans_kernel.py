@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted
+from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 CHUNK = 1024
 COMPARED = 64  # as many as a program has threads
@@ -215,8 +215,8 @@ class _Sorter:
     def __init__(self, labels: torch.Tensor, num: int) -> None:
         problems, self.tokens = labels.shape
         # One bin for the tokens of no cluster, one for the places past the end.
-        self.bins = max(triton.next_power_of_2(num + 2), BIN_BLOCK)
-        self.chunks = triton.cdiv(self.tokens, CHUNK)
+        self.bins = max(next_power_of_2(num + 2), BIN_BLOCK)
+        self.chunks = -(-self.tokens // CHUNK)
         self.counts = labels.new_empty((problems, self.chunks, self.bins))
         self.totals = labels.new_zeros((problems, self.bins))
         self.starts = self.totals
@@ -304,7 +304,7 @@ class _Rounded:
 
     def __init__(self, centroids: torch.Tensor, dtype: torch.dtype) -> None:
         problems, num, size = centroids.shape
-        self.padded = triton.cdiv(num, MOST_COLUMNS) * MOST_COLUMNS
+        self.padded = -(-num // MOST_COLUMNS) * MOST_COLUMNS
         self.parts = PARTS if dtype in WEIGHTS else 0
         self.weight, lowest = WEIGHTS.get(dtype, (1.0, -torch.inf))
         self.factors = centroids.new_full((PARTS,), self.weight, dtype=dtype)
@@ -325,11 +325,11 @@ def _assign(
     labels: torch.Tensor,
 ) -> None:
     batch, tokens, heads, size = x.shape
-    width = max(triton.next_power_of_2(size), 16)
+    width = max(next_power_of_2(size), 16)
     wide = x.dtype == torch.float32 or width > 128
     # float32 has no tensor cores here: small tiles keep it in the registers.
     rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (64, 64)
-    num_blocks = triton.cdiv(tokens, rows)
+    num_blocks = -(-tokens // rows)
     _launch_assign(
         (batch * heads * num_blocks,),
         x, rounded.points, rounded.halves, rounded.factors,
@@ -358,6 +358,6 @@ def _update(
         x, sorter.order, sorter.starts, sorter.totals, active, centroids,
         rounded.points, rounded.halves, shift,
         *x.stride(), heads, tokens, num, rounded.padded,
-        D=size, DP=triton.next_power_of_2(size), BINS=sorter.bins, ROWS=rows,
+        D=size, DP=next_power_of_2(size), BINS=sorter.bins, ROWS=rows,
         PARTS=rounded.parts, WEIGHT=rounded.weight, num_warps=warps,
     )  # fmt: skip

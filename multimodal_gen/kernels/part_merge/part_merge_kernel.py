@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import next_power_of_2
 
 # Elements of a program: 32 rows of 128 channels. Not measured.
 ELEMENTS = 4096
@@ -59,7 +60,7 @@ def merge_two(
     batch, tokens, heads, size = out.shape
     merged = torch.empty_like(out, dtype=dtype)
     total = lse.new_empty(batch, heads, tokens)
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     rows, tile = batch * tokens * heads, max(1, ELEMENTS // padded)
     _launch(
         (-(-rows // tile),), out, lse, more, more_lse, merged, total,

@@ -564,7 +564,7 @@ def attend(
     key = ("8-bit hopper", tile, out.shape, packed.k.shape[1], lse is None)
     prepared = plan.cache.get(key)
     if prepared is None:
-        prepared = plan.cache[key] = _prepare(packed, plan, out, lse, tile)
+        prepared = plan.remember(key, _prepare(packed, plan, out, lse, tile))
     size = prepared.head_size
     if tile.e4m3:
         values = describe(packed.v, size, tile.keys)

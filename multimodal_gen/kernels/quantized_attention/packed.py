@@ -55,8 +55,7 @@ def in_slots(plan: BlockPlan, tile: int) -> BlockPlan:
     known = plan.cache.get(("slots", tile))
     if known is None:
         _, lengths = kv.bounds(plan.device)
-        known = replace(plan, kv=Blocks.padded(lengths, size))
-        plan.cache["slots", tile] = known
+        known = plan.remember(("slots", tile), replace(plan, kv=Blocks.padded(lengths, size)))
     assert isinstance(known, BlockPlan)
     return known
 

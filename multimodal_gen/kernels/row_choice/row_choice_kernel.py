@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import next_power_of_2
 
 TILE = 64  # rows of a program
 COUNTS = 4096  # counts that a program holds
@@ -311,7 +312,7 @@ def move_rows(
     _launch_move(
         (batch * heads * tiles,), query, used.contiguous(), position.contiguous(), moved,
         *_strides(query, vector), tokens, room, heads, groups, tiles,
-        D=head_size, DP=triton.next_power_of_2(head_size), VEC=vector, T=TILE, num_warps=4,
+        D=head_size, DP=next_power_of_2(head_size), VEC=vector, T=TILE, num_warps=4,
     )  # fmt: skip
     return moved.transpose(1, 2)
 
@@ -326,7 +327,7 @@ def merge_parts(
     """Launch the merge; see `api.merge_parts`."""
     batch, tokens, heads, head_size = out.shape
     vector = min(_vector(parts), _vector(out))
-    groups, padded = position.shape[2], triton.next_power_of_2(head_size)
+    groups, padded = position.shape[2], next_power_of_2(head_size)
     rows = max(PARTS // padded, 16)
     tiles = -(-tokens // rows)
     _launch_merge(

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import next_power_of_2
 
 VECTOR_BYTES = 16
 MAX_TOKENS = 256
@@ -167,9 +168,9 @@ def gather(
     vector = vector_of(tensors)
     row = max(t.shape[2] for t in tensors) * size
     tokens, width = _shape(row, tensors[0].element_size(), vector, tile)
-    ends = list(accumulate(triton.cdiv(t.shape[2] * size, width) for t in tensors))
+    ends = list(accumulate(-(-(t.shape[2] * size) // width) for t in tensors))
     index, index_b = _contiguous(index)
-    num_blocks = triton.cdiv(num_out, tokens)
+    num_blocks = -(-num_out // tokens)
     grid = (batch * num_blocks * ends[-1],)
     slots = [min(slot, len(tensors) - 1) for slot in range(4)]
     if math.prod(grid):
@@ -201,8 +202,8 @@ def scatter(
     vector = vector_of((source, out))
     tokens, width = _shape(heads * size, source.element_size(), vector, tile)
     index, index_b = _contiguous(index)
-    num_blocks = triton.cdiv(num_in, tokens)
-    grid = (batch * num_blocks * triton.cdiv(heads * size, width),)
+    num_blocks = -(-num_in // tokens)
+    grid = (batch * num_blocks * -(-(heads * size) // width),)
     if math.prod(grid):
         with torch.cuda.device_of(source):
             _scatter(
@@ -245,7 +246,7 @@ def _shape(row: int, item: int, vector: int, tile: CopyTile) -> tuple[int, int]:
         tile: what 16-byte accesses and long rows get.
     """
     elements = tile.tokens * tile.row_bytes * vector // VECTOR_BYTES
-    width = min(tile.row_bytes // item, triton.next_power_of_2(max(row, 1)), elements)
+    width = min(tile.row_bytes // item, next_power_of_2(max(row, 1)), elements)
     return min(elements // width, MAX_TOKENS), width
 
 
@@ -354,10 +355,10 @@ def _launch(
     batch, heads, num = index.shape
     size = tensors[0].shape[3]
     vector = vector_of((*tensors, *outs))
-    width = triton.next_power_of_2(size)
+    width = next_power_of_2(size)
     tokens = max(_BYTES * vector // (16 * width), 1)
     index = index if index.stride(2) == 1 else index.contiguous()
-    num_blocks = triton.cdiv(num, tokens)
+    num_blocks = -(-num // tokens)
     grid = (batch * heads * num_blocks,)
     slots = [min(slot, len(tensors) - 1) for slot in range(3)]
     if math.prod(grid):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted
+from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 READ_BYTES = 2**15  # of a tile, at once
 SCORE_ROWS = 64
@@ -190,7 +190,7 @@ def _select_kernel(
 
 
 def _channels(head_size: int) -> int:
-    return triton.next_power_of_2(max(head_size, 16))
+    return next_power_of_2(max(head_size, 16))
 
 
 def _tokens_at_once(tensor: torch.Tensor, limit: int) -> int:
@@ -270,7 +270,7 @@ def select_tiles(
     """
     batch, heads, num_q, head_size = query.shape
     num_kv = key.shape[2]
-    padded = triton.next_power_of_2(max(num_kv, 32))
+    padded = next_power_of_2(max(num_kv, 32))
     key_row = -(-num_kv // 16) * 16
     blocks = batch * heads * -(-num_q // SCORE_ROWS)
     step = min(blocks, max(1, scratch_bytes // (4 * SCORE_ROWS * key_row)))

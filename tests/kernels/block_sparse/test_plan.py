@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, check_arguments
 from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
 
 Q = Blocks.regular(100, 64)
@@ -206,3 +206,30 @@ def test_entries_past_the_count_are_not_checked() -> None:
 def test_a_plan_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
         plan_of().uniform = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_is_derived_while_a_graph_is_captured_is_not_kept(
+    capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = Blocks.regular(8, 4)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    assert plan.remember("here", 1) == plan.cache["here"] == 1
+    monkeypatch.setattr(BlockPlan, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert plan.remember("there", 2) == 2
+    assert ("there" in plan.cache) is not capturing
+
+
+def test_a_plan_remembers_what_fits_it_and_nothing_else() -> None:
+    blocks = Blocks.regular(8, 4)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    q, k = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4)
+    for _ in range(2):
+        check_arguments(q, k, k, plan, None)
+        with pytest.raises(UsageError, match="`k` must have q's dtype"):
+            check_arguments(q, k.half(), k, plan, None)
+        with pytest.raises(UsageError, match="`q` must have the 8 tokens"):
+            check_arguments(q[:, 1:], k, k, plan, None)
+        with pytest.raises(UsageError, match="`scale` must be positive"):
+            check_arguments(q, k, k, plan, -1.0)

@@ -447,8 +447,7 @@ def _is_new(plan: BlockPlan, use: Hashable) -> bool:
     """
     if (_USED, use) in plan.cache:
         return False
-    plan.cache[_USED, use] = True
-    return True
+    return plan.remember((_USED, use), True)
 
 
 def attend_rows(

@@ -10,7 +10,7 @@ Shapes: B batch, S tokens, H heads, D head size, N tiles; q/k suffix = query/key
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -265,6 +265,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         self.record(context, layout.density(of_tiles), num_heads)
 
 
+@lru_cache(maxsize=1024)
 def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> int:
     """Return how many key tiles each query tile keeps, in [1, `num_tiles`].
 
