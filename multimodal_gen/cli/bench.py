@@ -189,7 +189,7 @@ def _lines(result: "ShapeTimes") -> Iterator[str]:
             each.label,
             f"{ms:.4f}",
             "-" if host is None else f"{host:.4f}",
-            f"{result.shape.flop / ms / 1e9:.1f}",
+            f"{result.shape.flop / ms / 1e9:.4g}",
             f"{each.relative_error:.1e}",
             "auto" if each is unasked else each.never_unasked,
         )

@@ -432,14 +432,19 @@ def _result(
         timing=Timing(
             backend=str(selection.backend),
             variant=selection.variant,
-            device_ms=statistics.median(device),
-            host_ms=statistics.median(host) if host else None,
+            device_ms=_rounded(statistics.median(device)),
+            host_ms=_rounded(statistics.median(host)) if host else None,
         ),
         label=selection.label,
-        p20_ms=device[int(0.2 * (len(device) - 1))],
-        p80_ms=device[round(0.8 * (len(device) - 1))],
+        p20_ms=_rounded(device[int(0.2 * (len(device) - 1))]),
+        p80_ms=_rounded(device[round(0.8 * (len(device) - 1))]),
         rounds=len(samples),
         relative_error=error,
         versions={p.distribution: environment.version(p) or "" for p in variant.packages},
         never_unasked=cls.never_unasked,
     )
+
+
+def _rounded(ms: float) -> float:
+    """Return a time with as many digits as mean anything."""
+    return float(f"{ms:.5g}")
