@@ -331,3 +331,38 @@ def test_a_grid_may_be_a_list_and_a_span_has_no_negative_numbers():
         assert context.latent_grid == (1, 2, 3)
     with pytest.raises(UsageError, match="start of a TextSpan must be an integer >= 0, got -1"):
         TextSpan(start=-1, length=3)
+
+
+@pytest.mark.parametrize("masked", [0, 40])
+@pytest.mark.parametrize("grid", [(1, 5, 27), (2, 9, 11), (3, 8, 8)])
+def test_the_density_of_short_and_ragged_sequences_is_that_of_the_pairs(grid, masked):
+    count = grid[0] * grid[1] * grid[2]
+    q, k, _ = tokens(count, seed=3)
+    keep = torch.arange(count)[None] < count - masked
+    attention = layer(AttentionBackendEnum.SLA_ATTN)
+    # One-hot values show which keys every query attends to.
+    pairs = 0
+    with set_forward_context(0, latent_grid=grid):
+        for first in range(0, count, SIZE):
+            v = torch.zeros(1, count, HEADS, SIZE)
+            width = min(SIZE, count - first)
+            v[0, first : first + width, :, :width] = torch.eye(width)[:, None]
+            out = attention(q, k, v, keep[:, None, None] if masked else None)
+            pairs += int((out > 0).sum())
+    (density,) = attention.report().entries[0].densities
+    assert density[1] == pytest.approx(pairs / HEADS / (count * (count - masked)), abs=1e-6)
+
+
+def test_a_density_far_from_what_was_asked_for_is_said_once_with_the_reason(caplog):
+    q, k, v = tokens(4 * 4 * 7)
+    attention = layer(AttentionBackendEnum.SLA_ATTN)
+    with caplog.at_level(logging.WARNING), set_forward_context(0, latent_grid=(4, 4, 7)):
+        for _ in range(2):
+            attention(q, k, v)
+    (said,) = [
+        r.getMessage()
+        for r in caplog.records
+        if "attends to" in r.getMessage() and "asked for" in r.getMessage()
+    ]
+    assert "attends to 50% of the pairs, not to the 25% that were asked for" in said
+    assert "the latent grid (4, 4, 7) has 2 blocks, of which 1 is kept" in said

@@ -64,6 +64,8 @@ _LIMITS = MappingProxyType(
     }
 )
 
+_FAR = 0.1  # from what was asked for
+
 # Runs of a layer that are remembered; a run has one grid and one length of text.
 _MOST_RUNS = 256
 
@@ -200,6 +202,35 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             mean = mean.to(density.device)  # the layer may have moved
         # In this form the mean of equal numbers is that number.
         self._densities[step] = (mean + (density - mean) * (num_heads / heads), heads)
+
+    def warn_of_density(
+        self, layout: SequenceLayout, asked: float, kept: int, num_blocks: int
+    ) -> None:
+        """Warn, once, where a sequence is too short for the density that was asked for.
+
+        Args:
+            layout: where the video lies.
+            asked: the share of blocks to keep.
+            kept: blocks that are kept.
+            num_blocks: blocks of the video.
+        """
+        density = layout.density(kept / num_blocks)
+        if density - asked < _FAR:
+            return
+        reasons = []
+        if kept / num_blocks - asked >= _FAR / 2:
+            reasons.append(
+                f"the latent grid {layout.grid} has {num_blocks} blocks, of which {kept}"
+            )
+            reasons[-1] += " is kept" if kept == 1 else " are kept"
+        text = layout.num_keys - layout.num_video
+        if text:
+            reasons.append(f"{text} of {layout.num_keys} tokens are text, which is never left out")
+        component = None if self.site is None else self.site.component
+        self.warnings.warn(
+            f"{self.label} of {component or 'a layer'} attends to {density:.0%} of the pairs, not "
+            f"to the {asked:.0%} that were asked for: {'; '.join(reasons)}"
+        )
 
     def dense_limit(self, block: int) -> float | None:
         """Return the share of pairs above which a call is to be dense; None for never.

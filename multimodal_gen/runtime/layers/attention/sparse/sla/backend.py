@@ -70,6 +70,9 @@ _SLA = PackageProbe(
 )
 
 
+_FEW_BLOCKS = 256  # of more, one that is cut short changes the density by less than a point
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLAParameters(SparseConfig):
     """Parameters that both forms of the method have.
@@ -109,6 +112,17 @@ class SLAConfig(SLAParameters):
     )
 
 
+def _density(plan: BlockPlan, call: SparseCall) -> torch.Tensor:
+    """Return the share of the pairs of kept keys that a plan and text attend to, a tensor []."""
+    layout = call.layout
+    pairs = plan.pairs().double().mean()
+    keys = torch.full_like(pairs, layout.num_keys)  # filled on the device, not waited for
+    if call.keep is not None:
+        keys = call.keep.sum(1).double().mean()
+    others = layout.num_queries - layout.num_video
+    return (pairs + others * keys) / (layout.num_queries * keys).clamp_min(1.0)
+
+
 class SLABackend(AttentionBackend):
     """Sparse-Linear Attention."""
 
@@ -145,7 +159,12 @@ class SLAImpl(SparseImpl[_ParametersT]):
         """Return both branches; see `SparseImpl.attend`."""
         layout, config, keep = call.layout, self.config, call.keep
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, call.query.device)
-        kept = self._kept(blocks, layout, context, call.query.shape[2])
+        kept = self._kept(blocks, layout)
+        # Blocks that are cut short, of which there are few in long sequences, or by a mask.
+        is_cut = keep is not None or blocks.num_video <= _FEW_BLOCKS
+        by_pairs = is_cut and kept < blocks.num_video and call.kernel.name != UPSTREAM
+        if not by_pairs:
+            self._record_blocks(context, layout, kept / blocks.num_video, call.query.shape[2])
         if call.kernel.name == UPSTREAM:
             return self._attend_upstream(call, blocks.num_video)
         dtype = self._exact_dtype(call.query.dtype)
@@ -166,6 +185,8 @@ class SLAImpl(SparseImpl[_ParametersT]):
             unselected=config.linear_branch == "unselected",
         )
         plan = block_map(scored, branch.means, keys, blocks, kept)
+        if by_pairs:
+            self.record(context, _density(plan, call), call.query.shape[2])
         out: torch.Tensor = self.sparse_branch(q, k, v, plan, means=branch.means)
         attend_text(call, out)
         return branch.add(out, q, k, v, plan, layout.video).to(call.query.dtype)
@@ -224,7 +245,8 @@ class SLAImpl(SparseImpl[_ParametersT]):
         layout, config = self.ring_layout(inputs, context), self.config
         assert context is not None, "a layout needs a context"
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, inputs.query.device)
-        kept = self._kept(blocks, layout, context, inputs.query.shape[2])
+        kept = self._kept(blocks, layout)
+        self._record_blocks(context, layout, kept / blocks.num_video, inputs.query.shape[2])
         given = inputs.query.dtype
         inputs = inputs.to(self._exact_dtype(given))
         held = RingBlocks.of(inputs, layout, config.BLKQ, config.BLKK)
@@ -271,18 +293,17 @@ class SLAImpl(SparseImpl[_ParametersT]):
             backend=self.label,
         )
 
-    def _kept(
-        self,
-        blocks: RasterBlocks,
-        layout: SequenceLayout,
-        context: ForwardContext,
-        num_heads: int,
-    ) -> int:
-        """Return how many blocks a query block keeps, once that is noted."""
+    def _record_blocks(
+        self, context: ForwardContext, layout: SequenceLayout, share: float, num_heads: int
+    ) -> None:
+        """Note a share of blocks, as if every block were of mean size."""
+        self.record(context, layout.density(share), num_heads)
+
+    def _kept(self, blocks: RasterBlocks, layout: SequenceLayout) -> int:
+        """Return how many blocks a query block keeps; warns of what that means."""
         ratio = self.config.topk_ratio
         kept = kept_blocks(ratio, blocks.num_video)
-        # As if every block were of mean size.
-        self.record(context, layout.density(kept / blocks.num_video), num_heads)
+        self.warn_of_density(layout, ratio, kept, blocks.num_video)
         if self.projection.linear is None and kept < blocks.num_video:
             component = None if self.site is None else self.site.component
             notice_no_projection(self.warnings, self.label, component, ratio, kept)

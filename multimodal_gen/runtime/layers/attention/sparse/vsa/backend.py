@@ -146,6 +146,9 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
             call.query.shape[2],
         )
         is_upstream = call.kernel.name in UPSTREAM
+        if self.config.topk is None:
+            share = 1 - self.config.sparsity
+            self.warn_of_density(call.layout, share, kept, num_tiles)
         is_dense = kept == num_tiles and call.keep is None and not is_upstream
         if is_dense or is_upstream or queries.order.uniform:
             self.record(context, call.layout.density(kept / num_tiles), num_heads)
