@@ -236,6 +236,11 @@ class ModuleAttention(StandIn):
         """Whether a step of the schedule has a branch that a trained projection weighs."""
         return self.layer.takes_projection
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def warn(self, message: str) -> None:
+        """Say something once per pipeline, in its report too."""
+        self._scope.warnings.warn(message)
+
     def end_request(self, request_id: str) -> None:
         """Drop what is kept for a generation that is over."""
         for layer in (self.layer, *self.others.values()):

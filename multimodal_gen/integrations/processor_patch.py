@@ -332,6 +332,13 @@ def dispatch(
     """
     gate = value.gate if isinstance(value, GatedValue) else None
     value = value.value if isinstance(value, GatedValue) else value
+    taken = attn_mask is None or isinstance(attn_mask, (torch.Tensor, PairMask))
+    if not taken and isinstance(backend, ModuleAttention):
+        backend.warn(
+            f"calls of {backend.site.component} with a {type(attn_mask).__name__} as their mask "
+            f"are left to diffusers, which computes them as without apply()"
+        )
+        backend = None
     if not isinstance(backend, ModuleAttention):
         mask = attn_mask.dense() if isinstance(attn_mask, PairMask) else attn_mask
         return _stock_dispatch()(

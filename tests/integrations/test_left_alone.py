@@ -152,3 +152,26 @@ def test_calls_with_a_few_keys_of_their_own_run_dense(fresh):
     (layer,) = [r for r in report.layers if r.name == "blocks.0.attn1"]
     assert [d.calls for d in layer.detours] == [6]
     assert "fewer tokens than it has" in layer.detours[0].selection.reason
+
+
+def test_block_masks_of_flex_attention_are_left_to_diffusers(fresh, monkeypatch):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from multimodal_gen.integrations import processor_patch
+
+    pipe = fresh("wan")
+    x = torch.randn(1, 128, 2, 16)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+    asked = []
+
+    def stock(*tensors, attn_mask, backend, **options):
+        asked.append((attn_mask, backend))
+        return tensors[0]
+
+    monkeypatch.setattr(processor_patch, "_stock_dispatch", lambda: stock)
+    with apply(pipe, attention_backend="torch_sdpa") as handle:
+        layer = pipe.transformer.blocks[0].attn1.processor._attention_backend
+        assert processor_patch.dispatch(x, x, x, attn_mask=mask, backend=layer) is x
+        notes = handle.report().notes
+    assert asked == [(mask, None)]
+    assert any("calls of transformer with a BlockMask as their mask are left" in n for n in notes)

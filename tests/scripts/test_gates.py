@@ -130,16 +130,28 @@ def gpu_checkout(checkout: Path) -> Path:
     return checkout
 
 
+# What the script asks before anything else.
+_HAS_GPU = "[[ $1 == -c ]] && exit 0\n"
+
+
+def test_gpu_check_without_a_gpu_says_that_it_needs_one(gpu_checkout: Path) -> None:
+    _write_script(gpu_checkout / "bin" / "python3", '[[ $1 == -c ]] && exit 1\necho "$@"')
+    result = _run(gpu_checkout / "scripts" / "gpu_check", path=str(gpu_checkout / "bin"))
+    assert result.returncode == 1
+    assert result.stderr == "error: these tests need a GPU, and torch finds none on this machine\n"
+    assert not result.stdout
+
+
 def test_gpu_check_runs_only_gpu_tests(gpu_checkout: Path) -> None:
     script = gpu_checkout / "scripts" / "gpu_check"
-    _write_script(gpu_checkout / "bin" / "python3", f'exec "{sys.executable}" "$@"')
+    _write_script(gpu_checkout / "bin" / "python3", f'{_HAS_GPU}exec "{sys.executable}" "$@"')
     result = _run(script, "-v", path=str(gpu_checkout / "bin"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "1 passed, 1 deselected" in result.stdout
 
 
 def test_gpu_check_takes_a_path_instead(gpu_checkout: Path) -> None:
-    _write_script(gpu_checkout / "bin" / "python3", 'echo "$@"')
+    _write_script(gpu_checkout / "bin" / "python3", f'{_HAS_GPU}echo "$@"')
     script = gpu_checkout / "scripts" / "gpu_check"
     result = _run(script, "tests/test_kernel.py::test_kernel", path=str(gpu_checkout / "bin"))
     assert result.stdout == "-m pytest -m gpu tests/test_kernel.py::test_kernel\n"

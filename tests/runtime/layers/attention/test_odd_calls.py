@@ -255,6 +255,15 @@ def test_an_empty_batch_gives_an_empty_output(backend):
     assert LocalAttention(HEADS, SIZE)(q, k, v).shape == q.shape
 
 
+def test_an_empty_batch_is_nothing_to_quantise_either():
+    q, k, v = tokens(VIDEO, batch=0)
+    backend = AttentionBackendEnum.SAGE_SLA_ATTN
+    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend)
+    sage = LocalAttention(HEADS, SIZE, scope=SelectionScope(default=asked))
+    with set_forward_context(0, latent_grid=GRID, num_steps=50):
+        assert sage(q, k, v).shape == q.shape
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
