@@ -388,8 +388,9 @@ def test_an_unreachable_hub_is_explained(sglang, monkeypatch) -> None:
     assert outcome.code == 2
     assert outcome.err == (
         "error: --model-path must be an existing pipeline folder or a reachable hub id, got "
-        "'some/model': there is no such folder, and the Hugging Face Hub did not give its "
-        "model_index.json (We couldn't connect to the hub)\n"
+        "'some/model': there is no such folder, it is not in the cache, and the Hugging Face Hub "
+        "did not give its model_index.json; check the spelling, the network and for gated models "
+        "`hf auth login` (We couldn't connect to the hub)\n"
     )
 
 

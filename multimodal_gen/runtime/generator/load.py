@@ -136,8 +136,8 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     """
     if args.offload != "none" and device.type == "cpu":
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
-    check_required(index.pipeline_class, index.model_path, index.components)
     check_folders(index.model_path, index.components)
+    check_required(index.pipeline_class, index.model_path, index.components)
     for name, config in component_configs(index.model_path, index.components):
         check_sizes(name, config, index.model_path)
     dtypes = _dtypes(index, args.dtype, pick_dtype(args.dtype, device))
