@@ -95,6 +95,12 @@ def test_generations_record_and_check_their_attention(sglang, tiny_pipeline, tmp
             "--check-attention must be 0 with --backend diffusers",
         ),
         (("--record-attention", "."), "--record-attention must be a file"),
+        (("--record-attention", "~no-such-user/a.json"), "--record-attention must be a file that can"),
+        (("--record-attention", "/dev/null/a.json"), "--record-attention must lie in a folder"),
+        (
+            ("--record-attention", "a.json", "--output-path", "a.png"),
+            "--record-attention must be a file of its own",
+        ),
     ],
 )
 def test_checks_that_cannot_be_made_are_refused(sglang, tiny_pipeline, flags, message) -> None:

@@ -31,7 +31,7 @@ def test_a_comparison_measures_time_memory_and_layers(tmp_path) -> None:
     report = multimodal_gen.compare(
         pipe,
         prompts="a fox",
-        backends="video_sparse_attn:topk=1;sage_attn",
+        backends="video_sparse_attn:topk=1,dense_above=1;sage_attn",
         output=tmp_path / "out",
         height=family.height,
         width=family.width,

@@ -197,7 +197,8 @@ class LayerErrors:
         cosine: of the two vectors of a row, mean over rows.
         kept_mass: share of exact attention's weight that falls on pairs that are kept, an estimate
             (see `layers.py`); None where it was not measured.
-        density: share of pairs that are attended to, over all heads; 1 for dense backends.
+        density: share of pairs that the call attends to, over all heads; 1 for dense backends, and
+            for calls that a sparse method leaves to one.
     """
 
     component: str

@@ -243,7 +243,10 @@ class Comparison:
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             environment=self._environment,
             model=self._model,
-            settings={**self._settings, "fps": self._fps},
+            settings={
+                **self._settings,
+                **({"fps": self._fps} if self._index.kind == "video" else {}),
+            },
             prompts=plan.prompts,
             seeds=plan.seeds,
             reference=runs[0],

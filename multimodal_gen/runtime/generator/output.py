@@ -32,6 +32,7 @@ __all__ = [
     "Staging",
     "media_suffix",
     "require_encoder",
+    "require_writable",
     "sweep",
     "to_uint8",
     "versions",
@@ -131,7 +132,7 @@ class OutputTarget:
                 f"{'a video' if kind == 'video' else 'images'}, got {str(path)!r}"
             )
         folder = path.parent if is_file else path
-        _require_writable(folder)
+        require_writable(folder)
         name = path.stem if is_file else re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")
         return cls(
             path=path, is_file=is_file, stem=name, kind=kind, overwrite=overwrite, latents=latents
@@ -397,12 +398,20 @@ def _rename_to_free(temporary: Path, final: Path) -> None:
             raise
 
 
-def _require_writable(folder: Path) -> None:
+def require_writable(folder: Path, flag: str = "--output-path") -> None:
+    """Check that files can be written to a folder, which may be yet to be made.
+
+    Args:
+        folder: the folder.
+        flag: what names it, for messages.
+
+    Raises:
+        UsageError: they cannot.
+    """
     existing = _existing(folder)
     if not existing.is_dir():
         raise UsageError(
-            f"--output-path must lie in a folder, got {str(folder)!r}, where {str(existing)!r} "
-            f"is none"
+            f"{flag} must lie in a folder, got {str(folder)!r}, where {str(existing)!r} is none"
         )
     # Permissions alone say little: some file systems take no files from anybody.
     try:
@@ -412,7 +421,7 @@ def _require_writable(folder: Path) -> None:
             tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
         raise UsageError(
-            f"--output-path must be writable, got {str(folder)!r}, which is not ({error.strerror})"
+            f"{flag} must be writable, got {str(folder)!r}, which is not ({error.strerror})"
         ) from error
 
 

@@ -244,7 +244,7 @@ def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
             overwrite=args.overwrite,
             latents=args.save_latents,
         )
-        target.names(args.num_outputs)
+        names = target.names(args.num_outputs)
     except UsageError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
@@ -255,11 +255,12 @@ def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
         ) from error
     if index.kind == "video":
         output.require_encoder()
-    _check_record_path(args)
+    _check_record_path(args, names)
     return target
 
 
-def _check_record_path(args: ServerArgs) -> None:
+def _check_record_path(args: ServerArgs, names: OutputNames) -> None:
+    """Refuse a file for the attention's record that cannot be written, or that is another's."""
     if args.check_attention and args.backend == "diffusers":
         raise UsageError(
             "--check-attention must be 0 with --backend diffusers, whose attention is not run "
@@ -267,9 +268,24 @@ def _check_record_path(args: ServerArgs) -> None:
         )
     if args.record_attention is None:
         return
-    path = Path(args.record_attention).expanduser()
-    if path.is_dir() or (path.exists() and not args.overwrite):
-        remedy = "name a file in it" if path.is_dir() else "choose another name or --overwrite"
+    try:
+        path = Path(args.record_attention).expanduser()
+        output.require_writable(path.parent, "--record-attention")
+        is_folder, exists = path.is_dir(), path.exists()
+    except UsageError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"--record-attention must be a file that can be made, got "
+            f"{str(args.record_attention)[:80]!r} ({getattr(error, 'strerror', None) or error})"
+        ) from error
+    if path.absolute() in (file.absolute() for file in names.all):
+        raise UsageError(
+            f"--record-attention must be a file of its own, got {str(path)!r}, which the output is "
+            f"to be written to; choose another name"
+        )
+    if is_folder or (exists and not args.overwrite):
+        remedy = "name a file in it" if is_folder else "choose another name or --overwrite"
         raise UsageError(
             f"--record-attention must be a file that does not exist yet, got {str(path)!r}; "
             f"{remedy}"
