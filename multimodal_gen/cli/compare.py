@@ -175,7 +175,9 @@ def print_report(report: "Report") -> None:
     """Print a report as tables: quality, then cost."""
     typer.echo(f"{report.model.pipeline} on {report.environment.device}, {report.model.dtype}")
     typer.echo("")
-    typer.echo(f"quality, against {report.reference.name}; +- over prompts and seeds")
+    count = len(report.prompts) * len(report.seeds)
+    clips = "one clip" if count == 1 else f"means over {count} clips"
+    typer.echo(f"quality, against {report.reference.name}; {clips}")
     headings = ("backend", "verdict", "PSNR", "SSIM", "VMAF", "latents", "layers L2", "kept")
     echo(table(headings, [Row(tuple(_quality(run)), _remarks(run)) for run in report.runs[1:]]))
     typer.echo("")
@@ -188,19 +190,23 @@ def print_report(report: "Report") -> None:
 
 def _quality(run: "Run") -> Iterator[str]:
     yield run.name
-    yield run.status if run.status != "done" else run.verdict.word if run.verdict else "-"
-    mean, spread = run.frames_mean, run.frames_spread
+    yield run.status if run.status != "done" else _word(run)
     for name, digits in (("psnr", 1), ("ssim", 4), ("vmaf", 1)):
-        value = getattr(mean, name, None)
-        several = len(run.generations) > 1
-        around = f" +- {getattr(spread, name):.{digits}f}" if several and value is not None else ""
-        yield "-" if value is None else f"{value:.{digits}f}{around}"
+        value = getattr(run.frames_mean, name, None)
+        yield "-" if value is None else f"{value:.{digits}f}"
     last = [each.latents[-1] for each in run.generations if each.latents]
     yield f"{sum(last) / len(last):.2g}" if last else "-"
     errors = [error for layer in run.layers for error in layer.relative_l2]
     yield f"{sum(errors) / len(errors):.2g}" if errors else "-"
     masses = [mass for layer in run.layers for mass in layer.kept_mass or ()]
     yield f"{sum(masses) / len(masses):.1%}" if masses else "-"
+
+
+def _word(run: "Run") -> str:
+    """Return the verdict, short enough for a column."""
+    if run.verdict is None:
+        return "-"
+    return "within noise" if run.verdict.word.startswith("within") else run.verdict.word
 
 
 def _remarks(run: "Run") -> list[str]:

@@ -95,7 +95,10 @@ def test_generations_record_and_check_their_attention(sglang, tiny_pipeline, tmp
             "--check-attention must be 0 with --backend diffusers",
         ),
         (("--record-attention", "."), "--record-attention must be a file"),
-        (("--record-attention", "~no-such-user/a.json"), "--record-attention must be a file that can"),
+        (
+            ("--record-attention", "~no-such-user/a.json"),
+            "--record-attention must be a file that can",
+        ),
         (("--record-attention", "/dev/null/a.json"), "--record-attention must lie in a folder"),
         (
             ("--record-attention", "a.json", "--output-path", "a.png"),
