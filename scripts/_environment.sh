@@ -156,8 +156,7 @@ sys.exit(version("triton") != sys.argv[1])' "$1" 2>/dev/null
 }
 
 # Looks for a browser, which the tests of reports look at pages with, and installs Debian's where
-# root may; call it after use_environment. Without one these tests are skipped, so that is an error
-# where CI is "true".
+# root may. Without one these tests are skipped, so that is an error where CI is "true".
 install_browser() {
   local name
   for name in chromium chromium-browser google-chrome; do

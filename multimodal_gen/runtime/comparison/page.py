@@ -281,9 +281,11 @@ def _row(
 def _cell(found: Beside | None, kind: str) -> dict[str, Any]:
     if found is None:
         return {"text": "-", "spread": "", "beyond": False}
-    finite = math.isfinite(found.mean)
-    number = found.measure.number(found.mean) if finite else "equal"
-    spread = found.measure.number(found.spread) if finite and found.count > 1 else ""
+    number = found.measure.number(found.mean)
+    if math.isinf(found.mean) and found.measure.better == "higher":
+        number = "equal"
+    several = found.count > 1 and math.isfinite(found.mean)
+    spread = found.measure.number(found.spread) if several else ""
     beyond = found.within is False and kind == "candidate"
     return {"text": number, "spread": spread, "beyond": beyond}
 
@@ -345,7 +347,8 @@ def _maps(found: Sequence[HeatMap], colours: Mapping[str, str]) -> list[dict[str
             {
                 "svg": Markup(each.svg),
                 "data": json.dumps(data),
-                "caption": f"{each.component}, by layer and {each.across}, mean over {other}.",
+                "caption": f"{each.component}, by layer and {each.across}, mean over {other}."
+                + (" Empty cells have no finite error." if None in sum(each.values, ()) else ""),
             }
         )
     return [{"name": run, "colour": colours[run], "maps": maps} for run, maps in groups.items()]
@@ -467,8 +470,8 @@ def _take(
             if (clip.prompt, clip.seed) == (prompt, seed) and clip.frames_path:
                 pixels = _pixels(folder / clip.frames_path)
                 encoded = _encoded(pixels, report.model.kind == "video", size, fps)
-                clips.append({"run": each.run.name, "colour": each.css, "text": _caption(clip),
-                              **encoded})  # fmt: skip
+                text = "the reference" if each.run is report.reference else _caption(clip)
+                clips.append({"run": each.run.name, "colour": each.css, "text": text, **encoded})
     label = f"prompt {prompt + 1}, seed {seed}" if len(report.prompts) > 1 else f"seed {seed}"
     return {"label": label, "prompt": report.prompts[prompt], "clips": clips}
 
@@ -479,7 +482,7 @@ def _caption(clip: Generation) -> str:
         for measure in MEASURES
         if measure.name in _SEARCHED and (figure := measure.of(clip)) is not None
     ]
-    return ", ".join(figures) or "the reference"
+    return ", ".join(figures)
 
 
 def _counts(report: Report, folder: Path, takes: Sequence[Any]) -> Iterator[int]:

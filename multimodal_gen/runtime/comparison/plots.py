@@ -255,7 +255,13 @@ def _grid(
             if math.isfinite(error):
                 cells.setdefault((call.layer, column), []).append(error)
     rows = tuple(sorted({call.layer for call in calls}))
-    columns = tuple(sorted({column for _, column in cells}))
+    columns = tuple(
+        sorted(
+            {call.step for call in calls}
+            if across == "step"
+            else {head for call in calls for head in range(len(call.relative_l2))}
+        )
+    )
     values = tuple(
         tuple(
             math.fsum(found) / len(found) if (found := cells.get((row, column))) else None

@@ -131,6 +131,22 @@ def test_a_comparison_in_which_nothing_finished_has_a_page(
     assert "<svg role" not in page
 
 
+def test_what_is_not_a_number_is_shown_as_such(
+    report: Report, folder: Path, tmp_path: Path
+) -> None:
+    nan = float("nan")
+    spoilt = report.candidates[1]
+    layers = [replace(each, relative_l2=(nan,) * 3) for each in spoilt.layers]
+    clips = [replace(each, latents=(nan, nan), frames=None) for each in spoilt.generations]
+    spoilt = replace(spoilt, layers=tuple(layers), generations=tuple(clips), masks=())
+    sound = replace(report.candidates[0], layers=report.candidates[0].layers[:1])
+    spoilt_report = judged(replace(report, floor=(), candidates=(spoilt, sound)))
+    page = written(spoilt_report, folder, tmp_path / "report.html")
+    assert page.count("Empty cells have no finite error.") == 2
+    assert ">nan<" in re.sub(r"\s", "", page)
+    assert page.count("<span>the reference</span>") == 2
+
+
 def test_a_clip_that_is_gone_is_said(report: Report, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the clip .* must be a NumPy file"):
         write_page(few(report), tmp_path, tmp_path / "report.html")
