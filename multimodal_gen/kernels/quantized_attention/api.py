@@ -21,7 +21,7 @@ from multimodal_gen.kernels.engine import (
     choose,
     place_of,
 )
-from multimodal_gen.kernels.quantized_attention.packed import Packed, slots_of
+from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
@@ -32,6 +32,7 @@ from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton
 __all__ = ["RUN", "Call", "Values", "kernel_for", "quantized_attention"]
 
 Values = Literal["16-bit", "e4m3"]
+_VALUES = get_args(Values)
 _Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 # What the reference takes for a tile of rows or keys.
@@ -94,7 +95,7 @@ def quantized_attention(
     """
     check_arguments(q, k, v, plan, scale)
     _validate(q, k, v, plan)
-    if values not in get_args(Values):
+    if values not in _VALUES:
         raise UsageError(f"`values` must be 16-bit or e4m3, got {values!r}")
     wanted = (k.shape[0], k.shape[2], k.shape[3])
     if mean is not None and (mean.shape != wanted or mean.dtype != torch.float32):
@@ -199,11 +200,11 @@ def _quantised(
     """
     from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
 
-    kv_slots = slots_of(call.plan.kv, keys)
+    kv_slots = _slots(call.plan, "kv", keys)
     as_they_are = in_bfloat16 is None or (in_bfloat16 and kv_slots.in_place)
     return quantise(
         *call[:3],
-        slots_of(call.plan.q, rows),
+        _slots(call.plan, "q", rows),
         kv_slots,
         scale=call.scale,
         mean=key_mean(call.k, kv_slots) if call.mean is None else call.mean,
@@ -212,6 +213,13 @@ def _quantised(
         permuted=permuted,
         copied=None if as_they_are else torch.bfloat16,
     )
+
+
+def _slots(plan: BlockPlan, side: Literal["q", "kv"], tile: int) -> Slots:
+    known: Slots | None = plan.cache.get((side, tile))
+    if known is None:
+        known = plan.remember((side, tile), slots_of(plan.q if side == "q" else plan.kv, tile))
+    return known
 
 
 def _run_reference(call: Call) -> _Results:
