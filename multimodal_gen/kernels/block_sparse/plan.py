@@ -552,7 +552,7 @@ def _validate_plan(
     for tensor in plan.tensors():
         if tensor.ndim == 1:
             continue  # `order`
-        for name, size, wanted in zip(("batch", "heads"), tensor.shape, leading, strict=False):
+        for name, size, wanted in zip(("batch", "heads"), tensor.shape[:2], leading, strict=True):
             if size not in (1, wanted):
                 raise UsageError(f"`plan` must have 1 or {wanted} as {name}, got {size}")
 
