@@ -74,8 +74,7 @@ def test_a_summary_groups_layers_that_ran_the_same_way(report):
         "fallback, because fa cannot serve this layer [1]",
         "transformer.self, layers 3: detour to torch_sdpa [auto], 4 calls each; "
         "fa has no dense_mask",
-        "-.cross, layers 1 unnumbered: torch_sdpa [command line], 1 call each; "
-        "fallback, because fa cannot serve this layer [1]",
+        "-.cross, layers 1 unnumbered: torch_sdpa [command line], 1 call each; as line 3",
         "note: vae was left alone: no adapter",
         "[1] fa rejected: no; nor this",
     ]

@@ -151,7 +151,8 @@ TRITON = ("triton", "triton", "3.6.0")
     [
         ("auto", (TRITON,), (9, 0), "gluon"),
         ("auto", (TRITON,), (8, 0), "triton"),
-        ("auto", (("triton", "triton", "3.9.0"),), (9, 0), "triton"),
+        ("auto", (("triton", "triton", "3.5.1"),), (9, 0), "triton"),
+        ("auto", (("triton", "triton", "3.9.0"),), (9, 0), "gluon"),
         ("auto", (TRITON, ("sageattention", "sageattention", "2.2.0")), (9, 0), "sage2"),
         ("auto", (TRITON, ("sageattention", "sageattention", "1.0.6")), (9, 0), "gluon"),
         ("auto", (TRITON, ("sageattention", "sageattention", "1.0.6")), (8, 6), "triton"),

@@ -77,7 +77,9 @@ def check(backend, config, grid, lengths, heads, text=(0, 0), masked=False):
     assert entries[0].calls == entries[1].calls == 1
     densities = [dict(entry.densities) for entry in entries]
     if backend == "sliding_tile_attn" or parallel_groups().ulysses.size == 1:  # else of its heads
-        assert densities[1] == pytest.approx(densities[0])
+        # In a ring, blocks of SLA that are cut short count as ones of mean size.
+        tolerance = {"abs": 0.17} if backend == "sla_attn" else {}
+        assert densities[1] == pytest.approx(densities[0], **tolerance)
     assert 0 < densities[0][1] < 1
 
 

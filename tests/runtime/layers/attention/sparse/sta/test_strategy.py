@@ -117,12 +117,13 @@ def test_a_malformed_file_is_refused_with_the_reason(text, message) -> None:
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path) -> None:
     absent = tmp_path / "absent.json"
-    with pytest.raises(ConfigError, match=f"readable file, got {str(absent)!r}: No such file"):
+    named = f"readable file, got {str(absent)!r}: the file cannot be read: No such file"
+    with pytest.raises(ConfigError, match=named):
         load_strategy(absent)
-    with pytest.raises(ConfigError, match=r"readable file, .*: Is a directory"):
+    with pytest.raises(ConfigError, match=r"readable file, .*: this is a folder"):
         load_strategy(tmp_path)
     (tmp_path / "latin.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="it is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="the file is not UTF-8 text"):
         load_strategy(tmp_path / "latin.json")
 
 
