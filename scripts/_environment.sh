@@ -3,9 +3,9 @@
 #   use_environment "$@"
 #
 # takes `--constraints FILE` (default scripts/constraints.txt) out of the arguments, leaves the
-# others in the array ARGUMENTS, and sets ENVIRONMENT and PYTHON. An active virtual environment
-# is reused; otherwise .venv is made. The install runs only when pyproject.toml, the constraints,
-# the interpreter or the checkout have changed since the last one.
+# others in the array ARGUMENTS, and sets ENVIRONMENT, PYTHON and, where it installed, INSTALLED.
+# An active virtual environment is reused; otherwise .venv is made. The install runs only when
+# pyproject.toml, the constraints, the interpreter or the checkout have changed since the last one.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 
@@ -90,6 +90,7 @@ use_environment() {
   local constraints=$ROOT/scripts/constraints.txt stamp wanted
   # The tests start many processes: each would compile torch anew where nothing may be kept.
   unset PYTHONDONTWRITEBYTECODE
+  INSTALLED=
   ARGUMENTS=()
   while (($#)); do
     case $1 in
@@ -119,6 +120,19 @@ use_environment() {
   _install --editable "$ROOT[video,compare,dev]" --constraint "$constraints" || \
     _fail "the installation failed"
   printf '%s\n' "$wanted" >"$stamp"
+  INSTALLED=yes
+}
+
+# After an installation, imports once what many processes of the tests import at the same time,
+# which each would compile.
+compile_imports() {
+  [[ -n $INSTALLED ]] || return 0
+  "$PYTHON" -c 'import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)' \
+    torch._dynamo torch._inductor.compile_fx torch.distributed.run pytest hypothesis \
+    diffusers.pipelines.wan.pipeline_wan diffusers.pipelines.flux.pipeline_flux \
+    multimodal_gen.cli.main multimodal_gen.runtime.generator.run >/dev/null 2>&1 || true
 }
 
 # Puts the releases of scripts/triton.txt into $ENVIRONMENT/kernels, one folder each, unless the
