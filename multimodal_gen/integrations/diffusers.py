@@ -132,7 +132,8 @@ def apply(
     """Do the attention of a pipeline's denoisers and encoders with this package's layers.
 
     Everything is checked before anything is changed. Autoencoders are left alone. A processor set
-    on an attached model is used as it is, noted in the report, and stays after `remove`.
+    on an attached model, as by an IP-adapter, is taken over at the next call where that can be, and
+    else runs as it is; either way with a warning, and it stays after `remove`.
 
     Where `set_parallel_groups` was called before, this process is one of several ranks: they share
     the tokens of every denoiser, or compute a guidance branch each, and all of them get what one
