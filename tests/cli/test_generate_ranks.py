@@ -216,6 +216,7 @@ def running(tiny_pipeline, tmp_path):
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_rank_killed_mid_run_ends_it_and_leaves_nothing(running, tmp_path):
     process, pids = running
     os.kill(pids[1], signal.SIGKILL)

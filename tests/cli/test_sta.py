@@ -286,7 +286,17 @@ def test_show_draws_the_windows(sglang, tmp_path) -> None:
     assert "mask strategy must be a readable file" in outcome.err
 
 
-@pytest.mark.parametrize("name", ["wan", "wan22", "hunyuan_video", "flux", "qwen_image"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wan",
+        "flux",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("wan22", "hunyuan_video", "qwen_image")
+        ),
+    ],
+)
 def test_every_family_runs_sparse_and_full_windows_are_dense(
     name, sglang, tiny_pipeline, tmp_path
 ) -> None:

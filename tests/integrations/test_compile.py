@@ -105,7 +105,12 @@ def test_a_model_compiled_before_apply_is_taken_over(calls):
 
 
 @pytest.mark.parametrize(
-    "family", ["hunyuan_video", "hunyuan_video_15", "ltx", "flux", "qwen_image"]
+    "family",
+    [
+        "hunyuan_video_15",
+        "flux",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("hunyuan_video", "ltx", "qwen_image")),
+    ],
 )
 def test_families_compile_by_block_with_the_same_latents(family, fresh, calls):
     pipe = fresh(family)
