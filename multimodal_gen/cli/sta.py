@@ -15,7 +15,7 @@ from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.sta.windows import Window
@@ -34,13 +34,7 @@ app = typer.Typer(
 
 _SEARCHED = (
     "model_path",
-    "negative_prompt",
-    "height",
-    "width",
-    "num_frames",
-    "num_inference_steps",
-    "guidance_scale",
-    "true_cfg_scale",
+    *CALL_SETTINGS,
     "dtype",
     "device",
     "offload",

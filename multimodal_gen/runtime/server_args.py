@@ -20,6 +20,7 @@ from multimodal_gen.runtime.plain_values import MalformedError, frozen, read_jso
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 __all__ = [
+    "CALL_SETTINGS",
     "ROLES",
     "SETTINGS",
     "ServerArgs",
@@ -527,6 +528,17 @@ def _settings() -> Mapping[str, Setting]:
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(_settings())
 """The settings of `ServerArgs` by name, in order."""
+
+CALL_SETTINGS = (
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "guidance_scale",
+    "true_cfg_scale",
+)
+"""Those that a pipeline is called with and that change its latents, beside prompt and seed."""
 
 
 def parse_attention_backend(

@@ -70,20 +70,11 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.managers.generation import Generation as Described
 from multimodal_gen.runtime.managers.generation import describe_generation
-from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
 __all__ = ["AttachScope", "Attached", "Comparison", "Plan"]
 
-_SETTINGS = (
-    "negative_prompt",
-    "height",
-    "width",
-    "num_frames",
-    "num_inference_steps",
-    "guidance_scale",
-    "true_cfg_scale",
-    "fps",
-)
+_SETTINGS = (*CALL_SETTINGS, "fps")
 _FLOORS = 2  # exact kernels beside the reference, where there are as many
 _LATENT_VALUES = 1 << 18  # of the latents of a step, at most
 _WARM_UP_STEPS = 2

@@ -31,7 +31,7 @@ from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
     search_name,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import DEFAULT_TILE, Window
-from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
 __all__ = ["Searched", "WindowSearch"]
 
@@ -155,19 +155,9 @@ class WindowSearch:
     def _settings(self) -> dict[str, Any]:
         """Return what a search depends on, as JSON data."""
         args = self._args
-        names = (
-            "negative_prompt",
-            "height",
-            "width",
-            "num_frames",
-            "num_inference_steps",
-            "guidance_scale",
-            "true_cfg_scale",
-            "seed",
-        )
         return {
             **self._model,
-            **{name: getattr(args, name) for name in names},
+            **{name: getattr(args, name) for name in (*CALL_SETTINGS, "seed")},
             "tile_size": list(self._tile_size),
             "windows": [list(window) for window in self._windows],
         }

@@ -249,10 +249,9 @@ class AttentionLayer(nn.Module):
         if misfit is not None:
             raise self._refused(call, misfit)
         front, _, keys_in_front = call.replicated
-        if front or keys_in_front:
-            return self._attend_behind(call)
+        serve = self._attend_behind if front or keys_in_front else self._attend
         watch = current_watch()
-        out = self._attend(call) if watch is None else watch(self, call, self._attend)
+        out = serve(call) if watch is None else watch(self, call, serve)
         return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
 
     def _attend_behind(self, call: AttentionCall) -> torch.Tensor:

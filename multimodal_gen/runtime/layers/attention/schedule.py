@@ -299,7 +299,7 @@ class ScheduleEntry:
             call: the call.
             context: the running denoiser call.
         """
-        if torch.is_grad_enabled() and call.wants_gradient:
+        if call.wants_gradient:
             return self
         if self._table is None:
             query, key = call[:2]
@@ -483,14 +483,14 @@ class ScheduleEntry:
                 f"attention backend {selection.label} must not get inputs that require grad: it "
                 f"has no backward; call it under torch.no_grad() or choose another backend"
             )
-        reason = f"{selection.label} has no {' and no '.join(sorted(str(f) for f in missing))}"
+        lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))}"
+        reason = f"{selection.label} {lacks}"
         loses_sparsity = _was_named(selection) and selection.backend.is_sparse
         if loses_sparsity and self._strict:
             raise UnsupportedBackendError(
                 f"attention backend {selection.label} must not get such calls under "
-                f"--strict-attention: it has no "
-                f"{' and no '.join(sorted(str(f) for f in missing))}, and {_where(geometry)} makes "
-                f"one; leave out the mask, pass one of keys alone, or name a dense backend for it"
+                f"--strict-attention: it {lacks}, and {_where(geometry)} makes one; leave out the "
+                f"mask, pass one of keys alone, or name a dense backend for it"
             )
         bound = _bind_first_that_imports(
             lambda known: dense_for(known, self._asked, *needs, reason=reason), request, geometry

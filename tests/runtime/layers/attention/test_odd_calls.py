@@ -11,6 +11,7 @@ from multimodal_gen.runtime.layers.attention import (
     UlyssesAttention,
     USPAttention,
 )
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.masks import as_key_mask
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -375,3 +376,21 @@ def test_a_density_far_from_what_was_asked_for_is_said_once_with_the_reason(capl
     ]
     assert "attends to 50% of the pairs, not to the 25% that were asked for" in said
     assert "the latent grid (4, 4, 7) has 2 blocks, of which 1 is kept" in said
+
+
+@pytest.mark.parametrize("replicated", [(0, 0, 0), (2, 0, 0)])
+def test_tokens_in_front_change_neither_rows_behind_nor_who_watches(replicated):
+    seen = []
+
+    def watch(layer, call, serve):
+        seen.append(call.replicated)
+        return serve(call)
+
+    q = torch.randn(1, 6, 2, 8)
+    with watching(watch):
+        out = LocalAttention(2, 8).attend(
+            AttentionCall(q, q, q, replicated=replicated, zero_rows=3)
+        )
+    assert seen == [replicated]
+    assert out.shape == (1, 9, 2, 8)
+    assert not out[:, 6:].any()
