@@ -24,7 +24,12 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     find_backend,
 )
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
-from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -126,7 +131,11 @@ def time_own_layers(arguments: argparse.Namespace) -> None:
                 source=Source.COMMAND_LINE, backend=backend, config=cls(**options)
             )
             layer = LocalAttention(
-                HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
+                HEADS,
+                HEAD_SIZE,
+                compute_dtype=torch.bfloat16,
+                scope=SelectionScope(default=asked),
+                site=LayerSite(layer=0),
             )
             layer(q, k, v)
             contenders[layer.report().entries[-1].selection.label] = partial(layer, q, k, v)

@@ -18,6 +18,7 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
+    LayerSite,
     SelectionScope,
     Source,
 )
@@ -146,7 +147,11 @@ def test_layers_replay(name: str) -> None:
     config = find_backend(backend, PlatformEnum.CUDA).config_cls(**LAYERS[name])
     asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
     layer = LocalAttention(
-        HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
+        HEADS,
+        HEAD_SIZE,
+        compute_dtype=torch.bfloat16,
+        scope=SelectionScope(default=asked),
+        site=LayerSite(layer=0),
     )
     inputs = draw(TOKENS)
     with torch.inference_mode(), set_forward_context(1, latent_grid=GRID, num_steps=2):
