@@ -161,7 +161,7 @@ def asking_for(name: str, **config: Any) -> SelectionScope:
     backend = AttentionBackendEnum.parse(name)
     config_cls = backends_of(backend)[0].config_cls
     settings = None if config_cls is None else config_cls(**config)
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=settings)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=settings)
     return SelectionScope(default=asked)
 
 

@@ -337,7 +337,7 @@ def _contender(
         shape.kv_heads,
         is_cross_attention=request.role is AttentionRole.CROSS,
         scope=SelectionScope(
-            default=BackendPreference(source=Source.COMMAND_LINE, backend=backend), strict=True
+            default=BackendPreference(source=Source.SETTINGS, backend=backend), strict=True
         ),
     )
 

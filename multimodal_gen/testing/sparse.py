@@ -77,7 +77,7 @@ class SparseMethod:
     def asked(self, **parameters: object) -> BackendPreference:
         """Return what a user asks for on the command line."""
         config = self.config(**parameters)
-        return BackendPreference(source=Source.COMMAND_LINE, backend=self.backend, config=config)
+        return BackendPreference(source=Source.SETTINGS, backend=self.backend, config=config)
 
     def layer(
         self,

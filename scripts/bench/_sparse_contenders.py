@@ -307,7 +307,7 @@ def _layer_contender(
 
 def _layer_options(case: Case, backend: str, config: BackendConfig) -> dict[str, object]:
     asked = BackendPreference(
-        source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse(backend), config=config
+        source=Source.SETTINGS, backend=AttentionBackendEnum.parse(backend), config=config
     )
     return {
         "num_heads": case.heads,

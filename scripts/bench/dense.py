@@ -100,7 +100,7 @@ def contenders_of(
 
 
 def _pinned(heads: int, backend: AttentionBackendEnum, config: object = None) -> LocalAttention:
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     return LocalAttention(
         heads, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
     )

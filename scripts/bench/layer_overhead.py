@@ -84,7 +84,7 @@ def main() -> None:
         # What a package takes is known by calling it; our own kernels follow below.
         config = SageAttnConfig(kernel="sageattention") if name == "sage_attn" else None
         backend = AttentionBackendEnum.parse(name)
-        asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+        asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
         layer = LocalAttention(
             HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
         )
@@ -128,7 +128,7 @@ def time_own_layers(arguments: argparse.Namespace) -> None:
             backend = AttentionBackendEnum.parse(name)
             cls = find_backend(backend, current_environment().platform).config_cls
             asked = BackendPreference(
-                source=Source.COMMAND_LINE, backend=backend, config=cls(**options)
+                source=Source.SETTINGS, backend=backend, config=cls(**options)
             )
             layer = LocalAttention(
                 HEADS,

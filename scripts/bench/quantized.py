@@ -114,7 +114,7 @@ def make_layer(
         compute_dtype=DTYPE,
         site=LayerSite(name="blocks.0.attn1", layer=0),
         scope=SelectionScope(
-            default=BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config),
+            default=BackendPreference(source=Source.SETTINGS, backend=backend, config=config),
             strict=True,
         ),
     )

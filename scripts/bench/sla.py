@@ -142,7 +142,7 @@ class Setting:
             topk_ratio=case.ratio, linear_branch="unselected" if branch == "unselected" else "all"
         )
         asked = BackendPreference(
-            source=Source.COMMAND_LINE, backend=AttentionBackendEnum.SLA_ATTN, config=config
+            source=Source.SETTINGS, backend=AttentionBackendEnum.SLA_ATTN, config=config
         )
         layer = LocalAttention(
             case.heads,

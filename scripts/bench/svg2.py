@@ -204,7 +204,7 @@ def layer_run(data: Clustered, case: Case) -> Run:
         svg2_first_times_fp=0,
     )
     backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     layer = LocalAttention(
         HEADS,
         HEAD_SIZE,

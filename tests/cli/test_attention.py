@@ -215,7 +215,7 @@ def test_explain_shows_who_asked_for_what(tiny_pipeline, sglang) -> None:
     }
     assert found == {
         ("text_encoder", "encoder", "all"): ("auto", ""),
-        ("transformer", "self", "0-3"): ("command line", "rule 1"),
+        ("transformer", "self", "0-3"): ("settings", "rule 1"),
         ("transformer", "self", "other"): ("auto", ""),
         ("transformer", "cross", "all"): ("component", "transformer.cross"),
     }
@@ -232,15 +232,7 @@ def test_explain_prints_a_table_that_pipes_well(tiny_pipeline, sglang, monkeypat
     assert "\x1b" not in done.out
     lines = done.out.splitlines()
     assert lines[3].split() == ["component", "role", "layers", "steps", "backend", "source"]
-    assert lines[5].split() == [
-        "text_encoder",
-        "encoder",
-        "0-1",
-        "all",
-        "torch_sdpa",
-        "command",
-        "line",
-    ]
+    assert lines[5].split() == ["text_encoder", "encoder", "0-1", "all", "torch_sdpa", "settings"]
     assert lines[6].startswith("    fa was asked for the whole pipeline and cannot serve this")
     assert "    fallback, because fa cannot serve this layer [1]" in lines
     assert sum(line.startswith("[1] fa rejected: ") for line in lines) == 1
@@ -250,7 +242,7 @@ def test_explain_prints_a_table_that_pipes_well(tiny_pipeline, sglang, monkeypat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--strict-attention", "--attention-backend", "fa"), "attention backend fa (command"),
+        (("--strict-attention", "--attention-backend", "fa"), "attention backend fa (settings"),
         (("--attention-backend", "native"), "need `sglang generate --backend diffusers`"),
         (("--component-attention-backends", "unet=fa"), "unet"),
         (("--attention-backend-config", "a=1"), "needs --attention-backend"),

@@ -323,7 +323,7 @@ def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
         (
             "wan",
             ("--attention-backend", "fa", "--strict-attention", "--device", "cpu"),
-            "attention backend fa (command line) cannot serve",
+            "attention backend fa (settings) cannot serve",
         ),
         (
             "wan",

@@ -341,7 +341,7 @@ def test_a_named_kernel_ends_the_command_where_it_cannot_run(
     out = ("--output-path", tmp_path / "out", "--device", "cpu")
     outcome = sglang("generate", *model, *out, *_sta({"window": [1, 1, 1], "kernel": "gluon"}))
     assert outcome.code == 2
-    assert "sliding_tile_attn (command line) with kernel=gluon cannot serve self" in outcome.err
+    assert "sliding_tile_attn (settings) with kernel=gluon cannot serve self" in outcome.err
     assert "needs platform cuda, this is cpu" in outcome.err
 
 

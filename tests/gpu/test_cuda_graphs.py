@@ -145,7 +145,7 @@ LAYERS: dict[str, dict[str, object]] = {
 def test_layers_replay(name: str) -> None:
     backend = AttentionBackendEnum.parse(name)
     config = find_backend(backend, PlatformEnum.CUDA).config_cls(**LAYERS[name])
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     layer = LocalAttention(
         HEADS,
         HEAD_SIZE,

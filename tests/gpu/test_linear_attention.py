@@ -155,7 +155,7 @@ def test_the_branch_over_unselected_blocks_is_the_definition(
 
 def layer(head_size: int, **parameters: object) -> tuple[LocalAttention, nn.Linear]:
     asked = BackendPreference(
-        source=Source.COMMAND_LINE,
+        source=Source.SETTINGS,
         backend=AttentionBackendEnum.SLA_ATTN,
         config=SLAConfig(**parameters),
     )

@@ -210,7 +210,7 @@ def test_16_bit_values_meet_the_budget_even_on_values_without_a_mean(
 
 
 def layer(backend: AttentionBackendEnum, config: object, causal: bool = False) -> LocalAttention:
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     return LocalAttention(
         4,
         128,

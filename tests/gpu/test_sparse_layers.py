@@ -60,7 +60,7 @@ def span_of(name: str, grid: Window) -> TextSpan | None:
 def layer(backend: AttentionBackendEnum, config: SparseConfig, kv_heads: int) -> LocalAttention:
     # Whatever their density, calls are to run the method.
     config = replace(config, dense_above=1.0)
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     return LocalAttention(
         HEADS,
         HEAD_SIZE,
@@ -220,7 +220,7 @@ def test_a_call_that_would_keep_too_much_is_dense_without_waiting(
         parameters = {**parameters, "svg2_first_layers_fp": 0, "svg2_first_times_fp": 0}
     backend = AttentionBackendEnum(method)
     asked = BackendPreference(
-        source=Source.COMMAND_LINE, backend=backend, config=config_of(backend, **parameters)
+        source=Source.SETTINGS, backend=backend, config=config_of(backend, **parameters)
     )
     attend = LocalAttention(
         HEADS,

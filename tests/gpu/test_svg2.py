@@ -169,7 +169,7 @@ def layer(heads: int, **parameters: object) -> LocalAttention:
         **{"dense_above": 1.0, **parameters},
     )
     backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     return LocalAttention(
         heads,
         128,

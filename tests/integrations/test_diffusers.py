@@ -159,7 +159,7 @@ def test_overrides_by_component_and_role_reach_their_layers(fresh):
     }
     assert chosen[("transformer", "self")] == (
         AttentionBackendEnum.TORCH_SDPA,
-        Source.COMMAND_LINE,
+        Source.SETTINGS,
     )
     assert chosen[("transformer", "cross")] == (AttentionBackendEnum.FLEX_ATTN, Source.COMPONENT)
     assert chosen[("text_encoder", "encoder")][1] is Source.COMPONENT
@@ -274,9 +274,7 @@ def test_a_second_apply_asks_for_remove(fresh):
 
 def test_scope_excludes_the_other_settings(fresh):
     scope = SelectionScope(
-        default=BackendPreference(
-            source=Source.COMMAND_LINE, backend=AttentionBackendEnum.FLEX_ATTN
-        )
+        default=BackendPreference(source=Source.SETTINGS, backend=AttentionBackendEnum.FLEX_ATTN)
     )
     pipe = fresh("flux")
     with pytest.raises(UsageError, match="scope must be given alone"):

@@ -110,7 +110,7 @@ class DiffusersAttention:
         active = self._name or str(self._active.value)
         return PassthroughReport(
             backend=active,
-            source="command line" if self._name else "diffusers' default",
+            source="settings" if self._name else "diffusers' default",
             layers=self._layers,
             notes=self._notes,
         )

@@ -68,8 +68,8 @@ def test_every_denoiser_takes_the_backend_and_gives_it_back() -> None:
         report = session.report()
     assert report.layers == {"transformer": 2, "transformer_2": 2}
     assert report.summary().splitlines() == [
-        "transformer (2 layers): diffusers _native_math [command line]",
-        "transformer_2 (2 layers): diffusers _native_math [command line]",
+        "transformer (2 layers): diffusers _native_math [settings]",
+        "transformer_2 (2 layers): diffusers _native_math [settings]",
     ]
     assert _backends(pipe.components["transformer"]) == {None}
 

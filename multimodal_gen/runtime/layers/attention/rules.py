@@ -151,7 +151,7 @@ def _asked(
 ) -> BackendPreference | None:
     if backend is None:
         return None
-    return BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    return BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
 
 
 def _config(

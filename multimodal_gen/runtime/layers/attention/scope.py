@@ -28,7 +28,7 @@ class Source(Enum):
     ARGUMENT = "argument"
     FORCED = "forced"
     COMPONENT = "component"
-    COMMAND_LINE = "command line"
+    SETTINGS = "settings"
     LAYER_DEFAULT = "layer default"
     AUTO = "auto"
 
@@ -213,7 +213,7 @@ def decide(
     for number, rule in enumerate(scope.rules, start=1):
         if rule.matches(site):
             asked = BackendPreference(
-                source=Source.COMMAND_LINE if rule.backend else Source.AUTO,
+                source=Source.SETTINGS if rule.backend else Source.AUTO,
                 backend=rule.backend,
                 config=rule.config,
                 detail=f"rule {number}",

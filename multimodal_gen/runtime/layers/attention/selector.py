@@ -192,7 +192,7 @@ def _excuse(
     """Return why an unsupported request does not concern this layer, or None when it does."""
     if backend.is_sparse and request.role is not AttentionRole.SELF:
         return f"{backend} is sparse and this is {request.role} attention"
-    pipeline_wide = asked.source is Source.COMMAND_LINE and not asked.narrow
+    pipeline_wide = asked.source is Source.SETTINGS and not asked.narrow
     if pipeline_wide and request.role is AttentionRole.ENCODER and not strict:
         return f"{backend} was asked for the whole pipeline and cannot serve this encoder"
     return None

@@ -240,7 +240,7 @@ def test_the_report_says_which_shapes_ran_what_and_by_which_table(backends):
 
 def test_what_was_asked_for_by_name_is_not_exchanged(backends):
     usual = AttentionBackendEnum.parse("usual")
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=usual)
+    asked = BackendPreference(source=Source.SETTINGS, backend=usual)
     attention = LocalAttention(
         HEADS, HEAD_SIZE, scope=SelectionScope(default=asked, auto_table=BY_LENGTH)
     )

@@ -37,7 +37,7 @@ def _broken_package(use_backends):
 
 
 def asked(backend) -> SelectionScope:
-    return SelectionScope(default=BackendPreference(source=Source.COMMAND_LINE, backend=backend))
+    return SelectionScope(default=BackendPreference(source=Source.SETTINGS, backend=backend))
 
 
 def test_the_automatic_choice_goes_on_and_records_the_import_that_failed():

@@ -117,7 +117,7 @@ def test_all_blocks_share_one_graph(x):
 def test_steps_forces_and_layers_cause_no_recompilation(x):
     scope = SelectionScope(
         rules=(Rule(backend=FA, steps=IndexSelector.parse("0-1")),),
-        default=BackendPreference(source=Source.COMMAND_LINE, backend=SDPA),
+        default=BackendPreference(source=Source.SETTINGS, backend=SDPA),
     )
     model = Model(scope)
     counter = CompileCounterWithBackend("aot_eager")
@@ -135,10 +135,10 @@ def test_steps_forces_and_layers_cause_no_recompilation(x):
         entries = block.attention.report().entries
         ran = sorted((str(e.selection.source), str(e.selection.backend), e.calls) for e in entries)
         assert ran == [
-            ("command line", "fa", 2),
-            ("command line", "torch_sdpa", 2),
             ("forced", "fa", 1),
             ("forced", "torch_sdpa", 1),
+            ("settings", "fa", 2),
+            ("settings", "torch_sdpa", 2),
         ]
 
 
@@ -242,7 +242,7 @@ def test_the_operators_shape_follows_query_and_value():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_cuda_graph_does_not_freeze_the_step(mode):
     rule = Rule(backend=AttentionBackendEnum.TORCH_CUDNN_SDPA, steps=IndexSelector.parse("0"))
-    default = BackendPreference(source=Source.COMMAND_LINE, backend=SDPA)
+    default = BackendPreference(source=Source.SETTINGS, backend=SDPA)
     scope = SelectionScope(rules=(rule,), default=default)
     layer = LocalAttention(HEADS, 64, compute_dtype=torch.bfloat16, scope=scope)
     q, k, v = make_qkv(1, 256, HEADS, 64, dtype=torch.bfloat16, device="cuda")

@@ -41,7 +41,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def asked(backend, **fields) -> BackendPreference:
-    return BackendPreference(source=Source.COMMAND_LINE, backend=backend, **fields)
+    return BackendPreference(source=Source.SETTINGS, backend=backend, **fields)
 
 
 def served(layer) -> list[tuple[str, int]]:

@@ -55,7 +55,7 @@ METHODS = {
 def scope(backend, *, strict=False):
     config_cls, given = METHODS[backend]
     config = build_config(config_cls, given, backend=str(backend))
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     return SelectionScope(default=asked, strict=strict)
 
 
@@ -259,7 +259,7 @@ def test_an_empty_batch_gives_an_empty_output(backend):
 def test_an_empty_batch_is_nothing_to_quantise_either():
     q, k, v = tokens(VIDEO, batch=0)
     backend = AttentionBackendEnum.SAGE_SLA_ATTN
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend)
     sage = LocalAttention(HEADS, SIZE, scope=SelectionScope(default=asked))
     with set_forward_context(0, latent_grid=GRID, num_steps=50):
         assert sage(q, k, v).shape == q.shape

@@ -27,7 +27,7 @@ CHOSEN = Selection(
 FALLEN = Selection(
     backend=SDPA,
     variant="torch_sdpa",
-    asked=BackendPreference(source=Source.COMMAND_LINE, backend=FA),
+    asked=BackendPreference(source=Source.SETTINGS, backend=FA),
     reason="fa cannot serve this layer: no",
     rejected=(Rejected(backend=FA, reasons=("no", "nor this")),),
     fallback=True,
@@ -70,11 +70,11 @@ def test_a_summary_groups_layers_that_ran_the_same_way(report):
         "asked for",
         "transformer.self, layers 2, steps 0-3: fa (fa3) [component (transformer)], 1 call each; "
         "asked for",
-        "transformer.self, layers 2, steps other: torch_sdpa [command line], 5 calls each; "
+        "transformer.self, layers 2, steps other: torch_sdpa [settings], 5 calls each; "
         "fallback, because fa cannot serve this layer [1]",
         "transformer.self, layers 3: detour to torch_sdpa [auto], 4 calls each; "
         "fa has no dense_mask",
-        "-.cross, layers 1 unnumbered: torch_sdpa [command line], 1 call each; as line 3",
+        "-.cross, layers 1 unnumbered: torch_sdpa [settings], 1 call each; as line 3",
         "note: vae was left alone: no adapter",
         "[1] fa rejected: no; nor this",
     ]
@@ -93,7 +93,7 @@ def test_the_dictionary_is_json_and_complete(report):
         "steps": None,
         "backend": "torch_sdpa",
         "variant": "torch_sdpa",
-        "source": "command line",
+        "source": "settings",
         "detail": "",
         "asked": "fa",
         "config": None,
@@ -123,7 +123,7 @@ def test_the_dictionary_is_json_and_complete(report):
     ids=["defaults", "no parameters", "given", "fallback"],
 )
 def test_the_parameters_that_run_are_told_so_that_a_run_can_be_repeated(config, backend, expected):
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=FA, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=FA, config=config)
     ran = Selection(backend=backend, variant="x", asked=asked, reason="asked for")
     told = json.loads(json.dumps(entry(ran).as_dict()))["config"]
     assert told == expected

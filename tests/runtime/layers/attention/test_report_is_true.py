@@ -287,8 +287,7 @@ def asked_for(name: AttentionBackendEnum, cls: type[AttentionBackend]) -> list[B
     if parameters or len(kernels) > 1:
         configs = [cls.config_cls(**parameters, kernel=kernel) for kernel in kernels]
     return [
-        BackendPreference(source=Source.COMMAND_LINE, backend=name, config=config)
-        for config in configs
+        BackendPreference(source=Source.SETTINGS, backend=name, config=config) for config in configs
     ]
 
 

@@ -25,7 +25,7 @@ AUTO = Selection(
 FALLBACK = Selection(
     backend=SDPA,
     variant="torch_sdpa",
-    asked=BackendPreference(source=Source.COMMAND_LINE, backend=FA, detail="rule 1"),
+    asked=BackendPreference(source=Source.SETTINGS, backend=FA, detail="rule 1"),
     reason="fa cannot serve this layer: much text",
     rejected=(NO_FA,),
     fallback=True,
@@ -64,7 +64,7 @@ def test_layers_that_run_alike_share_a_group() -> None:
 def test_a_schedule_gives_a_group_per_step_range() -> None:
     report = AttentionReport(layers=(_layer(0, ("0-3", FALLBACK, 8), (None, AUTO, 1)),))
     assert [(g.steps, g.source) for g in grouped(report)] == [
-        ("0-3", "command line (rule 1)"),
+        ("0-3", "settings (rule 1)"),
         ("other", "auto"),
     ]
 
@@ -83,10 +83,10 @@ def test_a_summary_has_a_line_per_group_and_each_rejection_once() -> None:
         notes=("vae left alone",),
     )
     assert summary(report) == [
-        "transformer.self, layers 0, steps 0-3: torch_sdpa [command line (rule 1)], 8 calls each; "
+        "transformer.self, layers 0, steps 0-3: torch_sdpa [settings (rule 1)], 8 calls each; "
         "fallback, because fa cannot serve this layer [1]",
         "transformer.self, layers 0, steps other: torch_sdpa [auto], 1 call each; first",
-        "text_encoder.self, layers 0: torch_sdpa [command line (rule 1)], 2 calls each; as line 1",
+        "text_encoder.self, layers 0: torch_sdpa [settings (rule 1)], 2 calls each; as line 1",
         "text_encoder.self, layers 0: detour to torch_sdpa [auto], 1 call each; first",
         "note: vae left alone",
         "[1] fa rejected: fa2, fa3: needs a GPU; fa3: needs more",

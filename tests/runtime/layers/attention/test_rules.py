@@ -63,7 +63,7 @@ def test_a_backend_is_the_default_of_the_scope():
     asked = scope_from(attention_backend="sdpa", strict=True)
     assert asked.strict
     assert asked.default.backend is SDPA
-    assert asked.default.source is Source.COMMAND_LINE
+    assert asked.default.source is Source.SETTINGS
 
 
 @pytest.mark.parametrize(

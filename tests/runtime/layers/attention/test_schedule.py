@@ -14,7 +14,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 def asked(**parameters: object) -> BackendPreference:
     return BackendPreference(
-        source=Source.COMMAND_LINE,
+        source=Source.SETTINGS,
         backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
         config=VideoSparseConfig(**parameters),
     )
@@ -73,7 +73,7 @@ def test_dense_layers_are_dense_in_every_step() -> None:
 )
 def test_the_pipeline_is_told_where_every_layer_is_dense(backend, config, given) -> None:
     told = WarnOnce()
-    ask = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    ask = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     for layer in range(4):
         site = LayerSite(layer=layer, num_layers=4)
         with_dense_parts(((None, ask),), site, PlatformEnum.CPU, told)
@@ -91,7 +91,7 @@ def test_other_roles_have_no_dense_parts(role: AttentionRole) -> None:
 
 def test_dense_backends_are_left_alone() -> None:
     assert parts(AUTO) == [(None, "")]
-    sdpa = BackendPreference(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.TORCH_SDPA)
+    sdpa = BackendPreference(source=Source.SETTINGS, backend=AttentionBackendEnum.TORCH_SDPA)
     assert parts(sdpa) == [(None, "")]
 
 

@@ -53,7 +53,7 @@ def last(schedule) -> tuple[Source, AttentionBackendEnum | None]:
 
 
 SCOPE = SelectionScope(
-    default=BackendPreference(source=Source.COMMAND_LINE, backend=SDPA),
+    default=BackendPreference(source=Source.SETTINGS, backend=SDPA),
     components=MappingProxyType(
         {
             "transformer": component(FA, "transformer"),
@@ -69,7 +69,7 @@ def test_precedence_runs_from_forced_down_to_auto():
     assert last(decide(cross, SCOPE)) == (Source.COMPONENT, FLEX)
     assert last(decide(site(), SCOPE)) == (Source.COMPONENT, FA)
     other = site("text_encoder")
-    assert last(decide(other, SCOPE, layer_default=FLEX)) == (Source.COMMAND_LINE, SDPA)
+    assert last(decide(other, SCOPE, layer_default=FLEX)) == (Source.SETTINGS, SDPA)
     nothing = SelectionScope()
     assert last(decide(other, nothing, layer_default=FLEX)) == (Source.LAYER_DEFAULT, FLEX)
     assert last(decide(other, nothing)) == (Source.AUTO, None)
@@ -82,7 +82,7 @@ def test_an_override_at_construction_is_stronger_than_the_scope_and_weaker_than_
 
 
 def test_automatic_on_the_command_line_leaves_the_layers_own_default():
-    scope = SelectionScope(default=BackendPreference(source=Source.COMMAND_LINE))
+    scope = SelectionScope(default=BackendPreference(source=Source.SETTINGS))
     assert last(decide(site(), scope, layer_default=FLEX)) == (Source.LAYER_DEFAULT, FLEX)
 
 
@@ -110,7 +110,7 @@ def test_transformer_2_takes_the_override_of_transformer_unless_it_has_its_own()
 
 def rules(*entries: Rule) -> SelectionScope:
     return SelectionScope(
-        default=BackendPreference(source=Source.COMMAND_LINE, backend=SDPA), rules=entries
+        default=BackendPreference(source=Source.SETTINGS, backend=SDPA), rules=entries
     )
 
 
@@ -143,9 +143,9 @@ def rules(*entries: Rule) -> SelectionScope:
 )
 def test_a_rule_matches_by_component_role_and_layer(rule, matching, others):
     for place in matching:
-        assert last(decide(place, rules(rule))) == (Source.COMMAND_LINE, FA)
+        assert last(decide(place, rules(rule))) == (Source.SETTINGS, FA)
     for place in others:
-        assert last(decide(place, rules(rule))) == (Source.COMMAND_LINE, SDPA)
+        assert last(decide(place, rules(rule))) == (Source.SETTINGS, SDPA)
 
 
 def test_a_rule_with_steps_speaks_of_no_encoder():
@@ -160,7 +160,7 @@ def test_the_first_matching_rule_wins_and_says_its_number():
     )
     schedule = decide(site(), scope)
     assert len(schedule) == 1
-    assert last(schedule) == (Source.COMMAND_LINE, FA)
+    assert last(schedule) == (Source.SETTINGS, FA)
     assert schedule[0][1].detail == "rule 2"
 
 
@@ -168,9 +168,9 @@ def test_rules_with_steps_build_a_schedule_that_the_default_ends():
     early, late = IndexSelector.parse("0-3"), IndexSelector.parse("40-")
     schedule = decide(site(), rules(Rule(backend=FA, steps=early), Rule(backend=None, steps=late)))
     assert [(steps, asked.source, asked.backend) for steps, asked in schedule] == [
-        (early, Source.COMMAND_LINE, FA),
+        (early, Source.SETTINGS, FA),
         (late, Source.AUTO, None),
-        (None, Source.COMMAND_LINE, SDPA),
+        (None, Source.SETTINGS, SDPA),
     ]
 
 

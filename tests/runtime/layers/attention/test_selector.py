@@ -49,7 +49,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 NOWHERE = {"platforms": frozenset({PlatformEnum.OOT})}
 
 
-def asked(backend, source=Source.COMMAND_LINE, **fields) -> BackendPreference:
+def asked(backend, source=Source.SETTINGS, **fields) -> BackendPreference:
     return BackendPreference(source=source, backend=backend, **fields)
 
 
@@ -81,7 +81,7 @@ def test_an_explicit_request_that_is_supported_runs(dense):
     for backend in (FA, SDPA, SAGE, SAGE_3, FLEX):
         selection = resolve(request(), asked(backend, detail="transformer.cross"))
         assert selection.backend is backend
-        assert selection.reason == "asked for (command line by transformer.cross)"
+        assert selection.reason == "asked for (settings by transformer.cross)"
         assert (selection.rejected, selection.fallback) == ((), False)
 
 
@@ -167,7 +167,7 @@ def test_a_documented_fallback_warns_once_and_is_recorded(dense, caplog, wanted,
     assert warning.levelno == logging.WARNING
     nor = f", and neither can {missing[1]}" if missing[1:] else ""
     assert warning.getMessage() == (
-        f"attention backend {wanted} (command line) cannot serve this layer{nor}, so {served} runs "
+        f"attention backend {wanted} (settings) cannot serve this layer{nor}, so {served} runs "
         f"instead: needs platform oot, this is cuda. To run it without this warning ask for "
         f"{served}; to refuse it set --strict-attention, or strict=True in apply()"
     )
@@ -191,7 +191,7 @@ def test_a_fallback_warning_names_the_rule_of_the_platform(dense, caplog):
     warn_of_fallback(resolve(request("mps"), asked(FLEX, detail="rule 2")))
     (message,) = caplog.messages
     assert message.startswith(
-        "attention backend flex_attn (command line rule 2) cannot serve this layer, so torch_sdpa "
+        "attention backend flex_attn (settings rule 2) cannot serve this layer, so torch_sdpa "
         "runs instead: mps always runs torch_sdpa. To run it without this warning ask for "
         "torch_sdpa; "
     )
@@ -200,7 +200,7 @@ def test_a_fallback_warning_names_the_rule_of_the_platform(dense, caplog):
 @pytest.mark.parametrize("wanted", [SAGE, SAGE_3, FA], ids=str)
 def test_strict_refuses_a_documented_fallback(dense, wanted):
     dense(**{str(wanted): NOWHERE})
-    with pytest.raises(UnsupportedBackendError, match=rf"attention backend {wanted} .command line"):
+    with pytest.raises(UnsupportedBackendError, match=rf"attention backend {wanted} .settings"):
         resolve(request(), asked(wanted), strict=True)
 
 
@@ -464,7 +464,7 @@ def test_a_layer_warns_of_its_fallback_once_however_many_layers_there_are(dense,
         layers = [LocalAttention(2, 8, compute_dtype=torch.bfloat16) for _ in range(3)]
     assert {layer.backend for layer in layers} == {SDPA}
     (message,) = caplog.messages
-    assert "sage_attn (command line) cannot serve this layer, so torch_sdpa runs" in message
+    assert "sage_attn (settings) cannot serve this layer, so torch_sdpa runs" in message
 
 
 def test_a_layer_refuses_an_impossible_request_at_construction(dense):

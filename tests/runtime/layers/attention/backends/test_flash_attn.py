@@ -226,7 +226,7 @@ def test_the_selector_passes_the_configuration_on(request_on):
     request = request_on(PlatformEnum.CUDA, capability=(9, 0), packages=(FA2, FA3_FWD))
     for version, variant in (("2", "fa2"), ("3", "fa3_fwd")):
         asked = BackendPreference(
-            source=Source.COMMAND_LINE,
+            source=Source.SETTINGS,
             backend=AttentionBackendEnum.FA,
             config=FlashAttnConfig(version=version),
         )
@@ -237,7 +237,7 @@ def test_a_version_that_is_missing_falls_back_with_its_own_reasons_only(request_
     request = request_on(PlatformEnum.CUDA, capability=(9, 0), packages=(FA2, FA3_FWD))
     config = FlashAttnConfig(version="4")
     asked = BackendPreference(
-        source=Source.COMMAND_LINE, backend=AttentionBackendEnum.FA, config=config
+        source=Source.SETTINGS, backend=AttentionBackendEnum.FA, config=config
     )
     selection = resolve(request, asked)
     assert selection.backend is AttentionBackendEnum.TORCH_SDPA

@@ -87,7 +87,7 @@ def test_a_plugin_backend_is_selected_by_name_and_computes(plug):
     registry.load_plugins()
     mean = AttentionBackendEnum.parse("mean-attn")
     assert registry.all_backends() == (*AttentionBackendEnum, mean)
-    scope = SelectionScope(default=BackendPreference(source=Source.COMMAND_LINE, backend=mean))
+    scope = SelectionScope(default=BackendPreference(source=Source.SETTINGS, backend=mean))
     layer = LocalAttention(2, 4, scope=scope)
     assert layer.backend is mean
     q, k, v = torch.randn(3, 1, 5, 2, 4)
@@ -118,7 +118,7 @@ def test_a_broken_plugin_concerns_only_who_asks_for_it(plug, caplog, name, value
     assert name not in known
     (warning,) = caplog.records
     assert re.search(message, warning.getMessage())
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse(name))
+    asked = BackendPreference(source=Source.SETTINGS, backend=AttentionBackendEnum.parse(name))
     with pytest.raises(ConfigError, match=message):
         LocalAttention(2, 4, scope=SelectionScope(default=asked))
 

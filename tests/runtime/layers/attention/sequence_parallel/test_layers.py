@@ -241,6 +241,6 @@ class TestUSP:
 def test_the_scope_a_layer_is_given_selects_its_backend(use_backends, cls):
     use_backends(fake_backend("torch_sdpa"), fake_backend("fa"))
     fa = AttentionBackendEnum.FA
-    scope = SelectionScope(default=BackendPreference(source=Source.COMMAND_LINE, backend=fa))
+    scope = SelectionScope(default=BackendPreference(source=Source.SETTINGS, backend=fa))
     assert cls(4, 8, scope=scope).backend is fa
     assert cls(4, 8, compute_dtype=torch.float16).dtype is torch.float16

@@ -20,7 +20,7 @@ from multimodal_gen.testing.processes import own
 
 def check_video_sparse(lengths, heads, with_gate):
     backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend)
     layer = UlyssesAttention_VSA(heads, 32, scope=SelectionScope(default=asked))
     q, k, v = make_qkv(1, sum(lengths), heads, 32)
     gate = make_qkv(1, sum(lengths), heads, 32, seed=3).query if with_gate else None

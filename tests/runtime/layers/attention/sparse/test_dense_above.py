@@ -57,7 +57,7 @@ def make_layer(method: str, given: dict[str, object], **more: object) -> LocalAt
     backend = AttentionBackendEnum(method)
     cls = find_backend(backend, PlatformEnum.CPU)
     config = build_config(cls.config_cls, {**given, **more}, backend=method)
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     return LocalAttention(
         HEADS,
         HEAD_SIZE,
@@ -101,7 +101,7 @@ def test_a_call_that_is_known_to_keep_too_much_takes_the_dense_backend(method, t
     assert detour.selection.reason.startswith(reason)
     assert [entry.calls for entry in report.entries] == [0]
     summary = AttentionReport(layers=(report,)).summary()
-    assert f"detour to torch_sdpa [command line], 2 calls each; {reason}" in summary
+    assert f"detour to torch_sdpa [settings], 2 calls each; {reason}" in summary
 
 
 @pytest.mark.parametrize("above", [0.9, 1.0, None])
@@ -179,7 +179,7 @@ def test_a_gate_weighs_the_coarse_branch_of_dense_calls_too():
     def gated(**config: object) -> torch.Tensor:
         cls = find_backend(AttentionBackendEnum.VIDEO_SPARSE_ATTN, PlatformEnum.CPU)
         asked = BackendPreference(
-            source=Source.COMMAND_LINE,
+            source=Source.SETTINGS,
             backend=cls.backend,
             config=build_config(cls.config_cls, config, backend="video_sparse_attn"),
         )

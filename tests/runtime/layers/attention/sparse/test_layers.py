@@ -92,7 +92,7 @@ def test_a_kernel_that_cannot_run_here_is_named_in_the_refusal(method: str) -> N
     with pytest.raises(UnsupportedBackendError) as refusal:
         attend_with(make_layer(method, kernel="gluon"), *make_qkv(1, math.prod(GRID), 2, 32))
     text = str(refusal.value)
-    assert text.startswith(f"attention backend {method} (command line) with kernel=gluon cannot ")
+    assert text.startswith(f"attention backend {method} (settings) with kernel=gluon cannot ")
     assert text.endswith("what runs here), leave kernel out, or leave the choice to auto")
 
 

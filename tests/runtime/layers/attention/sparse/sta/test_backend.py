@@ -365,7 +365,7 @@ def test_a_search_in_a_layer_without_an_index_is_refused() -> None:
 
 @pytest.mark.parametrize("kernel", ["gluon", "fa4", "triton", "st_attn", "fastvideo_kernel"])
 def test_a_named_kernel_that_cannot_run_here_is_refused_and_not_replaced(kernel) -> None:
-    message = rf"\(command line\) with kernel={kernel} cannot .*needs platform .*, this is cpu"
+    message = rf"\(settings\) with kernel={kernel} cannot .*needs platform .*, this is cpu"
     with pytest.raises(UnsupportedBackendError, match=message):
         layer(window=(1, 1, 3), kernel=kernel)
 
@@ -373,7 +373,7 @@ def test_a_named_kernel_that_cannot_run_here_is_refused_and_not_replaced(kernel)
 def test_a_named_kernel_of_another_sparse_backend_is_not_replaced_either() -> None:
     config = build_config(VideoSparseConfig, {"kernel": "triton"}, backend="video_sparse_attn")
     backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    asked = BackendPreference(source=Source.COMMAND_LINE, backend=backend, config=config)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     with pytest.raises(UnsupportedBackendError, match=r"video_sparse_attn.*this is cpu"):
         LocalAttention(HEADS, HEAD_SIZE, scope=SelectionScope(default=asked))
 

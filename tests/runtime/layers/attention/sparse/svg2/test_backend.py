@@ -519,7 +519,7 @@ def test_gradients_flow_through_the_reference():
 
 def test_causal_layers_are_refused():
     asked = BackendPreference(
-        source=Source.COMMAND_LINE, backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+        source=Source.SETTINGS, backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
     )
     with pytest.raises(UnsupportedBackendError, match="does not support causal"):
         LocalAttention(
