@@ -21,6 +21,7 @@ from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
 from multimodal_gen.integrations.steps import Step, StepTracker
+from multimodal_gen.kernels.static_cache import being_captured
 from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
     replace_forward_context,
@@ -118,8 +119,16 @@ class DenoiserHooks:
         self.end_context()
 
     def _locate(self, call: ModelCall, padding: KeyPadding | None) -> tuple[Step, float | None]:
-        """Find the step and settle the padding, with one device synchronisation for both."""
+        """Find the step and settle the padding, with one device synchronisation for both.
+
+        While a CUDA graph is captured nothing can be read: the step is that of the call before,
+        and the model's own masks stay.
+        """
         value = call.arguments.get(self._timestep or "")
+        scale = self._adapter.timestep_scale
+        if being_captured():
+            step, number = self._tracker.locate_again()
+            return step, None if number is None else number / scale
         timestep = value if isinstance(value, torch.Tensor) else torch.tensor(float(value or 0))
         # The tokens of an image to continue have timestep 0; the others have the step's.
         facts = timestep.float().amax().reshape(1)
@@ -130,7 +139,6 @@ class DenoiserHooks:
             padding.resolve(rest)
         if value is None:
             return self._tracker.locate_by_index(), None
-        scale = self._adapter.timestep_scale
         step = self._tracker.locate(number, timestep.dtype, scale)
         return step, number / scale
 

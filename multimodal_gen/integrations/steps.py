@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from multimodal_gen.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -45,6 +47,7 @@ class StepTracker:
         self._index = 0
         self._value: float | None = None
         self._direction = 0
+        self._last: Step | None = None
         self.when_ended: list[Callable[[str], None]] = []
 
     def end_request(self) -> None:
@@ -90,14 +93,28 @@ class StepTracker:
             self._start_request()
         return self._step(index, first)
 
+    def locate_again(self) -> tuple[Step, float | None]:
+        """Return the step of the call before, and its timestep, for calls that cannot be read.
+
+        Raises:
+            UsageError: there was none.
+        """
+        if self._last is None:
+            raise UsageError(
+                "a CUDA graph of a denoiser must be captured after a call at the same timestep, "
+                "which cannot be read during a capture; got none; run the denoiser once before it"
+            )
+        return self._last, self._value
+
     def _step(self, index: int, first: int) -> Step:
         """Return the step at `index` of a schedule that the pipeline enters at `first`."""
         self._index = index
-        return Step(
+        self._last = Step(
             index=max(index - first, 0),
             num_steps=len(self._timesteps) - first if self._timesteps else None,
             request_id=self._request_id,
         )
+        return self._last
 
     def _follow(self, schedule: object) -> None:
         """Take over a new schedule; a pipeline makes one per generation."""

@@ -10,7 +10,8 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError
+import multimodal_gen
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
@@ -158,3 +159,98 @@ def test_layers_replay(name: str) -> None:
         if layer.backend is not backend:
             pytest.skip(layer.report().entries[-1].selection.reason)
         assert_replays(lambda: layer(*inputs), inputs)
+
+
+def test_nothing_is_made_in_a_capture() -> None:
+    asked = BackendPreference(
+        source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse("triton_attn")
+    )
+    layer = LocalAttention(
+        HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
+    )
+    inputs = draw(TOKENS - 32)
+    with torch.inference_mode():
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(UsageError, match="once before the capture"), torch.cuda.graph(graph):
+            layer(*inputs)
+        torch.cuda.synchronize()
+        assert_replays(lambda: layer(*inputs), inputs)
+
+
+def wan() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return a small Wan with random weights, and the arguments of one call."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=64, num_layers=2, ffn_dim=64, text_dim=32
+    )
+    drawn = {"device": "cuda", "dtype": torch.bfloat16}
+    return model.to("cuda", torch.bfloat16).eval(), {
+        "hidden_states": torch.randn(1, 16, 8, 32, 32, **drawn),
+        "timestep": torch.tensor([500], device="cuda"),
+        "encoder_hidden_states": torch.randn(1, 64, 32, **drawn),
+    }
+
+
+DENOISERS: dict[str, dict[str, object]] = {
+    name: LAYERS[name]
+    for name in (
+        "torch_sdpa",
+        "triton_attn",
+        "sage_attn",
+        "sliding_tile_attn",
+        "video_sparse_attn",
+        "sla_attn",
+        "sage_sla_attn",
+        "vmoba_attn",
+    )
+}
+
+
+@pytest.mark.parametrize("name", DENOISERS)
+def test_a_denoiser_replays(name: str) -> None:
+    model, inputs = wan()
+    latents = inputs["hidden_states"]
+    config = dict(DENOISERS[name]) or None
+    with (
+        torch.inference_mode(),
+        multimodal_gen.apply(model, attention_backend=name, attention_backend_config=config),
+    ):
+        model(**inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(**inputs, return_dict=False)[0]
+        for _ in range(2):
+            latents.copy_(torch.randn_like(latents))
+            graph.replay()
+            replayed = captured.clone()
+            torch.testing.assert_close(replayed, model(**inputs, return_dict=False)[0], **CLOSE)
+
+
+def test_a_method_that_starts_from_the_step_before_is_refused() -> None:
+    model, inputs = wan()
+    config = {"svg2_first_layers_fp": 0, "svg2_first_times_fp": 0}
+    backend = "sparse_video_gen_2_attn"
+    with (
+        torch.inference_mode(),
+        multimodal_gen.apply(model, attention_backend=backend, attention_backend_config=config),
+    ):
+        model(**inputs)
+        torch.cuda.synchronize()
+        with (
+            pytest.raises(UnsupportedBackendError, match="cannot be captured"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            model(**inputs)
+
+
+def test_a_denoiser_is_not_captured_before_it_ran() -> None:
+    model, inputs = wan()
+    with (
+        torch.inference_mode(),
+        multimodal_gen.apply(model, attention_backend="torch_sdpa"),
+        pytest.raises(UsageError, match="run the denoiser once before"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        model(**inputs)

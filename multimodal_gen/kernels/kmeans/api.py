@@ -4,7 +4,6 @@ Shapes: B batch, S tokens, H heads, D head size, C clusters.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import AUTO, KMEANS, Request, choose, place_of
 from multimodal_gen.kernels.kmeans.reference import kmeans_reference
+from multimodal_gen.kernels.static_cache import static_cache
 
 __all__ = [
     "Clusters",
@@ -66,7 +66,7 @@ def initial_centroids(
     return x.gather(1, chosen).transpose(1, 2).float()
 
 
-@lru_cache(maxsize=32)
+@static_cache(maxsize=32)
 def _shuffled(total: int, device: torch.device) -> torch.Tensor:
     # Cached, because the copy waits for the device.
     with torch.inference_mode(False), torch.device("cpu"):

@@ -5,12 +5,12 @@ Shapes: B batch, S tokens, H heads, D head size; T, H, W of a grid are frames, r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import runs_triton
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 
 __all__ = ["TileOrder", "gather_tokens", "scatter_tokens", "tile_order"]
@@ -87,7 +87,7 @@ def _indexed(device: torch.device) -> torch.device:
     return device
 
 
-@lru_cache(maxsize=32)
+@static_cache(maxsize=32)
 def _tile_order(grid: _Grid, tile: _Grid, device: torch.device) -> TileOrder:
     tiles = tuple(-(-size // edge) for size, edge in zip(grid, tile, strict=True))
     # Computed on the CPU: the copy is complete for every stream. Not as inference tensors: the

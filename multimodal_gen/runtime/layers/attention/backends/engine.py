@@ -9,7 +9,6 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +26,7 @@ from multimodal_gen.kernels.engine import (
 )
 from multimodal_gen.kernels.quantized_attention.api import Values, quantized_attention
 from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -171,7 +171,7 @@ def upstream_variant(
     )
 
 
-@lru_cache(maxsize=128)
+@static_cache(maxsize=128)
 def dense_plan(
     num_queries: int,
     num_keys: int,
@@ -199,7 +199,7 @@ def dense_plan(
             device,
             causal=causal,
         )
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return plan
 

@@ -8,12 +8,13 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from multimodal_gen.kernels.requirements import HeadSizes
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -203,7 +204,7 @@ def _score_mod(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
     return add
 
 
-@lru_cache(maxsize=32)
+@static_cache(maxsize=32)
 def _causal_blocks(num_queries: int, num_keys: int, device: torch.device) -> "BlockMask":
     """Return the block mask of bottom-right causality, by arithmetic instead of evaluation."""
     from torch.nn.attention.flex_attention import BlockMask

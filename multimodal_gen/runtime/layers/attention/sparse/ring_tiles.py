@@ -11,7 +11,7 @@ tokens in a shard.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
@@ -19,6 +19,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, KernelChoice, SelectedKernel
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
 from multimodal_gen.runtime.distributed.collectives import ExchangeRowsWork, all_gather_tokens
@@ -181,7 +182,7 @@ def text_shard(length: int, device: torch.device, size: int = _DENSE_BLOCK) -> S
     return _shard((1, 1, 1), length, 0, length, (1, 1, size), device)
 
 
-@lru_cache(maxsize=256)
+@static_cache(maxsize=256)
 def _shard(
     grid: _Grid, video_start: int, first: int, stop: int, tile: _Grid, device: torch.device
 ) -> Shard:
@@ -573,7 +574,7 @@ def _block_sparse(
     return out, lse
 
 
-@lru_cache(maxsize=128)
+@static_cache(maxsize=128)
 def _query_order(mine: Shard, prefix: int, suffix: int) -> torch.Tensor:
     """Return the order of a rank's queries: its tokens in tiles between those that all hold."""
     index = mine.keys.index
@@ -584,7 +585,7 @@ def _query_order(mine: Shard, prefix: int, suffix: int) -> torch.Tensor:
         return torch.cat((before, index + prefix, after))
 
 
-@lru_cache(maxsize=256)
+@static_cache(maxsize=256)
 def _plan_of_all(num_queries: int, theirs: Shard) -> BlockPlan:
     size = next((rows for rows in _DENSE_ROWS if num_queries <= rows), _DENSE_ROWS[-1])
     with torch.inference_mode(False):

@@ -20,6 +20,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import AUTO, SelectedKernel
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
     TileOrder,
     gather_tokens,
@@ -237,7 +238,7 @@ def in_tiles(
     return tiled_video(layout, tile, device), keys
 
 
-@lru_cache(maxsize=64)
+@static_cache(maxsize=64)
 def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> TiledSequence:
     """Return the queries of the video in tiles, without text; the last 64 are cached.
 
@@ -254,7 +255,7 @@ def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> Ti
     return replace(alone, index=index, rest=layout.text)
 
 
-@lru_cache(maxsize=64)
+@static_cache(maxsize=64)
 def _tiled_sequence(
     grid: _Grid, start: int, num_tokens: int, tile: _Grid, device: torch.device
 ) -> TiledSequence:

@@ -8,7 +8,6 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from multimodal_gen.kernels.linear_attention.api import (
     key_means,
     key_state,
 )
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_pool.api import pool_tiles, select_tiles
 from multimodal_gen.runtime.layers.attention.config import first_of
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
@@ -67,7 +67,7 @@ class RasterBlocks:
         return self.keys.num - self.num_video
 
 
-@lru_cache(maxsize=64)
+@static_cache(maxsize=64)
 def raster_blocks(
     layout: SequenceLayout, q_size: int, kv_size: int, device: torch.device
 ) -> RasterBlocks:

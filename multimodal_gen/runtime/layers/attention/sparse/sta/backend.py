@@ -14,6 +14,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -384,7 +385,7 @@ def _strategy(config: SlidingTileConfig) -> Strategy:
 
 
 # Few heads share a pass, so there are few combinations of windows.
-@lru_cache(maxsize=128)
+@static_cache(maxsize=128)
 def _plan(queries: TiledSequence, keys: TiledSequence, windows: tuple[Window, ...]) -> BlockPlan:
     # Not as inference tensors: the first caller must not decide what later ones may do with them.
     with torch.inference_mode(False):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Halo, Shard, shard_lists
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     Window,
@@ -43,7 +44,7 @@ class _BlockLists:
 
 
 # A plan is made of lists that few windows share, so that heads may be combined in any way.
-@lru_cache(maxsize=128)
+@static_cache(maxsize=128)
 def ring_plan(windows: tuple[Window, ...], mine: Shard, theirs: Shard) -> BlockPlan | None:
     """Return what the queries of one shard keep of the keys of another.
 
@@ -103,7 +104,7 @@ def _bounded(indices: torch.Tensor, counts: torch.Tensor) -> _BlockLists:
     return _BlockLists(indices=indices[..., : max(most, 1)], counts=counts, least=least, most=most)
 
 
-@lru_cache(maxsize=64)
+@static_cache(maxsize=64)
 def halo_of(windows: tuple[Window, ...], shards: tuple[Shard | None, ...], me: int) -> Halo | None:
     """Return what ranks send each other, the same decision on all of them.
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError
 from multimodal_gen.kernels.cluster_attention.plan import (
     cluster_weights,
     kept_clusters,
@@ -22,6 +22,7 @@ from multimodal_gen.kernels.cluster_attention.plan import (
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, FLASH_KMEANS, KMEANS
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
 from multimodal_gen.kernels.requirements import Capability, PackageProbe, platform_reason
+from multimodal_gen.kernels.static_cache import being_captured
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -257,6 +258,12 @@ class SVG2Impl(SparseImpl[SVG2Config]):
         """Cluster the video, from where the step before left it."""
         config, step, video = self.config, context.current_timestep, layout.video
         branch = self._centroids.branch(context)
+        if branch is not None and being_captured():
+            raise UnsupportedBackendError(
+                f"{self.label} cannot be captured in a CUDA graph, which would start every step "
+                "from the clusters of the one that was captured; leave it out of the graph, as "
+                'torch.compile(mode="reduce-overhead") does'
+            )
         before = self._centroids.find(branch, step)
         known = (None, None) if before is None else (before.query, before.key)
         kept = None if keep is None else keep[:, video]

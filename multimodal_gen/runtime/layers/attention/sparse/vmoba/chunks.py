@@ -6,7 +6,7 @@ chunks; q/k suffix = query/key side.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ from multimodal_gen.kernels.row_choice.api import (
     move_rows,
     sort_rows,
 )
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -141,7 +142,7 @@ def _grouped(bound: torch.Tensor, chunks: Partition, groups: ChunkGroups) -> tor
     return torch.cat((by_group, rest), dim=2)
 
 
-@lru_cache(maxsize=64)
+@static_cache(maxsize=64)
 def partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Partition:
     """Return the chunks of a video; the last 64 are cached.
 

@@ -1,0 +1,58 @@
+"""Caches of tensors that many calls read, and that replays of CUDA graphs may read as well."""
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+
+from multimodal_gen.errors import UsageError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def being_captured() -> bool:
+    """Whether a CUDA graph captures the current stream, whose kernels run only when replayed."""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
+
+
+def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Cache what a function makes of its arguments: the last `maxsize`, and what graphs read.
+
+    A replay reads the memory that its capture saw, however many shapes were seen since: what is
+    asked for during a capture is held as long as the process lives. Nothing is made during one:
+    it would hold nothing before a replay, and lie in memory of that graph alone.
+
+    Args:
+        maxsize: how many results are held that no graph reads.
+    """
+
+    def decorate(make: Callable[_P, _R]) -> Callable[_P, _R]:
+        @lru_cache(maxsize)
+        def cached(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if being_captured():
+                raise UsageError(
+                    "a CUDA graph must be captured after a call with the same shapes and "
+                    f"settings, which makes what the graph reads; got none ({make.__qualname__}); "
+                    "run the call once before the capture"
+                )
+            return make(*args, **kwargs)
+
+        read_by_graphs: dict[object, _R] = {}
+
+        @wraps(make)
+        def find(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            hashable = cast("dict[str, Hashable]", kwargs)
+            if not being_captured():
+                return cached(*args, **hashable)
+            key = (args, *hashable.items())
+            if key not in read_by_graphs:
+                read_by_graphs[key] = cached(*args, **hashable)
+            return read_by_graphs[key]
+
+        find.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+        return find
+
+    return decorate

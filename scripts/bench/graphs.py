@@ -1,0 +1,176 @@
+"""A denoiser step under `apply`, as it comes and replayed as a CUDA graph: time and host time.
+
+Wan2.1 1.3B at 480p and Flux at 512 x 512 with random bf16 weights. A capture follows a call at the
+same timestep; replays read new latents from the same memory. Outputs of replays are checked against
+plain calls on the same latents first. `host_ms` is the time until a call returns.
+
+    python3 scripts/bench/graphs.py --commit HASH [--only flux] [--rounds 9] [--smoke]
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import diffusers
+import torch
+import wan_forward
+from _harness import (
+    DEVICE,
+    Row,
+    event_ms,
+    make_parser,
+    relative_error,
+    rows_of,
+    shuffled_rounds,
+    synchronize,
+    version_of,
+    write_rows,
+)
+
+import multimodal_gen
+
+SPARSE = {name: wan_forward.SPARSE[name] for name in ("sliding_tile_attn", "video_sparse_attn")}
+# The GPU's sums differ between runs where programs begin at other keys.
+BOUND = 2e-2
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphRow(Row):
+    """A row with the time of the host beside that of the device."""
+
+    host_ms: float
+
+
+def build_flux(*, smoke: bool) -> tuple[torch.nn.Module, Inputs]:
+    """Return Flux with random weights, and the arguments of one call at 512 x 512."""
+    sizes = {"num_layers": 1, "num_single_layers": 1} if smoke else {}
+    with torch.device("meta"):
+        model = diffusers.FluxTransformer2DModel(guidance_embeds=True, **sizes)
+    model = model.to(torch.bfloat16).to_empty(device=DEVICE).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+        else:
+            torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+    side = 4 if smoke else 32
+    positions = torch.zeros(side, side, 3, device=DEVICE)
+    positions[..., 1] = torch.arange(side, device=DEVICE)[:, None]
+    positions[..., 2] = torch.arange(side, device=DEVICE)
+    drawn = {"device": DEVICE, "dtype": torch.bfloat16}
+    return model, {
+        "hidden_states": torch.randn(1, side * side, 64, **drawn),
+        "encoder_hidden_states": torch.randn(1, 512, 4096, **drawn),
+        "pooled_projections": torch.randn(1, 768, **drawn),
+        "timestep": torch.tensor([0.5], **drawn),
+        "img_ids": positions.view(-1, 3),
+        "txt_ids": torch.zeros(512, 3, device=DEVICE),
+        "guidance": torch.full((1,), 3.5, device=DEVICE),
+    }
+
+
+def host_ms(run: Callable[[], object]) -> float:
+    """Return the milliseconds until a call returns, with nothing before it in the queue."""
+    synchronize()
+    start = time.perf_counter()
+    run()
+    elapsed = (time.perf_counter() - start) * 1e3
+    synchronize()
+    return elapsed
+
+
+def captured(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+    """Return what replays a call, and its output; the call ran before."""
+    if DEVICE == "cpu":  # to try the script
+        out = run()
+        return lambda: out.copy_(run()), out
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph.replay, out
+
+
+def measure(
+    model: torch.nn.Module, inputs: Inputs, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
+    """Return times, host times and errors of every backend, plain and replayed."""
+    times: dict[str, list[float]] = {}
+    hosts: dict[str, list[float]] = {}
+    errors: dict[str, float] = {}
+    dense = {"torch_sdpa": None, "auto": None, "sage_attn": None}
+    latents = inputs["hidden_states"]
+    for backend, config in {**dense, **(SPARSE if latents.dim() == 5 else {})}.items():
+
+        def run() -> torch.Tensor:
+            return model(**inputs, return_dict=False)[0]
+
+        with (
+            torch.inference_mode(),
+            multimodal_gen.apply(
+                model,
+                attention_backend=None if backend == "auto" else backend,
+                attention_backend_config=config,
+            ),
+        ):
+            run()
+            try:
+                replay, out = captured(run)
+            except Exception as error:  # the others are still worth measuring
+                print(f"FAILED {backend}: {error}", flush=True)
+                synchronize()
+                continue
+            latents.copy_(torch.randn_like(latents))
+            replay()
+            error = relative_error(out.clone(), run())
+            print(f"{backend}: a replay differs from a call by {error:.2e}", flush=True)
+            if not error < BOUND:
+                continue
+            both = {f"{backend}": run, f"{backend}, graph": replay}
+            for name in both:
+                times[name], hosts[name], errors[name] = [], [], error
+            for name in shuffled_rounds(both, rounds):
+                times[name].append(event_ms(both[name]))
+                hosts[name].append(host_ms(both[name]))
+    return times, hosts, errors
+
+
+def main() -> None:
+    """Check and time both models; append to `graphs.csv`."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine")
+    arguments = parser.parse_args()
+    wan = (wan_forward.SMOKE if arguments.smoke else wan_forward.CASES)[0]
+    cases: dict[str, Callable[[], tuple[torch.nn.Module, Inputs]]] = {
+        wan.name: lambda: wan_forward.build(wan),
+        "flux 512px": lambda: build_flux(smoke=arguments.smoke),
+    }
+    for case, build in cases.items():
+        if arguments.only not in case:
+            continue
+        model, inputs = build()
+        times, hosts, errors = measure(model, inputs, arguments.rounds)
+        rows = rows_of(
+            times,
+            commit=arguments.commit,
+            benchmark="graphs",
+            case=case,
+            shape=f"{tuple(inputs['hidden_states'].shape)} bf16",
+            flop=0.0,
+            flop_formula="time only",
+            errors=errors,
+            versions=dict.fromkeys(times, version_of("diffusers")),
+        )
+        with_hosts = [
+            GraphRow(**asdict(row), host_ms=round(statistics.median(hosts[row.contender]), 4))
+            for row in rows
+        ]
+        write_rows(arguments.out / "graphs.csv", with_hosts)
+        for row in with_hosts:
+            print(f"{row.case} {row.contender}: {row.median_ms} ms, host {row.host_ms} ms")
+        del model
+
+
+if __name__ == "__main__":
+    main()
