@@ -278,11 +278,15 @@ class DenoiserPlan:
 
     def _refuse_steps(self) -> None:
         if self._hooks.tells_steps:
+            named = (steps for patched in self._patched for steps in patched.layer.steps())
+            self._hooks.named_by_sigma = next((steps for steps in named if steps.sigma), None)
+            if self._hooks.named_by_sigma is not None:
+                self._tracker.require_sigmas(self._hooks.named_by_sigma)
             return
         for index, rule in enumerate(self._scope.rules):
-            if rule.steps is not None and any(rule.matches(x.layer.site) for x in self._patched):
+            if rule.when is not None and any(rule.matches(x.layer.site) for x in self._patched):
                 raise UsageError(
-                    f"rules[{index}] must have no steps, got {rule.steps} for "
+                    f"rules[{index}] must have no steps, got {rule.when} for "
                     f"{self._component.name}: calls of {type(self._component.model).__name__} "
                     f"have no timestep, and there is no scheduler with a step_index; drop steps, "
                     f"or name another component"

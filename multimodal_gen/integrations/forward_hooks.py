@@ -22,6 +22,7 @@ from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
 from multimodal_gen.integrations.steps import Step, StepTracker
 from multimodal_gen.kernels.static_cache import being_captured
+from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
     replace_forward_context,
@@ -43,6 +44,9 @@ class DenoiserHooks:
         tracker: follows the pipeline's steps; the denoisers of a pipeline share one.
         pipeline: the pipeline, or None for a bare model.
         splitter: splits the tokens of a call over ranks, or None where they stay together.
+
+    Attributes:
+        named_by_sigma: steps that layers know by their noise levels, which calls then must have.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class DenoiserHooks:
         self._names = [*inspect.signature(type(model).forward).parameters][1:]
         self._timestep = next((name for name in _TIMESTEPS if name in self._names), None)
         self._memo = WeakTensorKeyDictionary()
+        self.named_by_sigma: StepSet | None = None
         self.before = untraced_hook(self._before)
         self.after = untraced_hook(self._after)
 
@@ -94,12 +99,15 @@ class DenoiserHooks:
         call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
         padding = self._adapter.padding(call)
         step, timestep = self._locate(call, padding)
+        if self.named_by_sigma is not None and step.sigmas is None:
+            self._tracker.require_sigmas(self.named_by_sigma)
         grid, text = self._adapter.grid(call), self._adapter.text_span(call)
         splitter = self._splitter
         context = DenoiserContext(
             current_timestep=step.index,
             timestep=timestep,
             num_steps=step.num_steps,
+            sigmas=step.sigmas,
             latent_grid=grid,
             text_span=text,
             cfg_branch=self._branch(),

@@ -3,7 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.selectors import StepSet
 
 
 class AttentionParams(NamedTuple):
@@ -225,6 +226,10 @@ class ModuleAttention(StandIn):
         )
         layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
         return layer.attend(AttentionCall(query, key, value, attn_mask, gate))
+
+    def steps(self) -> Iterator[StepSet]:
+        """Yield the denoising steps that the schedule of usual calls tells apart."""
+        yield from (entry.steps for entry in self.layer.schedule() if entry.steps is not None)
 
     @property
     def takes_gate(self) -> bool:

@@ -69,7 +69,7 @@ def check_overrides(scope: SelectionScope, sites: Sequence[LayerSite]) -> None:
             continue
         named = rule.component is not None and rule.component not in components
         hint = nearest(rule.component or "", components) if named else ""
-        steps = " (encoders have no steps)" if rule.steps is not None else ""
+        steps = " (encoders have no steps)" if rule.when is not None else ""
         raise ComponentAttentionBackendNotAppliedError(
             f"rules[{index}] must match at least one attention layer, {_conditions(rule)} matches "
             f"none{hint}; there are: {_inventory(sites)}{steps}"
@@ -79,7 +79,7 @@ def check_overrides(scope: SelectionScope, sites: Sequence[LayerSite]) -> None:
 def _refuse_hidden(rules: Sequence[Rule], index: int, matched: Sequence[LayerSite]) -> None:
     """Refuse a rule whose layers, at all its steps, have an earlier rule that matches them."""
     rule = rules[index]
-    same_steps = [r for r in rules[:index] if r.steps is None or r.steps == rule.steps]
+    same_steps = [r for r in rules[:index] if r.when is None or r.when == rule.when]
     hiding = [next((r for r in same_steps if r.matches(site)), None) for site in matched]
     if any(earlier is None for earlier in hiding):
         return
@@ -93,7 +93,7 @@ def _refuse_hidden(rules: Sequence[Rule], index: int, matched: Sequence[LayerSit
 
 
 def _conditions(rule: Rule) -> str:
-    fields = ("component", "role", "layers", "steps")
+    fields = ("component", "role", "layers", "steps", "sigma")
     asked = ((name, getattr(rule, name)) for name in fields)
     return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or "any"
 

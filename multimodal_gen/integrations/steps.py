@@ -22,11 +22,13 @@ class Step:
         index: denoising step, from 0.
         num_steps: number of steps, or None when there is no schedule to tell.
         request_id: identifies the generation.
+        sigmas: the scheduler's noise level of every step, or None where it has none.
     """
 
     index: int
     num_steps: int | None
     request_id: str
+    sigmas: tuple[float, ...] | None = None
 
 
 class StepTracker:
@@ -43,6 +45,8 @@ class StepTracker:
         self._scheduler = scheduler
         self._schedule: torch.Tensor | None = None
         self._timesteps: list[float] = []
+        # By the step that a pipeline enters the schedule at: the noise levels from there on.
+        self._sigmas: dict[int, tuple[float, ...]] = {}
         self._request_id = ""
         self._index = 0
         self._value: float | None = None
@@ -73,6 +77,26 @@ class StepTracker:
             self._start_request()
         self._value = timestep
         return self._step(index, first)
+
+    def require_sigmas(self, asked: object) -> None:
+        """Refuse steps that are named by noise levels where the scheduler has none.
+
+        Raises:
+            UsageError: says what it has.
+        """
+        scheduler = self._scheduler()
+        if isinstance(getattr(scheduler, "sigmas", None), torch.Tensor):
+            return
+        found = "none: a model outside of a pipeline has no scheduler"
+        if scheduler is not None:
+            named = vars(scheduler).items()
+            tensors = [name for name, value in named if isinstance(value, torch.Tensor)]
+            has = ", ".join(name for name in tensors if not name.startswith("_"))
+            found = f"{type(scheduler).__name__}, which has {has or 'no noise levels'}"
+        raise UsageError(
+            f"steps {asked} must be those of a scheduler that has sigmas, got {found}; name steps "
+            f"by their indices (`dense_steps`, or `steps` in rules)"
+        )
 
     @property
     def has_index(self) -> bool:
@@ -113,6 +137,7 @@ class StepTracker:
             index=max(index - first, 0),
             num_steps=len(self._timesteps) - first if self._timesteps else None,
             request_id=self._request_id,
+            sigmas=self._sigmas_from(first),
         )
         return self._last
 
@@ -123,7 +148,17 @@ class StepTracker:
         self._schedule = schedule if isinstance(schedule, torch.Tensor) else None
         timesteps = [] if self._schedule is None else self._schedule.tolist()
         self._timesteps = [float(timestep) for timestep in timesteps]
+        self._sigmas.clear()
         self._start_request()
+
+    def _sigmas_from(self, first: int) -> tuple[float, ...] | None:
+        """Return the noise levels of the schedule from a step on, read once per schedule."""
+        count = len(self._timesteps)
+        if first not in self._sigmas:
+            given: object = getattr(self._scheduler(), "sigmas", None)
+            sigmas = given.tolist() if isinstance(given, torch.Tensor) and given.dim() == 1 else []
+            self._sigmas[first] = tuple(sigmas[first:count]) if len(sigmas) >= count else ()
+        return self._sigmas[first] or None
 
     def _start_request(self) -> None:
         self.end_request()

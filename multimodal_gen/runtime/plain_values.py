@@ -154,7 +154,7 @@ def read_pairs(text: str) -> object:
 
 
 class _Pairs:
-    """Reads `k=v,k=v`; commas inside quotes and lists do not split."""
+    """Reads `k=v,k=v`; commas inside quotes, lists and mappings do not split."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -186,13 +186,10 @@ class _Pairs:
         self._blank()
         if self._next("["):
             return self._list(depth + 1)
+        if self._next("{"):
+            return self._mapping(depth + 1)
         if self._next("\"'"):
             return self._quoted()
-        if self._next("{"):
-            raise MalformedError(
-                f"mappings inside k=v are not accepted, got {short(self.text[self.at :])}; "
-                f"write the whole as JSON"
-            )
         text = self._until(ends).strip()
         if not text:
             raise MalformedError(f"there is no value at the end of {short(self.text[: self.at])}")
@@ -214,6 +211,33 @@ class _Pairs:
                 raise MalformedError(f"the list {short(self.text[start:])} has no end")
         self.at += 1
         return items
+
+    def _mapping(self, depth: int) -> object:
+        """Read `{0: 0.5, 0.4: 0.9}`; keys are numbers or text."""
+        if depth > MAX_DEPTH:
+            raise MalformedError(f"mappings must nest at most {MAX_DEPTH} levels deep")
+        start = self.at
+        self.at += 1
+        pairs: list[tuple[object, object]] = []
+        self._blank()
+        while not self._next("}"):
+            key = self._value(":,}", depth)
+            self._blank()
+            if not self._next(":"):
+                raise MalformedError(
+                    f"the mapping {short(self.text[start:])} has {short(key)} without a value; "
+                    f"write {{key: value, key: value}}"
+                )
+            self.at += 1
+            pairs.append((key, self._value(",}", depth)))
+            self._blank()
+            if self._next(","):
+                self.at += 1
+                self._blank()
+            elif not self._next("}"):
+                raise MalformedError(f"the mapping {short(self.text[start:])} has no end")
+        self.at += 1
+        return as_mapping(pairs)
 
     def _quoted(self) -> str:
         start, quote = self.at, self.text[self.at]

@@ -82,6 +82,8 @@ class ForwardContext:
         forward_batch: the request object of the caller, or None.
         timestep: the scheduler's timestep value, or None when unknown.
         num_steps: number of denoising steps, or None when unknown.
+        sigmas: the noise level of every denoising step, in the scheduler's units, or None when
+            unknown.
         latent_grid: (T, H, W) of the video tokens after patching, or None when unknown.
         text_span: where text sits in joint sequences, or None when attention sees no text.
         cfg_branch: "cond", "uncond" or "both" (batched), or None when unknown.
@@ -93,8 +95,8 @@ class ForwardContext:
         cache: what the layers of this call derive from tensors they share.
 
     Raises:
-        UsageError: `current_timestep`, `num_steps`, `latent_grid` or `text_span` has another type,
-            or is out of range.
+        UsageError: `current_timestep`, `num_steps`, `sigmas`, `latent_grid` or `text_span` has
+            another type, or is out of range.
     """
 
     current_timestep: int
@@ -102,6 +104,7 @@ class ForwardContext:
     forward_batch: Any = None
     timestep: float | None = None
     num_steps: int | None = None
+    sigmas: tuple[float, ...] | None = None
     latent_grid: tuple[int, int, int] | None = None
     text_span: TextSpan | None = None
     cfg_branch: str | None = None
@@ -120,6 +123,13 @@ class ForwardContext:
             )
         if count is not None and not _is_count(count):
             raise UsageError(f"num_steps must be an integer >= 0 or None, got {count!r}")
+        if self.sigmas is not None and type(self.sigmas) is not tuple:
+            if not isinstance(self.sigmas, (list, torch.Tensor)):
+                raise UsageError(
+                    f"sigmas must be the noise levels of all denoising steps or None, got "
+                    f"{self.sigmas!r}"
+                )
+            object.__setattr__(self, "sigmas", tuple(float(sigma) for sigma in self.sigmas))
         if grid is not None:
             fits = isinstance(grid, (tuple, list)) and len(grid) == 3
             if not fits or not all(_is_count(size) and size for size in grid):
@@ -154,6 +164,7 @@ def set_forward_context(
     *,
     timestep: float | None = None,
     num_steps: int | None = None,
+    sigmas: tuple[float, ...] | None = None,
     latent_grid: tuple[int, int, int] | None = None,
     text_span: TextSpan | None = None,
     cfg_branch: str | None = None,
@@ -171,6 +182,7 @@ def set_forward_context(
         forward_batch=forward_batch,
         timestep=timestep,
         num_steps=num_steps,
+        sigmas=sigmas,
         latent_grid=latent_grid,
         text_span=text_span,
         cfg_branch=cfg_branch,

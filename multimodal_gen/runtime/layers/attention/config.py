@@ -9,9 +9,9 @@ A backend declares its parameters once:
 `build_config` turns a mapping into such an object; `config_text.py` reads the mapping from a file,
 a JSON string or `k=v` pairs. Values are checked however the object is made.
 
-Annotations understood: bool, int, float, str, `IndexSelector`, `Literal[...]`, `tuple[X, ...]` and
-unions of these with each other or with None. A bool is never an int; an int is accepted for a
-float; a list is accepted for a tuple.
+Annotations understood: bool, int, float, str, `IndexSelector`, `SigmaSelector`, `RatioSchedule`,
+`Literal[...]`, `tuple[X, ...]` and unions of these with each other or with None. A bool is never an
+int; an int is accepted for a float; a list is accepted for a tuple.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
@@ -27,7 +26,6 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    TypeAlias,
     TypeVar,
     Union,
     get_args,
@@ -35,7 +33,16 @@ from typing import (
     get_type_hints,
 )
 
-from multimodal_gen.errors import ConfigError, nearest
+from multimodal_gen.errors import ConfigError, UsageError, nearest
+from multimodal_gen.runtime.layers.attention.selectors import (
+    Axis,
+    FirstShare,
+    IndexSelector,
+    Indices,
+    RatioSchedule,
+    SigmaSelector,
+    first_of,
+)
 from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
@@ -46,131 +53,21 @@ __all__ = [
     "IndexSelector",
     "Indices",
     "Parameter",
+    "RatioSchedule",
+    "SigmaSelector",
     "SparseConfig",
     "build_config",
     "config_as_dict",
+    "config_at",
     "first_of",
     "option",
     "parameters_of",
     "read_selector",
     "settings_text",
+    "varying",
 ]
 
 _MOST = 240
-
-
-@dataclass(frozen=True, slots=True)
-class IndexSelector:
-    """A set of indices from 0, as inclusive ranges; an open end reaches to the last index.
-
-    Attributes:
-        ranges: (first, last) pairs; `last` is None for an open range.
-    """
-
-    ranges: tuple[tuple[int, int | None], ...]
-
-    @classmethod
-    def parse(cls, value: object, *, name: str = "selector") -> "IndexSelector":
-        """Read a selector from text (`0-3,38`, `10-`, `-5`), an int, or a list of both.
-
-        Raises:
-            ConfigError: `value` is none of these, or a range runs backwards.
-        """
-        if isinstance(value, bool):
-            raise _malformed(name, value)
-        if isinstance(value, int):
-            value = [value]
-        if isinstance(value, (list, tuple)):
-            # A negative int would read as a range that starts at 0.
-            if not all(isinstance(i, str) or (type(i) is int and i >= 0) for i in value):
-                raise _malformed(name, value)
-            value = ",".join(str(item) for item in value)
-        if not isinstance(value, str) or not value.strip():
-            raise _malformed(name, value)
-        return cls(tuple(_parse_range(part.strip(), name, value) for part in value.split(",")))
-
-    def __contains__(self, index: object) -> bool:
-        return isinstance(index, int) and any(
-            first <= index and (last is None or index <= last) for first, last in self.ranges
-        )
-
-    def holds(self, index: int, total: int) -> bool:
-        """Return whether an index is in the set; how many there are makes no difference."""
-        return index in self
-
-    def __and__(self, other: "IndexSelector") -> "IndexSelector | None":
-        """Return the indices in both, or None where there are none."""
-        shared = []
-        for first, last in self.ranges:
-            for start, stop in other.ranges:
-                low = max(first, start)
-                ends = [end for end in (last, stop) if end is not None]
-                high = min(ends) if ends else None
-                if high is None or low <= high:
-                    shared.append((low, high))
-        return IndexSelector(tuple(shared)) if shared else None
-
-    def __str__(self) -> str:
-        return ",".join(_range_text(first, last) for first, last in self.ranges)
-
-
-@dataclass(frozen=True, slots=True)
-class FirstShare:
-    """The first share of indices whose number is known later, such as the steps of a run.
-
-    Attributes:
-        share: in (0, 1]; of n indices it means the first floor(share * n).
-        among: indices that count; None for all.
-    """
-
-    share: float
-    among: IndexSelector | None = None
-
-    def holds(self, index: int, total: int) -> bool:
-        """Return whether an index is among them where there are `total`."""
-        return index < first_of(self.share, total) and (self.among is None or index in self.among)
-
-    def __str__(self) -> str:
-        first = f"first {self.share:.4g} of all"
-        return first if self.among is None else f"{first}, among {self.among}"
-
-
-Indices: TypeAlias = IndexSelector | FirstShare
-Axis: TypeAlias = Literal["steps", "layers"]
-
-
-def first_of(share: float, total: int) -> int:
-    """Return floor(share * total), the share read in decimals as people write it."""
-    return math.floor(Fraction(repr(float(share))) * total)
-
-
-def _parse_range(part: str, name: str, value: object) -> tuple[int, int | None]:
-    first, dash, last = part.partition("-")
-    first, last = first.strip(), last.strip()
-    # Nine digits are plenty for an index, and Python refuses to read thousands.
-    given = [text for text in (first, last) if text]
-    numbers_ok = all(text.isascii() and text.isdigit() and len(text) <= 9 for text in given)
-    if not numbers_ok or not (first or last):
-        raise _malformed(name, value)
-    if not dash:
-        return int(first), int(first)
-    low = int(first) if first else 0
-    high = int(last) if last else None
-    if high is not None and high < low:
-        raise ConfigError(f"{name} must have ranges that run upwards, got {part!r} in {value!r}")
-    return low, high
-
-
-def _range_text(first: int, last: int | None) -> str:
-    if last is None:
-        return f"{first}-"
-    return str(first) if first == last else f"{first}-{last}"
-
-
-def _malformed(name: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"{name} must be indices from 0 such as '0-3,38', '10-' or [0, 1, 38], got {value!r}"
-    )
 
 
 class _MismatchError(Exception):
@@ -285,8 +182,8 @@ def _convert(value: object, annotation: Any, bounds: Parameter, label: str) -> o
         return _convert_choice(value, get_args(annotation))
     if origin is tuple:
         return _convert_list(value, get_args(annotation)[0], bounds, label)
-    if annotation is IndexSelector:
-        return read_selector(value, label)
+    if annotation in (IndexSelector, SigmaSelector, RatioSchedule):
+        return _convert_to_selector(value, annotation, bounds, label)
     if annotation is NoneType and value is None:
         return None
     if annotation in (int, float):
@@ -348,6 +245,44 @@ def _convert_number(value: object, annotation: type, bounds: Parameter) -> objec
     return number
 
 
+def _convert_to_selector(value: object, annotation: Any, bounds: Parameter, label: str) -> object:
+    if annotation is RatioSchedule:
+        return _convert_schedule(value, bounds, label)
+    if annotation is SigmaSelector:
+        return SigmaSelector.parse(value, name=label)
+    return read_selector(value, label)
+
+
+def _convert_schedule(value: object, bounds: Parameter, label: str) -> RatioSchedule:
+    if isinstance(value, RatioSchedule):
+        value = dict(value.parts)
+    if not isinstance(value, Mapping):
+        raise _MismatchError
+    numbers = {key: _convert_number(number, float, bounds) for key, number in value.items()}
+    parts: list[tuple[float, Any]] = sorted((_share(key), it) for key, it in numbers.items())
+    if not parts or parts[0][0] != 0:
+        raise ConfigError(
+            f"{label} must say what it is from the first step on, such as {_SCHEDULE}, "
+            f"got {short(dict(value))}"
+        )
+    if len({start for start, _ in parts}) < len(parts):
+        raise ConfigError(
+            f"{label} must have one number for each share of the schedule, got {short(dict(value))}"
+        )
+    return RatioSchedule(tuple(parts))
+
+
+def _share(key: object) -> float:
+    """Return a share of the schedule, which JSON has as text."""
+    try:
+        share = float(key) if isinstance(key, (str, int, float)) else math.nan
+    except (ValueError, OverflowError):
+        share = math.nan
+    if isinstance(key, bool) or not 0 <= share < 1:
+        raise _MismatchError
+    return share
+
+
 def _choices(annotation: Any) -> tuple[str, ...]:
     if get_origin(annotation) in (Union, UnionType):
         return tuple(choice for member in get_args(annotation) for choice in _choices(member))
@@ -382,6 +317,7 @@ def _range(bounds: Parameter) -> str:
     return f" <= {bounds.le}" if bounds.le is not None else ""
 
 
+_SCHEDULE = "{0: 0.5, 0.4: 0.9}"
 _NAMES = MappingProxyType(
     {
         bool: "true or false",
@@ -390,6 +326,8 @@ _NAMES = MappingProxyType(
         str: "text",
         NoneType: "null",
         IndexSelector: "indices from 0 such as '0-3,38'",
+        SigmaSelector: "sigmas such as '>0.9' or '0.4-0.7'",
+        RatioSchedule: f"one for each part of the schedule such as {_SCHEDULE}",
     }
 )
 _ConfigT = TypeVar("_ConfigT", bound="BackendConfig")
@@ -455,11 +393,11 @@ class DensePart:
 
     Attributes:
         given: the parameter with its value, such as "first_full_step=12".
-        indices: which ones.
+        indices: which ones; of steps also by their sigmas.
     """
 
     given: str
-    indices: Indices
+    indices: Indices | SigmaSelector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,6 +406,8 @@ class SparseConfig(BackendConfig):
 
     Attributes:
         dense_steps: denoising steps that run on the dense backend, e.g. "0-3,38".
+        dense_sigma: denoising steps that run on the dense backend, by their noise level, e.g.
+            ">0.9"; in the units of the pipeline's scheduler.
         dense_layers: layers that run on the dense backend, e.g. "0-3,38".
         dense_above: share of query-key pairs in [0, 1]; a call that would keep more attends to all
             of them, which is faster. 1 never does; None goes by what was measured for the kernel,
@@ -480,32 +420,63 @@ class SparseConfig(BackendConfig):
     first_dense_steps: ClassVar[str] = ""
     first_dense_layers: ClassVar[str] = ""
 
-    dense_steps: IndexSelector | None = option(  # noqa: RUF009 - it returns a field
+    dense_steps: IndexSelector | None = option(
         None, "denoising steps that stay dense, e.g. '0-3,38'"
     )
-    dense_layers: IndexSelector | None = option(  # noqa: RUF009 - it returns a field
-        None, "layers that stay dense, e.g. '0-3,38'"
+    dense_sigma: SigmaSelector | None = option(
+        None, "denoising steps that stay dense, by the scheduler's sigma, e.g. '>0.9'"
     )
+    dense_layers: IndexSelector | None = option(None, "layers that stay dense, e.g. '0-3,38'")
     dense_above: float | None = option(
         None, "share of pairs above which a call is dense; 1: never; none: as measured", ge=0, le=1
     )
 
     def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:
         """Return the steps or the layers that run on the dense backend, by parameter."""
-        first = self.first_dense_steps if axis == "steps" else self.first_dense_layers
-        given = {name: getattr(self, name) for name in (first, f"dense_{axis}") if name}
+        names: tuple[str, ...] = (self.first_dense_layers, "dense_layers")
+        if axis == "steps":
+            names = (self.first_dense_steps, "dense_steps", "dense_sigma")
+        given = {name: getattr(self, name) for name in names if name}
         return tuple(
             DensePart(f"{name}={value}", _first(value)) for name, value in given.items() if value
         )
 
 
-def _first(value: IndexSelector | float) -> Indices:
+def _first(value: IndexSelector | SigmaSelector | float) -> Indices | SigmaSelector:
     """Return a selector as it is, and of a share or a number the first indices."""
-    if isinstance(value, IndexSelector):
+    if isinstance(value, (IndexSelector, SigmaSelector)):
         return value
     if isinstance(value, float) and value <= 1:
         return FirstShare(value)
     return IndexSelector(((0, int(value) - 1),))
+
+
+def varying(config: BackendConfig) -> tuple[str, ...]:
+    """Return the parameters whose values change over the steps of a run."""
+    given = ((name, getattr(config, name)) for name in parameters_of(type(config)))
+    return tuple(name for name, value in given if isinstance(value, RatioSchedule))
+
+
+@lru_cache(maxsize=1024)
+def config_at(config: _ConfigT, step: int, num_steps: int | None) -> _ConfigT:
+    """Return a configuration as it is at one step: what changes over the steps is a number there.
+
+    Args:
+        config: a backend's parameters.
+        step: index of the denoising step.
+        num_steps: of the run, or None when unknown.
+
+    Raises:
+        UsageError: a parameter changes over the steps, and nobody knows how many there are.
+    """
+    names = varying(config)
+    if names and num_steps is None:
+        raise UsageError(
+            f"{names[0]}={getattr(config, names[0])} must be used in a run whose number of steps "
+            f"is known, got none; pass num_steps to set_forward_context, or give one number"
+        )
+    now: dict[str, Any] = {n: getattr(config, n).at(step, num_steps) for n in names}
+    return dataclasses.replace(config, **now) if now else config
 
 
 def build_config(
@@ -576,7 +547,9 @@ def _unknown(key: object, config_cls: type[BackendConfig], backend: str) -> Conf
 def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, IndexSelector) else value
+    if isinstance(value, RatioSchedule):
+        return value.as_dict()
+    return str(value) if isinstance(value, (IndexSelector, SigmaSelector)) else value
 
 
 @lru_cache(maxsize=256)

@@ -149,7 +149,7 @@ def _check_keys(value: object, where: str, depth: int) -> None:
         raise ConfigError(f"{where} must nest at most {MAX_DEPTH} levels deep")
     children: Sequence[object] = ()
     if isinstance(value, Mapping):
-        wrong = [key for key in value if not isinstance(key, str) or not key.strip()]
+        wrong = [key for key in value if not _is_key(key, nested=depth > 0)]
         if wrong:
             raise ConfigError(f"{where} must have names as keys, got {short(wrong[0])}")
         children = list(value.values())
@@ -157,6 +157,13 @@ def _check_keys(value: object, where: str, depth: int) -> None:
         children = value
     for child in children:
         _check_keys(child, where, depth + 1)
+
+
+def _is_key(key: object, *, nested: bool) -> bool:
+    """Whether a mapping may have this key: a name, or inside of another one a share too."""
+    if isinstance(key, str):
+        return bool(key.strip())
+    return nested and isinstance(key, (int, float)) and not isinstance(key, bool)
 
 
 def _type_name(value: object) -> str:

@@ -8,6 +8,7 @@ from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.config import config_as_dict
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
+from multimodal_gen.runtime.layers.attention.selectors import StepSet
 
 __all__ = [
     "AttentionReport",
@@ -16,6 +17,7 @@ __all__ = [
     "Json",
     "LayerReport",
     "ReportEntry",
+    "SigmaSteps",
     "grouped",
     "ranges",
     "selection_as_dict",
@@ -25,12 +27,44 @@ __all__ = [
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
 
+@dataclass(frozen=True, slots=True)
+class SigmaSteps:
+    """The denoising steps of a run that were named by their noise levels.
+
+    Attributes:
+        asked: the noise levels, e.g. ">0.9".
+        steps: indices, e.g. "0-9", or "none".
+        levels: the highest and the lowest sigma of these steps, or where there are none, of all.
+    """
+
+    asked: str
+    steps: str
+    levels: tuple[float, float]
+
+    @classmethod
+    def of(cls, named: StepSet, sigmas: tuple[float, ...]) -> "SigmaSteps":
+        """Return which steps of a run `named` names, by the sigma of every step."""
+        steps = [i for i in range(len(sigmas)) if named.holds(i, len(sigmas), sigmas)]
+        levels = [sigmas[i] for i in steps] or sigmas
+        return cls(str(named.sigma), ranges(steps) or "none", (max(levels), min(levels)))
+
+    def __str__(self) -> str:
+        high, low = (f"{level:.4g}" for level in self.levels)
+        whose = "the run's are " if self.steps == "none" else ""
+        return f"sigma {self.asked}: {whose}{high} to {low}"
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return it as JSON data."""
+        return {"asked": self.asked, "highest": self.levels[0], "lowest": self.levels[1]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportEntry:
     """One backend of a layer.
 
     Attributes:
         steps: denoising steps it serves, e.g. "0-9"; None for every (other) step.
+        sigma: how they were named, where by their noise levels and a run told those.
         selection: what runs and why.
         calls: how often it ran.
         densities: for sparse methods, (step, share of query-key pairs attended to) per step.
@@ -45,6 +79,7 @@ class ReportEntry:
     densities: tuple[tuple[int, float], ...] = ()
     shapes: tuple[str, ...] = ()
     every_pair: int = 0
+    sigma: SigmaSteps | None = None
 
     @property
     def density(self) -> float | None:
@@ -60,6 +95,8 @@ class ReportEntry:
             **selection_as_dict(self.selection),
             "calls": self.calls,
         }
+        if self.sigma is not None:
+            data["sigma"] = self.sigma.as_dict()
         if self.densities:
             data["density_by_step"] = {str(step): density for step, density in self.densities}
         if self.shapes:
@@ -347,6 +384,8 @@ def summary(report: "AttentionReport") -> list[str]:
             steps = ""
         elif group.steps.startswith("first"):
             steps = f", the {group.steps} steps"
+        elif group.entry.sigma is not None:
+            steps += f" ({group.entry.sigma})"
         detour = "detour to " if group.detour else ""
         selection, calls = group.entry.selection, group.entry.calls
         density = f"{group.density_text}, " if group.density else ""

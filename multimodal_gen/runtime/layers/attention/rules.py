@@ -9,7 +9,7 @@
       - component: transformer
         role: self           # self, cross or encoder
         layers: 0-3,38
-        steps: 0-9
+        steps: 0-9           # or, by the noise level of the scheduler, sigma: ">0.9"
         backend: torch_sdpa
         config: {}
 """
@@ -28,6 +28,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     IndexSelector,
+    SigmaSelector,
     build_config,
     read_selector,
 )
@@ -55,7 +56,7 @@ __all__ = ["scope_from", "scope_from_args"]
 _RawConfig = str | os.PathLike[str] | Mapping[str, object]
 
 _TOP_KEYS = ("backend", "config", "strict", "rules")
-_RULE_KEYS = ("component", "role", "layers", "steps", "backend", "config")
+_RULE_KEYS = ("component", "role", "layers", "steps", "sigma", "backend", "config")
 
 
 def scope_from_args(args: ServerArgs) -> SelectionScope:
@@ -197,7 +198,7 @@ def _rule(raw: object, where: str) -> Rule:
     if "backend" not in raw:
         raise ConfigError(f"{where}.backend must be given: the backend's name, or auto")
     backend, config = _backend_and_config(raw, f"{where}.")
-    component = raw.get("component")
+    component, sigma = raw.get("component"), raw.get("sigma")
     if component is not None:
         component = parse_component_key(component, name=f"{where}.component", roles=False)
     return Rule(
@@ -207,6 +208,7 @@ def _rule(raw: object, where: str) -> Rule:
         role=_role(raw.get("role"), f"{where}.role"),
         layers=_selector(raw.get("layers"), f"{where}.layers"),
         steps=_selector(raw.get("steps"), f"{where}.steps"),
+        sigma=None if sigma is None else SigmaSelector.parse(sigma, name=f"{where}.sigma"),
     )
 
 

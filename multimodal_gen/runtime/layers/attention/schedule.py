@@ -23,11 +23,9 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeo
 from multimodal_gen.runtime.layers.attention.config import (
     DensePart,
     FirstShare,
-    IndexSelector,
-    Indices,
     SparseConfig,
 )
-from multimodal_gen.runtime.layers.attention.report import ReportEntry
+from multimodal_gen.runtime.layers.attention.report import ReportEntry, SigmaSteps
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, AttentionRole, Feature
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
@@ -40,6 +38,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
     resolve,
     warn_of_fallback,
 )
+from multimodal_gen.runtime.layers.attention.selectors import SigmaSelector, StepSet
 from multimodal_gen.runtime.layers.attention.warn_once import (
     PROCESS,
     WarnOnce,
@@ -85,7 +84,7 @@ def with_dense_parts(
     """
     if site.role is not AttentionRole.SELF:
         return schedule
-    found: list[tuple[Indices | None, BackendPreference]] = []
+    found: list[tuple[StepSet | None, BackendPreference]] = []
     for steps, asked in schedule:
         config = _sparse_config(asked, platform)
         if config is None:
@@ -98,23 +97,24 @@ def with_dense_parts(
 
 
 def _parts(
-    steps: Indices | None, asked: BackendPreference, site: LayerSite, config: SparseConfig
-) -> Iterator[tuple[Indices | None, BackendPreference]]:
+    steps: StepSet | None, asked: BackendPreference, site: LayerSite, config: SparseConfig
+) -> Iterator[tuple[StepSet | None, BackendPreference]]:
     for part in config.dense_parts("layers"):
         if site.layer is not None and _holds_layer(part, site.layer, site, asked):
-            yield steps, replace(asked, dense_reason=_reason("layers", part.indices, part))
+            yield steps, replace(asked, dense_reason=_reason("layers", str(part.indices), part))
             return
     for part in config.dense_parts("steps"):
-        shared = _among(part.indices, steps)
+        named = StepSet.of(part.indices)
+        shared = named if steps is None else named & steps
         if shared is not None:
-            yield shared, replace(asked, dense_reason=_reason("steps", shared, part))
+            yield shared, replace(asked, dense_reason=_reason("steps", str(shared), part))
     yield steps, asked
 
 
-def _reason(axis: str, indices: Indices, part: DensePart) -> str:
-    if isinstance(indices, FirstShare):
+def _reason(axis: str, indices: str, part: DensePart) -> str:
+    if isinstance(part.indices, FirstShare):
         return f"the {indices} {axis} are dense (`{part.given}`)"
-    single = str(indices).isdigit()
+    single = indices.isdigit()
     verb = f"{axis[:-1]} {indices} is" if single else f"{axis} {indices} are"
     return f"{verb} dense (`{part.given}`)"
 
@@ -126,15 +126,8 @@ def _holds_layer(part: DensePart, layer: int, site: LayerSite, asked: BackendPre
             f"got layer {layer} of an unknown number; pass site=LayerSite(layer=..., "
             f"num_layers=...), or give a number of layers above 1 or 0"
         )
+    assert not isinstance(part.indices, SigmaSelector), "layers have none"
     return part.indices.holds(layer, site.num_layers or 0)
-
-
-def _among(dense: Indices, steps: Indices | None) -> Indices | None:
-    """Return the steps in both, or None where there are none."""
-    if steps is None:
-        return dense
-    assert isinstance(steps, IndexSelector), "only this module makes others"
-    return FirstShare(dense.share, steps) if isinstance(dense, FirstShare) else steps & dense
 
 
 def _sparse_config(asked: BackendPreference, platform: PlatformEnum) -> SparseConfig | None:
@@ -224,6 +217,7 @@ class ScheduleEntry:
         "_by_shape",
         "_dense_table",
         "_geometry",
+        "_named",
         "_request",
         "_run",
         "_shapes",
@@ -238,7 +232,7 @@ class ScheduleEntry:
 
     def __init__(
         self,
-        steps: Indices | None,
+        steps: StepSet | None,
         asked: BackendPreference,
         request: AttentionRequest,
         geometry: LayerGeometry,
@@ -257,6 +251,7 @@ class ScheduleEntry:
         self._strict = strict
         self._substitutes: dict[tuple[frozenset[Feature], bool], BoundBackend] = {}
         self._run: tuple[object, ...] | None = None
+        self._named: SigmaSteps | None = None
         # Only plain calls were measured.
         chooses = self.primary.selection.automatic and Feature.CAUSAL not in request.needs
         self._table = table if chooses and request.ranking is None else None
@@ -277,16 +272,22 @@ class ScheduleEntry:
         """Whether the running step is one of its steps.
 
         Raises:
-            UsageError: that depends on how many steps the run has, which is unknown.
+            UsageError: that depends on what the run's steps are, which is unknown.
         """
-        if not isinstance(self.steps, FirstShare):
-            return self.steps is None or context.current_timestep in self.steps
-        if context.num_steps is None:
+        steps, total, sigmas = self.steps, context.num_steps, context.sigmas
+        if steps is None:
+            return True
+        if steps.first is not None and total is None:
             raise UsageError(
-                f"steps {self.steps} must be those of a run whose number of steps is known, got "
+                f"steps {steps} must be those of a run whose number of steps is known, got "
                 f"none; pass num_steps to set_forward_context, or give a number of steps above 1"
             )
-        return self.steps.holds(context.current_timestep, context.num_steps)
+        if steps.sigma is not None and sigmas is None:
+            raise UsageError(
+                f"steps {steps} must be those of a run whose sigmas are known, got none; pass "
+                f"sigmas to set_forward_context, or name steps by their indices"
+            )
+        return steps.holds(context.current_timestep, total or 0, sigmas)
 
     def at(self, call: AttentionCall, context: ForwardContext | None) -> "ScheduleEntry":
         """Return what serves a call: this entry, or one beside it that is faster for calls like it.
@@ -363,10 +364,12 @@ class ScheduleEntry:
 
     def check_run(self, context: ForwardContext) -> None:
         """Let the implementation refuse a run it does not fit, once, before any of its steps."""
-        run = (context.request_id, context.latent_grid, context.num_steps)
+        run = (context.request_id, context.latent_grid, context.num_steps, context.sigmas)
         if run != self._run:
             self.primary.impl.check_run(context)
             self._run = run
+            if self.steps is not None and self.steps.sigma and context.sigmas:
+                self._named = SigmaSteps.of(self.steps, context.sigmas)
 
     def end_request(self, request_id: str) -> None:
         """Let the implementations drop what they keep for a request."""
@@ -412,7 +415,8 @@ class ScheduleEntry:
         return (self._before_the_first_call(own),), ()
 
     def _own_entries(self) -> tuple[ReportEntry, list[ReportEntry]]:
-        steps = None if self.steps is None else str(self.steps)
+        named = self.steps if self._named is None else self._named.steps
+        steps = None if named is None else str(named)
         selection, calls = self.primary.selection, 0
         densities: dict[int, float] = {}
         detours = []
@@ -433,6 +437,7 @@ class ScheduleEntry:
             calls=calls,
             densities=tuple(sorted(densities.items())),
             every_pair=self.primary.impl.calls_with_every_pair(),
+            sigma=self._named,
             shapes=tuple(self._shapes),
         )
         return entry, detours

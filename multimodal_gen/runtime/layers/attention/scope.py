@@ -16,8 +16,13 @@ from typing import Any, Final
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector, Indices
+from multimodal_gen.runtime.layers.attention.config import (
+    BackendConfig,
+    IndexSelector,
+    SigmaSelector,
+)
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -104,6 +109,7 @@ class Rule:
         steps: denoising steps; a rule with some speaks of no encoder. Text and image encoders run
             before the first step. A text refiner inside a denoiser has their role and works on
             the prompt alone, so what it runs does not change from step to step either.
+        sigma: denoising steps by their noise level; with `steps`, those that both name.
     """
 
     backend: AttentionBackendEnum | None
@@ -112,6 +118,14 @@ class Rule:
     role: AttentionRole | None = None
     layers: IndexSelector | None = None
     steps: IndexSelector | None = None
+    sigma: SigmaSelector | None = None
+
+    @property
+    def when(self) -> StepSet | None:
+        """The denoising steps it speaks of, or None for all."""
+        if self.steps is None and self.sigma is None:
+            return None
+        return StepSet(indices=self.steps, sigma=self.sigma)
 
     def matches(self, site: LayerSite) -> bool:
         """Whether the rule speaks of `site`, whatever the step."""
@@ -119,7 +133,7 @@ class Rule:
             return False
         if self.role is not None and self.role is not site.role:
             return False
-        if self.steps is not None and site.role is AttentionRole.ENCODER:
+        if self.when is not None and site.role is AttentionRole.ENCODER:
             return False
         return self.layers is None or (site.layer is not None and site.layer in self.layers)
 
@@ -169,7 +183,7 @@ class SelectionScope:
 
 
 # A schedule as asked for: the first entry whose steps hold (None: every step) is the one that runs.
-PreferenceSchedule = tuple[tuple[Indices | None, BackendPreference], ...]
+PreferenceSchedule = tuple[tuple[StepSet | None, BackendPreference], ...]
 
 
 def component_names(component: str | None) -> tuple[str, ...]:
@@ -209,7 +223,7 @@ def decide(
     override = scope.component_override(site)
     if override is not None:
         return ((None, override[1]),)
-    schedule: list[tuple[Indices | None, BackendPreference]] = []
+    schedule: list[tuple[StepSet | None, BackendPreference]] = []
     for number, rule in enumerate(scope.rules, start=1):
         if rule.matches(site):
             asked = BackendPreference(
@@ -219,8 +233,8 @@ def decide(
                 detail=f"rule {number}",
                 narrow=rule.component is not None or rule.role is not None,
             )
-            schedule.append((rule.steps, asked))
-            if rule.steps is None:
+            schedule.append((rule.when, asked))
+            if rule.when is None:
                 return tuple(schedule)
     if scope.default is not None and scope.default.backend is not None:
         last = scope.default

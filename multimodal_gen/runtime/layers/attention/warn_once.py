@@ -4,6 +4,7 @@ import logging
 from typing import Final
 
 from multimodal_gen.runtime.layers.attention.config import Axis, SparseConfig
+from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["PROCESS", "WarnOnce", "warn_if_dense_layers", "warn_if_dense_run"]
@@ -36,7 +37,11 @@ PROCESS: Final = WarnOnce()
 
 
 def warn_if_dense_run(
-    config: SparseConfig, backend: AttentionBackendEnum, num_steps: int | None, warnings: WarnOnce
+    config: SparseConfig,
+    backend: AttentionBackendEnum,
+    num_steps: int | None,
+    warnings: WarnOnce,
+    sigmas: tuple[float, ...] | None = None,
 ) -> None:
     """Warn, once, of a run that has no sparse step.
 
@@ -45,8 +50,9 @@ def warn_if_dense_run(
         backend: the method.
         num_steps: denoising steps of the run, or None when unknown.
         warnings: of the pipeline.
+        sigmas: of every step, or None when unknown.
     """
-    _warn_if_dense(config, backend, num_steps, warnings, "steps", "run")
+    _warn_if_dense(config, backend, num_steps, warnings, "steps", "run", sigmas)
 
 
 def warn_if_dense_layers(
@@ -70,12 +76,12 @@ def _warn_if_dense(
     warnings: WarnOnce,
     axis: Axis,
     whole: str,
+    sigmas: tuple[float, ...] | None = None,
 ) -> None:
     """Warn where all steps of the run, or all layers of the model, are dense."""
     parts = config.dense_parts(axis)
-    if not total or not all(
-        any(part.indices.holds(i, total) for part in parts) for i in range(total)
-    ):
+    dense = [StepSet.of(part.indices) for part in parts]
+    if not total or not all(any(d.holds(i, total, sigmas) for d in dense) for i in range(total)):
         return
     given = " and ".join(part.given for part in parts)
     warnings.warn(

@@ -116,7 +116,12 @@ def test_the_dictionary_is_json_and_complete(report):
         (
             SparseConfig(dense_steps="0-3"),
             FA,
-            {"dense_steps": "0-3", "dense_layers": None, "dense_above": None},
+            {
+                "dense_steps": "0-3",
+                "dense_sigma": None,
+                "dense_layers": None,
+                "dense_above": None,
+            },
         ),
         (SparseConfig(dense_steps="0-3"), SDPA, None),
     ],

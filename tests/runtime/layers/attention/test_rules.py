@@ -238,7 +238,7 @@ def test_errors_name_the_argument_or_the_flag_it_came_from():
         ),
         (
             {"backend": "video_sparse_attn", "config": {"sparsity": 2}},
-            r"`sparsity` of video_sparse_attn must be a number in \[0, 1\], got 2",
+            r"`sparsity` of video_sparse_attn must be a number in \[0, 1\] or .+, got 2",
         ),
         ("[1]", r"attention_config must be a mapping of names to values, got the list \[1\]"),
     ],

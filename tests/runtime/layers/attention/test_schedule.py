@@ -6,6 +6,7 @@ from multimodal_gen.runtime.layers.attention.config import IndexSelector
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.schedule import with_dense_parts
 from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, LayerSite, Source
+from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.backend import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
@@ -27,7 +28,7 @@ def parts(
     layer: int = 0,
     role: AttentionRole = AttentionRole.SELF,
 ) -> list[tuple[str | None, str]]:
-    selector = None if steps is None else IndexSelector.parse(steps)
+    selector = None if steps is None else StepSet(indices=IndexSelector.parse(steps))
     site = LayerSite(layer=layer, role=role)
     found = with_dense_parts(((selector, ask),), site, PlatformEnum.CPU)
     return [(None if s is None else str(s), a.dense_reason) for s, a in found]
@@ -46,6 +47,13 @@ def test_a_rule_for_some_steps_keeps_to_them() -> None:
         ("2-9", ""),
     ]
     assert parts(asked(dense_steps="0-3"), steps="4-") == [("4-", "")]
+
+
+def test_dense_steps_may_be_named_by_their_noise_levels() -> None:
+    because = "steps of sigma >0.9 are dense (`dense_sigma=>0.9`)"
+    assert parts(asked(dense_sigma=">0.9")) == [("of sigma >0.9", because), (None, "")]
+    both = parts(asked(dense_steps="0-1", dense_sigma=">0.9"), steps="1-9")
+    assert [steps for steps, _ in both] == ["1", "of sigma >0.9, among 1-9", "1-9"]
 
 
 def test_dense_layers_are_dense_in_every_step() -> None:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
-from multimodal_gen.runtime.layers.attention.config import IndexSelector
+from multimodal_gen.runtime.layers.attention.config import IndexSelector, SigmaSelector
 from multimodal_gen.runtime.layers.attention.layer import (
     LocalAttention,
     UlyssesAttention,
@@ -31,6 +31,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
     global_force_attn_backend,
     global_force_attn_backend_context_manager,
 )
+from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.fakes import fake_backend
 
@@ -168,10 +169,21 @@ def test_rules_with_steps_build_a_schedule_that_the_default_ends():
     early, late = IndexSelector.parse("0-3"), IndexSelector.parse("40-")
     schedule = decide(site(), rules(Rule(backend=FA, steps=early), Rule(backend=None, steps=late)))
     assert [(steps, asked.source, asked.backend) for steps, asked in schedule] == [
-        (early, Source.SETTINGS, FA),
-        (late, Source.AUTO, None),
+        (StepSet(indices=early), Source.SETTINGS, FA),
+        (StepSet(indices=late), Source.AUTO, None),
         (None, Source.SETTINGS, SDPA),
     ]
+
+
+def test_a_rule_may_name_steps_by_their_noise_levels():
+    noisy = SigmaSelector.parse(">0.9")
+    rule = Rule(backend=FA, steps=IndexSelector.parse("0-9"), sigma=noisy)
+    schedule = decide(site(), rules(rule))
+    assert [steps for steps, _ in schedule] == [
+        StepSet(indices=IndexSelector.parse("0-9"), sigma=noisy),
+        None,
+    ]
+    assert not rule.matches(site(role=AttentionRole.ENCODER))
 
 
 def test_a_rule_for_every_step_ends_the_schedule():

@@ -16,7 +16,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
-from multimodal_gen.runtime.layers.attention.config import SparseConfig
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, config_at, varying
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import ring_layout
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -75,7 +75,8 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
 
     Attributes:
         declaration: the backend that it implements.
-        config: the parameters; the defaults where a method was chosen without any.
+        config: the parameters; the defaults where a method was chosen without any. Those of one
+            step, where some change from step to step, are `settings`.
         label: the backend's name, for messages.
         kernel: what computes every call: a kernel of the engine, or the authors' package.
         varies_by_step: whether what is known of a call's density depends on the step.
@@ -83,13 +84,15 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
 
     declaration: ClassVar[type[AttentionBackend]]
     per_head: ClassVar[bool] = True
-    varies_by_step: ClassVar[bool] = False
+    varies_by_step: bool = False
     config: _ConfigT
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         cls: Any = self.declaration.config_cls
         self.config = self.config if isinstance(self.config, cls) else cls()
+        self._has_schedules = bool(varying(self.config))
+        self.varies_by_step = self.varies_by_step or self._has_schedules
         self.label = str(self.declaration.backend)
         self.kernel = selected_kernel(self.variant, self.config)
         # By step: the mean of what was noted, and of how many heads it is.
@@ -107,7 +110,8 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
     def check_run(self, context: ForwardContext) -> None:
         """Warn if no step is sparse; see `AttentionImpl.check_run`."""
         backend = self.declaration.backend
-        warn_if_dense_run(self.config, backend, context.num_steps, self.warnings)
+        steps, sigmas = context.num_steps, context.sigmas
+        warn_if_dense_run(self.config, backend, steps, self.warnings, sigmas)
 
     def forward(
         self,
@@ -172,6 +176,22 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         """
         self.kernel.begin_call()
         return ring_layout(inputs, context, self.label)
+
+    def settings(self, context: ForwardContext | None) -> _ConfigT:
+        """Return the parameters of the running step: ratios that change over the steps are numbers.
+
+        Args:
+            context: the running denoiser call.
+
+        Raises:
+            UsageError: a ratio changes, and the step or their number is unknown.
+        """
+        if not self._has_schedules:
+            return self.config
+        step, total = (
+            (0, None) if context is None else (context.current_timestep, context.num_steps)
+        )
+        return config_at(self.config, step, total)
 
     @abstractmethod
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:

@@ -34,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
@@ -78,7 +79,8 @@ class SLAParameters(SparseConfig):
     """Parameters that both forms of the method have.
 
     Attributes:
-        topk_ratio: share of key blocks in the sparse branch; at least one block always is.
+        topk_ratio: share of key blocks in the sparse branch; at least one block always is. It may
+            change over the steps: {0: 0.5, 0.4: 0.1}.
         feature_map: feature map of the linear branch.
         BLKQ: tokens per query block.
         BLKK: tokens per key block.
@@ -87,7 +89,7 @@ class SLAParameters(SparseConfig):
             blocks only. Queries of text have none: they attend exactly to everything.
     """
 
-    topk_ratio: float = option(0.1, "share of key blocks with exact attention", ge=0, le=1)
+    topk_ratio: Ratio = option(0.1, "share of key blocks with exact attention", ge=0, le=1)
     feature_map: Literal["softmax", "elu", "relu"] = option(
         "softmax", "feature map of the linear branch"
     )
@@ -157,16 +159,17 @@ class SLAImpl(SparseImpl[_ParametersT]):
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return both branches; see `SparseImpl.attend`."""
-        layout, config, keep = call.layout, self.config, call.keep
+        layout, config, keep = call.layout, self.settings(context), call.keep
+        ratio = ratio_now(config.topk_ratio)
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, call.query.device)
-        kept = self._kept(blocks, layout)
+        kept = self._kept(blocks, layout, ratio)
         # Blocks that are cut short, of which there are few in long sequences, or by a mask.
         is_cut = keep is not None or blocks.num_video <= _FEW_BLOCKS
         by_pairs = is_cut and kept < blocks.num_video and call.kernel.name != UPSTREAM
         if not by_pairs:
             self._record_blocks(context, layout, kept / blocks.num_video, call.query.shape[2])
         if call.kernel.name == UPSTREAM:
-            return self._attend_upstream(call, blocks.num_video)
+            return self._attend_upstream(call, blocks.num_video, ratio)
         dtype = self._exact_dtype(call.query.dtype)
         q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
         keys, scored = blocks.keys, q
@@ -198,7 +201,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
         if self.projection.linear is not None:
             return None
         num_blocks = -(-layout.num_video // self.config.BLKK)
-        kept = kept_blocks(self.config.topk_ratio, num_blocks)
+        kept = kept_blocks(ratio_now(self.settings(context).topk_ratio), num_blocks)
         return layout.density(kept / num_blocks), self.config.BLKQ
 
     def sparse_branch(
@@ -245,7 +248,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
         layout, config = self.ring_layout(inputs, context), self.config
         assert context is not None, "a layout needs a context"
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, inputs.query.device)
-        kept = self._kept(blocks, layout)
+        kept = self._kept(blocks, layout, ratio_now(self.settings(context).topk_ratio))
         self._record_blocks(context, layout, kept / blocks.num_video, inputs.query.shape[2])
         given = inputs.query.dtype
         inputs = inputs.to(self._exact_dtype(given))
@@ -272,13 +275,13 @@ class SLAImpl(SparseImpl[_ParametersT]):
                 )
         return out.to(given)
 
-    def _attend_upstream(self, call: SparseCall, num_blocks: int) -> torch.Tensor:
+    def _attend_upstream(self, call: SparseCall, num_blocks: int, ratio: float) -> torch.Tensor:
         """Return both branches as the authors' package computes them."""
         config = self.config
         module = upstream_module(
             self.head_size,
             self.projection.linear,
-            topk=config.topk_ratio,
+            topk=ratio,
             feature_map=config.feature_map,
             BLKQ=config.BLKQ,
             BLKK=config.BLKK,
@@ -288,7 +291,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
             call,
             module,
             num_blocks=num_blocks,
-            topk_ratio=config.topk_ratio,
+            topk_ratio=ratio,
             linear_branch=config.linear_branch,
             backend=self.label,
         )
@@ -299,9 +302,8 @@ class SLAImpl(SparseImpl[_ParametersT]):
         """Note a share of blocks, as if every block were of mean size."""
         self.record(context, layout.density(share), num_heads)
 
-    def _kept(self, blocks: RasterBlocks, layout: SequenceLayout) -> int:
+    def _kept(self, blocks: RasterBlocks, layout: SequenceLayout, ratio: float) -> int:
         """Return how many blocks a query block keeps; warns of what that means."""
-        ratio = self.config.topk_ratio
         kept = kept_blocks(ratio, blocks.num_video)
         self.warn_of_density(layout, ratio, kept, blocks.num_video)
         if self.projection.linear is None and kept < blocks.num_video:

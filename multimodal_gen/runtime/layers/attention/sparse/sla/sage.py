@@ -34,6 +34,7 @@ from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
 )
 from multimodal_gen.runtime.layers.attention.config import option
 from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.selectors import Ratio
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAImpl, SLAParameters
 from multimodal_gen.runtime.layers.attention.sparse.upstream import lists_as_map
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -56,7 +57,7 @@ class SageSLAConfig(SLAParameters):
         ConfigError: `values` is e4m3 and `kernel` is spas_sage_attn.
     """
 
-    topk_ratio: float = option(0.5, "share of key blocks with 8-bit attention", ge=0, le=1)
+    topk_ratio: Ratio = option(0.5, "share of key blocks with 8-bit attention", ge=0, le=1)
     kernel: Literal["auto", "gluon", "triton", "reference", "spas_sage_attn"] = option(
         "auto", "kernel that runs"
     )

@@ -157,7 +157,7 @@ class SlidingTileConfig(SparseConfig):
         """A search tries every step and layer, with candidates of its own."""
         if self.sta_mode != "STA_searching":
             return
-        for name in ("mask_strategy_file_path", "dense_steps", "dense_layers"):
+        for name in ("mask_strategy_file_path", "dense_steps", "dense_sigma", "dense_layers"):
             value = getattr(self, name)
             if value is not None:
                 raise ConfigError(

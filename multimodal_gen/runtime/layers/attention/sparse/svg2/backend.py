@@ -39,6 +39,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     option,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
+from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import (
     UPSTREAM,
@@ -83,8 +84,8 @@ class SVG2Config(SparseConfig):
         svg2_num_q_centroids: clusters of queries per head.
         svg2_num_k_centroids: clusters of keys per head.
         svg2_top_p_kmeans: attention mass to keep per query cluster, as estimated from centroids; 1
-            equals dense attention.
-        svg2_min_kc_ratio: least share of key clusters to keep.
+            equals dense attention. It may change over the steps: {0: 0.98, 0.4: 0.9}.
+        svg2_min_kc_ratio: least share of key clusters to keep; the same.
         svg2_kmeans_iter_init: k-means iterations from random centroids.
         svg2_kmeans_iter_step: k-means iterations from the previous step's centroids.
         svg2_zero_step_kmeans_init: cluster in the dense steps too, so that the first sparse step
@@ -103,8 +104,8 @@ class SVG2Config(SparseConfig):
 
     svg2_num_q_centroids: int = option(300, "clusters of queries per head", ge=1)
     svg2_num_k_centroids: int = option(1000, "clusters of keys per head", ge=1)
-    svg2_top_p_kmeans: float = option(0.9, "attention mass to keep", ge=0, le=1)
-    svg2_min_kc_ratio: float = option(0.1, "least share of key clusters to keep", ge=0, le=1)
+    svg2_top_p_kmeans: Ratio = option(0.9, "attention mass to keep", ge=0, le=1)
+    svg2_min_kc_ratio: Ratio = option(0.1, "least share of key clusters to keep", ge=0, le=1)
     svg2_kmeans_iter_init: int = option(50, "k-means iterations from random centroids", ge=1)
     svg2_kmeans_iter_step: int = option(2, "k-means iterations from the last centroids", ge=0)
     svg2_zero_step_kmeans_init: bool = option(False, "cluster in the dense steps too")
@@ -210,7 +211,8 @@ class SVG2Impl(SparseImpl[SVG2Config]):
         query, layout, keep = call.query, call.layout, call.keep
         with torch.no_grad():
             queries, keys = self._cluster(query, call.key, layout, context, keep)
-            clusters = cluster_map(queries, keys, self._select(queries, keys), layout, keep)
+            kept = self._select(queries, keys, self.settings(context))
+            clusters = cluster_map(queries, keys, kept, layout, keep)
             share = _density(clusters, layout, keep)
             above = self.every_pair_above(share, 0, call.first_head)
             if above is not None:  # clusters that adjoin make long runs, which take no longer
@@ -303,16 +305,16 @@ class SVG2Impl(SparseImpl[SVG2Config]):
             iterations = config.svg2_kmeans_iter_init
         return kmeans(x, known, iterations=iterations, keep=keep, kernel=config.kmeans_kernel)
 
-    def _select(self, queries: Clusters, keys: Clusters) -> torch.Tensor:
+    def _select(self, queries: Clusters, keys: Clusters, config: SVG2Config) -> torch.Tensor:
         """Return which clusters attend to which, bool [B, H, Cq, Ck]."""
-        config, num = self.config, keys.counts.shape[2]
+        num = keys.counts.shape[2]
         weights = cluster_weights(
             queries.centroids, keys.centroids, keys.counts, scale=self.softmax_scale
         )
         return kept_clusters(
             weights,
-            top_p=config.svg2_top_p_kmeans,
-            min_count=first_of(config.svg2_min_kc_ratio, num),
+            top_p=ratio_now(config.svg2_top_p_kmeans),
+            min_count=first_of(ratio_now(config.svg2_min_kc_ratio), num),
         )
 
 

@@ -31,6 +31,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 )
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -74,6 +75,7 @@ class VMoBAConfig(SparseConfig):
         st_topk: spatio-temporal chunks each query keeps in mode `topk`.
         moba_select_mode: keep a number of chunks, or a share of the summed scores.
         moba_threshold: share of the summed scores to keep in mode `threshold`; 1 keeps all chunks.
+            It may change over the steps: {0: 0.5, 0.4: 0.25}.
         moba_threshold_type: over what scores compete: the chunks of one query and head, one chunk
             over heads and queries (not in mode `topk`), one head, or all of a sample.
         patch_resolution: (time, height, width) of the latent after patching that the settings are
@@ -106,7 +108,7 @@ class VMoBAConfig(SparseConfig):
     moba_select_mode: Literal["threshold", "topk"] = option(
         "threshold", "keep a share of the summed scores, or a number of chunks"
     )
-    moba_threshold: float = option(0.25, "share of the summed scores to keep", ge=0, le=1)
+    moba_threshold: Ratio = option(0.25, "share of the summed scores to keep", ge=0, le=1)
     moba_threshold_type: Literal["query_head", "block", "overall", "head_global"] = option(
         "query_head", "over what scores compete"
     )
@@ -176,7 +178,7 @@ class VMoBAConfig(SparseConfig):
         scope = self.moba_threshold_type
         if self.moba_select_mode == "topk":
             return Rule(topk=getattr(self, f"{kind}_topk"), scope=scope)
-        return Rule(threshold=self.moba_threshold, scope=scope)
+        return Rule(threshold=ratio_now(self.moba_threshold), scope=scope)
 
 
 class VMoBABackend(AttentionBackend):
@@ -224,7 +226,7 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
         self, layout: SequenceLayout, context: ForwardContext, heads: slice
     ) -> tuple[float, int] | None:
         """See `SparseImpl.known_density`; of whole chunks. Where scores decide, nobody knows."""
-        config, grid = self.config, layout.grid
+        config, grid = self.settings(context), layout.grid
         self._check_grid(grid)
         kind = config.kind(None if self.site is None else self.site.layer)
         rule, shape = config.rule(kind), chunk_shape(kind, config.chunk_size(kind), grid)
@@ -239,7 +241,7 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention over the selected chunks; see `SparseImpl.attend`."""
-        config, grid = self.config, call.layout.grid
+        config, grid = self.settings(context), call.layout.grid
         self._check_grid(grid)
         kind = config.kind(None if self.site is None else self.site.layer)
         rule, shape = config.rule(kind), chunk_shape(kind, config.chunk_size(kind), grid)

@@ -33,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
@@ -71,7 +72,8 @@ class VideoSparseConfig(SparseConfig):
     compute as the stock model, without it.
 
     Attributes:
-        sparsity: share of key tiles each query tile skips; 0 equals dense attention.
+        sparsity: share of key tiles each query tile skips; 0 equals dense attention. It may change
+            over the steps: {0: 0.5, 0.4: 0.9}.
         topk: key tiles each query tile keeps, instead of `sparsity`.
         topk_convention: what `sparsity` is a share of when the number of kept tiles is computed:
             `tiles` of the grid, ragged ones included, or `tokens` / tokens per tile.
@@ -79,7 +81,7 @@ class VideoSparseConfig(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
-    sparsity: float = option(
+    sparsity: Ratio = option(
         0.0, "share of key tiles to skip", aliases=("VSA_sparsity",), ge=0, le=1
     )
     topk: int | None = option(None, "key tiles to keep, instead of sparsity", ge=1)
@@ -95,7 +97,7 @@ class VideoSparseConfig(SparseConfig):
 
     def check(self) -> None:
         """The budget is given once, and the tile is one the kernels have."""
-        if self.topk is not None and self.sparsity > 0:
+        if self.topk is not None and self.sparsity != 0:
             raise ConfigError(
                 f"`topk` of video_sparse_attn must not be given with `sparsity`, got topk "
                 f"{self.topk} and sparsity {self.sparsity}; remove one"
@@ -139,15 +141,13 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return the fine stage, and the coarse one where the call has a gate."""
-        queries, keys = in_tiles(call.layout, self.config.tile_size, call.query.device)
-        num_tiles = len(queries.order.starts)
-        kept, num_heads = (
-            kept_tiles(self.config, num_tiles, call.layout.num_video),
-            call.query.shape[2],
-        )
+        config = self.settings(context)
+        queries, keys = in_tiles(call.layout, config.tile_size, call.query.device)
+        num_tiles, num_heads = len(queries.order.starts), call.query.shape[2]
+        kept = kept_tiles(config, num_tiles, call.layout.num_video)
         is_upstream = call.kernel.name in UPSTREAM
-        if self.config.topk is None:
-            share = 1 - self.config.sparsity
+        if config.topk is None:
+            share = 1 - ratio_now(config.sparsity)
             self.warn_of_density(call.layout, share, kept, num_tiles)
         is_dense = kept == num_tiles and call.keep is None and not is_upstream
         if is_dense or is_upstream or queries.order.uniform:
@@ -179,7 +179,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         """See `SparseImpl.known_density`; of whole tiles."""
         tile = fit_tile(self.config.tile_size, layout.grid)
         num_tiles = math.prod(-(-n // edge) for n, edge in zip(layout.grid, tile, strict=True))
-        kept = kept_tiles(self.config, num_tiles, layout.num_video)
+        kept = kept_tiles(self.settings(context), num_tiles, layout.num_video)
         return layout.density(kept / num_tiles), math.prod(tile)
 
     def forward_gated(
@@ -228,7 +228,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         run = partial(attend_ring_tiles, inputs, scale=self.softmax_scale, kernel=self.kernel)
         queries, keys = in_tiles(layout, self.config.tile_size, device)
         num_tiles = len(queries.order.starts)
-        kept = kept_tiles(self.config, num_tiles, layout.num_video)
+        kept = kept_tiles(self.settings(context), num_tiles, layout.num_video)
         num_heads, is_dense = inputs.query.shape[2], kept == num_tiles and call.keep is None
         if is_dense or queries.order.uniform:
             self.record(context, layout.density(kept / num_tiles), num_heads)
