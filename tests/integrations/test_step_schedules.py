@@ -9,6 +9,9 @@ from diffusers import (
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.steps import StepTracker
+from multimodal_gen.runtime.layers.attention.report import SigmaSteps
+from multimodal_gen.runtime.layers.attention.selectors import SigmaSelector, StepSet
 from tests.integrations.conftest import generate
 
 VSA = "video_sparse_attn"
@@ -55,6 +58,23 @@ def test_steps_of_a_noise_level_are_those_of_the_scheduler(scheduler, num_steps,
     assert f"(sigma >0.6: {max(levels):.4g} to {min(levels):.4g})" in report.summary()
     seen = {(call.context.current_timestep, call.context.sigmas) for call in calls if call.context}
     assert {sigmas for _, sigmas in seen} == {tuple(sigmas)}
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "text"),
+    [(50, "0-17 (sigma >0.9: 1 to 0.9067)"), (4, "0-1 (sigma >0.9: 1 to 0.9376)")],
+)
+def test_a_shift_and_a_run_of_a_few_steps_are_followed_as_the_page_says(num_steps, text):
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+    )
+    tracker = StepTracker(lambda: scheduler)
+    scheduler.set_timesteps(num_steps)
+    step = tracker.locate(float(scheduler.timesteps[0]), scheduler.timesteps.dtype)
+    assert step.sigmas is not None
+    assert len(step.sigmas) == step.num_steps == num_steps
+    named = SigmaSteps.of(StepSet.of(SigmaSelector.parse(">0.9")), step.sigmas)
+    assert f"{named.steps} ({named})" == text
 
 
 def test_a_rule_may_name_noise_levels_that_the_run_does_not_have(fresh):
