@@ -31,6 +31,7 @@ __all__ = [
     "FLASH_ATTN_4",
     "FLASH_KMEANS",
     "KMEANS",
+    "POOLED_TAIL",
     "QUANTIZED",
     "TRITON",
     "TRITON_WITH_GLUON",
@@ -517,6 +518,28 @@ BLOCK_SPARSE = Operation(
     ),
 )
 """Attention over a `BlockPlan`."""
+
+POOLED_TAIL = Operation(
+    label="the pooled tail",
+    kernels=(
+        KernelDeclaration(
+            name="triton",
+            platforms=_GPUS,
+            capability=_SM80,
+            dtypes=_HALF,
+            head_sizes=HeadSizes(maximum=256),
+            packages=(TRITON,),
+            interpreted=True,
+        ),
+        KernelDeclaration(
+            name="reference",
+            dtypes=_FLOATING,
+            head_sizes=HeadSizes(),
+            serves=frozenset(_REFUSALS),
+        ),
+    ),
+)
+"""The means of blocks that a `BlockPlan` leaves out, on top of attention over it."""
 
 _EIGHT_BIT_TRITON = KernelDeclaration(
     name="triton",

@@ -81,7 +81,7 @@ def dense_mask(plan: BlockPlan, batch: int, heads: int) -> torch.Tensor:
     mask = torch.zeros(batch, heads, plan.q.total, plan.kv.total, dtype=torch.bool)
     for b in range(batch):
         for h in range(heads):
-            queries, keys = _ranges(plan.q, b, h), _ranges(plan.kv, b, h)
+            queries, keys = block_ranges(plan.q, b, h), block_ranges(plan.kv, b, h)
             for i, (first, last) in enumerate(queries):
                 count = int(_at(plan.counts, b, h)[i])
                 for j in _at(plan.indices, b, h)[i, :count].tolist():
@@ -102,7 +102,8 @@ def _at(tensor: torch.Tensor, b: int, h: int) -> torch.Tensor:
     return tensor[min(b, tensor.shape[0] - 1), min(h, tensor.shape[1] - 1)].cpu()
 
 
-def _ranges(blocks: Blocks, b: int, h: int) -> list[tuple[int, int]]:
+def block_ranges(blocks: Blocks, b: int, h: int) -> list[tuple[int, int]]:
+    """Return the first row of every block of a batch entry and head, and the row behind it."""
     ranges = []
     for i in range(blocks.num):
         first, length = i * blocks.size, min(blocks.size, blocks.total - i * blocks.size)

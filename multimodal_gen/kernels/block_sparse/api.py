@@ -22,6 +22,12 @@ from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
     attention_reference_backward,
 )
+from multimodal_gen.kernels.block_sparse.tail import (
+    PooledTail,
+    add_tail,
+    kept_map,
+    pool_blocks,
+)
 from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS, gluon_tile, triton_tile
 from multimodal_gen.kernels.engine import (
     AUTO,
@@ -76,6 +82,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     kernel: KernelChoice = AUTO,
     deterministic: bool = False,
+    tail: PooledTail | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention over the pairs of `plan`.
 
@@ -91,10 +98,12 @@ def block_sparse_attention(
         return_lse: whether to return the log-sum-exp of the scores as well.
         kernel: what must run, "auto" for the fastest that can, or what was selected for a layer.
         deterministic: whether two runs must agree bit by bit; costs speed in some kernels.
+        tail: lets the blocks that a row does not keep count by their means; None drops them.
 
     Returns:
         out [B, Sq, H, D] in q's dtype, contiguous; with `return_lse` also lse [B, H, Sq], fp32,
-        natural logarithm. Query rows without keys, or in no query block, give 0 and -inf.
+        natural logarithm, of the tail too. Query rows without keys, or in no query block, give 0
+        and -inf.
 
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other or the plan.
@@ -103,6 +112,11 @@ def block_sparse_attention(
     check_arguments(q, k, v, plan, scale)
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    if tail is not None:
+        results = _with_tail(
+            q, k, v, plan, tail, scale=scale, kernel=kernel, deterministic=deterministic
+        )
+        return results if return_lse else results[0]
     if q.shape[0] == 0:
         lse = q.new_empty((0, q.shape[2], q.shape[1]), dtype=torch.float32)
         return (q.clone(), lse) if return_lse else q.clone()
@@ -129,6 +143,28 @@ def block_sparse_attention(
         backward=backward,
     )
     return (out, lse) if return_lse else out
+
+
+def _with_tail(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    tail: PooledTail,
+    *,
+    scale: float,
+    kernel: KernelChoice,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse over what the plan keeps, and the means of what it does not."""
+    num = tail.blocks_of(plan)
+    out, lse = block_sparse_attention(
+        q, k, v, plan, scale=scale, return_lse=True, kernel=kernel, deterministic=deterministic
+    )
+    if not num:
+        return out, lse
+    pooled = tail.pooled or pool_blocks(k, v, plan.kv, num, first_order=tail.first_order)
+    return add_tail(out, lse, q, pooled, kept_map(plan, num), plan.q, scale=scale, kernel=kernel)
 
 
 def kernel_for(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-__all__ = ["CHOICE_ROWS", "GluonTile", "TritonTile", "gluon_tile", "triton_tile"]
+__all__ = ["CHOICE_ROWS", "GluonTile", "TritonTile", "gluon_tile", "tail_tile", "triton_tile"]
 
 # Rows of a query block that suit the Gluon provider where rows choose.
 CHOICE_ROWS = 192
@@ -81,6 +81,47 @@ def _fitted(tile: TritonTile, head_size: int, shared_memory: int) -> TritonTile:
         stages -= 1
         tile = TritonTile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=stages)
     return tile
+
+
+# (largest head size, narrow) -> tile of the pooled tail. Not measured: chosen by compiling, so that
+# no accumulator spills.
+_TAIL_SM90 = MappingProxyType(
+    {
+        (64, False): TritonTile(rows=128, keys=64, warps=8, stages=3),
+        (64, True): TritonTile(rows=64, keys=64, warps=4, stages=3),
+        (128, False): TritonTile(rows=128, keys=64, warps=8, stages=3),
+        (128, True): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        (256, False): TritonTile(rows=128, keys=32, warps=8, stages=2),
+        (256, True): TritonTile(rows=64, keys=32, warps=8, stages=2),
+    }
+)
+_TAIL_OTHER = MappingProxyType(
+    {
+        (64, False): TritonTile(rows=128, keys=32, warps=8, stages=3),
+        (64, True): TritonTile(rows=64, keys=32, warps=4, stages=3),
+        (128, False): TritonTile(rows=128, keys=32, warps=8, stages=3),
+        (128, True): TritonTile(rows=64, keys=32, warps=4, stages=3),
+        (256, False): TritonTile(rows=64, keys=32, warps=8, stages=2),
+        (256, True): TritonTile(rows=64, keys=32, warps=8, stages=2),
+    }
+)
+
+
+@cache
+def tail_tile(
+    *, head_size: int, q_size: int, regular: bool, capability: tuple[int, int] | None
+) -> TritonTile:
+    """Return the tile of the pooled tail; one of 128 rows may hold two blocks of 64.
+
+    Args:
+        head_size: D, at most 256.
+        q_size: rows of a query block.
+        regular: whether query blocks follow each other without gaps.
+        capability: compute capability of the GPU, or None where it has none.
+    """
+    table = _TAIL_OTHER if capability is None or capability < (9, 0) else _TAIL_SM90
+    largest = next(size for size in (64, 128, 256) if head_size <= size)
+    return table[largest, q_size < 64 or (q_size == 64 and not regular)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

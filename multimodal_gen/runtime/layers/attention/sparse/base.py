@@ -6,17 +6,23 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, config_at, varying
+from multimodal_gen.runtime.layers.attention.config import (
+    SparseConfig,
+    config_at,
+    option,
+    varying,
+)
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import ring_layout
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -27,7 +33,10 @@ from multimodal_gen.runtime.layers.attention.warn_once import warn_if_dense_run
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["SparseImpl"]
+__all__ = ["SparseImpl", "Tail", "refuse_foreign_tail", "tail_option"]
+
+Tail = Literal["none", "pooled"]
+"""What becomes of keys that a query does not keep: they are dropped, or count by their means."""
 
 _ConfigT = TypeVar("_ConfigT", bound=SparseConfig)
 
@@ -68,6 +77,27 @@ _FAR = 0.1  # from what was asked for
 
 # Runs of a layer that are remembered; a run has one grid and one length of text.
 _MOST_RUNS = 256
+
+
+def tail_option(default: Tail = "none") -> Any:
+    """Declare the parameter `tail` of a method."""
+    return option(default, "what is not kept: dropped (none), or counted by its means (pooled)")
+
+
+def refuse_foreign_tail(backend: str, tail: Tail, kernel: str, *foreign: str) -> None:
+    """Raise `ConfigError` where a tail was asked of a kernel of somebody else.
+
+    Args:
+        backend: the backend's name, for the message.
+        tail: the parameter `tail`.
+        kernel: the parameter `kernel`.
+        *foreign: kernels of other packages.
+    """
+    if tail != "none" and kernel in foreign:
+        raise ConfigError(
+            f"`tail` of {backend} must be none with `kernel` {kernel}, which drops what is not "
+            f"kept, got {tail}; leave `kernel` out"
+        )
 
 
 class SparseImpl(AttentionImpl, Generic[_ConfigT]):
@@ -166,7 +196,13 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             keep=keep,
             gate=gate,
             first_head=first_head,
+            tail=self.pools_tail,
         )
+
+    @property
+    def pools_tail(self) -> bool:
+        """Whether blocks that are not kept count by their means."""
+        return getattr(self.config, "tail", "none") == "pooled"
 
     def ring_layout(self, inputs: RingInputs, context: ForwardContext | None) -> SequenceLayout:
         """Return where the video lies in the sequence of a ring; the beginning of a call in one.

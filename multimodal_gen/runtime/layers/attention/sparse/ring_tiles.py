@@ -18,6 +18,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, KernelChoice, SelectedKernel
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
@@ -46,12 +47,15 @@ __all__ = [
     "AttendPlan",
     "Halo",
     "PlanOf",
+    "RingTail",
     "Shard",
     "attend_ring_tiles",
     "own_queries",
+    "plans_of_lists",
     "pool_over_ring",
     "ring_layout",
     "ring_plans",
+    "ring_tail",
     "shard_lists",
     "shards_of",
     "text_shard",
@@ -106,6 +110,23 @@ class Halo:
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     plan: BlockPlan | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RingTail:
+    """What a rank's queries see of the tiles that they do not keep.
+
+    It joins the softmax together with the rank's own keys, once.
+
+    Attributes:
+        pooled: the means of all tiles of the grid.
+        kept: bool [B|1, H|1, n, N], which of them each of the rank's tiles keeps.
+        scale: factor of the scores.
+    """
+
+    pooled: PooledBlocks
+    kept: torch.Tensor
+    scale: float
 
 
 PlanOf = Callable[[Shard], BlockPlan | None]
@@ -279,10 +300,23 @@ def ring_plans(mine: Shard | None, select: Callable[[torch.Tensor], torch.Tensor
     """
     if mine is None or mine.queries is None:
         return lambda _: None
-    selected, blocks = select(mine.tiles), mine.queries
+    return plans_of_lists(mine, select(mine.tiles))
+
+
+def plans_of_lists(mine: Shard | None, selected: torch.Tensor | None) -> PlanOf:
+    """Return what gives the plans of a shard's queries; see `ring_plans`.
+
+    Args:
+        mine: the queries.
+        selected: int32 [B|1, H|1, n or 1, K], tiles of the grid, increasing along every row; None
+            where there are no queries of the video.
+    """
+    if mine is None or mine.queries is None or selected is None:
+        return lambda _: None
+    lists, blocks = selected, mine.queries
 
     def plan_of(theirs: Shard) -> BlockPlan:
-        indices, counts = shard_lists(selected, theirs)
+        indices, counts = shard_lists(lists, theirs)
         rows = (*indices.shape[:2], blocks.num)
         return BlockPlan(
             indices=indices.expand(*rows, -1),
@@ -292,6 +326,36 @@ def ring_plans(mine: Shard | None, select: Callable[[torch.Tensor], torch.Tensor
         )
 
     return plan_of
+
+
+def ring_tail(
+    inputs: RingInputs,
+    shards: Sequence[Shard | None],
+    kept: torch.Tensor | None,
+    *,
+    scale: float,
+) -> RingTail | None:
+    """Return the tail of a rank's queries. Every rank calls it: means are exchanged.
+
+    Args:
+        inputs: what this rank holds.
+        shards: the keys of every rank.
+        kept: what the rank's tiles keep, as bool [B|1, H|1, n or 1, N] or as lists of tiles, int32
+            [B|1, H|1, n or 1, K]; None where the rank has no queries of the video.
+        scale: factor of the scores.
+    """
+    (key, value), counts = pool_over_ring((inputs.key, inputs.value), shards, inputs.call)
+    pooled = PooledBlocks(
+        keys=key.to(inputs.key.dtype),
+        values=value.to(inputs.value.dtype),
+        counts=counts.int().unsqueeze(1),
+    )
+    if kept is None:
+        return None
+    if kept.dtype != torch.bool:
+        shape = (*kept.shape[:3], key.shape[2])
+        kept = kept.new_zeros(shape, dtype=torch.bool).scatter_(-1, kept.long(), True)
+    return RingTail(pooled=pooled, kept=kept, scale=scale)
 
 
 def whole_tiles_only(kernel: SelectedKernel) -> str | None:
@@ -394,6 +458,7 @@ def attend_ring_tiles(
     queries: Shard | None = None,
     attend: AttendPlan | None = None,
     halo: Halo | None = None,
+    tail: RingTail | None = None,
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, once round the ring, and back.
 
@@ -407,6 +472,7 @@ def attend_ring_tiles(
         attend: what computes the plans, where that is not the block-sparse engine.
         halo: which keys ranks send each other instead of passing all of them round, where the
             sequence has no text and no mask; None for the ring.
+        tail: what queries of the video see of tiles that they do not keep; None for nothing.
 
     Returns:
         [B, prefix + S + suffix, H, D] in the order of the sequence. Queries that see no key are
@@ -429,7 +495,17 @@ def attend_ring_tiles(
     if order is not None:
         (query,) = gather_tokens((query,), order)
     dense = partial(_block_sparse, scale=scale, kernel=kernel)
-    parts = _Parts(plan_of=plan_of, sparse=attend or dense, dense=dense, held=held, queries=rows)
+    parts = _Parts(
+        plan_of=plan_of,
+        sparse=attend or dense,
+        dense=dense,
+        held=held,
+        queries=rows,
+        me=call.group.index,
+        blocks=None if mine is None else mine.queries,
+        tail=tail,
+        kernel=kernel,
+    )
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
         text = _shard_keys(text_shard(inputs.shared_key.shape[1], query.device), call.shared_keep)
@@ -516,6 +592,10 @@ class _Parts:
         dense: what computes attention to everything.
         held: the keys of every rank that has any.
         queries: rows of this rank's video tokens.
+        me: this rank.
+        blocks: how its video tokens are cut, if there are any.
+        tail: what they see of tiles that they do not keep.
+        kernel: what the tail is to run.
         shared: the keys that all ranks hold.
     """
 
@@ -524,6 +604,10 @@ class _Parts:
     dense: AttendPlan
     held: dict[int, _ShardKeys]
     queries: slice
+    me: int
+    blocks: Blocks | None
+    tail: RingTail | None
+    kernel: KernelChoice
     shared: _ShardKeys | None = None
 
     def attend(self, query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -545,10 +629,23 @@ class _Parts:
     def _by_plan(
         self, query: torch.Tensor, part: KeyPart, theirs: _ShardKeys
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = self.plan_of(theirs.shard)
+        plan, tail = self.plan_of(theirs.shard), self.tail
         if plan is None:
-            return attend_to_nothing(query, part.value)
-        return self.sparse(query, part.key, part.value, theirs.kept(plan))
+            found = attend_to_nothing(query, part.value)
+        else:
+            found = self.sparse(query, part.key, part.value, theirs.kept(plan))
+        if tail is None or part.owner != self.me:
+            return found
+        assert self.blocks is not None, "there are queries"
+        return add_tail(
+            *found,
+            query,
+            tail.pooled,
+            tail.kept.expand(-1, -1, self.blocks.num, -1),
+            self.blocks,
+            scale=tail.scale,
+            kernel=self.kernel,
+        )
 
     def _to_all(
         self, query: torch.Tensor, part: KeyPart, theirs: _ShardKeys

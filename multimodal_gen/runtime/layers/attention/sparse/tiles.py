@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.tail import PooledTail
 from multimodal_gen.kernels.engine import AUTO, SelectedKernel
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
@@ -123,6 +124,7 @@ class SparseCall:
         keep: bool [B, Sk], keys that may be attended to; None for all.
         gate: weight of a coarse branch, as `query`; None where there is none.
         first_head: index of the first of `query`'s heads among those of the layer.
+        tail: whether blocks of video that a query does not keep count by their means.
     """
 
     query: torch.Tensor
@@ -134,6 +136,7 @@ class SparseCall:
     keep: torch.Tensor | None = None
     gate: torch.Tensor | None = None
     first_head: int = 0
+    tail: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -408,6 +411,7 @@ def attend_tiled(
     )
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
     same = queries.index is keys.index and keep is None
+    tail = PooledTail(num_blocks=keys.num_tiles) if call.tail else None
 
     def attend(kv_slice: slice) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
@@ -420,7 +424,9 @@ def attend_tiled(
         plan = plan_of(q_slice)
         if masked is not None:
             plan = replace(plan, kv=masked)
-        tiled = block_sparse_attention(q, k, v, plan, scale=call.scale, kernel=call.kernel)
+        tiled = block_sparse_attention(
+            q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail
+        )
         assert isinstance(tiled, torch.Tensor)
         scatter_tokens(tiled, queries.index, out[:, :, q_slice])
 

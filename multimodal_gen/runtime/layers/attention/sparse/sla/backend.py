@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.tail import PooledTail
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, TRITON
 from multimodal_gen.kernels.linear_attention.api import add_linear
 from multimodal_gen.kernels.requirements import Capability, PackageProbe
@@ -35,9 +37,16 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
-from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
+from multimodal_gen.runtime.layers.attention.sparse.base import (
+    SparseImpl,
+    Tail,
+    refuse_foreign_tail,
+    tail_option,
+)
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
+    plans_of_lists,
+    ring_tail,
     whole_tiles_only,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import (
@@ -106,12 +115,20 @@ class SLAConfig(SLAParameters):
     """Parameters of `sla_attn`; see `SLAParameters` for the others.
 
     Attributes:
+        tail: what becomes of video blocks that a query block does not keep, where a checkpoint has
+            no trained `proj_l`: `none` drops them; `pooled` counts each by the mean of its keys
+            and values. With a `proj_l`, which stands for them, it must be `none`.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
+    tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal["auto", "gluon", "fa4", "triton", "reference", "sparse_linear_attention"] = (
         option("auto", "kernel that runs")
     )
+
+    def check(self) -> None:
+        """The authors' package has no tail."""
+        refuse_foreign_tail("sla_attn", self.tail, self.kernel, UPSTREAM)
 
 
 def _density(plan: BlockPlan, call: SparseCall) -> torch.Tensor:
@@ -190,7 +207,8 @@ class SLAImpl(SparseImpl[_ParametersT]):
         plan = block_map(scored, branch.means, keys, blocks, kept)
         if by_pairs:
             self.record(context, _density(plan, call), call.query.shape[2])
-        out: torch.Tensor = self.sparse_branch(q, k, v, plan, means=branch.means)
+        pooled = blocks.num_video if call.tail else 0
+        out: torch.Tensor = self.sparse_branch(q, k, v, plan, means=branch.means, num_pooled=pooled)
         attend_text(call, out)
         return branch.add(out, q, k, v, plan, layout.video).to(call.query.dtype)
 
@@ -212,6 +230,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
         plan: BlockPlan,
         *,
         means: torch.Tensor | None = None,
+        num_pooled: int = 0,
         return_lse: bool = False,
     ) -> Any:
         """Return softmax attention over the pairs of `plan`, a new tensor.
@@ -222,6 +241,8 @@ class SLAImpl(SparseImpl[_ParametersT]):
             value: as `key`.
             plan: the selected blocks; queries in no block are zero.
             means: means of the key blocks, fp32 or fp64 [B, Hkv, Nk, D], where they are known.
+            num_pooled: of so many of the first key blocks, those that are not selected count by
+                their means.
             return_lse: whether to return the log-sum-exp beside it, for a ring.
         """
         del means
@@ -233,6 +254,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
             scale=self.softmax_scale,
             return_lse=return_lse,
             kernel=self.kernel,
+            tail=PooledTail(num_blocks=num_pooled) if num_pooled else None,
         )
 
     def ring_reason(self) -> str | None:
@@ -253,13 +275,19 @@ class SLAImpl(SparseImpl[_ParametersT]):
         given = inputs.query.dtype
         inputs = inputs.to(self._exact_dtype(given))
         held = RingBlocks.of(inputs, layout, config.BLKQ, config.BLKK)
+        lists, tail = held.lists_of(inputs, kept, blocks.num_video), None
+        mine = held.queries[held.mine]
+        if self.pools_tail:
+            tail = ring_tail(inputs, held.keys, lists, scale=self.softmax_scale)
         out = attend_ring_tiles(
             inputs,
             held.keys,
-            held.plans_of(inputs, kept, blocks.num_video),
+            plans_of_lists(mine, lists),
             scale=self.softmax_scale,
-            queries=held.queries[held.mine],
+            kernel=self.kernel,
+            queries=mine,
             attend=partial(self.sparse_branch, return_lse=True),
+            tail=tail,
         )
         rows, linear = held.rows(inputs, layout), self.projection.linear
         if linear is not None:
@@ -306,9 +334,18 @@ class SLAImpl(SparseImpl[_ParametersT]):
         """Return how many blocks a query block keeps; warns of what that means."""
         kept = kept_blocks(ratio, blocks.num_video)
         self.warn_of_density(layout, ratio, kept, blocks.num_video)
-        if self.projection.linear is None and kept < blocks.num_video:
-            component = None if self.site is None else self.site.component
-            notice_no_projection(self.warnings, self.label, component, ratio, kept)
+        component = None if self.site is None else self.site.component
+        if self.projection.linear is not None and self.pools_tail:
+            raise UsageError(
+                f"`tail` of {self.label} must be none where a checkpoint has a trained proj_l, as "
+                f"{component or 'this layer'} has: its linear branch stands for the blocks that "
+                f"are not kept; remove it, got pooled"
+            )
+        if self.projection.linear is None and kept < blocks.num_video and not self.pools_tail:
+            can_pool = hasattr(self.config, "tail")
+            notice_no_projection(
+                self.warnings, self.label, component, ratio, kept, can_pool=can_pool
+            )
         return kept
 
     def _exact_dtype(self, dtype: torch.dtype) -> torch.dtype:

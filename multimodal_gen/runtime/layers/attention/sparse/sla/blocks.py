@@ -168,7 +168,13 @@ def block_map(
 
 
 def notice_no_projection(
-    warnings: WarnOnce, backend: str, component: str | None, topk_ratio: float, kept: int
+    warnings: WarnOnce,
+    backend: str,
+    component: str | None,
+    topk_ratio: float,
+    kept: int,
+    *,
+    can_pool: bool,
 ) -> None:
     """Say once per component of a pipeline what the missing projection means.
 
@@ -178,12 +184,15 @@ def notice_no_projection(
         component: the component; None outside a pipeline.
         topk_ratio: share of the key blocks to keep.
         kept: how many they are.
+        can_pool: whether the method has a parameter `tail`.
     """
+    remedy = "; `tail: pooled` counts the other blocks by their means" if can_pool else ""
     blocks = "key block" if kept == 1 else f"{100 * topk_ratio:g} % of the key blocks"
     warnings.warn(
         f"{backend} of {component or 'a layer'} was given no trained proj_l: its linear branch is "
         f"zero, so every query attends to the best {blocks} alone and the rest is lost; without a "
         f"checkpoint that was fine-tuned for Sparse-Linear Attention expect visibly worse results"
+        f"{remedy}"
     )
 
 

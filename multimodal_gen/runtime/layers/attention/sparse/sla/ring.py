@@ -20,11 +20,9 @@ from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
-    PlanOf,
     Shard,
     own_queries,
     pool_over_ring,
-    ring_plans,
     shards_of,
     text_shard,
 )
@@ -66,10 +64,11 @@ class RingBlocks:
         first = max(layout.start - sum(call.lengths[: self.mine]), call.prefix)
         return slice(first, first + (0 if own is None else own.num_video))
 
-    def plans_of(self, inputs: RingInputs, kept: int, num_blocks: int) -> PlanOf:
-        """Return what gives the plan of this rank's queries over a shard's keys.
+    def lists_of(self, inputs: RingInputs, kept: int, num_blocks: int) -> torch.Tensor | None:
+        """Return the video blocks that this rank's query blocks keep, int32 [B|1, H|1, n|1, kept].
 
-        Every rank calls it: means are exchanged where there is something to select.
+        None where it has no queries of the video. Every rank calls it: means are exchanged where
+        there is something to select.
 
         Args:
             inputs: what this rank holds.
@@ -79,14 +78,14 @@ class RingBlocks:
         # Every rank does, in the same order: it exchanges.
         scored = None if kept == num_blocks else self._scored(inputs)
 
-        def select(tiles: torch.Tensor) -> torch.Tensor:
-            if scored is None:
-                every = torch.arange(num_blocks, dtype=torch.int32, device=tiles.device)
-                return every.view(1, 1, 1, -1)
-            query, keys, real = scored
-            return select_tiles(query[:, :, tiles], keys, kept, real=real)
-
-        return ring_plans(self.queries[self.mine], select)
+        mine = self.queries[self.mine]
+        if mine is None or mine.queries is None:
+            return None
+        if scored is None:
+            every = torch.arange(num_blocks, dtype=torch.int32, device=mine.tiles.device)
+            return every.view(1, 1, 1, -1)
+        query, keys, real = scored
+        return select_tiles(query[:, :, mine.tiles], keys, kept, real=real)
 
     def _scored(self, inputs: RingInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the means that blocks are selected by, and bool [B, N], blocks with keys."""

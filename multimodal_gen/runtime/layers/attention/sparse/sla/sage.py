@@ -98,6 +98,7 @@ class SageSLAImpl(SLAImpl[SageSLAConfig]):
         plan: BlockPlan,
         *,
         means: torch.Tensor | None = None,
+        num_pooled: int = 0,
         return_lse: bool = False,
     ) -> Any:
         """Return the sparse branch; see `SLAImpl.sparse_branch`.
@@ -105,6 +106,7 @@ class SageSLAImpl(SLAImpl[SageSLAConfig]):
         The mean of the block means stands for that of the keys: any will do that is close to what
         they have in common.
         """
+        assert not num_pooled, "there is no parameter `tail`"
         refuse_grad(self.label, query, key, value)
         if self.kernel.name == SPAS_SAGE:
             return self._attend_spas_sage(query, key, value, plan)

@@ -34,14 +34,20 @@ from multimodal_gen.runtime.layers.attention.config import (
     option,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
+from multimodal_gen.runtime.layers.attention.sparse.base import (
+    SparseImpl,
+    Tail,
+    refuse_foreign_tail,
+    tail_option,
+)
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     Shard,
     attend_ring_tiles,
+    ring_tail,
     shards_of,
     whole_tiles_only,
 )
-from multimodal_gen.runtime.layers.attention.sparse.sta.ring import halo_of, ring_plan
+from multimodal_gen.runtime.layers.attention.sparse.sta.ring import halo_of, ring_map, ring_plan
 from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
     branch_parts,
     head_losses,
@@ -92,6 +98,9 @@ class SlidingTileConfig(SparseConfig):
         tile_size: tokens per tile along (time, height, width).
         target_density: share of the attention matrix the tuning modes aim at; None for the least
             loss per head.
+        tail: what becomes of tiles outside of a window: `none` drops them, as the paper does;
+            `pooled` counts each by the mean of its keys and values. Searches and tuning find other
+            windows with it.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
@@ -116,12 +125,14 @@ class SlidingTileConfig(SparseConfig):
     target_density: float | None = option(
         None, "share of the attention matrix tuning aims at", ge=0, le=1
     )
+    tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal[
         "auto", "gluon", "fa4", "triton", "reference", "st_attn", "fastvideo_kernel"
     ] = option("auto", "kernel that runs")
 
     def check(self) -> None:
         """Each mode has exactly the sources it reads; only tuning has a target."""
+        refuse_foreign_tail("sliding_tile_attn", self.tail, self.kernel, *UPSTREAM)
         file, window, mode = self.mask_strategy_file_path, self.window, self.sta_mode
         inference, tuning = mode == "STA_inference", mode.startswith("STA_tuning")
         if inference and file is None and window is None:
@@ -258,11 +269,20 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
             assert mine is not None, "only queries of the video have a plan"
             return ring_plan(windows, mine, theirs)
 
-        halo = None
+        halo, tail = None, None
         if call.keep is None and inputs.shared_key is None:
             halo = halo_of(windows, shards, me)
+        if self.pools_tail:
+            kept = None if mine is None else ring_map(windows, mine)
+            tail = ring_tail(inputs, shards, kept, scale=self.softmax_scale)
         return attend_ring_tiles(
-            inputs, shards, plan_of, scale=self.softmax_scale, kernel=self.kernel, halo=halo
+            inputs,
+            shards,
+            plan_of,
+            scale=self.softmax_scale,
+            kernel=self.kernel,
+            halo=halo,
+            tail=tail,
         )
 
     def check_run(self, context: ForwardContext) -> None:

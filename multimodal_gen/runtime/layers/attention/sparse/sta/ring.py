@@ -21,9 +21,10 @@ from multimodal_gen.runtime.layers.attention.sparse.sta.windows import (
     Window,
     effective_window,
     kept_indices,
+    kept_map,
 )
 
-__all__ = ["halo_of", "ring_plan"]
+__all__ = ["halo_of", "ring_map", "ring_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +88,17 @@ def _plan_of(heads: Sequence[_BlockLists], mine: Shard, keys: Blocks) -> BlockPl
             uniform=all(held.least == most for held in heads),
         )
         return plan.longest_first()
+
+
+@lru_cache(maxsize=128)
+def ring_map(windows: tuple[Window, ...], mine: Shard) -> torch.Tensor:
+    """Return which tiles of the grid the queries of a shard keep: bool [1, H|1, n, N]."""
+    with torch.inference_mode(False):
+        tiles, device = mine.keys.order.tiles, mine.tiles.device
+        effective = [effective_window(window, tiles) for window in windows]
+        maps = {window: kept_map(window, tiles, device)[mine.tiles] for window in effective}
+        heads = effective if len(maps) > 1 else effective[:1]
+        return torch.stack([maps[window] for window in heads]).unsqueeze(0)
 
 
 @lru_cache(maxsize=1024)

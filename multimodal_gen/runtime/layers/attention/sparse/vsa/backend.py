@@ -34,9 +34,16 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
-from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
+from multimodal_gen.runtime.layers.attention.sparse.base import (
+    SparseImpl,
+    Tail,
+    refuse_foreign_tail,
+    tail_option,
+)
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
+    plans_of_lists,
+    ring_tail,
     shards_of,
     whole_shards,
     whole_tiles_only,
@@ -78,6 +85,8 @@ class VideoSparseConfig(SparseConfig):
         topk_convention: what `sparsity` is a share of when the number of kept tiles is computed:
             `tiles` of the grid, ragged ones included, or `tokens` / tokens per tile.
         tile_size: tokens per tile along (time, height, width): 64, 128 or 256 in all.
+        tail: what becomes of tiles that a query tile does not keep: `none` drops them, as the paper
+            does; `pooled` counts each by the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
@@ -91,12 +100,14 @@ class VideoSparseConfig(SparseConfig):
     tile_size: tuple[int, ...] = option(
         (4, 4, 4), "tokens per tile along time, height, width", ge=1, length=3
     )
+    tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal["auto", "gluon", "fa4", "triton", "reference", "vsa", "fastvideo_kernel"] = (
         option("auto", "kernel that runs")
     )
 
     def check(self) -> None:
         """The budget is given once, and the tile is one the kernels have."""
+        refuse_foreign_tail("video_sparse_attn", self.tail, self.kernel, *UPSTREAM)
         if self.topk is not None and self.sparsity != 0:
             raise ConfigError(
                 f"`topk` of video_sparse_attn must not be given with `sparsity`, got topk "
@@ -241,7 +252,10 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         if not queries.order.uniform:
             plan = coarse.plan(_first_heads(inputs, layout), kept)
             self._record_pairs(context, plan, layout, num_heads)
-        out = run(shards, coarse.plans_of(mine, kept))
+        lists, tail = coarse.lists_of(mine, kept), None
+        if self.pools_tail:
+            tail = ring_tail(inputs, shards, lists, scale=self.softmax_scale)
+        out = run(shards, plans_of_lists(mine, lists), tail=tail)
         return out if gate is None else coarse.add_to_shard(mine, out, gate, self.softmax_scale)
 
     def add_coarse_ring(

@@ -14,11 +14,9 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_pool.api import add_gated, select_tiles
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
-    PlanOf,
     Shard,
     own_queries,
     pool_over_ring,
-    ring_plans,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
@@ -61,12 +59,11 @@ class CoarseStage:
         indices = select_tiles(self.query[:, heads], key, kept, always=text, real=self.real)
         return plan_of_tiles(indices, self.queries, self.keys)
 
-    def plans_of(self, mine: Shard | None, kept: int) -> PlanOf:
-        """Return what gives the plans of a shard's queries: `kept` tiles and all text."""
-        return ring_plans(
-            mine,
-            lambda tiles: select_tiles(self.query[:, :, tiles], self.key, kept, real=self.real),
-        )
+    def lists_of(self, mine: Shard | None, kept: int) -> torch.Tensor | None:
+        """Return the `kept` tiles of each tile of a shard's queries; None where there are none."""
+        if mine is None or mine.queries is None:
+            return None
+        return select_tiles(self.query[:, :, mine.tiles], self.key, kept, real=self.real)
 
     def add(self, out: torch.Tensor, call: SparseCall) -> torch.Tensor:
         """Return `out` plus the call's gate times attention among the tiles."""

@@ -1,0 +1,317 @@
+"""The pooled tail: blocks that a row does not keep count through the means of their tokens.
+
+`block_sparse_attention(..., tail=PooledTail())` computes both parts. Where they are computed apart,
+as in a ring, `pool_blocks` makes the means and `add_tail` goes on with the softmax of what was
+attended to exactly. tail_reference.py has the definition.
+
+Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size, Nq and N blocks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.tail_reference import (
+    add_tail_reference,
+    pool_blocks_reference,
+    slope_of,
+)
+from multimodal_gen.kernels.block_sparse.tuning import tail_tile
+from multimodal_gen.kernels.engine import (
+    AUTO,
+    POOLED_TAIL,
+    KernelChoice,
+    Request,
+    choose,
+    kernel_name,
+    place_of,
+)
+from multimodal_gen.kernels.tile_pool.api import pool_tiles
+
+__all__ = [
+    "PooledBlocks",
+    "PooledTail",
+    "add_tail",
+    "add_tail_op",
+    "kept_map",
+    "pool_blocks",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PooledBlocks:
+    """The means of key blocks.
+
+    Attributes:
+        keys: [B, Hp, N, D]; query head h uses head h // (H / Hp).
+        values: [B, Hp, N, D].
+        counts: int32 [B|1, Hp|1, N], tokens of each block; empty blocks count for nothing.
+        slope: [B, Hp, D, D], how values change with keys inside of blocks, or None.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+    slope: torch.Tensor | None = None
+
+    def heads(self, heads: slice) -> "PooledBlocks":
+        """Return the same for some of the heads Hp."""
+        counts = self.counts if self.counts.shape[1] == 1 else self.counts[:, heads]
+        return PooledBlocks(
+            keys=self.keys[:, heads],
+            values=self.values[:, heads],
+            counts=counts,
+            slope=None if self.slope is None else self.slope[:, heads],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PooledTail:
+    """Let the blocks that a row does not keep take part in its softmax by their means.
+
+    Attributes:
+        num_blocks: the first so many key blocks of the plan do; those behind them, such as text,
+            are kept or dropped by the lists alone. None for all.
+        first_order: whether values follow keys inside of blocks, by one matrix per head.
+        pooled: the means, where they are known; of `num_blocks` blocks.
+    """
+
+    num_blocks: int | None = None
+    first_order: bool = False
+    pooled: PooledBlocks | None = None
+
+    def blocks_of(self, plan: BlockPlan) -> int:
+        """Return how many blocks of a plan are pooled.
+
+        Raises:
+            UsageError: the plan has fewer, is causal or has row bits.
+        """
+        if plan.causal or plan.row_bits is not None:
+            what = "is causal" if plan.causal else "has row bits"
+            raise UsageError(
+                f"`tail` must be given with lists of whole blocks, got a plan that {what}; use "
+                f"add_tail for choices per row"
+            )
+        num = plan.kv.num if self.num_blocks is None else self.num_blocks
+        if not 0 <= num <= plan.kv.num:
+            raise UsageError(f"`num_blocks` must lie in [0, {plan.kv.num}], got {num}")
+        if self.pooled is not None and self.pooled.keys.shape[2] != num:
+            raise UsageError(
+                f"`pooled` must hold the means of {num} blocks, got {self.pooled.keys.shape[2]}"
+            )
+        return num
+
+
+def pool_blocks(
+    k: torch.Tensor, v: torch.Tensor, blocks: Blocks, num: int, *, first_order: bool = False
+) -> PooledBlocks:
+    """Return the means of the first `num` key blocks, in the dtype of k; does not wait.
+
+    Args:
+        k: [B, Sk, Hkv, D], any strides.
+        v: [B, Sk, Hkv, D], any strides.
+        blocks: how they are cut; bounds per head are those of query heads, or of key heads.
+        num: how many blocks.
+        first_order: whether to return the slope as well.
+    """
+    leading = [x.shape[1] for x in blocks.tensors() if x.shape[1] not in (1, k.shape[2])]
+    if leading:  # heads that share keys may cut them in other ways
+        k, v = (x.repeat_interleave(leading[0] // k.shape[2], dim=2) for x in (k, v))
+    starts, lengths = blocks.bounds(k.device)
+    starts, lengths = starts[..., :num], lengths[..., :num]
+    if starts.shape[:2] == lengths.shape[:2] == (1, 1):
+        bounds = starts[0, 0].contiguous(), lengths[0, 0].contiguous()
+        keys, values = pool_tiles((k, v), *bounds, size=blocks.size)
+    elif not torch.compiler.is_compiling() and _kernel(k, AUTO, (k, v)) == "triton":
+        from multimodal_gen.kernels.block_sparse import tail_kernel
+
+        keys, values = (tail_kernel.pool_blocks(x, starts, lengths) for x in (k, v))
+    else:
+        keys, values = (pool_blocks_reference(x, blocks, num).to(x.dtype) for x in (k, v))
+    slope = slope_of(k, v, blocks, keys, values) if first_order else None
+    return PooledBlocks(keys=keys, values=values, counts=lengths, slope=slope)
+
+
+def kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
+    """Return which of the first `num` blocks are on a plan's lists, bool [B|1, H|1, Nq, num].
+
+    Made once per plan; does not wait for the device.
+    """
+    if torch.compiler.is_compiling():
+        return _kept_map(plan, num)
+    key = ("kept map", num)
+    if key in plan.cache:
+        found: torch.Tensor = plan.cache[key]
+        return found
+    return plan.remember(key, _kept_map(plan, num))
+
+
+def _kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
+    slots = torch.arange(plan.indices.shape[3], device=plan.device)
+    listed = (slots < plan.counts.unsqueeze(-1)) & (plan.indices < num)
+    kept = listed.new_zeros((*plan.counts.shape, num + 1))
+    kept.scatter_(-1, torch.where(listed, plan.indices, num).long(), True)
+    return kept[..., :num].contiguous()
+
+
+def add_tail(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    pooled: PooledBlocks,
+    kept: torch.Tensor,
+    queries: Blocks | None,
+    *,
+    scale: float,
+    kernel: KernelChoice = AUTO,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention that also sees the means of the blocks that rows do not keep.
+
+    Does not wait for the device.
+
+    Args:
+        out: attention to what rows keep, [B, Sq, H, D]; is written to, unless gradients are
+            recorded.
+        lse: its natural log-sum-exp, fp32 (fp64) [B, H, Sq]; likewise.
+        q: [B, Sq, H, D], any strides.
+        pooled: the means of N blocks.
+        kept: which blocks rows keep: bool [B|1, H|1, Nq, N] by query block; or, without `queries`,
+            int32 [B|1, H|1, Sq, ceil(N / 32)], bit j % 32 of word j // 32 of each row.
+        queries: the query blocks; rows in none of them have no tail.
+        scale: factor of the scores.
+        kernel: "triton", "reference", or anything else for the faster of these that can.
+
+    Returns:
+        Output and log-sum-exp over both.
+
+    Raises:
+        UsageError: shapes do not fit each other.
+    """
+    _check(out, lse, q, pooled, kept, queries)
+    if not pooled.keys.shape[2] or not q.numel():
+        return out, lse
+    inputs = (out, lse, q, pooled.keys, pooled.values)
+    if torch.compiler.is_compiling():
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        chosen = "reference" if recorded else ""
+    else:
+        chosen = _kernel(q, kernel, inputs)
+    if not chosen:  # what a call is like is known when the graph runs
+        starts, lengths = (None, None) if queries is None else (queries.starts, queries.lengths)
+        num, size = (0, 0) if queries is None else (queries.num, queries.size)
+        return add_tail_op(
+            out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept,
+            starts, lengths, num, size, scale=scale,
+        )  # fmt: skip
+    if chosen == "reference":
+        return add_tail_reference(
+            out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept, queries,
+            scale=scale,
+        )  # fmt: skip
+    from multimodal_gen.kernels.block_sparse import tail_kernel
+
+    platform, capability = place_of(q.device)
+    capability = (9, 0) if platform == "cpu" else capability  # the interpreter's path is measured
+    engine = capability is not None and capability >= (9, 0)
+    tile = tail_tile(
+        head_size=q.shape[3],
+        q_size=q.shape[1] if queries is None else queries.size,
+        regular=queries is None or queries.lengths is None,
+        capability=capability,
+    )
+    tail_kernel.add_tail(
+        out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept, queries,
+        scale=scale, tile=tile,
+        copy_engine=engine and all(map(_in_rows_of_16_bytes, (pooled.keys, pooled.values))),
+    )  # fmt: skip
+    return out, lse
+
+
+def _kernel(q: torch.Tensor, kernel: KernelChoice, inputs: tuple[torch.Tensor, ...]) -> str:
+    """Return which kernel runs."""
+    platform, capability = place_of(q.device)
+    request = Request(
+        platform=platform,
+        capability=capability,
+        dtype=q.dtype,
+        head_size=q.shape[3],
+        backward=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
+        device=q.device.index,
+    )
+    name = kernel_name(kernel)
+    return choose(POOLED_TAIL, name if name in POOLED_TAIL.names else AUTO, request)
+
+
+def _in_rows_of_16_bytes(means: torch.Tensor) -> bool:
+    """Whether the copy engine can read [B, H, N, D]."""
+    outer = [s for s, n in zip(means.stride()[:3], means.shape, strict=False) if n > 1]
+    aligned = all(s * means.element_size() % 16 == 0 for s in (*outer, means.shape[3]))
+    return aligned and means.stride(3) == 1 and means.data_ptr() % 16 == 0
+
+
+def _check(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    pooled: PooledBlocks,
+    kept: torch.Tensor,
+    queries: Blocks | None,
+) -> None:
+    batch, total, heads, size = q.shape
+    keys = pooled.keys
+    if out.shape != q.shape or tuple(lse.shape) != (batch, heads, total):
+        raise UsageError(
+            f"`out` must be {list(q.shape)} and `lse` {[batch, heads, total]}, got "
+            f"{list(out.shape)} and {list(lse.shape)}"
+        )
+    shared = keys.ndim == 4 and keys.shape[0] == batch and heads % max(keys.shape[1], 1) == 0
+    if not shared or keys.shape[3] != size or pooled.values.shape != keys.shape:
+        raise UsageError(
+            f"`pooled` must hold keys and values [{batch}, Hp, N, {size}] with Hp a divisor of "
+            f"{heads}, got {list(keys.shape)} and {list(pooled.values.shape)}"
+        )
+    if queries is None:
+        wanted, dtype = (total, -(-keys.shape[2] // 32)), torch.int32
+    else:
+        wanted, dtype = (queries.num, keys.shape[2]), torch.bool
+        if queries.total != total:
+            raise UsageError(f"`queries` must be of {total} rows, got {queries.total}")
+    if kept.dtype != dtype or tuple(kept.shape[2:]) != wanted:
+        raise UsageError(
+            f"`kept` must be {dtype} [B|1, H|1, {wanted[0]}, {wanted[1]}], got {kept.dtype} "
+            f"{list(kept.shape)}"
+        )
+
+
+@torch.library.custom_op("multimodal_gen::add_pooled_tail", mutates_args=())
+def add_tail_op(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    counts: torch.Tensor,
+    slope: torch.Tensor | None,
+    kept: torch.Tensor,
+    q_starts: torch.Tensor | None,
+    q_lengths: torch.Tensor | None,
+    q_num: int,
+    q_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `add_tail` on copies of `out` and `lse`."""
+    queries = None
+    if q_num:
+        queries = Blocks(
+            num=q_num, size=q_size, total=q.shape[1], starts=q_starts, lengths=q_lengths
+        )
+    pooled = PooledBlocks(keys=keys, values=values, counts=counts, slope=slope)
+    return add_tail(out.clone(), lse.clone(), q, pooled, kept, queries, scale=scale)
+
+
+@add_tail_op.register_fake
+def _(out: torch.Tensor, lse: torch.Tensor, *rest: object, **options: object) -> object:
+    del rest, options
+    return torch.empty_like(out), torch.empty_like(lse)

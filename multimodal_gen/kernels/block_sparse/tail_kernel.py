@@ -1,0 +1,286 @@
+"""The pooled tail in Triton: goes on with the online softmax where block-sparse attention ended.
+
+For a tile of BM query rows, whose exact part has the output o and the log-sum-exp lse, over steps
+of BN pooled keys, with s = scale * log2(e) * q kc^T + log2(n), minus infinity for kept blocks:
+
+    m = log2(e) lse;  old = 1;  new = 0;  acc = 0
+    m' = max(m, rowmax s);  p = 2^(s - m');  a = 2^(m - m')
+    old = old a;  new = new a + rowsum p;  acc = acc a + p vc
+    out = (old o + acc + new * scale * q H) / (old + new);   lse = ln 2 (m + log2(old + new))
+
+It reads and writes the output once, and needs no other memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from multimodal_gen.kernels.block_sparse.plan import Blocks, unit_stride
+from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
+
+LOG2E = 1.4426950408889634
+POOL_ROWS = 64  # tokens that are added at once
+
+
+@triton.jit
+def _dot(a, b, UPCAST: tl.constexpr):
+    """Multiply. The interpreter has no bfloat16 product, so there both are widened first."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def _bias(kept_ptr, count_ptr, first, num, BN: tl.constexpr):
+    """Return log2 of the tokens of BN blocks, minus infinity where a query block keeps them."""
+    n = first + tl.arange(0, BN)
+    inside = n < num
+    kept = tl.load(kept_ptr + n, mask=inside, other=1)
+    count = tl.load(count_ptr + n, mask=inside, other=0)
+    size = tl.log2(tl.maximum(count, 1).to(tl.float32))
+    return tl.where((kept == 0) & (count > 0), size, float("-inf"))
+
+
+@triton.jit
+def _row_bias(bits_ptr, count_ptr, rows, row_stride, first, num, real, BN: tl.constexpr):
+    """Return the same where every row chooses: [BM, BN]."""
+    n = first + tl.arange(0, BN)
+    inside = n < num
+    count = tl.load(count_ptr + n, mask=inside, other=0)
+    at = rows[:, None] * row_stride + (n // 32)[None, :]
+    words = tl.load(bits_ptr + at, mask=real[:, None] & inside[None, :], other=-1)
+    kept = (words >> (n % 32)[None, :]) & 1
+    size = tl.log2(tl.maximum(count, 1).to(tl.float32))
+    return tl.where((kept == 0) & (count > 0)[None, :], size[None, :], float("-inf"))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num", "num_q", "group", "q_size", "q_total", "kept_b", "kept_h", "kept_q",
+        "count_b", "count_h", "q_start_b", "q_start_h", "q_length_b", "q_length_h",
+    ]
+)  # fmt: skip
+def _tail_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, count_ptr, slope_ptr,
+    q_start_ptr, q_length_ptr,
+    q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
+    kept_b, kept_h, kept_q, count_b, count_h, slope_b, slope_h,
+    q_start_b, q_start_h, q_length_b, q_length_h,
+    num, num_q, group, q_size, q_total, scale, scale_log2,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QSUB: tl.constexpr,
+    PAIR: tl.constexpr, ROWS: tl.constexpr, Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
+    SLOPE: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Grid [tiles, H, B]; QSUB tiles of BM rows per query block.
+
+    PAIR: a tile holds two query blocks of BM / 2 rows. ROWS: every row chooses, and tiles are cut
+    from all rows.
+    """
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0)
+    in_tile = tl.arange(0, BM)
+    block = tile // QSUB
+    inside = tile % QSUB * BM
+    begin = (block * q_size).to(tl.int32)
+    length = tl.minimum(q_total - begin, q_size)
+    if PAIR or ROWS:
+        block = tile * 2
+        inside = 0
+        begin = (tile * BM).to(tl.int32)
+        length = tl.minimum(q_total - begin, BM)
+    if Q_STARTS:
+        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + block)
+    if Q_LENGTHS:
+        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + block)
+    if inside >= length:
+        return
+    real = inside + in_tile < length
+    first_row = begin.to(tl.int64) + inside
+    d = tl.arange(0, DP)
+    n = tl.arange(0, BN)
+    real_d = d < D
+    mask = real[:, None] & real_d[None, :]
+    q_ptr += b * q_b + h * q_h + first_row * q_s
+    q = tl.load(q_ptr + in_tile[:, None] * q_s + d[None, :] * q_d, mask=mask, other=0.0)
+    lse_ptrs = lse_ptr + b * lse_b + h * lse_h + first_row + in_tile
+    m = tl.load(lse_ptrs, mask=real, other=float("-inf")) * 1.4426950408889634
+    acc = tl.zeros([BM, DP], tl.float32)
+    old = tl.full([BM], 1.0, tl.float32)
+    new = tl.zeros([BM], tl.float32)
+    kv_h = h // group
+    count_ptr += b * count_b + kv_h * count_h
+    kept_ptr += b * kept_b + h * kept_h
+    if ROWS:
+        kept_ptr += first_row * kept_q
+        listed = num * 0
+    else:
+        kept_ptr += block.to(tl.int64) * kept_q
+        listed = num
+    listed_2 = tl.where(block + 1 < num_q, num, 0)
+    # What a step needs to know of its blocks is read one step ahead.
+    ahead = _bias(kept_ptr, count_ptr, 0, listed, BN)
+    ahead_2 = ahead
+    if PAIR:
+        ahead_2 = _bias(kept_ptr + kept_q, count_ptr, 0, listed_2, BN)
+    for first in tl.range(0, num, BN, num_stages=STAGES):
+        if ROWS:
+            bias = _row_bias(kept_ptr, count_ptr, in_tile, kept_q, first, num, real, BN)
+        elif PAIR:
+            bias = tl.where((in_tile < BM // 2)[:, None], ahead[None, :], ahead_2[None, :])
+            ahead_2 = _bias(kept_ptr + kept_q, count_ptr, first + BN, listed_2, BN)
+        else:
+            bias = ahead[None, :]
+        if not ROWS:
+            ahead = _bias(kept_ptr, count_ptr, first + BN, listed, BN)
+        if TMA:
+            corner = [b.to(tl.int32), kv_h.to(tl.int32), first, 0]
+            k_t = tl.trans(k_ptr.load(corner).reshape(BN, DP))
+            v = v_ptr.load(corner).reshape(BN, DP)
+        else:
+            there = first + n < num
+            k_base = k_ptr + b * k_b + kv_h * k_h + first.to(tl.int64) * k_n
+            v_base = v_ptr + b * v_b + kv_h * v_h + first.to(tl.int64) * v_n
+            k_mask = there[None, :] & real_d[:, None]
+            k_t = tl.load(k_base + n[None, :] * k_n + d[:, None], mask=k_mask, other=0.0)
+            v_mask = there[:, None] & real_d[None, :]
+            v = tl.load(v_base + n[:, None] * v_n + d[None, :], mask=v_mask, other=0.0)
+        s = _dot(q, k_t, UPCAST) * scale_log2 + bias
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen no key yet has m = -inf, and -inf - -inf is a NaN.
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - reference[:, None])
+        alpha = tl.exp2(m - reference)
+        old = old * alpha
+        new = new * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + _dot(p.to(v.dtype), v, UPCAST)
+        m = m_new
+    if SLOPE:
+        at = slope_ptr + b * slope_b + kv_h * slope_h + d[:, None] * D + d[None, :]
+        slope = tl.load(at, mask=real_d[:, None] & real_d[None, :], other=0.0)
+        acc += (new * scale)[:, None] * _dot(q, slope.to(q.dtype), UPCAST)
+    out_ptr += b * out_b + h * out_h + first_row * out_s
+    out_ptrs = out_ptr + in_tile[:, None] * out_s + d[None, :]
+    exact = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    total = old + new
+    nothing = m == float("-inf")
+    total = tl.where(nothing, 1.0, total)
+    out = (acc + exact * old[:, None]) / total[:, None]
+    out = tl.where(nothing[:, None], 0.0, out)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+    lse = tl.where(nothing, float("-inf"), 0.6931471805599453 * (m + tl.log2(total)))
+    tl.store(lse_ptrs, lse, mask=real)
+
+
+@triton.jit(do_not_specialize=["heads", "num"])
+def _pool_kernel(
+    x_ptr, out_ptr, start_ptr, length_ptr, x_b, x_s, x_h, x_d, start_b, start_h, length_b, length_h,
+    heads, num, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Grid [B * H * N]: the mean of one block."""
+    pid = tl.program_id(0)
+    block = pid % num
+    h = (pid // num % heads).to(tl.int64)
+    b = (pid // num // heads).to(tl.int64)
+    start = tl.load(start_ptr + b * start_b + h * start_h + block).to(tl.int64)
+    length = tl.load(length_ptr + b * length_b + h * length_h + block)
+    d = tl.arange(0, DP).to(tl.int64)
+    x_ptr += b * x_b + h * x_h + start * x_s
+    total = tl.zeros([DP], tl.float32)
+    for first in range(0, length, T):
+        i = first + tl.arange(0, T)
+        mask = (i < length)[:, None] & (d < D)[None, :]
+        x = tl.load(x_ptr + i[:, None].to(tl.int64) * x_s + d[None, :] * x_d, mask=mask, other=0.0)
+        total += tl.sum(x.to(tl.float32), 0)
+    mean = total / tl.maximum(length, 1).to(tl.float32)
+    tl.store(out_ptr + pid.to(tl.int64) * D + d, mean.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+_launch_tail = Launcher(_tail_kernel)
+_launch_pool = Launcher(_pool_kernel)
+
+
+def pool_blocks(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the means of blocks of [B, S, H, D], in its dtype: [B, H, N, D].
+
+    Args:
+        x: the tensor, any strides.
+        starts: int32 [B|1, H|1, N].
+        lengths: int32 [B|1, H|1, N]; the mean of none is zero.
+    """
+    batch, _, heads, size = x.shape
+    num = starts.shape[2]
+    starts, lengths = (unit_stride(t).expand(batch, heads, -1) for t in (starts, lengths))
+    means = x.new_empty((batch, heads, num, size))
+    _launch_pool(
+        (batch * heads * num,), x, means, starts, lengths, *x.stride(),
+        *starts.stride()[:2], *lengths.stride()[:2], heads, num,
+        D=size, DP=next_power_of_2(size), T=POOL_ROWS, num_warps=4,
+    )  # fmt: skip
+    return means
+
+
+def add_tail(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    counts: torch.Tensor,
+    slope: torch.Tensor | None,
+    kept: torch.Tensor,
+    queries: Blocks | None,
+    *,
+    scale: float,
+    tile: TritonTile,
+    copy_engine: bool = False,
+) -> None:
+    """Launch the kernel, which changes `out` and `lse`; see `tail.add_tail`.
+
+    With `copy_engine` means are read through tensor descriptors, as SM90 and later can: all strides
+    of `keys` and `values` but the last, which is 1, are then multiples of 16 bytes.
+    """
+    batch, total, heads, size = q.shape
+    assert out.stride(3) == lse.stride(2) == 1, "engines write such tensors"
+    keys, values, kept, counts = map(unit_stride, (keys, values, kept, counts))
+    by_row = queries is None
+    q_size = total if queries is None else queries.size
+    starts, lengths = (None, None) if queries is None else (queries.starts, queries.lengths)
+    width = next_power_of_2(max(size, 16))
+    pair = not by_row and lengths is None and 2 * q_size == tile.rows
+    per_block = 1 if pair or by_row else -(-q_size // tile.rows)
+    num_q = 1 if queries is None else queries.num
+    tiles = -(-total // tile.rows) if pair or by_row else num_q * per_block
+    kept = kept if by_row else kept.view(torch.uint8)
+    kept = kept.expand(batch, heads, -1, -1)
+    counts = counts.expand(batch, keys.shape[1], -1)
+    bounds = [
+        counts if t is None else unit_stride(t).expand(batch, heads, -1) for t in (starts, lengths)
+    ]
+    slope = None if slope is None else slope.contiguous()
+    inputs: tuple[object, ...] = (keys, values)
+    if copy_engine:
+        inputs = tuple(_describe(x, tile.keys, width) for x in (keys, values))
+    _launch_tail(
+        (tiles, heads, batch), q, *inputs, out, lse, kept, counts,
+        keys if slope is None else slope, *bounds,
+        *q.stride(), *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3],
+        *lse.stride()[:2], *kept.stride()[:3], *counts.stride()[:2],
+        *((0, 0) if slope is None else slope.stride()[:2]),
+        *bounds[0].stride()[:2], *bounds[1].stride()[:2],
+        keys.shape[2], num_q, heads // keys.shape[1], q_size, total, scale, scale * LOG2E,
+        BM=tile.rows, BN=tile.keys, D=size, DP=width, QSUB=per_block, PAIR=pair, ROWS=by_row,
+        Q_STARTS=starts is not None, Q_LENGTHS=lengths is not None, SLOPE=slope is not None,
+        STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _describe(means: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Describe [B, H, N, D] to the copy engine in boxes of [1, 1, rows, width]."""
+    # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
+    strides = [means.stride(i) if means.shape[i] > 1 else 64 for i in range(3)]
+    return TensorDescriptor(means, [*means.shape], [*strides, 1], [1, 1, rows, width])

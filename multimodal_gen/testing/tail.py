@@ -1,0 +1,111 @@
+"""Block-sparse attention with a pooled tail, token by token in float64, and what kernels may err.
+
+Shapes: B batch, Sq and Sk tokens, H heads, D head size.
+"""
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.testing.block_plans import block_ranges, dense_mask
+
+__all__ = ["assert_tail_within_error_budget", "naive_tail", "pooled_tokens"]
+
+
+def pooled_tokens(
+    x: torch.Tensor, plan: BlockPlan, num: int, head: int, batch: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's block mean, fp64 [Sk, D], and whether it is in a block below `num`."""
+    means, inside = torch.zeros_like(x), torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    for first, last in block_ranges(plan.kv, batch, head)[:num]:
+        if last > first:
+            means[first:last] = x[first:last].mean(0)
+            inside[first:last] = True
+    return means, inside
+
+
+def naive_tail(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    num: int | None = None,
+    first_order: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return out, lse and how far an output may be from zero, by the definition, in float64.
+
+    Every token of a block that a row does not keep has the mean key and the mean value of its
+    block. The last one is the sum of weights times largest magnitudes, [B, Sq, H, 1].
+    """
+    batch, _, heads, _ = q.shape
+    num = plan.kv.num if num is None else num
+    mask, group = dense_mask(plan, batch, heads), heads // k.shape[2]
+    out, lse = torch.zeros_like(q, dtype=torch.float64), mask.new_zeros(mask.shape[:3]).double()
+    size = out.new_zeros((*out.shape[:3], 1))
+    for b in range(batch):
+        for h in range(heads):
+            query, key, value = (
+                x[b, :, i].double() for x, i in ((q, h), (k, h // group), (v, h // group))
+            )
+            mean_k, pooled = pooled_tokens(key, plan, num, h, b)
+            mean_v, _ = pooled_tokens(value, plan, num, h, b)
+            keep, owned = mask[b, h], torch.zeros(len(query), 1, dtype=torch.bool, device=q.device)
+            for first, last in block_ranges(plan.q, b, h):
+                owned[first:last] = True
+            tail = ~keep & pooled & owned
+            scores = torch.where(keep, query @ key.T, query @ mean_k.T) * scale
+            scores = scores.masked_fill(~keep & ~tail, -torch.inf)
+            seen = (keep | tail).any(-1)
+            lse[b, h] = scores.logsumexp(-1)
+            weights = (scores - lse[b, h].masked_fill(~seen, 0.0)[:, None]).exp()
+            found = (weights * keep) @ value + (weights * tail) @ mean_v
+            if first_order:
+                slope = ((key - mean_k)[pooled].T @ value[pooled]) / pooled.sum().clamp_min(1)
+                found += (weights * tail).sum(-1, keepdim=True) * scale * (query @ slope)
+            out[b, :, h] = torch.where(seen[:, None], found, 0.0)
+            magnitude = value.abs().amax(-1)
+            if first_order:
+                magnitude = magnitude + (scale * (query.abs() @ slope.abs())).max()
+            size[b, :, h, 0] = (weights * (keep | tail)) @ magnitude
+    return out, lse, size
+
+
+def assert_tail_within_error_budget(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    num: int | None = None,
+    first_order: bool = False,
+) -> None:
+    """Raise AssertionError where attention with a tail errs more than roundings explain.
+
+    Weights, the exact part's output, the result, pooled keys and pooled values are rounded to the
+    dtype: an eps of the output for four of them; a pooled key that is off by half an eps moves a
+    score by that share of |q| |k|, and a score in fp32 is off by sqrt(D) + 3 of its roundings.
+    """
+    exact, exact_lse, size = naive_tail(
+        q, k, v, plan, scale=scale, num=num, first_order=first_order
+    )
+    assert out.dtype == q.dtype
+    assert out.isfinite().all()
+    blind = exact_lse == -torch.inf
+    assert (lse[blind] == -torch.inf).all()
+    assert not out.transpose(1, 2)[blind].any()
+    eps, fp32 = torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps
+    largest = scale * q.double().norm(dim=-1, keepdim=True) * k.double().norm(dim=-1).max()
+    # A row in no block may hold anything.
+    largest = largest.nan_to_num(0.0)
+    step = eps * 0.5 + fp32 * (q.shape[3] ** 0.5 + 3)
+    budget = (5 * eps + 2 * step * largest) * size
+    error = (out.double() - exact).abs().amax(-1, keepdim=True)
+    worst = (error - budget).max()
+    assert worst <= 0, f"an output errs by {float(worst):.3e} more than its budget"
+    lse_budget = 2 * eps + 2 * step * largest[..., 0].transpose(1, 2)
+    excess = ((lse.double() - exact_lse).abs() - lse_budget)[~blind]
+    assert not len(excess) or excess.max() <= 0, "a log-sum-exp errs more than its budget"
