@@ -3,24 +3,68 @@
 Shapes: B batch, Sq and Sk tokens, H heads, D head size.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import product
+
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.testing.block_plans import block_ranges, dense_mask
 
-__all__ = ["assert_tail_within_error_budget", "naive_tail", "pooled_tokens"]
+__all__ = ["assert_tail_within_error_budget", "naive_tail", "pooled_attention"]
 
 
-def pooled_tokens(
-    x: torch.Tensor, plan: BlockPlan, num: int, head: int, batch: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's block mean, fp64 [Sk, D], and whether it is in a block below `num`."""
-    means, inside = torch.zeros_like(x), torch.zeros(len(x), dtype=torch.bool, device=x.device)
-    for first, last in block_ranges(plan.kv, batch, head)[:num]:
-        if last > first:
-            means[first:last] = x[first:last].mean(0)
-            inside[first:last] = True
-    return means, inside
+def _token_means(x: torch.Tensor, blocks: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the mean of each token's block, [S, D]; zero for tokens in none."""
+    means = torch.zeros_like(x)
+    for tokens in blocks:
+        if len(tokens):
+            means[list(tokens)] = x[list(tokens)].mean(0)
+    return means
+
+
+def pooled_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    blocks_of: Callable[[int, int], Sequence[Sequence[int]]] | Sequence[Sequence[int]],
+    *,
+    scale: float,
+    rows: Sequence[int] | None = None,
+    keep: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return attention to what a mask keeps and to means of the blocks that it does not, float64.
+
+    Args:
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D].
+        v: [B, Sk, Hkv, D].
+        mask: bool [B, H, Sq, Sk], what is attended to exactly.
+        blocks_of: positions of the tokens of each block that is pooled, for all or of a batch
+            entry and a head.
+        scale: factor of the scores.
+        rows: queries that see means; all when None.
+        keep: bool [B, Sk], keys that count; None for all.
+    """
+    out, group = torch.zeros_like(q, dtype=torch.float64), q.shape[2] // k.shape[2]
+    seeing = torch.zeros(q.shape[1], 1, dtype=torch.bool)
+    seeing[slice(None) if rows is None else list(rows)] = True
+    for b, h in product(range(q.shape[0]), range(q.shape[2])):
+        blocks = blocks_of(b, h) if callable(blocks_of) else blocks_of
+        blocks = [[t for t in x if keep is None or keep[b, t]] for x in blocks]
+        query = q[b, :, h].double()
+        key, value = (x[b, :, h // group].double() for x in (k, v))
+        mean_k, mean_v = (_token_means(x, blocks) for x in (key, value))
+        inside = torch.zeros(len(key), dtype=torch.bool)
+        inside[[t for tokens in blocks for t in tokens]] = True
+        exact = mask[b, h]
+        tail = ~exact & inside & seeing
+        scores = torch.where(exact, query @ key.T, query @ mean_k.T) * scale
+        weights = scores.masked_fill(~exact & ~tail, -torch.inf).softmax(-1).nan_to_num(0.0)
+        value = value.masked_fill(~exact.any(0)[:, None], 0.0)  # others may hold anything
+        out[b, :, h] = (weights * exact) @ value + (weights * tail) @ mean_v
+    return out
 
 
 def naive_tail(
@@ -48,8 +92,10 @@ def naive_tail(
             query, key, value = (
                 x[b, :, i].double() for x, i in ((q, h), (k, h // group), (v, h // group))
             )
-            mean_k, pooled = pooled_tokens(key, plan, num, h, b)
-            mean_v, _ = pooled_tokens(value, plan, num, h, b)
+            blocks = [range(*ends) for ends in block_ranges(plan.kv, b, h)[:num]]
+            mean_k, mean_v = (_token_means(x, blocks) for x in (key, value))
+            pooled = torch.zeros(len(key), dtype=torch.bool, device=q.device)
+            pooled[[t for tokens in blocks for t in tokens]] = True
             keep, owned = mask[b, h], torch.zeros(len(query), 1, dtype=torch.bool, device=q.device)
             for first, last in block_ranges(plan.q, b, h):
                 owned[first:last] = True

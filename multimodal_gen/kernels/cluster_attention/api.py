@@ -7,6 +7,8 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
+from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.block_sparse.tail import add_tail, pool_blocks
 from multimodal_gen.kernels.cluster_attention.plan import (
     ROWS,
     TILE_ROWS,
@@ -43,6 +45,7 @@ def cluster_attention(
     scale: float,
     kernel: KernelChoice = AUTO,
     pieces: Pieces | None = None,
+    num_pooled: int = 0,
 ) -> None:
     """Write the attention of clustered queries into `out`; does not wait for the device.
 
@@ -58,6 +61,8 @@ def cluster_attention(
         kernel: what must run of the block-sparse kernels, "auto" for the fastest that can, or what
             was selected for a layer. In place of gluon, a kernel for clusters runs where it can.
         pieces: `query_pieces(queries)`, where it is known already.
+        num_pooled: of so many of the first clusters of keys, those that a cluster of queries does
+            not attend to count by the means of their keys and values.
 
     Raises:
         UsageError: the clusters do not fit the tensors or the map.
@@ -67,7 +72,12 @@ def cluster_attention(
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
     kernel = _chosen(sorted_q, sorted_k, sorted_v, kernel)
-    if kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS:
+    if num_pooled:
+        found = _with_tail(
+            sorted_q, sorted_k, sorted_v, queries, keys, keep, num_pooled,
+            scale=scale, kernel=kernel,
+        )  # fmt: skip
+    elif kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS:
         from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
         pieces = pieces or query_pieces(queries)
@@ -80,6 +90,31 @@ def cluster_attention(
         assert isinstance(result, torch.Tensor)
         found = result
     scatter_tokens(found, queries.order, out)
+
+
+def _with_tail(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Groups,
+    keys: Groups,
+    keep: torch.Tensor,
+    num_pooled: int,
+    *,
+    scale: float,
+    kernel: str,
+) -> torch.Tensor:
+    """Return attention to clusters that are kept and to the means of others; all in cluster order.
+
+    The kernel for clusters gives no log-sum-exp, so the engine's own runs.
+    """
+    plan = cluster_plan(queries, keys, keep)
+    out, lse = block_sparse_attention(q, k, v, plan, scale=scale, kernel=kernel, return_lse=True)
+    clusters = Blocks.ragged(keys.starts, keys.counts, total=k.shape[1], size=k.shape[1])
+    rows = cut(queries, ROWS).cluster.long().unsqueeze(3).expand(-1, -1, -1, num_pooled)
+    kept = keep[..., :num_pooled].gather(2, rows)
+    pooled = pool_blocks(k, v, clusters, num_pooled)
+    return add_tail(out, lse, q, pooled, kept, plan.q, scale=scale, kernel=kernel)[0]
 
 
 def query_pieces(queries: Groups) -> Pieces:

@@ -18,7 +18,15 @@ from multimodal_gen.kernels.row_choice.reference import (
     sorted_bits_reference,
 )
 
-__all__ = ["ChunkGroups", "SortedRows", "chunk_groups", "merge_parts", "move_rows", "sort_rows"]
+__all__ = [
+    "ChunkGroups",
+    "SortedRows",
+    "chunk_groups",
+    "lse_of_parts",
+    "merge_parts",
+    "move_rows",
+    "sort_rows",
+]
 
 _BITS = frozenset({torch.int32})
 _TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -184,6 +192,19 @@ def move_rows(query: torch.Tensor, rows: SortedRows) -> torch.Tensor:
 
         return row_choice_kernel.move_rows(query, position, rows.used, rows.room)
     return move_rows_reference(query, position, rows.room)
+
+
+def lse_of_parts(lse: torch.Tensor, rows: SortedRows) -> torch.Tensor:
+    """Return the log-sum-exp of every row over all of its parts, [B, H, S].
+
+    Args:
+        lse: fp32 [B, H * G, S'], natural logarithm, in the order of `rows`.
+        rows: the order.
+    """
+    batch, heads, groups, _ = rows.position.shape
+    found = lse.view(batch, heads, groups, -1).gather(3, rows.position.long())
+    unused = rows.position >= rows.used.unsqueeze(-1)
+    return found.masked_fill(unused, -torch.inf).logsumexp(2)
 
 
 def merge_parts(

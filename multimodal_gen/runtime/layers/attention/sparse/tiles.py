@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tail import PooledTail
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, PooledTail
 from multimodal_gen.kernels.engine import AUTO, SelectedKernel
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
@@ -47,6 +47,7 @@ __all__ = [
     "layout_of",
     "plan_of_tiles",
     "pool_video",
+    "pooled_video",
     "record_on_current_stream",
     "run_on_two_streams",
     "tile_means",
@@ -324,6 +325,16 @@ def pool_video(
     return pool_tiles(
         tensors, order.starts, order.lengths, size=order.largest, index=video.index, keep=keep
     )
+
+
+def pooled_video(call: SparseCall, video: TiledSequence) -> PooledBlocks:
+    """Return the means of every tile's keys and values, and how many of its keys are not masked."""
+    keys, values = pool_video((call.key, call.value), video, keep=call.keep)
+    counts = video.order.lengths.view(1, 1, -1)
+    if call.keep is not None:
+        (share,) = pool_video((call.keep[..., None, None].float(),), video)
+        counts = (share[..., 0] * counts).round().int()
+    return PooledBlocks(keys=keys, values=values, counts=counts)
 
 
 def with_text(tiles: torch.Tensor, keys: TiledSequence) -> torch.Tensor:

@@ -68,7 +68,8 @@ def check(backend, config, grid, lengths, heads, text=(0, 0), masked=False):
     options = {"num_replicated_prefix": front, "num_replicated_suffix": back}
     alone, split = (sparse_layer(backend, config, heads, kv_heads) for _ in range(2))
     for layer in (alone, split):
-        layer.set_projection(projection())
+        if "tail" not in config:
+            layer.set_projection(projection())
     want = run(alone, None, (*whole, mask), grid, text, options)
     local = [x if x is None else own(x, lengths, front, back) for x in (*whole, mask)]
     out = run(split, parallel_groups(), local, grid, text, options)
@@ -313,6 +314,29 @@ def test_blocks_are_cut_by_four_ranks(four_ranks, mesh):
     for config, (text, masked) in zip(configs * 2, CASES, strict=True):
         args = (config, LARGE, (200, 0, 191, 64), (4, 2), TEXT[text], masked)
         four_ranks.run(mesh, check, "sla_attn", *args)
+
+
+TAILS = {
+    "sliding_tile_attn": {**STA, "tail": "pooled"},
+    "video_sparse_attn": {**VSA, "tail": "pooled"},
+    "sla_attn": {**SLA, "tail": "pooled"},
+}
+
+
+@pytest.mark.parametrize("backend", TAILS)
+def test_means_of_what_is_not_kept_are_of_the_whole_video(two_ranks, backend):
+    for text, masked in CASES:
+        args = (TAILS[backend], LARGE, (300, 155), (2, 1), TEXT[text], masked)
+        two_ranks.run(Mesh(ring=2), check, backend, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("backend", TAILS)
+def test_means_are_the_same_on_four_ranks(four_ranks, backend, mesh):
+    for text, masked in CASES:
+        args = (TAILS[backend], LARGE, (200, 0, 191, 64), (4, 2), TEXT[text], masked)
+        four_ranks.run(mesh, check, backend, *args)
 
 
 @pytest.mark.parametrize(("text", "masked"), CASES)

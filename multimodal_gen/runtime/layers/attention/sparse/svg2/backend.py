@@ -40,7 +40,12 @@ from multimodal_gen.runtime.layers.attention.config import (
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
-from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
+from multimodal_gen.runtime.layers.attention.sparse.base import (
+    SparseImpl,
+    Tail,
+    refuse_foreign_tail,
+    tail_option,
+)
 from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import (
     UPSTREAM,
     CentroidCache,
@@ -92,6 +97,8 @@ class SVG2Config(SparseConfig):
             starts warm.
         svg2_first_layers_fp: first layers that stay dense: a share up to 1, a number above.
         svg2_first_times_fp: first steps that stay dense: a share up to 1, a number above.
+        tail: what becomes of clusters of keys that a cluster of queries does not keep: `none` drops
+            them, as the paper does; `pooled` counts each by the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
         kmeans_kernel: which k-means runs. `flash_kmeans` waits for the device in every iteration.
 
@@ -115,6 +122,7 @@ class SVG2Config(SparseConfig):
     svg2_first_times_fp: float = option(
         0.2, "first steps that stay dense: a share up to 1, a number above", ge=0
     )
+    tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal["auto", "gluon", "triton", "reference", "svg"] = option(
         "auto", "kernel that runs"
     )
@@ -124,6 +132,7 @@ class SVG2Config(SparseConfig):
 
     def check(self) -> None:
         """Steps and layers above 1 are counted."""
+        refuse_foreign_tail("sparse_video_gen_2_attn", self.tail, self.kernel, UPSTREAM)
         for name in (self.first_dense_steps, self.first_dense_layers):
             value: float = getattr(self, name)
             if value > 1 and not value.is_integer():

@@ -215,6 +215,8 @@ def attend_clusters(call: SparseCall, clusters: ClusterMap, out: torch.Tensor) -
     query, kv_heads = call.query, call.key.shape[2]
     group = query.shape[2] // kv_heads
     pieces = query_pieces(clusters.queries)
+    text = call.layout.num_keys > call.layout.num_video
+    num_pooled = clusters.keys.counts.shape[2] - text  # the last group is text
 
     def attend(kv: slice) -> None:
         heads = slice(kv.start * group, kv.stop * group)
@@ -229,6 +231,7 @@ def attend_clusters(call: SparseCall, clusters: ClusterMap, out: torch.Tensor) -
             scale=call.scale,
             kernel=call.kernel,
             pieces=pieces.heads(heads),
+            num_pooled=num_pooled if call.tail else 0,
         )
 
     calls = [partial(attend, kv) for kv in head_slices(query, out, kv_heads)]

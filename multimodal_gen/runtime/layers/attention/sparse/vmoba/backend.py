@@ -32,7 +32,12 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
-from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
+from multimodal_gen.runtime.layers.attention.sparse.base import (
+    SparseImpl,
+    Tail,
+    refuse_foreign_tail,
+    tail_option,
+)
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
@@ -87,6 +92,8 @@ class VMoBAConfig(SparseConfig):
         st_layer: layers with spatio-temporal chunks in each cycle.
         only_own_chunk: what a call does when no query selects more than its own chunk, which is
             when `topk` is 1: `full` attention, as the authors' kernel does, or `keep` to them.
+        tail: what becomes of chunks that a query does not keep: `none` drops them, as the paper
+            does; `pooled` counts each by the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
@@ -123,12 +130,14 @@ class VMoBAConfig(SparseConfig):
     only_own_chunk: Literal["full", "keep"] = option(
         "full", "what a call does when only own chunks are selected"
     )
+    tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal["auto", "gluon", "triton", "reference", "fastvideo_kernel"] = option(
         "auto", "kernel that runs"
     )
 
     def check(self) -> None:
         """Every kind of chunk that some layer uses has its size, and its count in mode `topk`."""
+        refuse_foreign_tail("vmoba_attn", self.tail, self.kernel, UPSTREAM)
         if self.moba_select_mode == "topk" and self.moba_threshold_type == "block":
             raise ConfigError(
                 "`moba_threshold_type` of vmoba_attn must be query_head, head_global or overall "

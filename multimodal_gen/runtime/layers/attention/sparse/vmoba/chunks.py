@@ -13,10 +13,13 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
+    SortedRows,
     chunk_groups,
+    lse_of_parts,
     merge_parts,
     move_rows,
     sort_rows,
@@ -29,6 +32,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     TiledSequence,
     attend_rows,
     kept_first,
+    pooled_video,
     run_on_two_streams,
     tiled_sequence,
 )
@@ -217,7 +221,8 @@ def attend_chunks(
     """Return the attention of a call, and the share of pairs attended to; waits for nothing.
 
     Queries of the video attend to the chunks they select and to all keys that are not of the
-    video; other queries to everything. Works on a few heads at a time, which bounds the memory.
+    video, and to the means of the others where the call has a tail; other queries to everything.
+    Works on a few heads at a time, which bounds the memory.
 
     Args:
         call: the call.
@@ -233,12 +238,7 @@ def attend_chunks(
     query, key, layout = call.query, call.key, call.layout
     group = query.shape[2] // key.shape[2]
     groups = groups or chunk_groups(chunks.num_chunks, layout.num_video)
-    bits, pairs = select(call, chunks, rule)
-    share = density(call, pairs)
-    every = None if above is None or call.keep is not None else above(share)
-    if every is not None:
-        bits = torch.where(every, _every_chunk(chunks.num_chunks, bits), bits)
-        share = torch.where(every, 1.0, share)
+    bits, share = _choose(call, chunks, rule, above)
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
     # Rows of a query block that suit the kernel that will run.
     copied = not chunks.in_order or call.keep is not None
@@ -248,6 +248,7 @@ def attend_chunks(
     at_once = (passes[0].stop - passes[0].start) * group
     keys = chunks.key_blocks(groups, at_once, call.keep)
     orders = _orders(rows.counts, len(passes))
+    pooled = pooled_video(call, chunks.keys) if call.tail else None
 
     def attend_rest(span: slice) -> None:
         out[:, span] = attend_rows(query[:, span], key, call.value, call.keep, call.scale)
@@ -266,16 +267,70 @@ def attend_chunks(
             row_bits=chosen.bits.unsqueeze(-1),
             order=order,
         )
-        moved = move_rows(query[:, layout.video, heads], chosen)
+        own, target = query[:, layout.video, heads], out[:, layout.video, heads]
+        moved = move_rows(own, chosen)
         parts, lse = block_sparse_attention(
             moved, k, v, plan, scale=call.scale, return_lse=True, kernel=call.kernel
         )
-        merge_parts(parts, lse, chosen, out[:, layout.video, heads])
+        if pooled is None:
+            merge_parts(parts, lse, chosen, target)
+            return
+        means = pooled.heads(part)
+        _merge_with_tail(call, own, parts, lse, chosen, means, bits[:, heads], target)
 
     calls = [*(partial(attend_rest, span) for span in layout.text)]
     calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
     run_on_two_streams(calls, query.device)
     return out, share
+
+
+def _choose(
+    call: SparseCall,
+    chunks: Partition,
+    rule: Rule,
+    above: Callable[[torch.Tensor], torch.Tensor | None] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the chunks that rows choose, and the share of pairs; see `attend_chunks`."""
+    bits, pairs = select(call, chunks, rule)
+    share = density(call, pairs)
+    every = None if above is None or call.keep is not None else above(share)
+    if every is None:
+        return bits, share
+    bits = torch.where(every, _every_chunk(chunks.num_chunks, bits), bits)
+    return bits, torch.where(every, 1.0, share)
+
+
+def _merge_with_tail(
+    call: SparseCall,
+    query: torch.Tensor,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    rows: SortedRows,
+    pooled: PooledBlocks,
+    bits: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write attention that also sees the means of the chunks that rows did not choose.
+
+    Args:
+        call: the call.
+        query: the video's queries of some heads, [B, V, H, D].
+        parts: see `merge_parts`.
+        lse: see `merge_parts`.
+        rows: see `merge_parts`.
+        pooled: means of all chunks.
+        bits: int32 [B, H, V, words], the chunks that each row chose.
+        out: [B, V, H, D], is written to.
+    """
+    # Gradients need what was merged, which must not be written over.
+    merged = torch.empty_like(out) if torch.is_grad_enabled() else out
+    merge_parts(parts, lse, rows, merged)
+    total = lse_of_parts(lse, rows)
+    found, _ = add_tail(
+        merged, total, query, pooled, bits, None, scale=call.scale, kernel=call.kernel
+    )
+    if found is not out:
+        out.copy_(found)
 
 
 def _every_chunk(num_chunks: int, bits: torch.Tensor) -> torch.Tensor:
