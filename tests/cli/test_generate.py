@@ -24,7 +24,14 @@ SMALL = ("--prompt", "a fox", "--num-inference-steps", "1")
 WAN_SIZE = ("--height", "32", "--width", "48", "--num-frames", "5")
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+# The others run without the command line in tests/integrations/test_diffusers.py.
+QUICK = ("wan", "flux", "qwen_image")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FAMILIES],
+)
 def stock(request, tiny_pipeline):
     """A family's folder, its flags, and the last latents of the untouched diffusers pipeline."""
     from diffusers import DiffusionPipeline

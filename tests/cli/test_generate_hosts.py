@@ -69,6 +69,7 @@ def _torchrun(hosts, node: int, arguments: list[str]) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_two_hosts_give_the_latents_of_one_process(hosts, tiny_pipeline, tmp_path) -> None:
     def command(out: str) -> list[str]:
         where = ("--model-path", str(tiny_pipeline("wan")), "--output-path", str(tmp_path / out))

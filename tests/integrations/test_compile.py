@@ -72,7 +72,12 @@ def test_regional_compilation_shares_one_graph_and_never_recompiles(backend, cal
 
 
 @pytest.mark.parametrize(
-    ("how", "fullgraph"), [("wrapped", False), ("wrapped", True), ("in place", True)]
+    ("how", "fullgraph"),
+    [
+        ("wrapped", False),
+        ("in place", True),
+        pytest.param("wrapped", True, marks=pytest.mark.slow),
+    ],
 )
 def test_compiling_the_whole_model_keeps_context_and_layers_apart(how, fullgraph, calls):
     model = model_of()
@@ -107,9 +112,11 @@ def test_a_model_compiled_before_apply_is_taken_over(calls):
 @pytest.mark.parametrize(
     "family",
     [
-        "hunyuan_video_15",
         "flux",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("hunyuan_video", "ltx", "qwen_image")),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("hunyuan_video", "hunyuan_video_15", "ltx", "qwen_image")
+        ),
     ],
 )
 def test_families_compile_by_block_with_the_same_latents(family, fresh, calls):

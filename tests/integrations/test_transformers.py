@@ -282,8 +282,17 @@ def test_what_needs_an_attention_function_of_its_own_is_refused(name):
             attention_forward(module, query, key, key, None, **{name: torch.ones(1)})
 
 
-@pytest.mark.parametrize("mask", [None, PADDED], ids=["full", "padded"])
-@pytest.mark.parametrize("name", ["t5", "llama", "clip_text"])
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        *(("t5", PADDED), ("llama", None), ("clip_text", None)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("t5", None), ("llama", PADDED), ("clip_text", PADDED))
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "full" if value is None else "padded",
+)
 def test_encoders_compile_into_one_graph(name, mask):
     model = make(name)
     expected = encode(model, mask)

@@ -67,7 +67,14 @@ def digest(folder):
     }
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+# Tests of pipelines make the others.
+QUICK = ("wan", "qwen_image", "ltx")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FAMILIES],
+)
 def tiny(request, tmp_path_factory):
     """A family made once, loaded by the stock library, with one run's latents."""
     family = FAMILIES[request.param]
@@ -296,6 +303,7 @@ def test_importing_the_package_imports_no_heavy_library():
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
 
 
+@pytest.mark.slow
 def test_the_script_prints_the_folder_its_size_and_a_command(tmp_path):
     out = tmp_path / "my model"
     done = run("scripts/make_tiny_model.py", "wan", str(out))

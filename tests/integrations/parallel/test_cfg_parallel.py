@@ -68,7 +68,7 @@ TOLERANCE = 1e-4
         ("qwen_image", 3, 4),
         # Of the prediction it takes a part, while another rank computes it.
         ("flux2_klein", 2, 3),
-        ("hunyuan_video_15", 3, 4),
+        pytest.param("hunyuan_video_15", 3, 4, marks=pytest.mark.slow),
         # One call for both branches: half of the batch each.
         ("ltx", 3, 3),
         ("cogvideox", 3, 3),
@@ -86,7 +86,7 @@ def test_each_rank_computes_its_branch(two_ranks, tiny_pipeline, fresh, family, 
     assert torch.equal(results[0][0], results[1][0])
 
 
-@pytest.mark.parametrize("family", ["hunyuan_video", "flux"])
+@pytest.mark.parametrize("family", [pytest.param("hunyuan_video", marks=pytest.mark.slow), "flux"])
 def test_guidance_that_shows_in_the_first_step_only_is_shared_from_the_second_on(
     two_ranks, tiny_pipeline, fresh, family
 ):

@@ -45,7 +45,7 @@ def compiled(name, how):
     [
         ("wan", "blocks", 1),
         # One graph is the cut of what a compiled embedder returns, or of what tells images apart.
-        ("hunyuan with different padding", "blocks", 5),
+        pytest.param("hunyuan with different padding", "blocks", 5, marks=pytest.mark.slow),
         ("qwen with two images", "blocks", 2),
         ("wan", "whole", 1),
     ],

@@ -35,7 +35,11 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    "family", ["wan22", "hunyuan_video", "hunyuan_video_15", "ltx", "flux", "qwen_image"]
+    "family",
+    [
+        *("wan22", "hunyuan_video", "ltx", "flux", "qwen_image"),
+        pytest.param("hunyuan_video_15", marks=pytest.mark.slow),
+    ],
 )
 def test_a_ring_gives_the_latents_of_one_process(two_ranks, tiny_pipeline, stock_latents, family):
     folder = tiny_pipeline(family)
@@ -46,8 +50,16 @@ def test_a_ring_gives_the_latents_of_one_process(two_ranks, tiny_pipeline, stock
     assert torch.equal(results[0][0], results[1][0])
 
 
-@pytest.mark.parametrize("family", ["wan", "cogvideox"])
-@pytest.mark.parametrize("mesh", [Mesh(ulysses=2, ring=2), Mesh(cfg=2, ulysses=2)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("wan", Mesh(ulysses=2, ring=2)),
+        ("cogvideox", Mesh(cfg=2, ulysses=2)),
+        pytest.param("wan", Mesh(cfg=2, ulysses=2), marks=pytest.mark.slow),
+        pytest.param("cogvideox", Mesh(ulysses=2, ring=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_four_ranks_give_the_latents_of_one_process(
     four_ranks, tiny_pipeline, stock_latents, family, mesh
 ):
@@ -63,10 +75,10 @@ def test_four_ranks_give_the_latents_of_one_process(
     [
         *(("wan", backend) for backend in CONFIGS),
         ("hunyuan_video", "video_sparse_attn"),
-        ("hunyuan_video", "sparse_video_gen_2_attn"),
         ("flux", "sliding_tile_attn"),
         ("qwen_image", "vmoba_attn"),
-        ("qwen_image", "video_sparse_attn"),
+        pytest.param("hunyuan_video", "sparse_video_gen_2_attn", marks=pytest.mark.slow),
+        pytest.param("qwen_image", "video_sparse_attn", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*proj_l")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from multimodal_gen.runtime.layers.attention.scope import Source
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -75,6 +77,7 @@ def test_the_example_backend_runs_as_an_installed_plug_in(tmp_path):
     assert warning in result.stderr
 
 
+@pytest.mark.slow
 def test_the_example_backend_can_be_named_on_the_command_line(tmp_path):
     install_plugin(tmp_path)
     code = (

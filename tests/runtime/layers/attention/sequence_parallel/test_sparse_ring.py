@@ -214,16 +214,27 @@ LENGTHS = {
 CASES = [("none", False), ("none", True), ("front", True), ("back", False)]
 
 
-@pytest.mark.parametrize("text", TEXT)
-@pytest.mark.parametrize("grid", LENGTHS)
+# Every mesh with one grid, every text with one grid; the other pairs are slow.
+GRIDS_AND_MESHES = [
+    pytest.param(grid, mesh, marks=[] if i == j else [pytest.mark.slow])
+    for i, grid in enumerate(LENGTHS)
+    for j, mesh in enumerate(MESHES)
+]
+GRIDS_AND_TEXTS = [
+    pytest.param(grid, text, marks=[] if (i + j) % 2 else [pytest.mark.slow])
+    for i, grid in enumerate(LENGTHS)
+    for j, text in enumerate(TEXT)
+]
+
+
+@pytest.mark.parametrize(("grid", "text"), GRIDS_AND_TEXTS, ids=str)
 def test_windows_reach_over_the_two_ranks_of_a_ring(two_ranks, grid, text):
     for lengths, masked in itertools.product(LENGTHS[grid][2], (False, True)):
         args = (STA, grid, lengths, (2, 1), TEXT[text], masked)
         two_ranks.run(Mesh(ring=2), check, "sliding_tile_attn", *args)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("grid", LENGTHS)
+@pytest.mark.parametrize(("grid", "mesh"), GRIDS_AND_MESHES, ids=str)
 def test_windows_reach_over_four_ranks(four_ranks, grid, mesh):
     for lengths, (text, masked) in zip(LENGTHS[grid][4] * 2, CASES, strict=True):
         args = (STA, grid, lengths, (4, 2), TEXT[text], masked)
@@ -283,15 +294,14 @@ def test_a_linear_branch_by_query_block_is_refused(two_ranks):
         assert "linear_branch unselected needs a state per query block" in text
 
 
-@pytest.mark.parametrize("grid", LENGTHS)
+@pytest.mark.parametrize("grid", [pytest.param(GRID, marks=pytest.mark.slow), RAGGED], ids=str)
 def test_tiles_are_selected_over_two_ranks_as_on_one(two_ranks, grid):
     for lengths, (text, masked) in itertools.product(LENGTHS[grid][2], CASES):
         args = (VSA, grid, lengths, (2, 1), TEXT[text], masked)
         two_ranks.run(Mesh(ring=2), check, "video_sparse_attn", *args)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("grid", LENGTHS)
+@pytest.mark.parametrize(("grid", "mesh"), GRIDS_AND_MESHES, ids=str)
 def test_tiles_are_selected_over_four_ranks_as_on_one(four_ranks, grid, mesh):
     for lengths, (text, masked) in zip(LENGTHS[grid][4] * 2, CASES, strict=True):
         args = (VSA, grid, lengths, (4, 2), TEXT[text], masked)

@@ -130,8 +130,14 @@ def test_each_query_attends_to_the_best_chunks_of_its_layers_kind(kind, grid, kv
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scope", ["query_head", "block", "overall", "head_global"])
-@pytest.mark.parametrize("threshold", [0.1, 0.5])
+@pytest.mark.parametrize(
+    ("scope", "threshold"),
+    [
+        pytest.param(scope, threshold, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+        for i, scope in enumerate(("query_head", "block", "overall", "head_global"))
+        for j, threshold in enumerate((0.1, 0.5))
+    ],
+)
 def test_a_threshold_takes_its_share_of_each_scope(kind, scope, threshold):
     qkv = inputs(RAGGED)
     attention = layer(KINDS.index(kind), moba_threshold=threshold, moba_threshold_type=scope)
