@@ -282,6 +282,7 @@ class DenoiserPlan:
             self._hooks.named_by_sigma = next((steps for steps in named if steps.sigma), None)
             if self._hooks.named_by_sigma is not None:
                 self._tracker.require_sigmas(self._hooks.named_by_sigma)
+                self._tracker.reads_sigmas = True
             return
         for index, rule in enumerate(self._scope.rules):
             if rule.when is not None and any(rule.matches(x.layer.site) for x in self._patched):

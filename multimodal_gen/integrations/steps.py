@@ -22,7 +22,8 @@ class Step:
         index: denoising step, from 0.
         num_steps: number of steps, or None when there is no schedule to tell.
         request_id: identifies the generation.
-        sigmas: the scheduler's noise level of every step, or None where it has none.
+        sigmas: the scheduler's noise level of every step, or None where it has none, or nobody
+            asked for them.
     """
 
     index: int
@@ -39,6 +40,8 @@ class StepTracker:
 
     Attributes:
         when_ended: called with the id of a generation that is over, maybe more than once.
+        reads_sigmas: whether to read the scheduler's noise levels, which waits for the device once
+            per schedule.
     """
 
     def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:
@@ -53,6 +56,7 @@ class StepTracker:
         self._direction = 0
         self._last: Step | None = None
         self.when_ended: list[Callable[[str], None]] = []
+        self.reads_sigmas = False
 
     def end_request(self) -> None:
         """Say that the generation that ran last is over."""
@@ -153,6 +157,8 @@ class StepTracker:
 
     def _sigmas_from(self, first: int) -> tuple[float, ...] | None:
         """Return the noise levels of the schedule from a step on, read once per schedule."""
+        if not self.reads_sigmas:
+            return None
         count = len(self._timesteps)
         if first not in self._sigmas:
             given: object = getattr(self._scheduler(), "sigmas", None)

@@ -69,6 +69,7 @@ def test_a_shift_and_a_run_of_a_few_steps_are_followed_as_the_page_says(num_step
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
     )
     tracker = StepTracker(lambda: scheduler)
+    tracker.reads_sigmas = True
     scheduler.set_timesteps(num_steps)
     step = tracker.locate(float(scheduler.timesteps[0]), scheduler.timesteps.dtype)
     assert step.sigmas is not None
