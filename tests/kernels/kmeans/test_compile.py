@@ -16,10 +16,10 @@ pytestmark = needs_triton
     ("head_size", "dtype"),
     [
         (64, torch.float32),
-        (128, torch.bfloat16),
         (128, torch.float16),
         (256, torch.bfloat16),
-        (256, torch.float32),
+        pytest.param(128, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(256, torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_spills(compiler: Compiler, head_size: int, dtype: torch.dtype) -> None:

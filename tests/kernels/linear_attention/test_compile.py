@@ -80,7 +80,10 @@ def test_other_blocks_and_means_alone_do_not_spill(
     assert_clean(compiler.kernels[1:])
 
 
-@pytest.mark.parametrize(("head_size", "q_size"), [(64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize(
+    ("head_size", "q_size"),
+    [(64, 128), (128, 64), pytest.param(128, 128, marks=pytest.mark.slow)],
+)
 def test_the_pass_over_unselected_blocks_does_not_spill(
     compiler: Compiler, head_size: int, q_size: int
 ) -> None:

@@ -10,13 +10,19 @@ from tests.kernels.compiling import Compiler, needs_triton
 pytestmark = needs_triton
 
 
-@pytest.mark.parametrize("size", [64, 128])
+DTYPES = [
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+]
+
+
 @pytest.mark.parametrize(
-    ("first", "result"),
+    ("first", "result", "size"),
     [
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16),
+        pytest.param(*dtypes, size, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+        for i, dtypes in enumerate(DTYPES)
+        for j, size in enumerate((64, 128))
     ],
 )
 def test_the_merge_reads_16_bytes_at_a_time_and_does_not_spill(

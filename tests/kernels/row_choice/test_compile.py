@@ -12,7 +12,9 @@ from tests.kernels.compiling import Compiler, needs_triton
 pytestmark = needs_triton
 
 
-@pytest.mark.parametrize(("head_size", "size"), [(64, 4), (128, 6), (128, 8)])
+@pytest.mark.parametrize(
+    ("head_size", "size"), [(64, 4), pytest.param(128, 6, marks=pytest.mark.slow), (128, 8)]
+)
 def test_the_sort_and_the_merge_do_not_spill(compiler: Compiler, head_size: int, size: int) -> None:
     from multimodal_gen.kernels.row_choice.row_choice_kernel import (
         merge_parts,

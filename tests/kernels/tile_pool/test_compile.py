@@ -42,8 +42,8 @@ INPUTS = (
     (128, torch.float32),
     (256, torch.float32),
 )
-# Every input, and every number of tiles.
-QUICK = list(zip(itertools.cycle(KEYS), INPUTS, strict=False))
+# Every number of tiles, every head size and every dtype.
+QUICK = list(zip(KEYS, (INPUTS[i] for i in (0, 3, 4, 5, 6)), strict=True))
 
 
 @pytest.mark.parametrize(
