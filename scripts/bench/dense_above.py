@@ -2,8 +2,9 @@
 
 Every method on three kinds of data: like a model's (`video`), normal without any structure
 (`random`), and all tokens the same (`constant`); at its usual settings and at such that keep much.
-Each is timed as it comes and with `dense_above=1.0`, in the middle of a generation. `over_dense`
-is the time over that of `auto`, `dense_calls` the share of calls that were dense.
+Each is timed as it comes and with `dense_above=1.0`, in the middle of a generation; where the data
+decide what is kept, and so which steps are dense, the time is a step's mean over 50 of them.
+`over_dense` is the time over that of `auto`, `dense_calls` the share of calls that were dense.
 
 V-MoBA works on a few heads at a time; `--vmoba-mib` times it with copies of so many MiB at most,
 beside its own choice.
@@ -22,6 +23,7 @@ import torch
 from _harness import (
     DEVICE,
     Row,
+    event_ms,
     interleave,
     make_parser,
     relative_error,
@@ -38,6 +40,7 @@ from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import QKV, make_video_qkv
 
+STEPS = 50
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 SVG2 = {"svg2_first_layers_fp": 0, "svg2_first_times_fp": 0}
 VMOBA = {
@@ -201,11 +204,20 @@ def extra_memory(run: Callable[[], torch.Tensor]) -> float:
     return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
 
 
+def generation_ms(run: Callable[..., torch.Tensor], request: str) -> float:
+    """Return what all steps of a generation take."""
+
+    def generate() -> None:
+        for step in range(STEPS):
+            run(step, request)
+
+    return event_ms(generate)
+
+
 def density_of(layer: LocalAttention) -> tuple[float, float]:
     """Return the share of pairs of a layer's calls, and the share of calls that were dense."""
     report = layer.report()
     dense = sum(part.calls for part in report.detours)
-    dense += sum(entry.every_pair for entry in report.entries)
     if not any(entry.densities for entry in report.entries):
         return 1.0, dense / report.calls
     (entry,) = report.entries
@@ -238,11 +250,11 @@ def measure(
     """Check what can be compared with dense attention, then time a case."""
     qkv, layers = case.draw(), layers_of(case, methods, only)
 
-    def run_of(layer: LocalAttention) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
+    def run_of(layer: LocalAttention) -> Callable[..., torch.Tensor]:
+        def run(step: int = 20, request: str = "bench") -> torch.Tensor:
             # A step behind the first, so that what is carried from step to step is there.
             with set_forward_context(
-                20, latent_grid=case.grid, num_steps=50, request_id="bench", cfg_branch="cond"
+                step, latent_grid=case.grid, num_steps=STEPS, request_id=request, cfg_branch="cond"
             ):
                 return layer(*qkv)
 
@@ -256,6 +268,9 @@ def measure(
     errors = errors_of(case, runs, layers)
     memory = {name: extra_memory(run) for name, run in runs.items()}
     times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 1.0)
+    for name in runs:
+        if "svg2" in name or "threshold" in name:
+            times[name] = [generation_ms(runs[name], str(i)) / STEPS for i in range(2)]
     best = statistics.median(times["auto"])
     flop = 4.0 * case.heads * math.prod(case.grid) ** 2 * case.head_size
     rows = []

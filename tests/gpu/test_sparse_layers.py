@@ -102,11 +102,15 @@ def with_text(video: torch.Tensor, text: TextSpan | None) -> torch.Tensor:
 
 
 def run_behind_other_work(
-    attend: LocalAttention, qkv: tuple[torch.Tensor, ...], grid: Window, text: TextSpan | None
+    attend: LocalAttention,
+    qkv: tuple[torch.Tensor, ...],
+    grid: Window,
+    text: TextSpan | None,
+    step: int = 0,
 ) -> torch.Tensor:
     torch.cuda.synchronize()
     torch.cuda._sleep(int(4e8))
-    with set_forward_context(0, latent_grid=grid, text_span=text):
+    with set_forward_context(step, latent_grid=grid, text_span=text):
         return attend(*qkv)
 
 
@@ -230,9 +234,8 @@ def test_a_call_that_would_keep_too_much_is_dense_without_waiting(
         scope=SelectionScope(default=asked, strict=True),
     )
     q, k, v = draw(WHOLE, None, HEADS)
-    for _ in range(2):  # the first call compiles
-        out = run_behind_other_work(attend, (q, k, v), WHOLE, None)
+    for step in range(3):  # the first call compiles
+        out = run_behind_other_work(attend, (q, k, v), WHOLE, None, step=step)
     assert_within_error_budget(out, q, k, v, scale=SCALE)
-    report = attend.report()
-    dense = sum(detour.calls for detour in report.detours)
-    assert (dense, report.entries[0].every_pair) == ((2, 0) if known else (0, 2))
+    dense = sum(detour.calls for detour in attend.report().detours)
+    assert dense == (3 if known else 2)  # what the data decide is known one step later

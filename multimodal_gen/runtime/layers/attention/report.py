@@ -69,8 +69,6 @@ class ReportEntry:
         calls: how often it ran.
         densities: for sparse methods, (step, share of query-key pairs attended to) per step.
         shapes: the shapes of its calls where they decided, such as "1x4096x24x128".
-        every_pair: for sparse methods, how many of its calls attended to every pair, because they
-            would have kept more than `dense_above` of them.
     """
 
     steps: str | None
@@ -78,7 +76,6 @@ class ReportEntry:
     calls: int
     densities: tuple[tuple[int, float], ...] = ()
     shapes: tuple[str, ...] = ()
-    every_pair: int = 0
     sigma: SigmaSteps | None = None
 
     @property
@@ -101,8 +98,6 @@ class ReportEntry:
             data["density_by_step"] = {str(step): density for step, density in self.densities}
         if self.shapes:
             data["shapes"] = list(self.shapes)
-        if self.every_pair:
-            data["calls_with_every_pair"] = self.every_pair
         return data
 
 
@@ -231,7 +226,6 @@ class Group:
         density: for sparse methods, the least and the most dense layer's share of pairs attended
             to, each the mean over its steps.
         density_by_step: the share at each step, as a mean over the layers.
-        every_pair: calls of all layers that attended to every pair; see `ReportEntry`.
     """
 
     component: str
@@ -243,7 +237,6 @@ class Group:
     count: int
     density: tuple[float, float] | None = None
     density_by_step: tuple[tuple[int, float], ...] = ()
-    every_pair: int = 0
 
     @property
     def layers_text(self) -> str:
@@ -315,15 +308,13 @@ def grouped(report: "AttentionReport") -> list[Group]:
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
     densities: dict[tuple[Any, ...], list[float]] = {}
     by_step: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
-    every_pair: dict[tuple[Any, ...], int] = {}
     for layer in report.layers:
         where = (layer.component or "-", str(layer.role))
         # Without a schedule there may be several entries too: forcing adds one.
         rest = "other" if any(entry.steps for entry in layer.entries) else "all"
         for entry in layer.entries:
-            key = (*where, entry.steps or rest, replace(entry, densities=(), every_pair=0), False)
+            key = (*where, entry.steps or rest, replace(entry, densities=()), False)
             found.setdefault(key, []).append(layer)
-            every_pair[key] = every_pair.get(key, 0) + entry.every_pair
             if entry.density is not None:
                 densities.setdefault(key, []).append(entry.density)
                 by_step.setdefault(key, []).extend(entry.densities)
@@ -340,7 +331,6 @@ def grouped(report: "AttentionReport") -> list[Group]:
             count=len(layers),
             density_by_step=_mean_by_step(by_step.get(key, ())),
             density=(min(densities[key]), max(densities[key])) if key in densities else None,
-            every_pair=every_pair.get(key, 0),
         )
         for key, layers in found.items()
     ]
@@ -394,17 +384,10 @@ def summary(report: "AttentionReport") -> list[str]:
         lines.append(
             f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
             f"{detour}{selection.label} [{group.source}], {density}{shapes}"
-            f"{calls} {'call' if calls == 1 else 'calls'} each{_every_pair_text(group)}; {because}"
+            f"{calls} {'call' if calls == 1 else 'calls'} each; {because}"
         )
     notes = [f"note: {note}" for note in report.notes]
     return [*lines, *_time_line(report), *notes, *footnotes.lines()]
-
-
-def _every_pair_text(group: Group) -> str:
-    """Return how many calls of a sparse method were dense, or nothing."""
-    if not group.every_pair:
-        return ""
-    return f", {group.every_pair} in all with every pair, as they kept too many (`dense_above`)"
 
 
 def _shapes_text(shapes: Sequence[str]) -> str:

@@ -436,7 +436,6 @@ class ScheduleEntry:
             selection=selection,
             calls=calls,
             densities=tuple(sorted(densities.items())),
-            every_pair=self.primary.impl.calls_with_every_pair(),
             sigma=self._named,
             shapes=tuple(self._shapes),
         )

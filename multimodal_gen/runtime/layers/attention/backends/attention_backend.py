@@ -300,10 +300,6 @@ class AttentionImpl(ABC):
         del query, key, context, first_head
         return None
 
-    def calls_with_every_pair(self) -> int:
-        """Return how many calls a sparse method made dense by itself, as `dense_above` says."""
-        return 0
-
     def densities(self) -> Mapping[int, float]:
         """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
         return {}

@@ -5,7 +5,6 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -23,6 +22,10 @@ from multimodal_gen.runtime.layers.attention.config import (
     option,
     varying,
 )
+from multimodal_gen.runtime.layers.attention.sparse.dense_above import (
+    MEASURED_LIMITS,
+    KeptTooMuch,
+)
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import ring_layout
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -31,7 +34,6 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
 )
 from multimodal_gen.runtime.layers.attention.warn_once import warn_if_dense_run
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["SparseImpl", "Tail", "refuse_foreign_tail", "tail_option"]
 
@@ -39,39 +41,6 @@ Tail = Literal["none", "pooled"]
 """What becomes of keys that a query does not keep: they are dropped, or count by their means."""
 
 _ConfigT = TypeVar("_ConfigT", bound=SparseConfig)
-
-# The share of pairs at which a layer takes as long as dense attention, by method, kernel and the
-# tokens of a block from which on it holds. One H200, torch 2.11, triton 3.6, bf16, head size 128.
-# With gluon it is the density of a row of scripts/bench/results times the time of `auto` at that
-# shape in dense.csv at 56740c3, over the time of the layer; of several rows of at least 75,600
-# tokens, the least:
-#   VSA   sparse.csv at 56740c3, 21x45x80: 0.1 of the tiles in 32.5 ms, dense 162.2 ms
-#   STA   the same: 0.123 in 23.5 ms
-#   SLA   sla.csv at 694f3b1, 21x45x80, no projection: 0.0998 in 17.7 ms; blocks of 64 queries by
-#         engine.csv at 56740c3, r64: 505.4 of 754.7 TFLOP/s
-#   MoBA  vmoba.csv at 61c600b, 40 heads: chunks of 455, 1,365, 1,890 and 4,680 keys
-#   SVG2  svg2.csv at d3e5331, the layer: 470.2 of the 753.0 TFLOP/s of "ragged dense" in engine.csv
-# With triton there are no rows of layers. It is what the engine's rows leave of it: r64 434.3 of
-# 675.0, r128 505.4 of 688.2 and sta 534.6 of 690.6 TFLOP/s of FA3 in engine.csv, for VSA and STA
-# less what their layers lose with gluon; 198.3 of 460.4 for SVG2, in svg2.csv and engine.csv.
-_LIMITS = MappingProxyType(
-    {
-        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, "gluon"): ((0, 0.50),),
-        (AttentionBackendEnum.SLIDING_TILE_ATTN, "gluon"): ((0, 0.84),),
-        (AttentionBackendEnum.SLA_ATTN, "gluon"): ((0, 0.67), (128, 0.91)),
-        (AttentionBackendEnum.VMOBA_ATTN, "gluon"): (
-            (0, 0.38),
-            (1365, 0.60),
-            (1890, 0.69),
-            (4680, 0.78),
-        ),
-        (AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN, "gluon"): ((0, 0.62),),
-        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, "triton"): ((0, 0.48),),
-        (AttentionBackendEnum.SLIDING_TILE_ATTN, "triton"): ((0, 0.70),),
-        (AttentionBackendEnum.SLA_ATTN, "triton"): ((0, 0.64), (128, 0.73)),
-        (AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN, "triton"): ((0, 0.43),),
-    }
-)
 
 _FAR = 0.1  # from what was asked for
 
@@ -128,10 +97,10 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         # By step: the mean of what was noted, and of how many heads it is.
         self._densities: dict[int, tuple[float | torch.Tensor, int]] = {}
         place = (self.declaration.backend, self.kernel.name)
-        self._limits = () if self.kernel.named else _LIMITS.get(place, ())
+        self._limits = () if self.kernel.named else MEASURED_LIMITS.get(place, ())
         self._stays_sparse = self.dense_limit(0) is None
         self._dense_reasons: dict[tuple[object, ...], str | None] = {}
-        self._every_pair: torch.Tensor | None = None
+        self._kept_too_much = KeptTooMuch()
         self.prepare()
 
     def prepare(self) -> None:
@@ -322,7 +291,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         context: ForwardContext | None,
         first_head: int = 0,
     ) -> str | None:
-        """See `AttentionImpl.dense_reason`; by `known_density`, which is asked once per run.
+        """See `AttentionImpl.dense_reason`; by `known_density`, or what steps before have kept.
 
         Raises:
             UsageError: the latent grid does not fit the sequence.
@@ -347,35 +316,28 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
                 if above
                 else None
             )
-        return self._dense_reasons[run]
+        found = self._dense_reasons[run]
+        if found is not None:
+            return found
+        limit = self._kept_too_much.limit_passed(context)
+        if limit is None:
+            return None
+        return f"{self.label} kept more than {limit:g} of the pairs when last tried (`dense_above`)"
 
-    def every_pair_above(
-        self, share: torch.Tensor, block: int, first_head: int
-    ) -> torch.Tensor | None:
-        """Return whether a call is to attend to every pair, bool []; None where it never is.
-
-        For shares that the data decide: the answer stays on the device, and so does the count.
+    def learn_share(
+        self, share: torch.Tensor, block: int, context: ForwardContext, first_head: int
+    ) -> None:
+        """Note what a call keeps whose share the data decide; see `KeptTooMuch`.
 
         Args:
-            share: the share of pairs that the call would attend to, [].
+            share: the share of pairs, [].
             block: tokens of a block of keys.
-            first_head: see `SparseCall`.
+            context: the running denoiser call.
+            first_head: see `SparseCall`; the first heads of a call stand for all of it.
         """
         limit = self.dense_limit(block)
-        if limit is None or torch.are_deterministic_algorithms_enabled():
-            return None
-        above = share > limit
-        if first_head == 0:
-            if self._every_pair is None or self._every_pair.device != above.device:
-                # Not as an inference tensor, which could not be counted up outside of that mode.
-                with torch.inference_mode(False):
-                    self._every_pair = torch.zeros((), dtype=torch.int64, device=above.device)
-            self._every_pair += above
-        return above
-
-    def calls_with_every_pair(self) -> int:
-        """See `AttentionImpl.calls_with_every_pair`; waits for the device."""
-        return 0 if self._every_pair is None else int(self._every_pair)
+        if limit is not None and first_head == 0:
+            self._kept_too_much.learn(share > limit, limit, context)
 
     def kernel_detours(self) -> Mapping[tuple[str, str], int]:
         """See `AttentionImpl.kernel_detours`."""

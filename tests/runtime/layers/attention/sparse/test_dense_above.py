@@ -1,4 +1,4 @@
-"""`dense_above`: calls that would keep too many pairs attend to all of them, and are counted."""
+"""`dense_above`: calls that would keep too many pairs are dense, and are counted."""
 
 import math
 
@@ -18,8 +18,12 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import _every_chunk
-from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.layers.attention.sparse.dense_above import KeptTooMuch
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    TextSpan,
+    set_forward_context,
+)
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.tolerance import assert_within_error_budget
@@ -116,48 +120,72 @@ def test_a_call_that_keeps_less_runs_the_method(method, above):
     assert 0.35 < entry.density < 0.85
 
 
+def generate(layer, qkv, steps: range, request: str = "a", **call: object) -> list[torch.Tensor]:
+    """Return the outputs of some steps of a generation of 100."""
+    outs = []
+    for step in steps:
+        with (
+            torch.no_grad(),
+            set_forward_context(step, latent_grid=GRID, num_steps=100, request_id=request),
+        ):
+            outs.append(layer(*qkv, **call))
+    return outs
+
+
+def steps_that_are_dense(layer, qkv, steps: range, request: str = "a") -> list[int]:
+    """Return those of some steps whose calls were handed to the dense backend."""
+    found = []
+    for step in steps:
+        before = sum(part.calls for part in layer.report().detours)
+        generate(layer, qkv, range(step, step + 1), request)
+        if sum(part.calls for part in layer.report().detours) > before:
+            found.append(step)
+    return found
+
+
 @pytest.mark.parametrize("method", BY_DATA)
-def test_a_call_whose_density_the_data_decide_attends_to_everything_on_the_device(method):
+def test_where_the_data_keep_too_much_the_steps_that_follow_are_dense(method):
     layer, qkv = make_layer(method, BY_DATA[method], dense_above=0.2), inputs()
-    assert_dense(attend(layer, qkv), qkv)
+    first, second = generate(layer, qkv, range(2))
+    assert not is_dense(first, qkv), "the method decides by what it kept itself"
+    assert_dense(second, qkv)
     report = layer.report()
-    assert report.detours == ()
-    (entry,) = report.entries
-    assert (entry.calls, entry.every_pair, entry.density) == (1, 1, 1.0)
-    assert entry.as_dict()["calls_with_every_pair"] == 1
-    summary = AttentionReport(layers=(report, report)).summary()
-    assert "1 call each, 2 in all with every pair, as they kept too many (`dense_above`)" in summary
+    (detour,) = report.detours
+    assert detour.calls == 1
+    reason = "kept more than 0.2 of the pairs when last tried (`dense_above`)"
+    assert reason in detour.selection.reason
+    assert reason in AttentionReport(layers=(report,)).summary()
+
+
+def test_the_method_is_tried_again_ever_more_seldom_and_in_every_generation():
+    method = "sparse_video_gen_2_attn"
+    layer, qkv = make_layer(method, BY_DATA[method], dense_above=0.2), inputs()
+    dense = steps_that_are_dense(layer, qkv, range(60))
+    assert sorted({*range(60)} - {*dense}) == [0, 9, 26, 59]
+    assert steps_that_are_dense(layer, qkv, range(2), "b") == [1]
+    assert steps_that_are_dense(layer, qkv, range(2, 11), "b") == [*range(2, 9), 10]
+
+
+@pytest.mark.parametrize(("above", "dense"), [((True, True), True), ((True, False), False)])
+def test_all_calls_of_a_step_must_have_kept_too_much(above, dense):
+    kept = KeptTooMuch()
+    for answer in above:  # both guidance branches, say
+        context = ForwardContext(current_timestep=3, request_id="a")
+        assert kept.limit_passed(context) is None
+        kept.learn(torch.tensor(answer), 0.5, context)
+    found = kept.limit_passed(ForwardContext(current_timestep=4, request_id="a"))
+    assert found == (0.5 if dense else None)
+    assert kept.limit_passed(ForwardContext(current_timestep=4, request_id="b")) is None
 
 
 @pytest.mark.parametrize("above", [0.999, 1.0, None])
 @pytest.mark.parametrize("method", BY_DATA)
 def test_a_call_whose_data_keep_less_runs_the_method(method, above):
     layer, qkv = make_layer(method, BY_DATA[method], dense_above=above), inputs()
-    assert not is_dense(attend(layer, qkv), qkv)
+    assert not any(is_dense(out, qkv) for out in generate(layer, qkv, range(3)))
     (entry,) = layer.report().entries
-    assert (entry.calls, entry.every_pair) == (1, 0)
+    assert entry.calls == 3
     assert entry.density < 0.999
-    assert "calls_with_every_pair" not in entry.as_dict()
-
-
-def test_calls_are_counted_one_by_one_whatever_the_mode():
-    layer = make_layer(
-        "sparse_video_gen_2_attn", BY_DATA["sparse_video_gen_2_attn"], dense_above=0.2
-    )
-    with torch.inference_mode():
-        attend(layer, inputs())
-    attend(layer, inputs())
-    (entry,) = layer.report().entries
-    assert (entry.calls, entry.every_pair) == (2, 2)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 31, 32, 33, 64, 70])
-def test_the_bits_of_every_chunk_are_set_and_no_others(num_chunks):
-    words = -(-num_chunks // 32)
-    bits = torch.zeros(1, 1, 3, words, dtype=torch.int32)
-    found = _every_chunk(num_chunks, bits)
-    number = sum((int(word) & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(found))
-    assert number == (1 << num_chunks) - 1
 
 
 @pytest.mark.parametrize("method", ["video_sparse_attn", "sparse_video_gen_2_attn"])
@@ -166,10 +194,15 @@ def test_masked_keys_stay_out(method):
     layer, qkv = make_layer(method, given, dense_above=0.2), inputs(TEXT)
     keep = torch.ones(1, qkv[0].shape[1], dtype=torch.bool)
     keep[:, -3:] = False
-    out = attend(layer, qkv, TEXT, attn_mask=keep[:, None, None, :])
-    assert_dense(out, qkv, mask=keep[:, None, None, :])
-    report = layer.report()
-    assert sum(part.calls for part in report.detours) + report.entries[0].every_pair == 1
+    mask = keep[:, None, None, :]
+    for step in range(2):
+        with (
+            torch.no_grad(),
+            set_forward_context(step, latent_grid=GRID, text_span=TEXT, num_steps=9),
+        ):
+            out = layer(*qkv, attn_mask=mask)
+    assert_dense(out, qkv, mask=mask)
+    assert layer.report().detours[-1].calls == (2 if method in KNOWN else 1)
 
 
 def test_a_gate_weighs_the_coarse_branch_of_dense_calls_too():
@@ -204,11 +237,10 @@ def test_under_deterministic_algorithms_nothing_is_exchanged(method):
     layer, qkv = make_layer(method, {**KNOWN, **BY_DATA}[method], dense_above=0.2), inputs()
     torch.use_deterministic_algorithms(True)
     try:
-        assert not is_dense(attend(layer, qkv), qkv)
+        assert not any(is_dense(out, qkv) for out in generate(layer, qkv, range(2)))
     finally:
         torch.use_deterministic_algorithms(False)
-    report = layer.report()
-    assert (report.detours, report.entries[0].every_pair) == ((), 0)
+    assert layer.report().detours == ()
 
 
 def test_calls_that_need_gradients_run_the_method():

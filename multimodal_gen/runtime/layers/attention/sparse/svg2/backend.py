@@ -7,7 +7,7 @@ attended to by everything, and attends to everything.
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -223,10 +223,7 @@ class SVG2Impl(SparseImpl[SVG2Config]):
             kept = self._select(queries, keys, self.settings(context))
             clusters = cluster_map(queries, keys, kept, layout, keep)
             share = _density(clusters, layout, keep)
-            above = self.every_pair_above(share, 0, call.first_head)
-            if above is not None:  # clusters that adjoin make long runs, which take no longer
-                clusters = replace(clusters, keep=clusters.keep | above)
-                share = torch.where(above, 1.0, share)
+            self.learn_share(share, 0, context, call.first_head)
             self.record(context, share, query.shape[2])
         out = query.new_empty((*query.shape[:3], call.value.shape[3]))
         attend_text(call, out)

@@ -10,7 +10,6 @@ Shapes: B batch, S tokens, H heads, D head size.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -265,9 +264,8 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
         elif rule.keeps_all(chunks.num_chunks) or (own_only and config.only_own_chunk == "full"):
             out = attend_densely(call)
         else:
-            above = partial(
-                self.every_pair_above, block=math.prod(shape), first_head=call.first_head
-            )
-            out, share = attend_chunks(call, chunks, rule, above=above)
+            out, kept = attend_chunks(call, chunks, rule)
+            self.learn_share(kept, math.prod(shape), context, call.first_head)
+            share = kept
         self.record(context, share, call.query.shape[2])
         return out

@@ -4,7 +4,6 @@ Shapes: B batch, S tokens, V video tokens, Sk keys, H heads, D head size, N chun
 chunks; q/k suffix = query/key side.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -12,7 +11,7 @@ from typing import Literal
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
-from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
 from multimodal_gen.kernels.row_choice.api import (
@@ -216,7 +215,6 @@ def attend_chunks(
     rule: Rule,
     *,
     groups: ChunkGroups | None = None,
-    above: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of a call, and the share of pairs attended to; waits for nothing.
 
@@ -229,8 +227,6 @@ def attend_chunks(
         chunks: the chunks of its video.
         rule: how queries choose among them.
         groups: how the chunks are grouped; None for what suits the sizes.
-        above: whether a call with such a share, [], selects every chunk instead, as bool []; None,
-            and what returns None, for never. Not asked where keys are masked.
 
     Returns:
         [B, Sq, H, D] in the order of the sequence, zero where a query sees no key; and float64 [].
@@ -238,7 +234,8 @@ def attend_chunks(
     query, key, layout = call.query, call.key, call.layout
     group = query.shape[2] // key.shape[2]
     groups = groups or chunk_groups(chunks.num_chunks, layout.num_video)
-    bits, share = _choose(call, chunks, rule, above)
+    bits, pairs = select(call, chunks, rule)
+    share = density(call, pairs)
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
     # Rows of a query block that suit the kernel that will run.
     copied = not chunks.in_order or call.keep is not None
@@ -284,22 +281,6 @@ def attend_chunks(
     return out, share
 
 
-def _choose(
-    call: SparseCall,
-    chunks: Partition,
-    rule: Rule,
-    above: Callable[[torch.Tensor], torch.Tensor | None] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chunks that rows choose, and the share of pairs; see `attend_chunks`."""
-    bits, pairs = select(call, chunks, rule)
-    share = density(call, pairs)
-    every = None if above is None or call.keep is not None else above(share)
-    if every is None:
-        return bits, share
-    bits = torch.where(every, _every_chunk(chunks.num_chunks, bits), bits)
-    return bits, torch.where(every, 1.0, share)
-
-
 def _merge_with_tail(
     call: SparseCall,
     query: torch.Tensor,
@@ -331,14 +312,6 @@ def _merge_with_tail(
     )
     if found is not out:
         out.copy_(found)
-
-
-def _every_chunk(num_chunks: int, bits: torch.Tensor) -> torch.Tensor:
-    """Return the bits of one row that selects all chunks, int32 [words], filled on the device."""
-    words = torch.full_like(bits[0, 0, 0], -1)
-    if num_chunks % WORD_BITS:
-        words[-1:].fill_((1 << num_chunks % WORD_BITS) - 1)
-    return words
 
 
 def _orders(counts: torch.Tensor, passes: int) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,113 @@
+"""When dense attention is faster than a sparse method: what was measured, and what calls teach."""
+
+from types import MappingProxyType
+
+import torch
+
+from multimodal_gen.kernels.static_cache import being_captured
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+__all__ = ["MEASURED_LIMITS", "KeptTooMuch"]
+
+# The share of pairs at which a layer takes as long as dense attention, by method, kernel and the
+# tokens of a block from which on it holds. One H200, torch 2.11, triton 3.6, bf16, head size 128.
+# With gluon it is the density of a row of scripts/bench/results times the time of `auto` at that
+# shape in dense.csv at 56740c3, over the time of the layer; of several rows of at least 75,600
+# tokens, the least:
+#   VSA   sparse.csv at 56740c3, 21x45x80: 0.1 of the tiles in 32.5 ms, dense 162.2 ms
+#   STA   the same: 0.123 in 23.5 ms
+#   SLA   sla.csv at 694f3b1, 21x45x80, no projection: 0.0998 in 17.7 ms; blocks of 64 queries by
+#         engine.csv at 56740c3, r64: 505.4 of 754.7 TFLOP/s
+#   MoBA  vmoba.csv at 61c600b, 40 heads: chunks of 455, 1,365, 1,890 and 4,680 keys
+#   SVG2  svg2.csv at d3e5331, the layer: 470.2 of the 753.0 TFLOP/s of "ragged dense" in engine.csv
+# With triton there are no rows of layers. It is what the engine's rows leave of it: r64 434.3 of
+# 675.0, r128 505.4 of 688.2 and sta 534.6 of 690.6 TFLOP/s of FA3 in engine.csv, for VSA and STA
+# less what their layers lose with gluon; 198.3 of 460.4 for SVG2, in svg2.csv and engine.csv.
+MEASURED_LIMITS = MappingProxyType(
+    {
+        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, "gluon"): ((0, 0.50),),
+        (AttentionBackendEnum.SLIDING_TILE_ATTN, "gluon"): ((0, 0.84),),
+        (AttentionBackendEnum.SLA_ATTN, "gluon"): ((0, 0.67), (128, 0.91)),
+        (AttentionBackendEnum.VMOBA_ATTN, "gluon"): (
+            (0, 0.38),
+            (1365, 0.60),
+            (1890, 0.69),
+            (4680, 0.78),
+        ),
+        (AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN, "gluon"): ((0, 0.62),),
+        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, "triton"): ((0, 0.48),),
+        (AttentionBackendEnum.SLIDING_TILE_ATTN, "triton"): ((0, 0.70),),
+        (AttentionBackendEnum.SLA_ATTN, "triton"): ((0, 0.64), (128, 0.73)),
+        (AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN, "triton"): ((0, 0.43),),
+    }
+)
+
+# Steps that are dense after one that kept too much, before the method is tried again; each further
+# one doubles it. Of 50 steps three are then tried: 0, 9 and 26.
+_FIRST_PAUSE = 8
+
+
+class KeptTooMuch:
+    """What a layer learns of its calls whose share of pairs the data decide.
+
+    Where all calls of a step kept more than the limit, the steps that follow are dense; then the
+    method is tried again. The device is asked in a later step, when it has long answered, and what
+    is dense depends on the data alone. Calls in a CUDA graph neither learn nor change.
+    """
+
+    def __init__(self) -> None:
+        self._tried: tuple[str | None, int] | None = None  # request, step
+        self._limit = 1.0
+        self._answers: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._pause, self._dense_until = _FIRST_PAUSE, -1
+
+    def learn(self, above: torch.Tensor, limit: float, context: ForwardContext) -> None:
+        """Note whether a call kept too much; does not wait for the device.
+
+        Args:
+            above: bool [], on any device.
+            limit: the share that it is about.
+            context: the running denoiser call.
+        """
+        if being_captured() or torch.are_deterministic_algorithms_enabled():
+            return
+        tried = context.request_id, context.current_timestep
+        if tried != self._tried:
+            if self._tried is None or tried[0] != self._tried[0] or tried[1] < self._tried[1]:
+                self._pause = _FIRST_PAUSE  # another generation
+            self._tried, self._limit, self._dense_until = tried, limit, tried[1]
+            self._answers = []
+        if above.device.type != "cuda":
+            self._answers.append((above, None))
+            return
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(above, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(above.device))
+        self._answers.append((answer, event))
+
+    def limit_passed(self, context: ForwardContext) -> float | None:
+        """Return the share that was passed if the running step is dense for it, else None."""
+        if self._tried is None or being_captured():
+            return None
+        request, step = self._tried
+        if context.request_id != request or context.current_timestep <= step:
+            return None
+        if self._answers:
+            self._settle(step)
+        return self._limit if context.current_timestep <= self._dense_until else None
+
+    def _settle(self, step: int) -> None:
+        """Read the answers of a step that is over."""
+        above = True
+        for answer, event in self._answers:
+            if event is not None:
+                event.synchronize()
+            above = above and bool(answer)
+        self._answers = []
+        if above:
+            self._dense_until = step + self._pause
+            self._pause *= 2
+        else:
+            self._pause = _FIRST_PAUSE
