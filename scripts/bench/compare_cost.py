@@ -139,12 +139,14 @@ def run_plainly(
     return timings.steps, peak
 
 
-def rows_of(case: Case, steps: int, folder: Path) -> Iterator[tuple[str, float, float, str]]:
+def rows_of(
+    case: Case, steps: int, folder: Path, *, checks: bool
+) -> Iterator[tuple[str, float, float, str]]:
     """Yield measure, value, limit and details of one case."""
     pipe = build(case)
     run_plainly(pipe, case, 2)  # warm-up
     _, peak = run_plainly(pipe, case, steps)
-    for calls in CHECKED:
+    for calls in CHECKED if checks else ():
         plain, checked = [], []
         for _ in range(ROUNDS):
             plain += run_plainly(pipe, case, steps)[0]
@@ -184,6 +186,7 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--steps", type=int, default=20, help="denoising steps (20)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--no-checks", action="store_true", help="leave the rows of checks out")
     parser.add_argument("--keep", type=Path, help="folder that keeps the comparisons")
     options = parser.parse_args()
     for case in SMOKE if options.smoke else CASES:
@@ -205,7 +208,9 @@ def main() -> None:
                 holds=value <= limit,
                 details=details,
             )
-            for measure, value, limit, details in rows_of(case, options.steps, folder)
+            for measure, value, limit, details in rows_of(
+                case, options.steps, folder, checks=not options.no_checks
+            )
         ]
         write_table(options.out / "compare_cost.csv", rows)
         for row in rows:

@@ -5,7 +5,9 @@ time per call is what Python and the launch cost. Of the package's own kernels, 
 whole layers are timed, with plans that they made before, where a method's plan is not up to the
 data.
 
-    python3 scripts/bench/layer_overhead.py --commit HASH
+    python3 scripts/bench/layer_overhead.py --commit HASH [--only "sage_attn own"]
+
+`--only direct` leaves the own kernels out, `--only own` the others.
 """
 
 import argparse
@@ -81,6 +83,8 @@ def main() -> None:
     shape = (1, TOKENS, HEADS, HEAD_SIZE)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
+        if arguments.only not in f"{name} direct":
+            continue
         # What a package takes is known by calling it; our own kernels follow below.
         config = SageAttnConfig(kernel="sageattention") if name == "sage_attn" else None
         backend = AttentionBackendEnum.parse(name)
@@ -125,6 +129,8 @@ def time_own_layers(arguments: argparse.Namespace) -> None:
     contenders: dict[str, Callable[[], object]] = {}
     with torch.inference_mode(), set_forward_context(0, latent_grid=GRID, num_steps=2):
         for name, options in OWN.items():
+            if arguments.only not in f"{name} own":
+                continue
             backend = AttentionBackendEnum.parse(name)
             cls = find_backend(backend, current_environment().platform).config_cls
             asked = BackendPreference(
@@ -139,7 +145,7 @@ def time_own_layers(arguments: argparse.Namespace) -> None:
             )
             layer(q, k, v)
             contenders[layer.report().entries[-1].selection.label] = partial(layer, q, k, v)
-        times = host_ms(contenders, rounds=arguments.rounds)
+        times = host_ms(contenders, rounds=arguments.rounds) if contenders else {}
     for label, figures in times.items():
         rows = rows_of(
             {label: figures},

@@ -161,6 +161,7 @@ def test_layers_replay(name: str) -> None:
         assert_replays(lambda: layer(*inputs), inputs)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_nothing_is_made_in_a_capture() -> None:
     asked = BackendPreference(
         source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse("triton_attn")
@@ -245,6 +246,7 @@ def test_a_method_that_starts_from_the_step_before_is_refused() -> None:
             model(**inputs)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_denoiser_is_not_captured_before_it_ran() -> None:
     model, inputs = wan()
     with (
