@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multimodal_gen.integrations.comparison import compare
     from multimodal_gen.integrations.diffusers import AttentionHandle, apply
+    from multimodal_gen.integrations.generator import DiffGenerator, generate
     from multimodal_gen.runtime.distributed.groups import init_parallel, leave_parallel
 
 __all__ = [
     "AttentionHandle",
+    "DiffGenerator",
     "__version__",
     "apply",
     "compare",
+    "generate",
     "init_parallel",
     "leave_parallel",
 ]
@@ -32,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from multimodal_gen.integrations import comparison
 
         return comparison.compare
+    if name in ("DiffGenerator", "generate"):
+        from multimodal_gen.integrations import generator
+
+        return getattr(generator, name)
     if name in ("init_parallel", "leave_parallel"):
         from multimodal_gen.runtime.distributed import groups
 

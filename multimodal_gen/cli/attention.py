@@ -9,7 +9,9 @@ import typer
 from multimodal_gen.cli.describe import describe
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
-from multimodal_gen.runtime.server_args import ROLES, SETTINGS, ServerArgs, Setting
+from multimodal_gen.runtime.backend_names import ROLES
+from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+from multimodal_gen.runtime.setting import Setting
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
@@ -124,7 +126,7 @@ def explain(settings: Settings, as_json: AsJson = False) -> None:
     args = ServerArgs(**settings, backend="sglang")
     scope = scope_from_args(args)
     device = pick_device(args.device)
-    index = PipelineIndex.read(args.model_path)
+    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
     handle = apply(load_skeleton(index, args.dtype, device), scope=scope)
     report = handle.report()
     handle.remove()

@@ -11,7 +11,8 @@ import typer
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.server_args import SETTINGS, parse_attention_backend
+from multimodal_gen.runtime.backend_names import parse_attention_backend
+from multimodal_gen.runtime.server_args import SETTINGS
 
 if TYPE_CHECKING:
     import torch

@@ -165,7 +165,7 @@ def run_comparison(
     check_folder(folder, resume=resume)
     if page:
         require_page()
-    index = PipelineIndex.read(args.model_path)
+    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
     with out_of_memory_explained():
         pipe = load_pipeline(index, args, pick_device(args.device))
     return run_plan(pipe, index, args, plan, page=page, say=lambda line: typer.echo(line, err=True))

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.backend_names import component_mapping
 from multimodal_gen.runtime.plain_values import MalformedError, as_mapping, read_value, short
-from multimodal_gen.runtime.server_args import component_mapping
 
 __all__ = ["fold_dotted"]
 

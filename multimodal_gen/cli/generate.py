@@ -1,84 +1,119 @@
-"""`sglang generate`: a prompt in, an image or a video out; on one GPU, or as ranks on several."""
+"""`sglang generate`: prompts in, images or videos out; on one GPU, or as ranks on several."""
 
+import time
 import uuid
-from dataclasses import MISSING, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import typer
 
-from multimodal_gen import __version__
+from multimodal_gen.cli.batch import BATCH, Asked, as_config, asked_for, jobs_of
 from multimodal_gen.cli.options import Settings, takes
-from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+from multimodal_gen.runtime.server_args import SETTINGS
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.generator import Attach, Generated
+    from multimodal_gen.integrations.generator import Job
+    from multimodal_gen.runtime.generator import Generated
 
 __all__ = ["generate"]
 
-_PROMPT = replace(SETTINGS["prompt"], default=MISSING)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _Work:
     """What one process is to do; it can be sent to another one.
 
     Attributes:
-        args: the arguments, with `backend` decided.
-        reason: why it was decided so.
-        explicit: whether the user named it.
+        jobs: the generations that are left.
+        done: how many were there before.
+        resume: leave out what is done; False once that was looked at.
         mark: what the names of half-written files start with.
     """
 
-    args: ServerArgs
-    reason: str
-    explicit: bool
+    jobs: tuple["Job", ...]
+    done: int = 0
+    resume: bool = False
     mark: str = ""
 
+    @property
+    def total(self) -> int:
+        """How many generations there are, those that were there before included."""
+        return self.done + len(self.jobs)
 
-@takes(*({**SETTINGS, _PROMPT.name: _PROMPT}.values()))
+
+class _Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with how many generations were written before."""
+
+
+@takes(
+    *BATCH,
+    *(setting for name, setting in SETTINGS.items() if name != "prompt"),
+    given_only=True,
+)
 def generate(settings: Settings) -> None:
-    """Generate an image or a video with a diffusers pipeline.
+    """Generate images or videos with a diffusers pipeline.
 
     Writes a PNG or an MP4, with a JSON file beside it: versions, arguments, timings, and the
     backend of every attention layer with the reason for it. Nothing is overwritten unless asked
-    for, and an interrupted run leaves no file.
+    for, and an interrupted run leaves no half-written file.
     """
-    from multimodal_gen.runtime.distributed.launch import is_launched_rank, run_rank
-    from multimodal_gen.runtime.generator import plan_ranks
-
+    asked = asked_for(settings)
     try:
-        if is_launched_rank():
-            run_rank(
-                lambda num_ranks: _join_and_run(_job(settings), num_ranks),
-                timeout=settings["rank_timeout"],
-            )
+        if settings.get("print_config"):
+            jobs_of(asked)
+            typer.echo(as_config(asked), nl=False)
             return
-        job = _job(settings)
-        num_ranks = plan_ranks(job.args).world_size
-        if num_ranks == 1:
-            _run(job)
-            return
-        status = _launch(job, num_ranks)
+        status = _start(asked)
+    except _Interrupted as interrupt:
+        typer.echo(f"interrupted; {interrupt}", err=True)
+        raise typer.Exit(130) from None
     except KeyboardInterrupt:
         typer.echo("interrupted; no file was written", err=True)
         raise typer.Exit(130) from None
-    raise typer.Exit(status)
+    if status:
+        raise typer.Exit(status)
 
 
-def _job(settings: Settings) -> _Job:
-    """Decide whose attention runs, and check what was typed."""
-    from multimodal_gen.runtime.generator import choose_backend
+def _start(asked: Asked) -> int:
+    """Generate here, on ranks of this host, or as one of the ranks that were started."""
+    from multimodal_gen.runtime.distributed.launch import is_launched_rank, run_rank
+    from multimodal_gen.runtime.generator import plan_ranks
 
-    name = settings["attention_backend"]
-    if name is not None and name.strip().lower() in ("", "auto"):
-        name = None
-    backend, reason = choose_backend(settings["backend"], name)
-    args = ServerArgs(**{**settings, "attention_backend": name, "backend": backend})
-    return _Job(args=args, reason=reason, explicit=settings["backend"] != "auto")
+    if is_launched_rank():
+        timeout = asked.settings.get("rank_timeout", SETTINGS["rank_timeout"].default)
+        run_rank(
+            lambda num_ranks: _join_and_run(
+                _Work(jobs=jobs_of(asked), resume=asked.resume), num_ranks
+            ),
+            timeout=timeout,
+        )
+        return 0
+    work = _Work(jobs=jobs_of(asked), resume=asked.resume)
+    num_ranks = plan_ranks(work.jobs[0].args).world_size
+    work = _pending(work)
+    if not work.jobs:
+        return 0
+    if num_ranks == 1:
+        _run(work)
+        return 0
+    return _launch(work, num_ranks)
 
 
-def _launch(job: _Job, num_ranks: int) -> int:
-    """Do a job on ranks of this host; return the exit status.
+def _pending(work: _Work) -> _Work:
+    """Leave out the generations that are done, where that is asked for."""
+    from multimodal_gen.runtime.generator import find_done
+
+    if not work.resume:
+        return work
+    done = find_done([job.args for job in work.jobs])
+    left = tuple(job for job, file in zip(work.jobs, done, strict=True) if file is None)
+    num_done = len(work.jobs) - len(left)
+    if num_done:
+        typer.echo(f"{num_done} of {len(work.jobs)} generations are done already")
+    return replace(work, jobs=left, done=num_done, resume=False)
+
+
+def _launch(work: _Work, num_ranks: int) -> int:
+    """Do the work on ranks of this host; return the exit status.
 
     Raises:
         UsageError: an option does not fit the pipeline or the disk; no rank was started.
@@ -89,91 +124,96 @@ def _launch(job: _Job, num_ranks: int) -> int:
     from multimodal_gen.runtime.generator import prepare
     from multimodal_gen.runtime.generator.output import sweep
 
-    args, target = prepare(job.args)
-    job = replace(job, args=args, mark=f"{uuid.uuid4().hex}-")
+    settled, targets = prepare([job.args for job in work.jobs])
+    jobs = tuple(replace(job, args=args) for job, args in zip(work.jobs, settled, strict=True))
+    work = replace(work, jobs=jobs, mark=f"{uuid.uuid4().hex}-")
     try:
-        return launch_ranks(_launched, job, num_ranks=num_ranks)
+        return launch_ranks(_launched, work, num_ranks=num_ranks)
     finally:
-        sweep(target.folder, job.mark)
+        for folder in {target.folder for target in targets}:
+            sweep(folder, work.mark)
 
 
-def _launched(job: _Job) -> None:
+def _launched(work: _Work) -> None:
     """Be a rank that `_launch` started."""
     from multimodal_gen.runtime.distributed.launch import run_rank
 
-    run_rank(lambda num_ranks: _join_and_run(job, num_ranks), timeout=job.args.rank_timeout)
+    timeout = work.jobs[0].args.rank_timeout
+    run_rank(lambda num_ranks: _join_and_run(work, num_ranks), timeout=timeout)
 
 
-def _join_and_run(job: _Job, num_ranks: int) -> None:
-    """Join the ranks that were started, and do a job with them."""
+def _join_and_run(work: _Work, num_ranks: int) -> None:
+    """Join the ranks that were started, and do the work with them."""
     import torch
 
-    from multimodal_gen.runtime.distributed.groups import ranks_per_host
+    from multimodal_gen.runtime.distributed.groups import (
+        broadcast_object,
+        is_main_rank,
+        ranks_per_host,
+    )
     from multimodal_gen.runtime.generator import join_ranks
 
-    args = join_ranks(job.args, num_ranks)
+    settled = join_ranks([job.args for job in work.jobs], num_ranks)
+    jobs = tuple(replace(job, args=args) for job, args in zip(work.jobs, settled, strict=True))
+    work = replace(work, jobs=jobs)
     if num_ranks > 1:  # the ranks of a host share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
-    _run(replace(job, args=args))
+    if work.resume:  # rank 0's disk is what counts
+        work = _pending(work) if is_main_rank() else work
+        work = broadcast_object(work) if num_ranks > 1 else work
+    if work.jobs:
+        _run(work)
 
 
-def _run(job: _Job) -> None:
+def _run(work: _Work) -> None:
     """Generate, and print what was made; on all ranks but the first, without a word."""
-    from multimodal_gen.runtime import generator
+    from multimodal_gen.integrations.generator import DiffGenerator
+    from multimodal_gen.runtime.generator import prepare
 
-    generated = generator.generate(
-        job.args,
-        attach=_attach(job.args, explicit=job.explicit),
-        facts={
-            "multimodal_gen": __version__,
-            "backend": job.args.backend,
-            "backend_reason": job.reason,
-        },
-        mark=job.mark,
+    started = time.perf_counter()
+    written = 0
+    try:
+        settled, _ = prepare([job.args for job in work.jobs])
+        jobs = [replace(job, args=args) for job, args in zip(work.jobs, settled, strict=True)]
+        with DiffGenerator(jobs[0].args) as generator:
+            for number, job in enumerate(jobs, work.done + 1):
+                generated = generator.run(job, mark=work.mark)
+                if generated is None:
+                    continue
+                written += 1
+                if work.total > 1:
+                    typer.echo(f"[{number}/{work.total}] {job.args.prompt}")
+                seconds = generated.seconds + (generator.load_seconds if work.total == 1 else 0)
+                _print(generated, job, f"{seconds:.1f} s" + " in all" * (work.total == 1))
+    except KeyboardInterrupt:
+        if not written:
+            raise
+        raise _Interrupted(_so_far(work, written)) from None
+    except BaseException:
+        if written:
+            typer.echo(_so_far(work, written), err=True)
+        raise
+    if written and work.total > 1:
+        typer.echo(f"time: {time.perf_counter() - started:.1f} s in all, {written} generations")
+
+
+def _so_far(work: _Work, written: int) -> str:
+    return (
+        f"{work.done + written} of {work.total} generations are written; the same command with "
+        f"--resume makes the others"
     )
-    if generated is not None:
-        _print(generated, job)
 
 
-def _attach(args: ServerArgs, *, explicit: bool) -> "Attach":
-    """Return what attaches attention to the loaded pipeline."""
-    from multimodal_gen.errors import NothingAppliedError
-    from multimodal_gen.runtime.generator import DiffusersAttention, Handle
-
-    if args.backend == "diffusers":
-        name = None if args.attention_backend is None else str(args.attention_backend)
-        return lambda pipe: DiffusersAttention(pipe, name)
-
-    from multimodal_gen.integrations.diffusers import apply
-    from multimodal_gen.runtime.distributed.groups import parallel_groups
-    from multimodal_gen.runtime.layers.attention.rules import scope_from_args
-
-    scope = scope_from_args(args)
-    # On several ranks, all of them would compute all of what diffusers ships.
-    nothing_asked = not (explicit or scope.default or scope.components or scope.rules)
-    as_shipped = nothing_asked and parallel_groups() is None
-
-    def attach(pipe: Any) -> Handle:
-        try:
-            return apply(pipe, scope=scope)
-        except NothingAppliedError as error:
-            if not as_shipped:
-                raise
-            return DiffusersAttention(pipe, notes=(f"runs as diffusers ships it: {error}",))
-
-    return attach
-
-
-def _print(generated: "Generated", job: _Job) -> None:
+def _print(generated: "Generated", job: "Job", seconds: str) -> None:
     for path in generated.media:
         typer.echo(path)
-    typer.echo(f"record: {generated.record}")
-    if generated.latents:
-        typer.echo(f"latents: {generated.latents}")
-    if generated.attention:
-        typer.echo(f"attention record: {generated.attention}")
+    typer.echo(f"record: {generated.record_path}")
+    if generated.latents_path:
+        typer.echo(f"latents: {generated.latents_path}")
+    if generated.attention_path:
+        typer.echo(f"attention record: {generated.attention_path}")
     typer.echo(f"seed: {generated.seed}")
-    typer.echo(f"time: {generated.seconds:.1f} s in all")
+    typer.echo(f"time: {seconds}")
     if generated.mesh is not None:
         mesh = generated.mesh
         typer.echo(

@@ -25,8 +25,7 @@ from multimodal_gen.cli.compare import compare
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.cli.recommend import recommend
-from multimodal_gen.errors import ConfigError, MultimodalGenError, RankError, nearest
-from multimodal_gen.runtime.server_args import SETTINGS
+from multimodal_gen.errors import MultimodalGenError, RankError, nearest
 
 __all__ = ["app", "main"]
 
@@ -71,10 +70,6 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 _OUTSIDE = re.compile(r"(\S+) is not in the range (?:x>=(\S+)|(\S+)<=x<=(\S+))")
 
 
-# Inputs that some pipelines take and `generate` has no option for.
-_INPUTS = frozenset(
-    f"--{kind}" for kind in ("image-path", "last-image-path", "video-path", "mask-path", "image")
-)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -93,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _noting_interrupts() as interrupts:
         try:
             arguments = fold_dotted(arguments)
-            _refuse_repeated(arguments)
             command = typer.main.get_command(app)
             if not arguments:  # what shells ask for completions with has none
                 command._main_shell_completion({}, _program_name())
@@ -137,32 +131,6 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _refuse_repeated(arguments: Sequence[str]) -> None:
-    """Refuse a second prompt of `generate`: the parser would take the last one alone.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    if not arguments or arguments[0] != "generate":
-        return
-    valued = {s.flag for s in SETTINGS.values() if s.kind is not bool}
-    seen = 0
-    rest = iter(arguments[1:])
-    for argument in rest:
-        flag, equals, _ = argument.partition("=")
-        if flag == "--":
-            return
-        if flag not in valued:
-            continue
-        seen += flag == "--prompt"
-        if seen > 1:
-            raise ConfigError(
-                "--prompt must be given once, got it again; run the command once per prompt"
-            )
-        if not equals:
-            next(rest, None)
-
-
 def _described(error: Any, arguments: Sequence[str]) -> str:
     """Return an error in one line; in several only where it is the help that was asked for.
 
@@ -182,11 +150,6 @@ def _described(error: Any, arguments: Sequence[str]) -> str:
 def _problem(error: Any, arguments: Sequence[str]) -> str:
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         valid = [name for parameter in error.ctx.command.params for name in parameter.opts]
-        if error.option_name in _INPUTS and error.option_name not in valid:
-            return (
-                f"no such option {error.option_name!r}: pipelines that start from images, videos "
-                f"or masks are run from Python, with multimodal_gen.apply"
-            )
         return f"no such option {error.option_name!r}{nearest(error.option_name, valid)}"
     parameter = getattr(error, "param", None)
     if parameter is None:

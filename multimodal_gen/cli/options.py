@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
-from multimodal_gen.runtime.server_args import Setting
+from multimodal_gen.runtime.setting import Setting
 
 __all__ = ["AsJson", "Settings", "backend_names", "takes"]
 
@@ -20,23 +20,34 @@ Settings: TypeAlias = Mapping[str, Any]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _ARGUMENT = "settings"
+_CONTEXT = "context"
 
 
-def takes(*settings: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(
+    *settings: Setting, given_only: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for each of `settings`, whose values it gets as `settings`.
 
     Help lists the flags where that argument stands among the command's own.
 
     Args:
         settings: those of `ServerArgs`, or others declared in the same way.
+        given_only: pass those alone that were typed, and require none.
     """
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         def command(**values: Any) -> None:
+            context: typer.Context = values.pop(_CONTEXT)
             typed = {setting.name: _plain(values.pop(setting.name)) for setting in settings}
+            if given_only:
+                typed = {name: it for name, it in typed.items() if _was_given(context, name)}
             run(**{_ARGUMENT: typed}, **values)
 
-        parameters = list(_parameters(run, settings))
+        parameters = list(_parameters(run, settings, required=not given_only))
+        context = inspect.Parameter(
+            _CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
+        )
+        parameters.append(context)
         command.__name__ = run.__name__
         command.__doc__ = run.__doc__
         # Typer reads these two.
@@ -54,29 +65,43 @@ def backend_names(incomplete: str = "") -> list[str]:
 
 
 def _parameters(
-    run: Callable[..., None], settings: tuple[Setting, ...]
+    run: Callable[..., None], settings: tuple[Setting, ...], *, required: bool
 ) -> Iterator[inspect.Parameter]:
     """Yield the parameters of a command, with those of the settings in place of `settings`."""
     for name, parameter in inspect.signature(run).parameters.items():
         if name == _ARGUMENT:
-            yield from map(_parameter, settings)
+            yield from (_parameter(setting, required=required) for setting in settings)
         else:
             yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
 
-def _parameter(setting: Setting) -> inspect.Parameter:
-    default = inspect.Parameter.empty if setting.default is MISSING else setting.default
-    kind = _choices(setting) if setting.choices else setting.kind
+def _was_given(context: typer.Context, name: str) -> bool:
+    """Tell whether a flag was typed; its value may be the default all the same."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _parameter(setting: Setting, *, required: bool) -> inspect.Parameter:
+    default, text = setting.default, setting.help
+    if default is MISSING:
+        default = inspect.Parameter.empty if required else None
+        text += "" if required else " [required, here or in --config]"
+    kind: Any = _choices(setting) if setting.choices else setting.kind
     if setting.choices:
         default = kind(default)
     if kind is Path:  # as text: of an empty one a path would make the folder one is in
         kind, default = str, None if default is None else str(default)
+    if setting.many:
+        kind = list[kind]
+    # What a configuration file switches on, the command line can switch off.
+    flag = f"{setting.flag}/--no-{setting.flag[2:]}" if kind is bool else setting.flag
     option = typer.Option(
-        *filter(None, (setting.flag, setting.short)),
+        *filter(None, (flag, setting.short)),
         metavar=setting.metavar,
         min=setting.ge,
         max=setting.le,
-        help=setting.help,
+        help=text,
+        show_default=kind is not bool,
         autocompletion=backend_names if setting.name == "attention_backend" else None,
     )
     return inspect.Parameter(
@@ -93,4 +118,6 @@ def _choices(setting: Setting) -> Any:
 
 
 def _plain(value: object) -> object:
+    if value == []:  # how some releases say that a flag was not given
+        return None
     return value.value if isinstance(value, Enum) else value

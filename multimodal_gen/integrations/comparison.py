@@ -12,7 +12,7 @@ from multimodal_gen.runtime.comparison.configurations import read_configurations
 from multimodal_gen.runtime.comparison.page import require_page, write_page
 from multimodal_gen.runtime.comparison.record import Report
 from multimodal_gen.runtime.comparison.run import Comparison, Plan
-from multimodal_gen.runtime.generator.load import PipelineIndex
+from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.server_args import ServerArgs
 

@@ -1,180 +1,44 @@
 """What a run is asked for, checked and normalised once.
 
 A setting is declared once, as a field of `ServerArgs`: its name is that of its flag, and beside its
-default stand its help and what it may be. The command line makes its flags from `SETTINGS`.
+default stand its help and what it may be (`setting.py`). The command line makes its flags from
+`SETTINGS`.
 
 Importing this module imports neither torch nor diffusers.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import MISSING, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from multimodal_gen.errors import ConfigError, nearest
-from multimodal_gen.runtime.plain_values import MalformedError, frozen, read_json, read_pairs
+from multimodal_gen.runtime.backend_names import (
+    check_exclusive,
+    parse_attention_backend,
+    parse_component_backends,
+    parse_component_key,
+)
+from multimodal_gen.runtime.plain_values import frozen
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
+from multimodal_gen.runtime.setting import Setting, as_flag, as_pairs
 
-__all__ = [
-    "CALL_SETTINGS",
-    "ROLES",
-    "SETTINGS",
-    "ServerArgs",
-    "Setting",
-    "as_flag",
-    "check_exclusive",
-    "component_mapping",
-    "parse_attention_backend",
-    "parse_component_backends",
-    "parse_component_key",
-]
+__all__ = ["CALL_SETTINGS", "LOADING_SETTINGS", "QUANTIZATIONS", "SETTINGS", "ServerArgs"]
 
-ROLES = ("self", "cross", "encoder")
-"""What a layer attends to, as it is written in keys and flags."""
+QUANTIZATIONS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-fp8", "torchao-fp8-dynamic")
+"""Ways to quantise the weights of a component while they are loaded, beside files in GGUF."""
 
-_PLUGIN_GROUP = "multimodal_gen.attention_backends"
 _KINDS = (bool, int, float, Path, str)
-
-_ComponentBackends = dict[str, AttentionBackendEnum | None]
-_Check: TypeAlias = Callable[["Setting", Any], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One setting: what it is called, what it may be, and what help says of it.
-
-    Attributes:
-        help: what it means, with unit and default.
-        name: that of its field; the flag is `--name` with dashes.
-        kind: type of its values as text on the command line spells them: bool, int, float, `Path`
-            or str. That of the field.
-        default: that of the field; `MISSING` where a value must be given. None is accepted only
-            where it is the default, which then means "the pipeline's own" or "automatic".
-        metavar: what stands for the value in help; None for switches and choices.
-        short: a second, shorter flag, or "".
-        choices: the texts that are valid, in lower case; empty where others are.
-        ge: smallest number allowed, or None.
-        le: largest number allowed, or None.
-        empty: whether text may be empty.
-        check: returns the normalised value or raises `ConfigError`; None for what the other
-            attributes say.
-    """
-
-    help: str
-    name: str = ""
-    kind: type = str
-    default: Any = dataclasses.field(default_factory=lambda: MISSING)
-    metavar: str | None = None
-    short: str = ""
-    choices: tuple[str, ...] = ()
-    ge: float | None = None
-    le: float | None = None
-    empty: bool = True
-    check: _Check | None = None
-
-    @property
-    def flag(self) -> str:
-        """The flag."""
-        return as_flag(self.name)
-
-    def normalised(self, value: object) -> object:
-        """Return `value` as the field holds it.
-
-        Raises:
-            ConfigError: it has the wrong type, or is out of range.
-        """
-        if self.check is not None:
-            return self.check(self, value)
-        if value is None and self.default is None:
-            return None
-        return _CHECKS[self.kind](self, value)
-
-    def wrong(self, expected: str, value: object) -> ConfigError:
-        """Return the error for a value that is not what was expected."""
-        return ConfigError(f"{self.flag} must be {expected}, got {value!r}")
-
-
-def as_flag(setting: str) -> str:
-    """Return the flag of a setting: `--attention-config` for `attention_config`."""
-    return "--" + setting.replace("_", "-")
-
-
-def _switch(setting: Setting, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise setting.wrong("true or false", value)
-    return value
-
-
-def _integer(setting: Setting, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or _below(setting, value):
-        raise setting.wrong(f"an integer >= {setting.ge}", value)
-    return _not_above(setting, value)
-
-
-def _number(setting: Setting, value: object) -> Any:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Whole numbers are finite, and may be too large for a float.
-    if (
-        not real
-        or (isinstance(value, float) and not math.isfinite(value))
-        or _below(setting, value)
-    ):
-        raise setting.wrong(f"a number >= {setting.ge}", value)
-    return _not_above(setting, value)
-
-
-def _below(setting: Setting, value: Any) -> bool:
-    return setting.ge is not None and value < setting.ge
-
-
-def _not_above(setting: Setting, value: Any) -> Any:
-    if setting.le is not None and value > setting.le:
-        raise setting.wrong(f"at most {setting.le}", value)
-    return value
-
-
-def _path(setting: Setting, value: object) -> Path:
-    if not isinstance(value, (str, Path)) or not str(value).strip():
-        raise setting.wrong("a file or folder", value)
-    return Path(value)
-
-
-def _text(setting: Setting, value: object) -> str:
-    if setting.choices:
-        return _choice(setting, value)
-    if not isinstance(value, str):
-        raise setting.wrong("text", value)
-    if not setting.empty and not value.strip():
-        raise setting.wrong("text that is not empty", value)
-    return value
-
-
-def _choice(setting: Setting, value: object) -> str:
-    text = value.strip().lower() if isinstance(value, str) else ""
-    if text in setting.choices:
-        return text
-    hint = nearest(text, setting.choices) if text else ""
-    raise ConfigError(
-        f"{setting.flag} must be one of {', '.join(setting.choices)}, got {value!r}{hint}"
-    )
-
-
-_CHECKS: Mapping[type, _Check] = {
-    bool: _switch,
-    int: _integer,
-    float: _number,
-    Path: _path,
-    str: _text,
-}
 
 
 def _prompt(setting: Setting, value: object) -> str | None:
     """Return a text that is Unicode, as tokenizers take it."""
-    text = "" if value is None else _text(setting, value)
+    if not isinstance(value, (str, type(None))):
+        raise setting.wrong("text", value)
+    text = value or ""
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ConfigError(
             f"{setting.flag} must be Unicode text, got bytes that are not UTF-8: {text[:80]!r}; "
@@ -200,6 +64,46 @@ def _any(setting: Setting, value: object) -> object:
     return value
 
 
+def _pipeline_arguments(setting: Setting, value: object) -> object:
+    """Return arguments by name; what they may be, the pipeline's signature says."""
+    found = {} if value is None else as_pairs(setting, value)
+    for name in found:
+        if not name.isidentifier():
+            raise setting.wrong("pairs of an argument's name and its value", value)
+    return frozen(found) if found else None
+
+
+def _quantizations(setting: Setting, value: object) -> object:
+    """Return what each component is quantised by: a name of `QUANTIZATIONS`, or a GGUF file."""
+    found: dict[str, object] = {}
+    for key, method in ({} if value is None else as_pairs(setting, value)).items():
+        component = parse_component_key(key, name=setting.flag, roles=False)
+        text = str(method).strip() if isinstance(method, (str, Path)) else ""
+        name = text.lower().replace("_", "-")
+        if name not in QUANTIZATIONS and not name.endswith(".gguf"):
+            raise ConfigError(
+                f"{setting.flag} must give {component} one of {', '.join(QUANTIZATIONS)} or a "
+                f".gguf file, got {method!r}{nearest(name, QUANTIZATIONS)}"
+            )
+        found[component] = text if name.endswith(".gguf") else name
+    return frozen(found) if found else None
+
+
+def _sigmas(setting: Setting, value: object) -> object:
+    """Return the noise levels, the highest first."""
+    if value is None:
+        return None
+    listed = value.split(",") if isinstance(value, str) else value
+    try:
+        found = tuple(float(item) for item in listed)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        found = ()
+    falling = all(a > b for a, b in pairwise(found))
+    if not found or not falling or not all(0 <= sigma <= 1000 for sigma in found):
+        raise setting.wrong("falling numbers from 0 to 1000 such as 1.0,0.75,0.5,0.25", value)
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
     """The arguments of one run; hashable, because mappings are copied and frozen.
@@ -215,16 +119,61 @@ class ServerArgs:
     model_path: Annotated[
         str,
         Setting(
+            loading=True,
             metavar="FOLDER_OR_ID",
             empty=False,
             help="Diffusers pipeline: a folder with model_index.json, or a Hugging Face Hub id.",
         ),
     ]
+    pipeline_class_name: Annotated[
+        str | None,
+        Setting(
+            metavar="CLASS",
+            empty=False,
+            loading=True,
+            help="Pipeline of diffusers to load the model with, e.g. FluxImg2ImgPipeline. Default: "
+            "the one that model_index.json names.",
+        ),
+    ] = None
     prompt: Annotated[
         str | None, Setting(metavar="TEXT", check=_prompt, help="What to generate.")
     ] = None
     negative_prompt: Annotated[
         str | None, Setting(metavar="TEXT", check=_prompt, help="What to keep out. Default: none.")
+    ] = None
+    image_path: Annotated[
+        Sequence[Path | str] | Path | str | None,
+        Setting(
+            metavar="FILE",
+            many=True,
+            help="Image to start from, for pipelines that take one; repeated, for those that take "
+            "several.",
+        ),
+    ] = None
+    last_image_path: Annotated[
+        Path | str | None,
+        Setting(metavar="FILE", help="Image that a video is to end with."),
+    ] = None
+    video_path: Annotated[
+        Path | str | None,
+        Setting(metavar="FILE", help="Video to start from, or to be led by."),
+    ] = None
+    mask_path: Annotated[
+        Path | str | None,
+        Setting(
+            metavar="FILE",
+            help="Image or video whose white pixels are made anew.",
+        ),
+    ] = None
+    pipeline_arg: Annotated[
+        Mapping[str, object] | Sequence[str] | str | None,
+        Setting(
+            metavar="NAME=JSON",
+            many=True,
+            check=_pipeline_arguments,
+            help="Any other argument of the pipeline, e.g. strength=0.6; name=@FILE gives an image "
+            "or a video. May be given repeatedly.",
+        ),
     ] = None
     backend: Annotated[
         str,
@@ -291,6 +240,7 @@ class ServerArgs:
     num_gpus: Annotated[
         int | None,
         Setting(
+            loading=True,
             metavar="N",
             ge=1,
             le=65536,
@@ -301,6 +251,7 @@ class ServerArgs:
     sp_degree: Annotated[
         int | None,
         Setting(
+            loading=True,
             metavar="N",
             ge=1,
             le=65536,
@@ -311,6 +262,7 @@ class ServerArgs:
     ulysses_degree: Annotated[
         int | None,
         Setting(
+            loading=True,
             metavar="N",
             ge=1,
             le=65536,
@@ -320,6 +272,7 @@ class ServerArgs:
     ring_degree: Annotated[
         int | None,
         Setting(
+            loading=True,
             metavar="N",
             ge=1,
             le=65536,
@@ -327,11 +280,15 @@ class ServerArgs:
         ),
     ] = None
     cfg_parallel: Annotated[
-        bool, Setting(help="Run the two branches of classifier-free guidance on different GPUs.")
+        bool,
+        Setting(
+            loading=True, help="Run the two branches of classifier-free guidance on different GPUs."
+        ),
     ] = False
     rank_timeout: Annotated[
         int,
         Setting(
+            loading=True,
             metavar="SECONDS",
             ge=1,
             le=1_000_000,  # exchanges count waits in milliseconds
@@ -355,6 +312,15 @@ class ServerArgs:
     num_inference_steps: Annotated[
         int | None,
         Setting(metavar="N", ge=1, le=10_000, help="Denoising steps. Default: the pipeline's."),
+    ] = None
+    sigmas: Annotated[
+        Sequence[float] | str | None,
+        Setting(
+            metavar="X,X,...",
+            check=_sigmas,
+            help="Noise levels of the steps, one each, before the scheduler's shift. Default: the "
+            "scheduler's.",
+        ),
     ] = None
     guidance_scale: Annotated[
         float | None,
@@ -438,6 +404,7 @@ class ServerArgs:
     dtype: Annotated[
         str,
         Setting(
+            loading=True,
             choices=("auto", "float32", "float16", "bfloat16"),
             help="Dtype of the weights. auto: bfloat16 on accelerators that have it, else float16 "
             "there, float32 on the CPU.",
@@ -446,6 +413,7 @@ class ServerArgs:
     device: Annotated[
         str | None,
         Setting(
+            loading=True,
             metavar="DEVICE",
             empty=False,
             help="Torch device, e.g. cuda:1 or cpu. Default: this machine's accelerator.",
@@ -454,14 +422,64 @@ class ServerArgs:
     offload: Annotated[
         str,
         Setting(
-            choices=("none", "model", "sequential"),
-            help="Keep weights in CPU memory while they do not run: model by model, or layer by "
-            "layer (least memory, slowest).",
+            choices=("none", "model", "block", "leaf", "sequential"),
+            loading=True,
+            help="Keep weights in CPU memory while they do not run: model by model; block by block "
+            "or layer by layer, the next ones on their way while one runs; sequential: layer by "
+            "layer and one after the other (least memory, slowest).",
         ),
     ] = "none"
-    vae_tiling: Annotated[bool, Setting(help="Decode in tiles: less memory, slower.")] = False
+    offload_folder: Annotated[
+        Path | str | None,
+        Setting(
+            metavar="FOLDER",
+            loading=True,
+            help="With --offload block or leaf: keep the weights in files there instead of CPU "
+            "memory.",
+        ),
+    ] = None
+    quantize: Annotated[
+        Mapping[str, str] | Sequence[str] | str | None,
+        Setting(
+            metavar="COMPONENT=HOW",
+            many=True,
+            loading=True,
+            check=_quantizations,
+            help="Quantise the weights of a component while they are loaded: bnb-nf4, bnb-int8, "
+            "torchao-int8 or torchao-fp8 (weights only), torchao-fp8-dynamic (activations too); or "
+            "load them from a .gguf file. May be given repeatedly.",
+        ),
+    ] = None
+    lora_path: Annotated[
+        Sequence[str] | str | None,
+        Setting(
+            metavar="FILE[:SCALE]",
+            many=True,
+            loading=True,
+            empty=False,
+            help="LoRA to add: a file or a Hugging Face Hub id, and its scale, 1 by default. May "
+            "be given repeatedly.",
+        ),
+    ] = None
+    scheduler: Annotated[
+        str | None,
+        Setting(
+            metavar="NAME",
+            empty=False,
+            loading=True,
+            help="Scheduler of diffusers to use instead of the model's, with its settings: e.g. "
+            "UniPCMultistep or FlowMatchEulerDiscrete.",
+        ),
+    ] = None
+    vae_tiling: Annotated[
+        bool, Setting(loading=True, help="Decode in tiles: less memory, slower.")
+    ] = False
     enable_torch_compile: Annotated[
-        bool, Setting(help="Compile the repeated blocks of every denoiser.")
+        bool,
+        Setting(
+            loading=True,
+            help="Compile the repeated blocks of every denoiser; the record has the time it took.",
+        ),
     ] = False
 
     def __post_init__(self) -> None:
@@ -474,6 +492,15 @@ class ServerArgs:
         check_exclusive(
             self.attention_backend, self.attention_backend_config, self.attention_config
         )
+        if self.offload_folder is not None and self.offload not in ("block", "leaf"):
+            raise ConfigError(
+                f"--offload-folder needs --offload block or leaf, got --offload {self.offload}"
+            )
+        if self.sigmas is not None and self.num_inference_steps not in (None, len(self.sigmas)):
+            raise ConfigError(
+                f"--sigmas must have as many numbers as --num-inference-steps "
+                f"{self.num_inference_steps}, got {len(self.sigmas)}; leave one of them out"
+            )
         if self.check_attention and self.record_attention is None:
             raise ConfigError(
                 f"--check-attention needs --record-attention, the file for what it finds, got "
@@ -529,6 +556,9 @@ def _settings() -> Mapping[str, Setting]:
 SETTINGS: Mapping[str, Setting] = MappingProxyType(_settings())
 """The settings of `ServerArgs` by name, in order."""
 
+LOADING_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.loading)
+"""Those that a loaded model keeps for any number of generations."""
+
 CALL_SETTINGS = (
     "negative_prompt",
     "height",
@@ -539,151 +569,3 @@ CALL_SETTINGS = (
     "true_cfg_scale",
 )
 """Those that a pipeline is called with and that change its latents, beside prompt and seed."""
-
-
-def parse_attention_backend(
-    value: object, *, name: str = "--attention-backend"
-) -> AttentionBackendEnum | None:
-    """Return the backend `value` names; None and "auto" leave the choice to us.
-
-    Args:
-        value: what the user gave.
-        name: the flag or place it came from, for messages.
-
-    Raises:
-        ConfigError: no backend has that name.
-    """
-    if value is None or isinstance(value, AttentionBackendEnum):
-        return value
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be the name of an attention backend, got {value!r}")
-    if value.strip().lower() == "auto":
-        return None
-    # Not with the module, which `--help` imports.
-    from importlib.metadata import entry_points
-
-    plugins = {
-        AttentionBackendEnum.register_plugin_name(entry.name): entry
-        for entry in entry_points(group=_PLUGIN_GROUP)
-    }
-    try:
-        backend = AttentionBackendEnum.parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if backend in plugins:
-        # Its class says whether it is sparse; an error concerns the layer that selects it.
-        with suppress(Exception):
-            plugins[backend].load()
-    return backend
-
-
-def parse_component_backends(
-    value: Mapping[str, object] | str | None,
-    *,
-    name: str = "--component-attention-backends",
-) -> _ComponentBackends:
-    """Return backends by `component` or `component.role`, from any of the accepted forms.
-
-    Args:
-        value: a mapping, a JSON object or `a=x,b=y`; `-` in keys means `_`.
-        name: the flag or argument it came from, for messages.
-
-    Raises:
-        ConfigError: malformed text, a bad or repeated key, an unknown role or backend.
-    """
-    found: _ComponentBackends = {}
-    for key, backend in component_mapping(value, name=name).items():
-        component = parse_component_key(key, name=name)
-        if component in found:
-            raise ConfigError(f"{name} must name {component!r} once, got it twice")
-        if not isinstance(backend, (str, AttentionBackendEnum, type(None))):
-            raise ConfigError(f"{name} must give {component!r} a backend's name, got {backend!r}")
-        found[component] = parse_attention_backend(backend, name=f"{name}: {component}")
-    return found
-
-
-def component_mapping(value: object, *, name: str) -> Mapping[object, object]:
-    """Return what `value` says of components, with keys and values as they were written.
-
-    Args:
-        value: a mapping, a JSON object or `a=x,b=y`; None and empty text say nothing.
-        name: the flag or argument it came from, for messages.
-
-    Raises:
-        ConfigError: malformed text, or a repeated key.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, Mapping):
-        return value
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {value!r}")
-    text = value.strip()
-    try:
-        found = read_json(text) if text[:1] == "{" else read_pairs(text) if text else {}
-    except MalformedError as error:
-        raise ConfigError(
-            f"{name} must be component=backend pairs, a JSON object or a mapping; {error}"
-        ) from None
-    assert isinstance(found, dict), "what opens like an object is one"
-    return found
-
-
-def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:
-    """Return a key such as `text_encoder` or `transformer.cross`, normalised.
-
-    Case, blanks around its parts and `-` for `_` make no difference.
-
-    Args:
-        key: what the user wrote.
-        name: the flag or place it came from, for messages.
-        roles: accept `component.role`, else `component` only.
-
-    Raises:
-        ConfigError: the key is empty, or its role is not one of self, cross and encoder.
-    """
-    if not isinstance(key, str):
-        raise ConfigError(f"{name} must have component names as keys, got {key!r}")
-    component, dot, role = (part.strip() for part in key.replace("-", "_").lower().partition("."))
-    if not component or (dot and not roles):
-        form = "component or component.role" if roles else "component, without a role"
-        raise ConfigError(f"{name} must name a {form}, got {key!r}")
-    if dot and role not in ROLES:
-        raise ConfigError(
-            f"{name} must name one of the roles {', '.join(ROLES)} after the dot, got {key!r}"
-            f"{nearest(role, ROLES)}"
-        )
-    return component + dot + role
-
-
-def check_exclusive(
-    backend: object,
-    backend_config: object,
-    attention_config: object,
-    *,
-    spell: Callable[[str], str] = as_flag,
-) -> None:
-    """Check that the ways to ask for a backend do not contradict each other.
-
-    Args:
-        backend: `--attention-backend`, None when not given.
-        backend_config: `--attention-backend-config`, None when not given.
-        attention_config: `--attention-config`, None when not given.
-        spell: what messages call a setting of that name.
-
-    Raises:
-        ConfigError: `--attention-config` stands beside one of the others, or a backend's
-            parameters are given without the backend.
-    """
-    structured = spell("attention_config")
-    of_backend, parameters = spell("attention_backend"), spell("attention_backend_config")
-    for name, value in ((of_backend, backend), (parameters, backend_config)):
-        if attention_config is not None and value is not None:
-            raise ConfigError(
-                f"{structured} must not be given with {name}; move the backend and its "
-                f"config into {structured}, or remove one"
-            )
-    if backend_config is not None and backend is None:
-        raise ConfigError(
-            f"{parameters} needs {of_backend}, which says whose parameters they are; add it"
-        )

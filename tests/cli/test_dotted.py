@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.backend_names import parse_component_backends
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.runtime.server_args import parse_component_backends
 
 CONFIG = "--attention-config"
 COMPONENTS = "--component-attention-backends"

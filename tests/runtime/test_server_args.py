@@ -14,15 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.backend_names import parse_component_backends, parse_component_key
 from multimodal_gen.runtime.layers.attention.backends.registry import ENTRY_POINT_GROUP
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.runtime.server_args import (
-    SETTINGS,
-    ServerArgs,
-    parse_component_backends,
-    parse_component_key,
-)
+from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 FA = AttentionBackendEnum.FA
 SDPA = AttentionBackendEnum.TORCH_SDPA
@@ -107,7 +103,10 @@ def test_a_wrong_component_override_is_quoted(value, message):
         ({"backend": "diffuser"}, "--backend must be one of auto, .* did you mean 'diffusers'"),
         ({"backend": None}, "--backend must be one of auto, sglang, diffusers, got None"),
         ({"dtype": "fp16"}, "--dtype must be one of auto, float32, float16, bfloat16, got 'fp16'"),
-        ({"offload": "cpu"}, "--offload must be one of none, model, sequential, got 'cpu'"),
+        (
+            {"offload": "cpu"},
+            "--offload must be one of none, model, block, leaf, sequential, got 'cpu'",
+        ),
         (
             {"attention_backend": "native"},
             "must be one of fa, .* 'native'.* own backends need `sglang generate --backend diff",

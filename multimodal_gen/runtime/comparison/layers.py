@@ -35,7 +35,7 @@ import torch
 
 from multimodal_gen.runtime.comparison.record import LayerErrors, MaskPicture
 from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
-from multimodal_gen.runtime.generator.load import first_line, is_out_of_memory
+from multimodal_gen.runtime.generator.index import first_line, is_out_of_memory
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.report import ReportEntry

@@ -52,12 +52,8 @@ from multimodal_gen.runtime.comparison.verdict import judged
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise, out_of_memory_explained
-from multimodal_gen.runtime.generator.load import (
-    PipelineIndex,
-    denoisers,
-    first_line,
-    is_out_of_memory,
-)
+from multimodal_gen.runtime.generator.index import PipelineIndex, first_line, is_out_of_memory
+from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
     check_loaded,

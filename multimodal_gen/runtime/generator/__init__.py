@@ -3,7 +3,8 @@
 Importing this package imports torch, and diffusers only when a pipeline is read.
 """
 
-from multimodal_gen.runtime.generator.load import PipelineIndex, pick_device, pick_dtype
+from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.load import pick_device, pick_dtype
 from multimodal_gen.runtime.generator.passthrough import DiffusersAttention, choose_backend
 from multimodal_gen.runtime.generator.ranks import join_ranks, plan_ranks
 from multimodal_gen.runtime.generator.run import (
@@ -11,7 +12,8 @@ from multimodal_gen.runtime.generator.run import (
     Generated,
     Handle,
     Report,
-    generate,
+    Session,
+    find_done,
     prepare,
 )
 from multimodal_gen.runtime.generator.skeleton import load_skeleton
@@ -23,8 +25,9 @@ __all__ = [
     "Handle",
     "PipelineIndex",
     "Report",
+    "Session",
     "choose_backend",
-    "generate",
+    "find_done",
     "join_ranks",
     "load_skeleton",
     "pick_device",

@@ -21,10 +21,11 @@ import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank
-from multimodal_gen.runtime.generator.load import first_line, is_out_of_memory
+from multimodal_gen.runtime.generator.index import first_line, is_out_of_memory
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
-from multimodal_gen.runtime.server_args import ServerArgs, as_flag
+from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.setting import as_flag
 
 __all__ = [
     "Denoised",
@@ -39,7 +40,10 @@ __all__ = [
 ]
 
 _DISPATCH = "diffusers.models.attention_dispatch"
-_REFUSING = ("diffusers.pipelines.", "diffusers.schedulers.")
+_REFUSING = (
+    *("diffusers.pipelines.", "diffusers.schedulers."),
+    *("diffusers.image_processor", "diffusers.video_processor"),
+)
 _REMEDY = "try --dtype bfloat16 or float32, another --attention-backend, or a smaller guidance"
 
 

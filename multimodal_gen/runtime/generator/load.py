@@ -4,135 +4,63 @@ Libraries fill gaps by themselves: a tokenizer without files has no words, and a
 weights lack a parameter draws it at random. Such pipelines compute noise and are refused.
 """
 
-import inspect
-import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank
+from multimodal_gen.runtime.generator.index import (
+    PipelineIndex,
+    class_of,
+    described,
+    dtype_argument,
+    first_line,
+    is_out_of_memory,
+)
+from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_loras
 from multimodal_gen.runtime.generator.model_folder import (
-    check_classes,
-    check_code,
     check_required,
     check_sizes,
     component_configs,
 )
-from multimodal_gen.runtime.generator.output import Kind
+from multimodal_gen.runtime.generator.quantized import (
+    check_quantized,
+    load_gguf,
+    quantization_config,
+)
+from multimodal_gen.runtime.generator.scheduler import check_scheduler, with_scheduler
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 __all__ = [
-    "PipelineIndex",
     "check_complete",
     "check_folders",
+    "check_loading",
     "denoisers",
-    "first_line",
-    "import_diffusers",
-    "is_out_of_memory",
     "load_pipeline",
     "load_text_models",
     "pick_device",
     "pick_dtype",
 ]
 
-_INDEX = "model_index.json"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHOWN = 3
 
 # Files that any tokenizer of transformers can be made of, whatever its class names.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json")
 
 
-def import_diffusers() -> Any:
-    """Return the module `diffusers`.
-
-    Raises:
-        MissingDependencyError: it, or transformers, is not installed.
-    """
-    try:
-        import diffusers
-        import transformers  # noqa: F401 - a pipeline without it fails late and obscurely
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"running a pipeline needs diffusers and transformers ({error}); "
-            f"install with: pip install 'multimodal_gen[video]'"
-        ) from error
-    return diffusers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineIndex:
-    """What `model_index.json` says, read before any weight.
-
-    Attributes:
-        model_path: folder or hub id.
-        pipeline_class: the diffusers class.
-        components: (library, class name) by component; those the pipeline leaves out are not in it.
-        settings: the rest, what the pipeline was saved with.
-    """
-
-    model_path: str
-    pipeline_class: type
-    components: Mapping[str, tuple[str, str]]
-    settings: Mapping[str, object] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, model_path: str) -> "PipelineIndex":
-        """Read the index of a pipeline.
-
-        Raises:
-            UsageError: there is no such pipeline, or this diffusers does not know its class.
-            MissingDependencyError: diffusers is not installed.
-        """
-        location = _locate(model_path)
-        diffusers = import_diffusers()
-        config = _read_config(diffusers, location)
-        check_code(location, _named(config, dotted=True))
-        pipeline_class = _pipeline_class(diffusers, config.get("_class_name"), model_path)
-        components = _named(config)
-        check_classes(pipeline_class, location, components)
-        settings = {
-            key: value
-            for key, value in config.items()
-            if not isinstance(value, (list, tuple)) and not key.startswith("_")
-        }
-        return cls(
-            model_path=location,
-            pipeline_class=pipeline_class,
-            components=components,
-            settings=settings,
-        )
-
-    @property
-    def name(self) -> str:
-        """Name of the pipeline class."""
-        return self.pipeline_class.__name__
-
-    @property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """What calling the pipeline takes."""
-        parameters = dict(inspect.signature(self.pipeline_class.__call__).parameters)
-        parameters.pop("self", None)
-        return parameters
-
-    @property
-    def kind(self) -> Kind:
-        """What the pipeline makes: only video pipelines take a number of frames."""
-        return "video" if "num_frames" in self.parameters else "image"
-
-
-def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
-    """Load the weights and put them where they run.
+def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) -> None:
+    """Check what the weights are to be loaded from, and how, before that takes minutes.
 
     Raises:
         UsageError: the files are incomplete, or an option does not fit the device or pipeline.
+        MissingDependencyError: a package that an option needs is not installed.
     """
     if args.offload != "none" and device.type == "cpu":
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
@@ -140,13 +68,23 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     check_required(index.pipeline_class, index.model_path, index.components)
     for name, config in component_configs(index.model_path, index.components):
         check_sizes(name, config, index.model_path)
-    dtypes = _dtypes(index, args.dtype, pick_dtype(args.dtype, device))
+    check_quantized(index, _ways(args), device)
+    check_loras(index.pipeline_class, read_loras(args.lora_path or ()))
+    if args.scheduler is not None:
+        check_scheduler(args.scheduler)
+
+
+def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
+    """Load the weights and put them where they run.
+
+    Raises:
+        UsageError: the files are incomplete, or an option does not fit the device or pipeline.
+        MissingDependencyError: a package that an option needs is not installed.
+    """
+    check_loading(index, args, device)
     try:
         with _bars_on_terminals_only():
-            models = load_text_models(index.model_path, index.components, dtypes)
-            pipe = index.pipeline_class.from_pretrained(  # type: ignore[attr-defined]
-                index.model_path, **models, **{_dtype_argument(): dtypes}
-            )
+            pipe = _read_weights(index, args, device)
     except UsageError:
         raise
     except Exception as error:
@@ -155,18 +93,71 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
             raise
         raise UsageError(
             f"the pipeline at {index.model_path!r} could not be loaded, check its files and "
-            f"options: {_described(error)}"
+            f"options: {described(error)}"
         ) from error
     check_complete(index.model_path, pipe)
+    add_loras(pipe, read_loras(args.lora_path or ()))
+    if args.scheduler is not None:
+        pipe.scheduler = with_scheduler(pipe, args.scheduler)
     if args.vae_tiling:
         _tile_vae(pipe)
-    if args.offload == "model":
-        pipe.enable_model_cpu_offload(device=device)
-    elif args.offload == "sequential":
-        pipe.enable_sequential_cpu_offload(device=device)
-    else:
-        pipe.to(device)
+    _place(pipe, args, device)
     return pipe
+
+
+def _ways(args: ServerArgs) -> Mapping[str, str]:
+    """Return what quantises each component."""
+    ways = args.quantize if isinstance(args.quantize, Mapping) else {}
+    return {name: str(way) for name, way in ways.items()}
+
+
+def _read_weights(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
+    """Load the pipeline to the CPU, or where what quantises it needs it."""
+    chosen = pick_dtype(args.dtype, device)
+    dtypes, ways = _dtypes(index, args.dtype, chosen), _ways(args)
+    files = {name: way for name, way in ways.items() if way.lower().endswith(".gguf")}
+    given = {name: load_gguf(index, name, file, chosen) for name, file in files.items()}
+    configs = {
+        name: quantization_config(index.components[name][0], way, chosen)
+        for name, way in ways.items()
+        if name not in files
+    }
+    given |= load_text_models(index.model_path, index.components, dtypes, configs)
+    own = {name: config for name, config in configs.items() if name not in given}
+    if own:
+        from diffusers import PipelineQuantizationConfig
+
+        given["quantization_config"] = PipelineQuantizationConfig(quant_mapping=own)
+    return index.pipeline_class.from_pretrained(  # type: ignore[attr-defined]
+        index.model_path, **given, **{dtype_argument(): dtypes}
+    )
+
+
+def _place(pipe: Any, args: ServerArgs, device: torch.device) -> None:
+    """Put the pipeline on the device, or what runs of it, while it runs."""
+    try:
+        if args.offload == "none":
+            pipe.to(device)
+        elif args.offload == "model":
+            pipe.enable_model_cpu_offload(device=device)
+        elif args.offload == "sequential":
+            pipe.enable_sequential_cpu_offload(device=device)
+        else:
+            by_block = args.offload == "block"
+            folder = args.offload_folder
+            pipe.enable_group_offload(
+                onload_device=device,
+                offload_device=torch.device("cpu"),
+                offload_type="block_level" if by_block else "leaf_level",
+                num_blocks_per_group=1 if by_block else None,
+                use_stream=device.type == "cuda",  # the next ones on their way while one runs
+                offload_to_disk_path=None if folder is None else str(Path(folder).expanduser()),
+            )
+    except (ValueError, NotImplementedError) as error:  # quantised weights that must not move
+        raise UsageError(
+            f"--offload must be one that this {type(pipe).__name__} can have, got {args.offload}: "
+            f"{first_line(error)}"
+        ) from error
 
 
 def check_folders(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
@@ -189,7 +180,7 @@ def check_folders(model_path: str, components: Mapping[str, tuple[str, str]]) ->
             f"model_index.json, missing {', '.join(missing)}; download it again"
         )
     for name, (library, class_name) in components.items():
-        files = _needed(_class_of(library, class_name))
+        files = _needed(class_of(library, class_name))
         if files and not any((folder / name / file).is_file() for file in files):
             raise UsageError(
                 f"the pipeline at {model_path!r} must have {' or '.join(files)} in {name}, which "
@@ -198,7 +189,10 @@ def check_folders(model_path: str, components: Mapping[str, tuple[str, str]]) ->
 
 
 def load_text_models(
-    model_path: str, components: Mapping[str, tuple[str, str]], dtype: Any
+    model_path: str,
+    components: Mapping[str, tuple[str, str]],
+    dtype: Any,
+    configs: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Load the components that are models of transformers.
 
@@ -206,6 +200,7 @@ def load_text_models(
         model_path: folder or hub id.
         components: (library, class name) by component.
         dtype: one for all, or one by component and "default".
+        configs: what quantises them, by component.
 
     Returns:
         Models by component, in evaluation mode, on the CPU.
@@ -217,12 +212,13 @@ def load_text_models(
 
     loaded = {}
     for name, (library, class_name) in components.items():
-        found = _class_of(library, class_name)
+        found = class_of(library, class_name)
         if library != "transformers" or found is None or not issubclass(found, PreTrainedModel):
             continue
         own = dtype.get(name, dtype["default"]) if isinstance(dtype, Mapping) else dtype
+        quantized = {"quantization_config": configs[name]} if name in configs else {}
         model, info = found.from_pretrained(
-            model_path, subfolder=name, dtype=own, output_loading_info=True
+            model_path, subfolder=name, dtype=own, output_loading_info=True, **quantized
         )
         if info["missing_keys"]:
             raise _incomplete(model_path, name, info["missing_keys"])
@@ -300,19 +296,6 @@ def denoisers(pipe: Any) -> dict[str, Any]:
     }
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that a device's memory, or the machine's, is full."""
-    # The CPU's allocator raises a plain RuntimeError.
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or "can't allocate memory" in str(error)
-
-
 def _incomplete(model_path: str, name: str, missing: Collection[str]) -> UsageError:
     names = sorted(missing)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -320,16 +303,6 @@ def _incomplete(model_path: str, name: str, missing: Collection[str]) -> UsageEr
         f"the weights of {name} at {model_path!r} must hold every parameter of its config, missing "
         f"{', '.join(names[:_SHOWN])}{more}; download the component again"
     )
-
-
-def _class_of(library: str, class_name: str) -> Any:
-    """Return the class of a component, or None for one that is not these libraries' own."""
-    import diffusers
-    import transformers
-
-    module = {"diffusers": diffusers, "transformers": transformers}.get(library)
-    found = getattr(module, class_name, None)
-    return found if isinstance(found, type) else None
 
 
 def _needed(found: Any) -> tuple[str, ...]:
@@ -355,123 +328,6 @@ def _devices() -> tuple[str, ...]:
         return ("cpu",)
     count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
     return ("cpu", *(f"{kind}:{n}" for n in range(count)))
-
-
-def _described(error: BaseException) -> str:
-    """Return the first line of an error, with its type where the line alone says little."""
-    line = first_line(error)
-    return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
-
-
-def _named(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
-    """Return library and class name by component, those left out not; `dotted`: private keys too.
-
-    diffusers takes every list for a component, so that code is looked for behind all of them.
-    """
-    return {
-        key: (str(value[0]), str(value[1]))
-        for key, value in config.items()
-        if isinstance(value, (list, tuple))
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and (dotted or not key.startswith("_"))
-        and key != "_class_name"
-    }
-
-
-def _pipeline_class(diffusers: Any, name: object, model_path: str) -> type:
-    """Return the class of that name, if it is a pipeline's."""
-    try:
-        found = getattr(diffusers, name, None) if isinstance(name, str) else None
-    except (ImportError, RuntimeError, OSError) as error:  # diffusers imports it only now
-        raise MissingDependencyError(
-            f"{name} of diffusers must import, it failed: {' '.join(str(error).split())[:300]}; "
-            f"reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'"
-        ) from error
-    base = diffusers.DiffusionPipeline
-    if isinstance(found, type) and issubclass(found, base) and found is not base:
-        return found
-    missing = getattr(found, "_backends", None)
-    if missing:
-        raise MissingDependencyError(
-            f"{name} of diffusers needs further packages; install {', '.join(missing)}"
-        )
-    what = "no class of it" if found is None else "no pipeline"
-    raise UsageError(
-        f"the pipeline class of {model_path!r} must be one that diffusers "
-        f"{diffusers.__version__} has, got {name!r}, which is {what}; check _class_name in its "
-        f"{_INDEX}, a newer diffusers may have it"
-    )
-
-
-def _locate(model_path: str) -> str:
-    """Return the folder, with `~` expanded, or the hub id."""
-    try:
-        return _located(model_path)
-    except (OSError, RuntimeError) as error:
-        # Too long, not readable, or the home of nobody.
-        shown = model_path if len(model_path) <= 80 else f"{model_path[:80]}..."
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(
-            f"--model-path must be an existing pipeline folder or a hub id, got {shown!r} "
-            f"({reason})"
-        ) from error
-
-
-def _located(model_path: str) -> str:
-    folder = Path(model_path).expanduser()
-    if (folder / _INDEX).is_file():
-        return str(folder)
-    if folder.is_dir():
-        single = (folder / "config.json").is_file()
-        hint = "; this looks like one component, name the folder above it" if single else ""
-        raise UsageError(
-            f"--model-path must be a pipeline folder with {_INDEX}, got {model_path!r} "
-            f"without one{hint}"
-        )
-    if folder.exists():
-        raise UsageError(
-            f"--model-path must be a pipeline folder with {_INDEX}, got the file {model_path!r}; "
-            f"make a folder of it with from_single_file and save_pretrained of diffusers"
-        )
-    if not _HUB_ID.fullmatch(model_path):
-        raise UsageError(
-            f"--model-path must be an existing pipeline folder or a hub id such as "
-            f"Wan-AI/Wan2.1-T2V-1.3B-Diffusers, got {model_path!r}, which is neither"
-        )
-    return model_path
-
-
-def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
-    try:
-        config = diffusers.DiffusionPipeline.load_config(location)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        # diffusers takes for granted that the file holds an object.
-        if Path(location).is_dir():
-            raise UsageError(
-                f"{_INDEX} of {location!r} must be a JSON file that holds an object, reading it "
-                f"failed: {_described(error)}"
-            ) from error
-        raise UsageError(
-            f"--model-path must be an existing pipeline folder or a reachable hub id, got "
-            f"{location!r}: there is no such folder, it is not in the cache, and the Hugging Face "
-            f"Hub did not give its {_INDEX}; check the spelling, the network and for gated models "
-            f"`hf auth login` ({first_line(error)})"
-        ) from error
-    if not isinstance(config, dict):
-        raise UsageError(
-            f"{_INDEX} of {location!r} must be a JSON file that holds an object, got a "
-            f"{type(config).__name__}"
-        )
-    return config
-
-
-def _dtype_argument() -> str:
-    """Return what this diffusers calls the dtype argument of `from_pretrained`."""
-    import diffusers
-
-    # Releases that take `dtype` warn about the older name.
-    return "dtype" if hasattr(diffusers.utils, "_resolve_dtype") else "torch_dtype"
 
 
 def _dtypes(index: PipelineIndex, asked: str, dtype: torch.dtype) -> Any:

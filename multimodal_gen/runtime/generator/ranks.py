@@ -4,7 +4,7 @@ import math
 import secrets
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import FrameType
@@ -21,7 +21,8 @@ from multimodal_gen.runtime.distributed.groups import (
     parallel_groups,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
-from multimodal_gen.runtime.generator.load import PipelineIndex, import_diffusers, pick_device
+from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
+from multimodal_gen.runtime.generator.load import pick_device
 from multimodal_gen.runtime.generator.skeleton import denoiser_configs
 from multimodal_gen.runtime.managers.guidance import (
     guides_at,
@@ -30,7 +31,8 @@ from multimodal_gen.runtime.managers.guidance import (
     unguided_error,
 )
 from multimodal_gen.runtime.platforms import current_platform
-from multimodal_gen.runtime.server_args import ServerArgs, as_flag
+from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.setting import as_flag
 
 __all__ = ["check_guided", "ending_signals_raise", "join_ranks", "plan_ranks", "rank_device"]
 
@@ -52,7 +54,7 @@ def plan_ranks(args: ServerArgs) -> Mesh:
         return Mesh()
     device_type = _device_type(args)
     _refuse_check(args)
-    check_guided(PipelineIndex.read(args.model_path), args)
+    check_guided(PipelineIndex.read(args.model_path, args.pipeline_class_name), args)
     return plan_mesh(
         num_heads=_fewest_heads(args),
         gpus_per_host=torch.cuda.device_count() if device_type == "cuda" else None,
@@ -60,11 +62,11 @@ def plan_ranks(args: ServerArgs) -> Mesh:
     )
 
 
-def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
-    """Join the ranks that were started, where there are several; return the arguments with a seed.
+def join_ranks(asked: Sequence[ServerArgs], num_ranks: int) -> tuple[ServerArgs, ...]:
+    """Join the ranks that were started, where there are several; return the arguments with seeds.
 
     Args:
-        args: the arguments.
+        asked: the arguments of each generation; what concerns loading is the same in all.
         num_ranks: how many ranks there are.
 
     Raises:
@@ -72,28 +74,32 @@ def join_ranks(args: ServerArgs, num_ranks: int) -> ServerArgs:
         UsageError: the ranks were given different arguments, or what is asked for runs on one GPU
             only, or has no guidance branches to share.
     """
-    degrees: dict[str, Any] = {name: getattr(args, name) for name in _FLAGS}
+    first = asked[0]
+    degrees: dict[str, Any] = {name: getattr(first, name) for name in _FLAGS}
     if num_ranks == 1:
         plan_mesh(world_size=1, **degrees)
-        return args
-    device_type = _device_type(args)
-    _refuse_check(args)
+        return tuple(asked)
+    device_type = _device_type(first)
+    for args in asked:
+        _refuse_check(args)
     join_world(device_type)
-    check_same_on_ranks(
-        {
-            as_flag(field.name): getattr(args, field.name)
-            for field in fields(args)
-            if field.name not in _OWN
-        }
-    )
-    check_guided(PipelineIndex.read(args.model_path), args)
+    names = [field.name for field in fields(first) if field.name not in _OWN]
+    given = {as_flag(name): [getattr(args, name) for args in asked] for name in names}
+    # Of one generation, messages show the value itself.
+    check_same_on_ranks({n: v if len(v) > 1 else v[0] for n, v in given.items()})
+    index = PipelineIndex.read(first.model_path, first.pipeline_class_name)
+    for args in asked:
+        check_guided(index, args)
     join_parallel(
-        {**degrees, "num_heads": _fewest_heads(args)},
+        {**degrees, "num_heads": _fewest_heads(first)},
         device_type=device_type,
-        rank_timeout=args.rank_timeout,
+        rank_timeout=first.rank_timeout,
     )
-    seed = broadcast_object(secrets.randbelow(2**32)) if args.seed is None else args.seed
-    return replace(args, seed=seed)
+    drawn = broadcast_object([secrets.randbelow(2**32) for _ in asked])
+    return tuple(
+        replace(args, seed=seed) if args.seed is None else args
+        for args, seed in zip(asked, drawn, strict=True)
+    )
 
 
 def rank_device(device: str | None) -> torch.device:
@@ -239,6 +245,6 @@ def _device_type(args: ServerArgs) -> str:
 
 def _fewest_heads(args: ServerArgs) -> int | None:
     """Return the fewest heads of any denoiser, by its configuration; None where none tells."""
-    index = PipelineIndex.read(args.model_path)
+    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
     found = [config.get("num_attention_heads") for _, config in denoiser_configs(index)]
     return min((heads for heads in found if isinstance(heads, int)), default=None)

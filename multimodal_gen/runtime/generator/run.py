@@ -1,12 +1,16 @@
-"""One generation: load a pipeline, attach attention, run it, save the result."""
+"""Generations with one loaded pipeline: attach attention, run it, save the result."""
 
+import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
+
+import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
@@ -23,11 +27,8 @@ from multimodal_gen.runtime.generator.denoise import (
     out_of_memory_explained,
     produced,
 )
-from multimodal_gen.runtime.generator.load import (
-    PipelineIndex,
-    denoisers,
-    load_pipeline,
-)
+from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
 from multimodal_gen.runtime.generator.output import OutputNames, OutputTarget, Staging
 from multimodal_gen.runtime.generator.ranks import ending_signals_raise, rank_device
 from multimodal_gen.runtime.generator.sampling import (
@@ -37,12 +38,17 @@ from multimodal_gen.runtime.generator.sampling import (
     output_size,
     prepare_call,
 )
+from multimodal_gen.runtime.generator.scheduler import given_sigmas
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 
-__all__ = ["Attach", "Generated", "Handle", "Report", "generate", "prepare"]
+__all__ = ["Attach", "Generated", "Handle", "Report", "Session", "find_done", "prepare"]
+
+
+# What may differ between a run and the one that goes on with it.
+_NOT_DECIDING = ("output_path", "overwrite", "rank_timeout", "record_attention")
 
 
 class Report(Protocol):
@@ -65,8 +71,9 @@ class Handle(Protocol):
         """Restore the pipeline."""
 
 
-Attach: TypeAlias = Callable[[Any], Handle]
-"""Attaches attention backends to a loaded pipeline; layers above the generator pass it in."""
+Attach: TypeAlias = Callable[[ServerArgs, Any], Handle]
+"""Attaches what the arguments of a generation ask for to a loaded pipeline; layers above the
+generator pass it in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +81,29 @@ class Generated:
     """A finished generation.
 
     Attributes:
-        media: the images or videos.
-        record: the JSON file beside them.
-        latents: the file with the last latents, or None.
-        attention: the file with what the attention ran on, or None.
+        pixels: floats in [0, 1], one [T, H, W, C] array per video or [H, W, C] per image.
+        latents: what the last denoising step left, in the pipeline's own layout.
+        fps: frames per second of a video, or None.
+        record: versions, arguments, timings and the attention report, as JSON data.
+        media: the files of images or videos; none where nothing was to be written.
+        record_path: the JSON file beside them, or None.
+        latents_path: the file with the last latents, or None.
+        attention_path: the file with what the attention ran on, or None.
         seed: seed of the noise.
-        seconds: how long it took, loading included.
+        seconds: how long it took, loading not included.
         report: what the attention ran on.
         mesh: the ranks that shared the work, or None on one GPU.
         notes: what the user should know.
     """
 
+    pixels: tuple[Any, ...]
+    latents: torch.Tensor
+    fps: int | None
+    record: Mapping[str, Json]
     media: tuple[Path, ...]
-    record: Path
-    latents: Path | None
-    attention: Path | None
+    record_path: Path | None
+    latents_path: Path | None
+    attention_path: Path | None
     seed: int
     seconds: float
     report: Report
@@ -96,104 +111,237 @@ class Generated:
     notes: tuple[str, ...]
 
 
-def prepare(args: ServerArgs) -> tuple[ServerArgs, OutputTarget]:
-    """Check what can be checked before weights are loaded, and settle the seed.
+def prepare(
+    asked: Sequence[ServerArgs],
+) -> tuple[tuple[ServerArgs, ...], tuple[OutputTarget, ...]]:
+    """Check what can be checked before weights are loaded, and settle the seeds.
+
+    Args:
+        asked: the arguments of each generation; all are to be made with one loaded model.
 
     Returns:
-        The arguments with a seed, and where to write.
+        The arguments with seeds, and where to write: nowhere on ranks that write nothing.
 
     Raises:
-        UsageError: an option does not fit the pipeline or the disk.
+        UsageError: an option does not fit the pipeline or the disk, or two generations are to be
+            written to one file.
         MissingDependencyError: diffusers, or an encoder for videos, is not installed.
     """
-    index = PipelineIndex.read(args.model_path)
-    check_arguments(index, args)
-    args = replace(args, seed=_seed(args))
-    return args, _target(index, args)
+    first = asked[0]
+    index = PipelineIndex.read(first.model_path, first.pipeline_class_name)
+    settled, targets = [], []
+    for args in asked:
+        check_arguments(index, args)
+        settled.append(replace(args, seed=_seed(args)))
+        if is_main_rank():
+            targets.append(_target(index, settled[-1]))
+    files = [target.path.absolute() for target in targets if target.is_file]
+    twice = next((file for file in files if files.count(file) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"--output-path must be a folder where several generations go to it, got {twice}"
+        )
+    return tuple(settled), tuple(targets)
 
 
-def generate(
-    args: ServerArgs,
-    *,
-    attach: Attach,
-    facts: dict[str, Json] | None = None,
-    mark: str = "",
-) -> Generated | None:
-    """Generate an image or a video, and write it with a record of the run.
+def find_done(asked: Sequence[ServerArgs]) -> tuple[Path | None, ...]:
+    """Return the record of each generation whose output is there already, or None.
 
-    Options that do not fit the pipeline, the device or the disk are refused before the weights
-    are loaded, backends that cannot serve a layer before the first step. After an error or Ctrl-C
-    no file is left. Where groups of several ranks are in use every rank calls this, and rank 0
+    A record counts where it has the arguments of the generation, and the files that it names are
+    beside it. A generation without a seed finds one of any seed; no record counts twice.
+
+    Args:
+        asked: the arguments of each generation.
+    """
+    folders = {Path(args.output_path).expanduser() for args in asked}
+    records = {
+        path: found
+        for folder in {f if f.is_dir() else f.parent for f in folders}
+        for path in sorted(folder.glob("*.json"))
+        if (found := _made(path)) is not None
+    }
+    done: list[Path | None] = []
+    for args in asked:
+        wanted = _deciding(_arguments(args))
+        if args.seed is None:
+            del wanted["seed"]
+        match = next((path for path, it in records.items() if wanted.items() <= it.items()), None)
+        if match is not None:
+            del records[match]
+        done.append(match)
+    return tuple(done)
+
+
+def _made(path: Path) -> dict[str, str] | None:
+    """Return the deciding arguments of a record whose files are there; None for other files."""
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        files = [path.with_name(name) for name in record["outputs"]]
+        return _deciding(record["arguments"]) if all(file.is_file() for file in files) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _deciding(arguments: Mapping[str, Json]) -> dict[str, str]:
+    """Return the arguments that the result depends on, as text."""
+    return {
+        name: json.dumps(value, sort_keys=True)
+        for name, value in arguments.items()
+        if name not in _NOT_DECIDING
+    }
+
+
+class Session:
+    """A pipeline that is loaded once, and makes any number of generations.
+
+    Where groups of several ranks are in use, every rank has one and makes the same calls; rank 0
     decodes and writes.
 
     Args:
-        args: what to load, what to generate and where to write it; its attention arguments are
-            `attach`'s business.
-        attach: attaches attention backends to the loaded pipeline.
-        facts: further entries for the record, e.g. this package's version.
-        mark: what the names of half-written files start with; see `output.sweep`.
-
-    Returns:
-        What was written; None on ranks that write nothing.
+        args: what to load, and how: its `LOADING_SETTINGS`.
+        attach: attaches attention backends to the loaded pipeline for a generation.
 
     Raises:
-        UsageError: an option does not fit the pipeline, the device or the disk; the device runs
-            out of memory; the named backend of diffusers fails; the result is not finite.
-        MissingDependencyError: diffusers, or an encoder for videos, is not installed.
+        UsageError: an option does not fit the pipeline or the device; the device runs out of
+            memory.
+        MissingDependencyError: diffusers, or what an option needs, is not installed.
     """
-    started = time.perf_counter()
-    device = rank_device(args.device)
-    index = PipelineIndex.read(args.model_path)
-    check_arguments(index, args)
-    args = replace(args, seed=_seed(args))
-    target = _target(index, args) if is_main_rank() else None
-    check = AttentionCheck(args.check_attention) if args.check_attention else None
-    timings = Timings(device)
-    with out_of_memory_explained():
-        with timings.phase("load"):
-            pipe = load_pipeline(index, args, device)
+
+    def __init__(self, args: ServerArgs, attach: Attach) -> None:
+        self._attach = attach
+        self._args = args
+        self.device = rank_device(args.device)
+        self.index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
+        start = time.perf_counter()
+        with out_of_memory_explained():
+            self._pipe = load_pipeline(self.index, args, self.device)
+            self._notes = _compile(self._pipe) if args.enable_torch_compile else ()
+        self.load_seconds = time.perf_counter() - start
+
+    def generate(
+        self,
+        args: ServerArgs,
+        *,
+        facts: Mapping[str, Json] = MappingProxyType({}),
+        mark: str = "",
+        save: bool = True,
+    ) -> Generated | None:
+        """Generate an image or a video, and write it with a record of the run.
+
+        Options that do not fit the pipeline or the disk are refused before the first step. After an
+        error or Ctrl-C no file is left.
+
+        Args:
+            args: what to generate and where to write it; what concerns loading is as it was.
+            facts: further entries for the record, e.g. this package's version.
+            mark: what the names of half-written files start with; see `output.sweep`.
+            save: write files; otherwise nothing but the latents and pixels in memory is left.
+
+        Returns:
+            What was made; None on ranks that make nothing.
+
+        Raises:
+            UsageError: an option does not fit the pipeline or the disk; the device runs out of
+                memory; the named backend of diffusers fails; the result is not finite.
+            MissingDependencyError: an encoder for videos is not installed.
+        """
+        started = time.perf_counter()
+        check_arguments(self.index, args)
+        args = replace(args, seed=_seed(args))
+        target = _target(self.index, args) if save and is_main_rank() else None
+        check = AttentionCheck(args.check_attention) if args.check_attention else None
+        timings = Timings(self.device)
+        timings.phases["load"] = self.load_seconds
+        with out_of_memory_explained():
+            run, call, report = self._run(args, timings, check)
+        if not is_main_rank():
+            return None
+        check_finite(run)
+        record = self._record(args, facts, run, report)
+        notes = (*call.notes, *self._notes, *differences(produced(run.pixels), args))
+        saved = _Saved(
+            notes=notes, record={**record, **_ending(call, timings, notes, self.index.kind)}
+        )
+        if target is not None:
+            with ending_signals_raise():
+                also = _attention_record(args, record, report, check)
+                write = partial(_write, target, run, call, timings, record, notes, mark, also)
+                saved = _save(target, len(run.pixels), write)
+        return Generated(
+            pixels=run.pixels,
+            latents=run.latents,
+            fps=call.fps if self.index.kind == "video" else None,
+            record=saved.record,
+            media=saved.names.media if saved.names else (),
+            record_path=saved.names.record if saved.names else None,
+            latents_path=saved.names.latents if saved.names else None,
+            attention_path=saved.attention,
+            seed=args.seed or 0,
+            seconds=time.perf_counter() - started,
+            report=report,
+            mesh=_mesh(),
+            notes=saved.notes,
+        )
+
+    def close(self) -> None:
+        """Let go of the model; what was made stays."""
+        self._pipe = None
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
+
+    def _run(
+        self, args: ServerArgs, timings: Timings, check: AttentionCheck | None
+    ) -> tuple[Denoised, Call, Report]:
+        """Attach attention, denoise, and leave the pipeline as it was."""
+        pipe = self._pipe
+        if pipe is None:
+            raise UsageError("a generator must not be used after it was closed; load it again")
         check_loaded(pipe, args)
-        call = prepare_call(pipe, index, args)
-        with timings.phase("attach"):
-            handle = attach(pipe)
+        guider = getattr(pipe, "guider", None)
+        call = prepare_call(pipe, self.index, args)
+        sigmas: Any = args.sigmas
+        handle: Handle | None = None
         try:
-            notes = _compile(pipe) if args.enable_torch_compile else ()
-            with watching(check):
-                run = _denoise(pipe, index, args, call, timings)
-            report = handle.report()
+            with timings.phase("attach"):
+                handle = self._attach(args, pipe)
+            by_call = "sigmas" in self.index.parameters
+            with watching(check), given_sigmas(pipe, sigmas, by_call=by_call):
+                run = _denoise(pipe, self.index, args, call, timings)
+            return run, call, handle.report()
         finally:
-            handle.remove()
-    if target is None:
-        return None
-    check_finite(run)
+            if handle is not None:
+                handle.remove()
+            if guider is not None:
+                pipe.guider = guider
+
+    def _record(
+        self, args: ServerArgs, facts: Mapping[str, Json], run: Denoised, report: Report
+    ) -> dict[str, Json]:
+        mesh = _mesh()
+        return {
+            **facts,
+            "versions": output.versions(self.device),
+            "pipeline": self.index.name,
+            "arguments": _arguments(args),
+            "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
+            "produced": produced(run.pixels),
+            "attention": report.as_dict(),
+        }
+
+
+def _mesh() -> Mesh | None:
     groups = parallel_groups()
-    mesh = None if groups is None else groups.mesh
-    made = produced(run.pixels)
-    record: dict[str, Json] = {
-        **(facts or {}),
-        "versions": output.versions(device),
-        "pipeline": index.name,
-        "arguments": _arguments(args),
-        "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
-        "produced": made,
-        "attention": report.as_dict(),
-    }
-    notes = (*call.notes, *notes, *differences(made, args))
-    with ending_signals_raise():
-        also = _attention_record(args, record, report, check)
-        write = partial(_write, target, run, call, timings, record, notes, mark, also)
-        names, notes = _save(target, len(run.pixels), write)
-    return Generated(
-        media=names.media,
-        record=names.record,
-        latents=names.latents,
-        attention=next(iter(also), None),
-        seed=args.seed or 0,
-        seconds=time.perf_counter() - started,
-        report=report,
-        mesh=mesh,
-        notes=notes,
-    )
+    return None if groups is None else groups.mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """What was written: files by their names, the record with all that is in it, all notes."""
+
+    notes: tuple[str, ...]
+    record: dict[str, Json]
+    names: OutputNames | None = None
+    attention: Path | None = None
 
 
 def _seed(args: ServerArgs) -> int:
@@ -305,14 +453,12 @@ def _compile(pipe: Any) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _save(
-    target: OutputTarget, count: int, write: Callable[[OutputNames], tuple[str, ...]]
-) -> tuple[OutputNames, tuple[str, ...]]:
-    """Write everything under names that are free, or nothing; return the names and all notes."""
+def _save(target: OutputTarget, count: int, write: Callable[[OutputNames], _Saved]) -> _Saved:
+    """Write everything under names that are free, or nothing; return what was written."""
     while True:
         names = target.names(count)
         try:
-            return names, write(names)
+            return write(names)
         except FileExistsError:
             if target.overwrite or not names.taken:
                 raise
@@ -339,8 +485,8 @@ def _write(
     mark: str,
     also: Mapping[Path, dict[str, Json]],
     names: OutputNames,
-) -> tuple[str, ...]:
-    """Write everything, or nothing; return all notes.
+) -> _Saved:
+    """Write everything, or nothing; return what was written.
 
     `also` are further records, by the files they go to.
     """
@@ -355,17 +501,26 @@ def _write(
             if names.latents is not None:
                 output.write_latents(run.latents, staging.path(names.latents))
         notes = (*notes, *dict.fromkeys(note for note in found if note))
-        complete = {
+        complete: dict[str, Json] = {
             **record,
             "outputs": [file.name for file in names.media],
-            "fps": call.fps if target.kind == "video" else None,
-            "timings_s": timings.as_dict(),
-            "notes": list(notes),
+            **_ending(call, timings, notes, target.kind),
         }
         output.write_record(complete, staging.path(names.record))
         for path, other in also.items():
             output.write_record(other, staging.path(path))
-    return notes
+    return _Saved(notes=notes, record=complete, names=names, attention=next(iter(also), None))
+
+
+def _ending(
+    call: Call, timings: Timings, notes: tuple[str, ...], kind: output.Kind
+) -> dict[str, Json]:
+    """Return what is known of a generation only at its end."""
+    return {
+        "fps": call.fps if kind == "video" else None,
+        "timings_s": timings.as_dict(),
+        "notes": list(notes),
+    }
 
 
 def _attention_record(

@@ -18,9 +18,17 @@ from multimodal_gen.errors import (
     UsageError,
     nearest,
 )
-from multimodal_gen.runtime.generator.load import PipelineIndex, denoisers
+from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.inputs import (
+    check_inputs,
+    given_arguments,
+    how_to_give,
+    read_inputs,
+)
+from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.layers.attention.scope import component_names
-from multimodal_gen.runtime.server_args import ServerArgs, as_flag
+from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.setting import as_flag
 
 __all__ = [
     "Call",
@@ -79,7 +87,9 @@ _STARTS_FROM = (
     "Upsampl",
     "Upscale",
 )
-_MEDIA = ("image", "video", "control_image", "control_video", "mask_image")
+_MEDIA = ("image", "video", "control_image", "control_video")
+_MASKED = ("Inpaint", "Fill")
+_MASKS = ("mask_image", "mask", "mask_video")
 
 # What pipelines call the pixels per latent; the first one a pipeline has is used.
 _SCALES = (
@@ -123,26 +133,41 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         raise _not_taken(index.name, "guidance_scale", args.guidance_scale, parameters)
     if args.fps is not None and index.kind == "image":
         raise _not_taken(index.name, "fps", args.fps, parameters)
-    known = {name for _, names in _ARGUMENTS for name in names}
+    check_inputs(index, args, _flags())
+    needed = _missing(index, args)
+    if needed:
+        ways = "; ".join(dict.fromkeys(how_to_give(name) for name in needed))
+        raise UsageError(f"{index.name} needs {', '.join(needed)}, got none; give {ways}")
+
+
+def _flags() -> dict[str, str]:
+    """Return the flags by the arguments of pipelines that they stand for."""
+    flags = {name: as_flag(option) for option, names in _ARGUMENTS for name in names}
+    return {**flags, "guidance_scale": "--guidance-scale", "sigmas": "--sigmas"}
+
+
+def _missing(index: PipelineIndex, args: ServerArgs) -> list[str]:
+    """Return the arguments that the pipeline needs and nothing gives."""
+    given = given_arguments(index, args) | {name for _, names in _ARGUMENTS for name in names}
     needed = [
         name
-        for name, parameter in parameters.items()
+        for name, parameter in index.parameters.items()
         if parameter.default is Parameter.empty
         and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        and name not in known
+        and name not in given
     ]
-    if not needed and any(word in index.name for word in _STARTS_FROM):
-        # Their image or video is None by default, and missed only in the run.
-        needed = [name for name in _MEDIA if name in parameters][:1]
-    if needed:
-        raise UsageError(
-            f"{index.name} needs {', '.join(needed)}, which `sglang generate` has no option for; "
-            f"run it from Python with multimodal_gen.apply"
-        )
+    # What is None by default all the same, and missed only in the run.
+    for words, names in ((_STARTS_FROM, _MEDIA), (_MASKED, _MASKS)):
+        taken = [name for name in names if name in index.parameters]
+        if any(word in index.name for word in words) and not given.union(needed) & set(taken):
+            needed += taken[:1]
+    return needed
 
 
 def prepare_call(pipe: Any, index: PipelineIndex, args: ServerArgs) -> Call:
     """Return the arguments of the call; sets the scale of a pipeline that keeps it in a guider."""
+    import numpy as np
+
     parameters = index.parameters
     assert args.seed is not None, "the caller settles the seed, which names the output too"
     # A generator on the CPU draws the same noise whatever the device.
@@ -151,6 +176,11 @@ def prepare_call(pipe: Any, index: PipelineIndex, args: ServerArgs) -> Call:
         value = getattr(args, option)
         if value is not None:
             arguments[next(name for name in names if name in parameters)] = value
+    arguments.update(read_inputs(index, args))
+    if args.sigmas is not None:
+        arguments["num_inference_steps"] = len(args.sigmas)
+        if "sigmas" in parameters:
+            arguments["sigmas"] = np.array(args.sigmas)
     if args.num_outputs != 1:
         arguments[next(n for n in _NUM_OUTPUTS if n in parameters)] = args.num_outputs
     _guide(pipe, parameters, args, arguments)

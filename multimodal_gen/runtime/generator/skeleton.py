@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.load import (
+from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     first_line,
     import_diffusers,
     is_out_of_memory,
-    pick_dtype,
 )
+from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import check_sizes
 
 __all__ = ["denoiser_configs", "load_skeleton", "model_identity"]

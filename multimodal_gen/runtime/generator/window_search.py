@@ -5,7 +5,7 @@ the prompt is done, and an interrupted search goes on behind it.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +13,9 @@ from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.denoise import Timings, denoise, out_of_memory_explained
-from multimodal_gen.runtime.generator.load import (
-    PipelineIndex,
-    load_pipeline,
-    pick_device,
-    pick_dtype,
-)
-from multimodal_gen.runtime.generator.run import Attach
+from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
+from multimodal_gen.runtime.generator.run import Handle
 from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
 from multimodal_gen.runtime.generator.skeleton import model_identity
 from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
@@ -97,7 +93,7 @@ class WindowSearch:
         """The prompts that are still to be searched."""
         return tuple(prompt for prompt in self.prompts if prompt not in self.done)
 
-    def run(self, attach: Attach) -> Iterator[Searched]:
+    def run(self, attach: Callable[[Any], Handle]) -> Iterator[Searched]:
         """Search the pending prompts, and yield each once its files are written.
 
         Args:
@@ -109,7 +105,7 @@ class WindowSearch:
         """
         args = self._args
         device = pick_device(args.device)
-        index = PipelineIndex.read(args.model_path)
+        index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
         check_arguments(index, args)
         with contextlib.ExitStack() as stack:
             stack.enter_context(out_of_memory_explained())
@@ -167,7 +163,7 @@ class WindowSearch:
         """What is searched: the model, and the dtype it runs in."""
         args = self._args
         dtype = pick_dtype(args.dtype, pick_device(args.device))
-        index = PipelineIndex.read(args.model_path)
+        index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
         return {**model_identity(index), "dtype": str(dtype).removeprefix("torch.")}
 
     def _is_done(self, prompt: str) -> bool:

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
 from multimodal_gen.runtime.generator.load import (
-    PipelineIndex,
     denoisers,
-    import_diffusers,
     load_pipeline,
     load_text_models,
     pick_device,

@@ -10,7 +10,8 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.generator import load_skeleton
-from multimodal_gen.runtime.generator.load import PipelineIndex, import_diffusers, load_pipeline
+from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
+from multimodal_gen.runtime.generator.load import load_pipeline
 from multimodal_gen.runtime.server_args import ServerArgs
 
 

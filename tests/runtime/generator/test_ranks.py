@@ -14,7 +14,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import ranks
-from multimodal_gen.runtime.generator.load import PipelineIndex
+from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.ranks import (
     check_guided,
     ending_signals_raise,
@@ -80,9 +80,9 @@ def test_a_platform_without_an_exchange_is_refused(asked, monkeypatch) -> None:
 
 def test_a_single_rank_of_torchrun_runs_as_one_process_does() -> None:
     args = ServerArgs(model_path="nowhere", prompt="a", backend="diffusers")
-    assert join_ranks(args, 1) is args
+    assert join_ranks([args], 1) == (args,)
     with pytest.raises(ConfigError, match="--num-gpus must be the 1 ranks that were started, got"):
-        join_ranks(replace(args, num_gpus=2), 1)
+        join_ranks([replace(args, num_gpus=2)], 1)
 
 
 def test_every_rank_has_the_gpu_that_is_its_current_one(monkeypatch) -> None:

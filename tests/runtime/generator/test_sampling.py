@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, UsageError
-from multimodal_gen.runtime.generator.load import PipelineIndex
+from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
     check_components,
@@ -142,8 +142,10 @@ def test_the_frame_rate_is_the_models_unless_given(pipeline, given, fps, passed)
     assert arguments.get("frame_rate") == passed
 
 
-def test_an_argument_there_is_no_option_for_is_named() -> None:
-    with pytest.raises(UsageError, match=r"WanImageToVideoPipeline needs image, which `sglang gen"):
+def test_an_argument_that_the_pipeline_needs_is_named_with_its_flag() -> None:
+    with pytest.raises(
+        UsageError, match="WanImageToVideoPipeline needs image, got none; give --image-path"
+    ):
         check_arguments(_index("WanImageToVideoPipeline"), _args())
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.load import PipelineIndex, denoisers
+from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.skeleton import load_skeleton
 from multimodal_gen.testing.tiny_models import FAMILIES
 

@@ -19,6 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from multimodal_gen.errors import ConfigError, nearest
+from multimodal_gen.runtime.backend_names import (
+    check_exclusive,
+    parse_attention_backend,
+    parse_component_backends,
+    parse_component_key,
+)
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, table_for
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     cpu_environment,
@@ -42,14 +48,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
-from multimodal_gen.runtime.server_args import (
-    ServerArgs,
-    as_flag,
-    check_exclusive,
-    parse_attention_backend,
-    parse_component_backends,
-    parse_component_key,
-)
+from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.setting import as_flag
 
 __all__ = ["scope_from", "scope_from_args"]
 

@@ -1,0 +1,275 @@
+"""`DiffGenerator`: a pipeline that is loaded once, and generates from Python.
+
+    from_pretrained(model_path, ...)   what to load, and how: the flags of `sglang generate`
+    generate(prompt=..., ...)          what to make, with which attention, in memory or on disk
+
+Settings have the names, the values and the checks of the flags; `runtime/server_args.py` declares
+them. The command line runs the same code.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from multimodal_gen import __version__
+from multimodal_gen.errors import NothingAppliedError, UsageError, nearest
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.generator import (
+    DiffusersAttention,
+    Generated,
+    Handle,
+    Session,
+    choose_backend,
+    plan_ranks,
+)
+from multimodal_gen.runtime.layers.attention.rules import scope_from_args
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["DiffGenerator", "GenerationSettings", "Job", "LoadingSettings", "generate", "job_of"]
+
+_Path = Path | str
+
+
+class LoadingSettings(TypedDict, total=False):
+    """What `DiffGenerator.from_pretrained` takes; `sglang generate --help` says what each means."""
+
+    pipeline_class_name: str | None
+    num_gpus: int | None
+    sp_degree: int | None
+    ulysses_degree: int | None
+    ring_degree: int | None
+    cfg_parallel: bool
+    rank_timeout: int
+    dtype: str
+    device: str | None
+    offload: str
+    offload_folder: _Path | None
+    quantize: Mapping[str, str] | Sequence[str] | str | None
+    lora_path: Sequence[str] | str | None
+    scheduler: str | None
+    vae_tiling: bool
+    enable_torch_compile: bool
+
+
+class GenerationSettings(TypedDict, total=False):
+    """What `DiffGenerator.generate` takes; `sglang generate --help` says what each means."""
+
+    prompt: str | None
+    negative_prompt: str | None
+    image_path: Sequence[_Path] | _Path | None
+    last_image_path: _Path | None
+    video_path: _Path | None
+    mask_path: _Path | None
+    pipeline_arg: Mapping[str, object] | Sequence[str] | str | None
+    backend: str
+    attention_backend: AttentionBackendEnum | str | None
+    attention_backend_config: str | Mapping[str, object] | None
+    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None
+    attention_config: str | Mapping[str, object] | None
+    attention_auto_table: _Path | None
+    strict_attention: bool
+    height: int | None
+    width: int | None
+    num_frames: int | None
+    num_inference_steps: int | None
+    sigmas: Sequence[float] | str | None
+    guidance_scale: float | None
+    true_cfg_scale: float | None
+    num_outputs: int
+    seed: int | None
+    fps: int | None
+    output_path: _Path | None
+    overwrite: bool
+    save_latents: bool
+    record_attention: _Path | None
+    check_attention: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One generation, with all that is settled before the model is loaded; picklable.
+
+    Attributes:
+        args: the arguments, with `backend` decided.
+        reason: why it was decided so.
+        explicit: whether the user named it.
+    """
+
+    args: ServerArgs
+    reason: str
+    explicit: bool
+
+
+def job_of(settings: Mapping[str, Any]) -> Job:
+    """Decide whose attention runs, and check the settings of a generation.
+
+    Args:
+        settings: values by names of `SETTINGS`.
+
+    Raises:
+        ConfigError: a value has the wrong type, is out of range or contradicts another.
+        UsageError: the attention backend does not belong to the backend.
+    """
+    name = settings.get("attention_backend")
+    name = None if name is None else str(name)
+    if name is not None and name.strip().lower() in ("", "auto"):
+        name = None
+    asked = SETTINGS["backend"].normalised(settings.get("backend", "auto"))
+    backend, reason = choose_backend(str(asked), name)
+    args = ServerArgs(**{**settings, "attention_backend": name, "backend": backend})
+    return Job(args=args, reason=reason, explicit=asked != "auto")
+
+
+class DiffGenerator:
+    """A loaded pipeline; also a context manager that lets go of it at the end.
+
+    Made by `from_pretrained`. Under `init_parallel` every rank makes one, with the same settings,
+    and makes the same calls; rank 0 gets the results.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
+        self._explicit = False
+        self._session: Session | None = Session(args, self._attach)
+
+    @classmethod
+    def from_pretrained(
+        cls, model_path: Path | str, **settings: "Unpack[LoadingSettings]"
+    ) -> "DiffGenerator":
+        """Load a pipeline.
+
+        Args:
+            model_path: folder with model_index.json, or a Hugging Face Hub id.
+            **settings: how to load it; see `LoadingSettings`.
+
+        Raises:
+            ConfigError: a setting is unknown, has the wrong type or is out of range.
+            UsageError: it does not fit the pipeline or the device.
+            MissingDependencyError: diffusers, or what a setting needs, is not installed.
+        """
+        _check_names(settings, LOADING_SETTINGS, "DiffGenerator.from_pretrained")
+        args = ServerArgs(model_path=str(model_path), **settings)
+        if parallel_groups() is None and plan_ranks(args).world_size > 1:
+            raise UsageError(
+                "num_gpus must be 1 for a generator of one process, got settings for several GPUs; "
+                "start the script with torchrun and call multimodal_gen.init_parallel first, or "
+                "use `sglang generate`"
+            )
+        return cls(args)
+
+    def generate(self, **settings: "Unpack[GenerationSettings]") -> Generated | None:
+        """Generate images or videos from one prompt.
+
+        Without `output_path` nothing is written, and the result is in memory alone.
+
+        Args:
+            **settings: what to make, with which attention; see `GenerationSettings`.
+
+        Returns:
+            Pixels, latents, the report of every attention layer, and the files that were written;
+            None on ranks other than the first.
+
+        Raises:
+            ConfigError: a setting is unknown, has the wrong type or is out of range.
+            UsageError: it does not fit the pipeline or the disk, a named backend cannot serve, or
+                the result is not finite.
+        """
+        names = tuple(name for name in SETTINGS if name not in LOADING_SETTINGS)
+        _check_names(settings, names, "DiffGenerator.generate")
+        given: dict[str, Any] = dict(settings)
+        save = given.get("output_path") is not None
+        if not save:
+            given.pop("output_path", None)
+            _refuse_files(given)
+        return self.run(job_of({**self._loaded, **given}), save=save)
+
+    def run(self, job: Job, *, mark: str = "", save: bool = True) -> Generated | None:
+        """Do a job whose settings of loading are those of this generator.
+
+        Args:
+            job: what to make.
+            mark: what the names of half-written files start with.
+            save: write files.
+        """
+        if self._session is None:
+            raise UsageError("a DiffGenerator must not be used once it is closed; load it again")
+        self._explicit = job.explicit
+        facts = {
+            "multimodal_gen": __version__,
+            "backend": job.args.backend,
+            "backend_reason": job.reason,
+        }
+        return self._session.generate(job.args, facts=facts, mark=mark, save=save)
+
+    @property
+    def load_seconds(self) -> float:
+        """How long loading took."""
+        return 0.0 if self._session is None else self._session.load_seconds
+
+    def close(self) -> None:
+        """Let go of the model; a second call does nothing."""
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+    def __enter__(self) -> "DiffGenerator":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _attach(self, args: ServerArgs, pipe: Any) -> Handle:
+        """Attach what a generation asks for to the loaded pipeline."""
+        if args.backend == "diffusers":
+            name = None if args.attention_backend is None else str(args.attention_backend)
+            return DiffusersAttention(pipe, name)
+        scope = scope_from_args(args)
+        # On several ranks, all of them would compute all of what diffusers ships.
+        nothing_asked = not (self._explicit or scope.default or scope.components or scope.rules)
+        try:
+            return apply(pipe, scope=scope)
+        except NothingAppliedError as error:
+            if not nothing_asked or parallel_groups() is not None:
+                raise
+            return DiffusersAttention(pipe, notes=(f"runs as diffusers ships it: {error}",))
+
+
+def generate(model_path: Path | str, **settings: Any) -> Generated | None:
+    """Load a pipeline, generate once, and let go of it; see `DiffGenerator`.
+
+    Args:
+        model_path: folder with model_index.json, or a Hugging Face Hub id.
+        **settings: those of `LoadingSettings` and of `GenerationSettings`.
+
+    Returns:
+        What `DiffGenerator.generate` returns.
+    """
+    _check_names(settings, tuple(SETTINGS), "generate")
+    loading: Any = {name: value for name, value in settings.items() if name in LOADING_SETTINGS}
+    making: Any = {name: value for name, value in settings.items() if name not in loading}
+    with DiffGenerator.from_pretrained(model_path, **loading) as generator:
+        return generator.generate(**making)
+
+
+def _check_names(settings: Mapping[str, Any], valid: Sequence[str], call: str) -> None:
+    for name in settings:
+        if name in valid and name != "model_path":
+            continue
+        hint = nearest(name, valid)
+        if name in SETTINGS:
+            other = "from_pretrained" if name in LOADING_SETTINGS else "generate"
+            hint = f", which DiffGenerator.{other} takes"
+        raise UsageError(f"{call} must be given settings that it takes, got {name!r}{hint}")
+
+
+def _refuse_files(given: Mapping[str, Any]) -> None:
+    """Refuse what only means something for files, where none is written."""
+    for name in ("save_latents", "overwrite", "record_attention"):
+        if given.get(name):
+            raise UsageError(f"{name} needs output_path, got {given[name]!r} alone; add it")

@@ -1,0 +1,277 @@
+"""What `model_index.json` says of a pipeline, read before any weight."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
+from multimodal_gen.runtime.generator.model_folder import check_classes, check_code
+from multimodal_gen.runtime.generator.output import Kind
+
+__all__ = [
+    "HUB_ID",
+    "PipelineIndex",
+    "class_of",
+    "described",
+    "dtype_argument",
+    "first_line",
+    "import_diffusers",
+    "is_out_of_memory",
+]
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""What an id of the Hugging Face Hub looks like."""
+
+_INDEX = "model_index.json"
+
+
+def import_diffusers() -> Any:
+    """Return the module `diffusers`.
+
+    Raises:
+        MissingDependencyError: it, or transformers, is not installed.
+    """
+    try:
+        import diffusers
+        import transformers  # noqa: F401 - a pipeline without it fails late and obscurely
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"running a pipeline needs diffusers and transformers ({error}); "
+            f"install with: pip install 'multimodal_gen[video]'"
+        ) from error
+    return diffusers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineIndex:
+    """What `model_index.json` says, read before any weight.
+
+    Attributes:
+        model_path: folder or hub id.
+        pipeline_class: the diffusers class.
+        components: (library, class name) by component; those the pipeline leaves out are not in it.
+        settings: the rest, what the pipeline was saved with.
+    """
+
+    model_path: str
+    pipeline_class: type
+    components: Mapping[str, tuple[str, str]]
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, model_path: str, pipeline_class_name: str | None = None) -> "PipelineIndex":
+        """Read the index of a pipeline.
+
+        Args:
+            model_path: folder or hub id.
+            pipeline_class_name: the class to use instead of the one that the index names.
+
+        Raises:
+            UsageError: there is no such pipeline, or this diffusers does not know its class.
+            MissingDependencyError: diffusers is not installed.
+        """
+        location = _locate(model_path)
+        diffusers = import_diffusers()
+        config = _read_config(diffusers, location)
+        check_code(location, _named(config, dotted=True))
+        if pipeline_class_name is None:
+            pipeline_class = _pipeline_class(diffusers, config.get("_class_name"), model_path)
+        else:
+            pipeline_class = _named_class(diffusers, pipeline_class_name)
+        components = _named(config)
+        check_classes(pipeline_class, location, components)
+        settings = {
+            key: value
+            for key, value in config.items()
+            if not isinstance(value, (list, tuple)) and not key.startswith("_")
+        }
+        return cls(
+            model_path=location,
+            pipeline_class=pipeline_class,
+            components=components,
+            settings=settings,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the pipeline class."""
+        return self.pipeline_class.__name__
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """What calling the pipeline takes."""
+        parameters = dict(inspect.signature(self.pipeline_class.__call__).parameters)
+        parameters.pop("self", None)
+        return parameters
+
+    @property
+    def kind(self) -> Kind:
+        """What the pipeline makes: only video pipelines take frames, or have the word in a name."""
+        told = any(name in self.parameters for name in ("num_frames", "video", "pose_video"))
+        return "video" if told or "Video" in self.name else "image"
+
+
+def class_of(library: str, class_name: str) -> Any:
+    """Return the class of a component, or None for one that is not these libraries' own."""
+    import diffusers
+    import transformers
+
+    module = {"diffusers": diffusers, "transformers": transformers}.get(library)
+    found = getattr(module, class_name, None)
+    return found if isinstance(found, type) else None
+
+
+def dtype_argument() -> str:
+    """Return what this diffusers calls the dtype argument of `from_pretrained`."""
+    import diffusers
+
+    # Releases that take `dtype` warn about the older name.
+    return "dtype" if hasattr(diffusers.utils, "_resolve_dtype") else "torch_dtype"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that a device's memory, or the machine's, is full."""
+    # The CPU's allocator raises a plain RuntimeError.
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or "can't allocate memory" in str(error)
+
+
+def described(error: BaseException) -> str:
+    """Return the first line of an error, with its type where the line alone says little."""
+    line = first_line(error)
+    return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
+
+
+def _named(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
+    """Return library and class name by component, those left out not; `dotted`: private keys too.
+
+    diffusers takes every list for a component, so that code is looked for behind all of them.
+    """
+    return {
+        key: (str(value[0]), str(value[1]))
+        for key, value in config.items()
+        if isinstance(value, (list, tuple))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and (dotted or not key.startswith("_"))
+        and key != "_class_name"
+    }
+
+
+def _named_class(diffusers: Any, name: str) -> type:
+    """Return the class that `--pipeline-class-name` names."""
+    found = _imported(diffusers, name)
+    if found is None:
+        valid = [each for each in dir(diffusers) if each.endswith("Pipeline")]
+        raise UsageError(
+            f"--pipeline-class-name must be a pipeline of diffusers {diffusers.__version__}, got "
+            f"{name!r}{nearest(name, valid)}"
+        )
+    return found
+
+
+def _pipeline_class(diffusers: Any, name: object, model_path: str) -> type:
+    """Return the class that `model_index.json` names."""
+    found = _imported(diffusers, name)
+    if found is not None:
+        return found
+    known = isinstance(name, str) and hasattr(diffusers, name)
+    raise UsageError(
+        f"the pipeline class of {model_path!r} must be one that diffusers "
+        f"{diffusers.__version__} has, got {name!r}, which is "
+        f"{'no pipeline' if known else 'no class of it'}; check _class_name in its "
+        f"{_INDEX}, a newer diffusers may have it"
+    )
+
+
+def _imported(diffusers: Any, name: object) -> type | None:
+    """Return the class of that name, if it is a pipeline's."""
+    try:
+        found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    except (ImportError, RuntimeError, OSError) as error:  # diffusers imports it only now
+        raise MissingDependencyError(
+            f"{name} of diffusers must import, it failed: {' '.join(str(error).split())[:300]}; "
+            f"reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'"
+        ) from error
+    base = diffusers.DiffusionPipeline
+    if isinstance(found, type) and issubclass(found, base) and found is not base:
+        return found
+    missing = getattr(found, "_backends", None)
+    if missing:
+        raise MissingDependencyError(
+            f"{name} of diffusers needs further packages; install {', '.join(missing)}"
+        )
+    return None
+
+
+def _locate(model_path: str) -> str:
+    """Return the folder, with `~` expanded, or the hub id."""
+    try:
+        return _located(model_path)
+    except (OSError, RuntimeError) as error:
+        # Too long, not readable, or the home of nobody.
+        shown = model_path if len(model_path) <= 80 else f"{model_path[:80]}..."
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(
+            f"--model-path must be an existing pipeline folder or a hub id, got {shown!r} "
+            f"({reason})"
+        ) from error
+
+
+def _located(model_path: str) -> str:
+    folder = Path(model_path).expanduser()
+    if (folder / _INDEX).is_file():
+        return str(folder)
+    if folder.is_dir():
+        single = (folder / "config.json").is_file()
+        hint = "; this looks like one component, name the folder above it" if single else ""
+        raise UsageError(
+            f"--model-path must be a pipeline folder with {_INDEX}, got {model_path!r} "
+            f"without one{hint}"
+        )
+    if folder.exists():
+        raise UsageError(
+            f"--model-path must be a pipeline folder with {_INDEX}, got the file {model_path!r}; "
+            f"make a folder of it with from_single_file and save_pretrained of diffusers"
+        )
+    if not HUB_ID.fullmatch(model_path):
+        raise UsageError(
+            f"--model-path must be an existing pipeline folder or a hub id such as "
+            f"Wan-AI/Wan2.1-T2V-1.3B-Diffusers, got {model_path!r}, which is neither"
+        )
+    return model_path
+
+
+def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
+    try:
+        config = diffusers.DiffusionPipeline.load_config(location)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        # diffusers takes for granted that the file holds an object.
+        if Path(location).is_dir():
+            raise UsageError(
+                f"{_INDEX} of {location!r} must be a JSON file that holds an object, reading it "
+                f"failed: {described(error)}"
+            ) from error
+        raise UsageError(
+            f"--model-path must be an existing pipeline folder or a reachable hub id, got "
+            f"{location!r}: there is no such folder, it is not in the cache, and the Hugging Face "
+            f"Hub did not give its {_INDEX}; check the spelling, the network and for gated models "
+            f"`hf auth login` ({first_line(error)})"
+        ) from error
+    if not isinstance(config, dict):
+        raise UsageError(
+            f"{_INDEX} of {location!r} must be a JSON file that holds an object, got a "
+            f"{type(config).__name__}"
+        )
+    return config

@@ -1,0 +1,272 @@
+"""Images, videos and further arguments of a pipeline: from what users write to what its call takes.
+
+Every flag for a file stands for the argument that the pipeline has for it; `--pipeline-arg` gives
+any other by its own name. All of them are checked against the pipeline's signature, and the files
+looked into, before weights are loaded.
+"""
+
+import types
+from collections.abc import Mapping
+from inspect import Parameter
+from pathlib import Path
+from typing import Any, Final, Union, get_args, get_origin
+
+from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
+from multimodal_gen.runtime.generator.index import PipelineIndex, first_line
+from multimodal_gen.runtime.plain_values import short
+from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.setting import as_flag
+
+__all__ = ["INPUTS", "check_inputs", "given_arguments", "how_to_give", "read_inputs"]
+
+INPUTS: Final[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
+    {
+        "image_path": (
+            *("image", "images", "input_images", "reference_images", "control_image"),
+            *("cond_image", "example_image", "reference_image"),
+        ),
+        "last_image_path": ("last_image",),
+        "video_path": ("video", "control_video"),
+        "mask_path": ("mask_image", "mask", "mask_video", "control_mask"),
+    }
+)
+"""Setting, and the names that pipelines give to it; the first one a pipeline has is used."""
+
+_LISTS = ("images", "input_images", "reference_images")  # of these, one is a list too
+_VIDEOS = (".mp4", ".mov", ".mkv", ".avi", ".webm", ".m4v", ".mpg", ".mpeg", ".gif")
+
+# What `generate` decides itself, or has a flag of another name for.
+_TAKEN: Final[Mapping[str, str]] = types.MappingProxyType(
+    {
+        "generator": "--seed gives",
+        "frame_rate": "--fps gives",
+        "num_images_per_prompt": "--num-outputs gives",
+        "num_videos_per_prompt": "--num-outputs gives",
+        "output_type": "is settled by what is written",
+        "return_dict": "is settled by what is written",
+        "callback_on_step_end": "is settled by what is written",
+        "callback_on_step_end_tensor_inputs": "is settled by what is written",
+    }
+)
+_PLAIN = (bool, int, float, str)
+
+
+def check_inputs(index: PipelineIndex, args: ServerArgs, flags: Mapping[str, str]) -> None:
+    """Check files and further arguments against the pipeline's signature, and look into the files.
+
+    Args:
+        index: the pipeline.
+        args: what was asked for.
+        flags: flags by the arguments they stand for, which `--pipeline-arg` must leave alone.
+
+    Raises:
+        UsageError: the pipeline takes no such argument, its value has the wrong type, or a file is
+            not what it takes.
+        MissingDependencyError: what reads videos is not installed.
+    """
+    for setting in INPUTS:
+        files = _files(args, setting)
+        if files and _parameter(index, setting) is None:
+            raise _takes_none(index, setting, files)
+        for file in files:
+            _check_file(as_flag(setting), file)
+    _check_number(index, args)
+    for name, value in _further(args).items():
+        _check_argument(index, name, value, flags)
+
+
+def given_arguments(index: PipelineIndex, args: ServerArgs) -> set[str]:
+    """Return the names of the pipeline's arguments that files and `--pipeline-arg` give."""
+    named = {_parameter(index, setting) for setting in INPUTS if _files(args, setting)}
+    return {name for name in named if name} | set(_further(args))
+
+
+def how_to_give(name: str) -> str:
+    """Return the flag that gives a pipeline's argument of that name, in words."""
+    for setting, names in INPUTS.items():
+        if name in names:
+            return as_flag(setting)
+    return f"--pipeline-arg {name}=JSON, or {name}=@FILE for an image or video"
+
+
+def read_inputs(index: PipelineIndex, args: ServerArgs) -> dict[str, Any]:
+    """Return the arguments that files and `--pipeline-arg` give, ready for the call.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for setting in INPUTS:
+        name = _parameter(index, setting)
+        media = [_read(as_flag(setting), file) for file in _files(args, setting)]
+        if name is not None and media:
+            found[name] = media if len(media) > 1 or name in _LISTS else media[0]
+    for name, value in _further(args).items():
+        file = _file_of(value)
+        found[name] = _thawed(value) if file is None else _read("--pipeline-arg", file)
+    return found
+
+
+def _files(args: ServerArgs, setting: str) -> tuple[Path, ...]:
+    value: Any = getattr(args, setting)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, tuple) else (value,)
+
+
+def _parameter(index: PipelineIndex, setting: str) -> str | None:
+    return next((name for name in INPUTS[setting] if name in index.parameters), None)
+
+
+def _further(args: ServerArgs) -> Mapping[str, object]:
+    return args.pipeline_arg if isinstance(args.pipeline_arg, Mapping) else {}
+
+
+def _takes_none(index: PipelineIndex, setting: str, files: tuple[Path, ...]) -> UsageError:
+    taken = [as_flag(each) for each in INPUTS if _parameter(index, each)]
+    has = f"it takes {', '.join(taken)}" if taken else "it starts from text alone"
+    return UsageError(
+        f"{as_flag(setting)} must be left out for {index.name}, which has no such argument, got "
+        f"{str(files[0])!r}; {has}, another --pipeline-class-name may fit the same model"
+    )
+
+
+def _check_number(index: PipelineIndex, args: ServerArgs) -> None:
+    """Refuse several images where the argument's type says that it is one."""
+    files, name = _files(args, "image_path"), _parameter(index, "image_path")
+    if len(files) < 2 or name is None or name in _LISTS:
+        return
+    kinds = _kinds(index.parameters[name].annotation)
+    if kinds and not any(get_origin(kind) is list or kind is list for kind in kinds):
+        raise UsageError(
+            f"--image-path must be given once for {index.name}, which starts from one image, got "
+            f"{len(files)}"
+        )
+
+
+def _check_argument(
+    index: PipelineIndex, name: str, value: object, flags: Mapping[str, str]
+) -> None:
+    reason = _TAKEN.get(name)
+    if reason is not None or name in flags:
+        raise UsageError(
+            f"--pipeline-arg must not give {name}, which {reason or flags[name] + ' gives'}"
+        )
+    parameter = index.parameters.get(name)
+    open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in index.parameters.values())
+    if parameter is None and not open_ended:
+        valid = [each for each in index.parameters if each not in flags and each not in _TAKEN]
+        raise UsageError(
+            f"--pipeline-arg must name an argument of {index.name}, got {name!r}"
+            f"{nearest(name, valid) or '; it takes ' + ', '.join(valid)}"
+        )
+    file = _file_of(value)
+    if file is not None:
+        _check_file(f"--pipeline-arg {name}", file)
+    elif parameter is not None and not _fits(value, _kinds(parameter.annotation)):
+        wanted = " or ".join(getattr(k, "__name__", str(k)) for k in _kinds(parameter.annotation))
+        raise UsageError(
+            f"--pipeline-arg {name} must be of type {wanted}, as {index.name} has it, got "
+            f"{short(_thawed(value))}"
+        )
+
+
+def _kinds(annotation: object) -> tuple[Any, ...]:
+    """Return the types of an annotation; none where it says nothing."""
+    if annotation is Parameter.empty or isinstance(annotation, str):
+        return ()
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _fits(value: object, kinds: tuple[Any, ...]) -> bool:
+    """Tell whether a plain value may be of one of the types; others than plain ones say nothing."""
+    plain = [kind for kind in kinds if kind in _PLAIN]
+    if not plain or len(plain) < len([kind for kind in kinds if kind is not type(None)]):
+        return True
+    if value is None:
+        return type(None) in kinds
+    if isinstance(value, bool):
+        return bool in plain
+    return isinstance(value, tuple(plain)) or (isinstance(value, int) and float in plain)
+
+
+def _file_of(value: object) -> Path | None:
+    """Return the file that `@FILE` names; `@@text` is the text `@text`."""
+    if isinstance(value, str) and value.startswith("@") and not value.startswith("@@"):
+        return Path(value[1:])
+    return None
+
+
+def _thawed(value: object) -> Any:
+    """Return frozen values as the lists and dictionaries that pipelines look for."""
+    if isinstance(value, Mapping):
+        return {key: _thawed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_thawed(item) for item in value]
+    return value[1:] if isinstance(value, str) and value.startswith("@@") else value
+
+
+def _is_video(file: Path) -> bool:
+    return file.suffix.lower() in _VIDEOS
+
+
+def _check_file(name: str, file: Path) -> None:
+    """Refuse what is no regular file, or not what its name says."""
+    problem = _problem(file)
+    if not problem:
+        try:
+            _look_into(file)
+        except MissingDependencyError:
+            raise
+        except Exception as error:  # decoders fail in every way there is
+            problem = first_line(error)
+    if problem:
+        what = "video" if _is_video(file) else "image"
+        raise UsageError(f"{name} must be a readable {what}, got {str(file)!r}: {problem}")
+
+
+def _problem(file: Path) -> str:
+    try:
+        file = file.expanduser()
+        if file.is_file():
+            return ""
+        return "this is no regular file" if file.exists() else "there is no such file"
+    except (OSError, RuntimeError, ValueError) as error:
+        return getattr(error, "strerror", None) or first_line(error)
+
+
+def _look_into(file: Path) -> None:
+    """Look whether a file is what its name says, without decoding it."""
+    from PIL import Image
+
+    file = file.expanduser()
+    if not _is_video(file) or file.suffix.lower() == ".gif":
+        with Image.open(file) as image:
+            image.verify()
+        return
+    try:
+        import imageio_ffmpeg
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"reading a video needs imageio with ffmpeg ({error}); install with: "
+            f"pip install 'multimodal_gen[video]'"
+        ) from error
+    frames, _ = imageio_ffmpeg.count_frames_and_secs(str(file))
+    if not frames:
+        raise ValueError("it has no frames")
+
+
+def _read(name: str, file: Path) -> Any:
+    """Return an image, or a list of images, as diffusers reads them."""
+    from diffusers.utils import load_image, load_video
+
+    path = str(file.expanduser())
+    try:
+        return load_video(path) if _is_video(file) else load_image(path)
+    except Exception as error:
+        what = "video" if _is_video(file) else "image"
+        raise UsageError(
+            f"{name} must be a readable {what}, got {str(file)!r}: {first_line(error)}"
+        ) from error

@@ -1,0 +1,133 @@
+"""Components whose weights are quantised while they are loaded, or come quantised from a GGUF file.
+
+The packages that do it are extras, imported only when they are asked for.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
+
+__all__ = ["check_quantized", "load_gguf", "quantization_config"]
+
+_GGUF = ".gguf"
+_PACKAGES: Final[Mapping[str, str]] = {"bnb": "bitsandbytes", "torchao": "torchao", "gguf": "gguf"}
+
+
+def check_quantized(index: PipelineIndex, ways: Mapping[str, str], device: torch.device) -> None:
+    """Refuse what cannot be quantised so, before weights are loaded.
+
+    Args:
+        index: the pipeline.
+        ways: by component, a name of `QUANTIZATIONS` or a file in GGUF.
+        device: where the pipeline will run.
+
+    Raises:
+        UsageError: there is no such component or file, it is no model, or the device cannot.
+        MissingDependencyError: a package is not installed.
+    """
+    for name, way in ways.items():
+        flag = f"--quantize {name}={way}"
+        if name not in index.components:
+            valid = sorted(index.components)
+            raise UsageError(
+                f"--quantize must name a component of {index.name} ({', '.join(valid)}), got "
+                f"{name!r}{nearest(name, valid)}"
+            )
+        library, class_name = index.components[name]
+        found = class_of(library, class_name)
+        if found is None or not issubclass(found, torch.nn.Module):
+            raise UsageError(f"{flag} must name a model, got {name}, a {class_name}")
+        package = _PACKAGES["gguf" if _is_file(way) else way.partition("-")[0]]
+        if find_spec(package) is None:
+            raise MissingDependencyError(
+                f"{flag} needs {package}; install with: pip install 'multimodal_gen[quantize]'"
+            )
+        if _is_file(way):
+            _check_gguf(flag, Path(way).expanduser(), found, class_name)
+        else:
+            _check_device(flag, way, device)
+
+
+def _is_file(way: str) -> bool:
+    return way.lower().endswith(_GGUF)
+
+
+def _check_gguf(flag: str, file: Path, found: Any, class_name: str) -> None:
+    if not hasattr(found, "from_single_file"):
+        raise UsageError(
+            f"{flag} must name a model that diffusers loads from single files, got a {class_name}; "
+            f"quantise it with bnb-nf4 or torchao-int8 instead"
+        )
+    if not file.is_file():
+        raise UsageError(f"{flag} must name an existing file, got {str(file)!r}")
+
+
+def _check_device(flag: str, way: str, device: torch.device) -> None:
+    if way.startswith("bnb") and device.type not in ("cuda", "xpu"):
+        raise UsageError(
+            f"{flag} must run on a GPU, got the device {device}; torchao-int8, torchao-fp8 and "
+            f"GGUF files run on the CPU too"
+        )
+    if way != "torchao-fp8-dynamic":
+        return
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability < (8, 9):
+        actual = f"compute capability {capability[0]}.{capability[1]}" if capability[0] else device
+        raise UsageError(
+            f"{flag} must run on a GPU of compute capability 8.9 or later, got {actual}; try "
+            f"torchao-fp8, which quantises the weights alone"
+        )
+
+
+def quantization_config(library: str, way: str, dtype: torch.dtype) -> Any:
+    """Return what the library takes to quantise a component while it is loaded.
+
+    Args:
+        library: "diffusers" or "transformers", whose component it is.
+        way: a name of `QUANTIZATIONS`.
+        dtype: what is computed in.
+    """
+    import diffusers
+    import transformers
+
+    module: Any = {"diffusers": diffusers, "transformers": transformers}[library]
+    if way == "bnb-nf4":
+        return module.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    if way == "bnb-int8":
+        return module.BitsAndBytesConfig(load_in_8bit=True)
+    from torchao import quantization
+
+    settings = {
+        "torchao-int8": "Int8WeightOnlyConfig",
+        "torchao-fp8": "Float8WeightOnlyConfig",
+        "torchao-fp8-dynamic": "Float8DynamicActivationFloat8WeightConfig",
+    }
+    return module.TorchAoConfig(getattr(quantization, settings[way])())
+
+
+def load_gguf(index: PipelineIndex, name: str, file: str, dtype: torch.dtype) -> Any:
+    """Load a component of the pipeline from a file in GGUF.
+
+    Args:
+        index: the pipeline, whose config of the component is used.
+        name: the component.
+        file: the file.
+        dtype: what is computed in, and what unquantised weights are kept in.
+    """
+    from diffusers import GGUFQuantizationConfig
+
+    return class_of(*index.components[name]).from_single_file(
+        str(Path(file).expanduser()),
+        quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
+        config=index.model_path,
+        subfolder=name,
+        **{dtype_argument(): dtype},
+    )

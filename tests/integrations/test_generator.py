@@ -1,0 +1,340 @@
+"""A generator against the same pipeline driven by hand, to the bit."""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import get_type_hints
+
+import multimodal_gen
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.integrations.generator import (
+    DiffGenerator,
+    GenerationSettings,
+    LoadingSettings,
+)
+from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
+
+CALL = {"height": 32, "width": 48, "num_inference_steps": 2}
+VIDEO = {**CALL, "num_frames": 5}
+
+
+def by_hand(pipe, **arguments) -> torch.Tensor:
+    """Return the latents of a pipeline of diffusers with our attention, driven by its own call."""
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    with multimodal_gen.apply(pipe):
+        return torch.as_tensor(
+            pipe(prompt="a fox", generator=generator, output_type="latent", **arguments)[0]
+        )
+
+
+@pytest.fixture(scope="module")
+def wan(tiny_pipeline):
+    with DiffGenerator.from_pretrained(tiny_pipeline("wan")) as generator:
+        yield generator
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory) -> Path:
+    """A folder with a.png, b.png, mask.png and clip.mp4."""
+    import imageio.v2 as imageio
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("media")
+    rng = np.random.default_rng(0)
+    for name in ("a", "b", "mask"):
+        pixels = rng.integers(0, 255, (40, 56, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    with imageio.get_writer(folder / "clip.mp4", fps=8) as writer:
+        for _ in range(5):
+            writer.append_data(rng.integers(0, 255, (32, 48, 3), dtype=np.uint8))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def image_to_video(tiny_pipeline, tmp_path_factory) -> Path:
+    """A tiny Wan 2.2 pipeline from first and last image to video."""
+    from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+
+    folder = tmp_path_factory.mktemp("wan-i2v")
+    parts = WanPipeline.from_pretrained(tiny_pipeline("wan")).components
+    torch.manual_seed(0)
+    config = {**parts["transformer"].config, "in_channels": 36}
+    parts = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")}
+    pipe = WanImageToVideoPipeline(
+        **parts,
+        transformer=WanTransformer3DModel.from_config(config),
+        transformer_2=None,
+        image_encoder=None,
+        image_processor=None,
+    )
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def test_image_to_video_is_the_pipeline_driven_by_hand(image_to_video, media) -> None:
+    from diffusers import WanImageToVideoPipeline
+    from diffusers.utils import load_image
+
+    first, last = media / "a.png", media / "b.png"
+    pipe = WanImageToVideoPipeline.from_pretrained(image_to_video)
+    images = {"image": load_image(str(first)), "last_image": load_image(str(last))}
+    expected = by_hand(pipe, **images, **VIDEO)
+    with DiffGenerator.from_pretrained(image_to_video) as generator:
+        made = generator.generate(
+            prompt="a fox", image_path=first, last_image_path=last, seed=0, **VIDEO
+        )
+        with pytest.raises(
+            UsageError, match=r"WanImageToVideoPipeline needs image, got none; give"
+        ):
+            generator.generate(prompt="a fox", seed=0, **VIDEO)
+    assert torch.equal(made.latents, expected)
+
+
+# imageio leaves the pipes of ffmpeg to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_video_to_video_and_inpainting_are_the_pipelines_driven_by_hand(
+    tiny_pipeline, media
+) -> None:
+    from diffusers import FluxInpaintPipeline, WanVideoToVideoPipeline
+    from diffusers.utils import load_image, load_video
+
+    pipe = WanVideoToVideoPipeline.from_pretrained(tiny_pipeline("wan"))
+    clip = media / "clip.mp4"
+    expected = by_hand(pipe, video=load_video(str(clip)), strength=0.6, **CALL)
+    made = multimodal_gen.generate(
+        tiny_pipeline("wan"),
+        pipeline_class_name="WanVideoToVideoPipeline",
+        prompt="a fox",
+        video_path=clip,
+        pipeline_arg={"strength": 0.6},
+        seed=0,
+        **CALL,
+    )
+    assert torch.equal(made.latents, expected)
+    assert made.pixels[0].shape == (5, 32, 48, 3)
+    gc.collect()
+
+    pipe = FluxInpaintPipeline.from_pretrained(tiny_pipeline("flux"))
+    files = {"image": media / "a.png", "mask_image": media / "mask.png"}
+    expected = by_hand(pipe, **{name: load_image(str(f)) for name, f in files.items()}, **CALL)
+    made = multimodal_gen.generate(
+        tiny_pipeline("flux"),
+        pipeline_class_name="FluxInpaintPipeline",
+        prompt="a fox",
+        image_path=files["image"],
+        pipeline_arg=f"mask_image=@{files['mask_image']}",
+        seed=0,
+        **CALL,
+    )
+    assert torch.equal(made.latents, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_loras_are_the_pipeline_driven_by_hand(tiny_pipeline, tmp_path, wan) -> None:
+    pytest.importorskip("peft")
+    from diffusers import WanPipeline
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    folder = tiny_pipeline("wan")
+    trained = WanPipeline.from_pretrained(folder)
+    torch.manual_seed(0)
+    targets = ["to_q", "to_out.0"]
+    trained.transformer.add_adapter(
+        LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=targets)
+    )
+    state = get_peft_model_state_dict(trained.transformer)
+    WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=state)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+
+    pipe = WanPipeline.from_pretrained(folder)
+    for name in "ab":
+        pipe.load_lora_weights(str(file), adapter_name=name)
+    pipe.set_adapters(["a", "b"], [0.5, 1.0])
+    expected = by_hand(pipe, **VIDEO)
+    made = multimodal_gen.generate(
+        folder, lora_path=[f"{file}:0.5", str(file)], prompt="a fox", seed=0, **VIDEO
+    )
+    assert torch.equal(made.latents, expected)
+    plain = wan.generate(prompt="a fox", seed=0, **VIDEO)
+    assert not torch.equal(made.latents, plain.latents)
+
+    state["blocks.7.attn1.to_q.lora_A.weight"] = torch.zeros(2, 128)
+    state["blocks.7.attn1.to_q.lora_B.weight"] = torch.zeros(128, 2)
+    WanPipeline.save_lora_weights(tmp_path / "other", transformer_lora_layers=state)
+    with pytest.raises(UsageError, match=r"2 of 18 tensors have no place .*blocks\.7\.attn1"):
+        DiffGenerator.from_pretrained(folder, lora_path=str(tmp_path / "other"))
+
+
+def write_gguf(model, file: Path) -> None:
+    """Write a model's weights, 8-bit where their rows are whole blocks."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(file), "wan")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, value in model.state_dict().items():
+        array = value.numpy()
+        if array.ndim == 2 and array.shape[-1] % 32 == 0:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_the_pipeline_driven_by_hand(tiny_pipeline, tmp_path, wan) -> None:
+    pytest.importorskip("gguf")
+    from diffusers import GGUFQuantizationConfig, WanPipeline, WanTransformer3DModel
+
+    folder, file = tiny_pipeline("wan"), tmp_path / "wan.gguf"
+    write_gguf(WanTransformer3DModel.from_pretrained(folder, subfolder="transformer"), file)
+    transformer = WanTransformer3DModel.from_single_file(
+        str(file),
+        config=str(folder),
+        subfolder="transformer",
+        quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float32),
+        dtype=torch.float32,
+    )
+    expected = by_hand(WanPipeline.from_pretrained(folder, transformer=transformer), **VIDEO)
+    made = multimodal_gen.generate(
+        folder, quantize={"transformer": str(file)}, prompt="a fox", seed=0, **VIDEO
+    )
+    assert torch.equal(made.latents, expected)
+    plain = wan.generate(prompt="a fox", seed=0, **VIDEO)
+    assert not torch.equal(made.latents, plain.latents)
+    torch.testing.assert_close(made.latents, plain.latents, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("way", "setting"),
+    [("torchao-int8", "Int8WeightOnlyConfig"), ("torchao-fp8", "Float8WeightOnlyConfig")],
+)
+def test_eight_bits_are_the_pipeline_driven_by_hand(way, setting, tiny_pipeline) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    import diffusers
+    import transformers
+
+    folder = tiny_pipeline("wan")
+    config = getattr(quantization, setting)
+    both = {
+        "transformer": diffusers.TorchAoConfig(config()),
+        "text_encoder": transformers.TorchAoConfig(config()),
+    }
+    pipe = diffusers.WanPipeline.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        quantization_config=diffusers.PipelineQuantizationConfig(quant_mapping=both),
+    )
+    expected = by_hand(pipe, **VIDEO)
+    made = multimodal_gen.generate(
+        folder, quantize=f"transformer={way},text_encoder={way}", prompt="a fox", seed=0, **VIDEO
+    )
+    assert torch.equal(made.latents, expected)
+
+
+def test_a_scheduler_by_name_and_noise_levels_are_the_pipeline_driven_by_hand(
+    tiny_pipeline,
+) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
+
+    folder = tiny_pipeline("wan")
+    pipe = WanPipeline.from_pretrained(folder)
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=pipe.scheduler.config.flow_shift)
+    expected = by_hand(pipe, **VIDEO)
+    with DiffGenerator.from_pretrained(folder, scheduler="flow-match-euler") as generator:
+        made = generator.generate(prompt="a fox", seed=0, **VIDEO)
+        size = {key: value for key, value in VIDEO.items() if key != "num_inference_steps"}
+        levels = generator.generate(prompt="a fox", seed=0, sigmas=[0.9, 0.4, 0.1], **size)
+        again = generator.generate(prompt="a fox", seed=0, **VIDEO)
+    assert torch.equal(made.latents, expected)
+    assert len(levels.record["timings_s"]["steps"]) == 3
+    assert torch.equal(again.latents, expected)
+
+    sigmas = [0.9, 0.4]
+    pipe = FluxPipeline.from_pretrained(tiny_pipeline("flux"))
+    expected = by_hand(pipe, sigmas=sigmas, **CALL)
+    made = multimodal_gen.generate(
+        tiny_pipeline("flux"), sigmas=sigmas, prompt="a fox", seed=0, **CALL
+    )
+    assert torch.equal(made.latents, expected)
+
+
+def test_generations_of_one_model_do_not_change_each_other(wan) -> None:
+    first = wan.generate(prompt="a fox", seed=0, **VIDEO)
+    other = wan.generate(
+        prompt="a cat",
+        seed=1,
+        attention_backend="sliding_tile_attn",
+        attention_backend_config={"window": [1, 1, 1]},
+        **VIDEO,
+    )
+    again = wan.generate(prompt="a fox", seed=0, **VIDEO)
+    assert torch.equal(first.latents, again.latents)
+    assert first.report.summary() == again.report.summary()
+    assert "sliding_tile_attn" in other.report.summary()
+    assert (first.media, first.record_path) == ((), None)
+    assert first.pixels[0].shape == (5, 32, 48, 3)
+    assert first.record["arguments"]["prompt"] == "a fox"
+
+
+def test_results_go_to_disk_where_a_path_is_given(wan, tmp_path) -> None:
+    made = wan.generate(
+        prompt="a fox", output_path=tmp_path / "fox.mp4", save_latents=True, seed=0, **VIDEO
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        *("fox.json", "fox.mp4", "fox.safetensors")
+    ]
+    assert made.media == (tmp_path / "fox.mp4",)
+    assert made.latents_path == tmp_path / "fox.safetensors"
+
+
+def test_settings_are_those_of_the_flags_with_their_types() -> None:
+    loading = tuple(name for name in LOADING_SETTINGS if name != "model_path")
+    assert tuple(LoadingSettings.__annotations__) == loading
+    others = tuple(name for name in SETTINGS if name not in LOADING_SETTINGS)
+    assert tuple(GenerationSettings.__annotations__) == others
+    fields = get_type_hints(ServerArgs)
+    for typed in (LoadingSettings, GenerationSettings):
+        for name, kind in get_type_hints(typed).items():
+            # Without a path nothing is written, which the command line does not have.
+            wanted = fields[name] | None if name == "output_path" else fields[name]
+            assert kind == wanted, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"higth": 32}, r"DiffGenerator.generate must be given .* got 'higth', did you mean 'hei"),
+        ({"dtype": "float32"}, r"got 'dtype', which DiffGenerator.from_pretrained takes"),
+        ({"height": "32"}, r"--height must be an integer >= 1, got '32'"),
+        ({"save_latents": True}, r"save_latents needs output_path, got True alone"),
+        ({"image_path": "a.png"}, r"--image-path must be left out for WanPipeline, .* text alone"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message, wan) -> None:
+    with pytest.raises(UsageError, match=message):
+        wan.generate(prompt="a fox", **{**VIDEO, **settings})
+
+
+def test_loading_refuses_what_it_cannot_do(tiny_pipeline) -> None:
+    load = DiffGenerator.from_pretrained
+    with pytest.raises(UsageError, match=r"got 'prompt', which DiffGenerator.generate takes"):
+        load(tiny_pipeline("wan"), prompt="a fox")
+    with pytest.raises(UsageError, match="num_gpus must be 1 for a generator of one process"):
+        load(tiny_pipeline("wan"), num_gpus=2, device="cpu")
+    with pytest.raises(ConfigError, match="--quantize must give transformer one of bnb-nf4"):
+        load(tiny_pipeline("wan"), quantize="transformer=int3")
+
+
+def test_a_closed_generator_says_so(tiny_pipeline) -> None:
+    with DiffGenerator.from_pretrained(tiny_pipeline("flux")) as generator:
+        pass
+    generator.close()
+    with pytest.raises(UsageError, match="must not be used once it is closed"):
+        generator.generate(prompt="a fox", **CALL)
