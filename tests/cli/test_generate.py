@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,7 @@ def test_the_record_holds_what_is_needed_to_repeat_the_run(tiny_pipeline, sglang
     assert record["backend_reason"] == "the default of --backend auto"
     assert record["arguments"]["prompt"] == "a fox"
     assert f"seed: {record['arguments']['seed']}\n" in outcome.out
+    assert re.search(r"^time: \d+\.\d s in all$", outcome.out, re.MULTILINE)
     timings = record["timings_s"]
     assert len(timings.pop("steps")) == 1
     assert set(timings) == {"load", "attach", "prepare", "decode", "save"}
@@ -278,7 +280,16 @@ def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
             (*WAN_SIZE, "--attention-backend", "_native_cudnn", "--device", "cpu"),
             "must be one that diffusers can run here, got _native_cudnn, which failed: ",
         ),
-        ("wan", ("--height", "33", "--width", "48"), "the pipeline refuses its arguments: "),
+        (
+            "wan",
+            ("--height", "33", "--width", "48"),
+            "--height must be a multiple of 16 for WanPipeline, got 33; try 32 or 48",
+        ),
+        (
+            "cogvideox",
+            ("--height", "36", "--width", "48"),
+            "--height must be a multiple of 16 for CogVideoXPipeline, got 36: one token of the",
+        ),
         ("wan", ("--attention-backend", "tourch_sdpa"), "did you mean 'torch_sdpa'?"),
         (
             "wan",
@@ -433,12 +444,12 @@ def test_a_pipeline_without_known_attention_runs_as_it_is_unless_more_was_asked(
     tiny_pipeline, sglang, tmp_path, monkeypatch
 ) -> None:
     from multimodal_gen.errors import NothingAppliedError
-    from multimodal_gen.integrations import diffusers
+    from multimodal_gen.integrations import generator
 
     def nothing(pipe, *, scope):
         raise NothingAppliedError("no attention was found")
 
-    monkeypatch.setattr(diffusers, "apply", nothing)
+    monkeypatch.setattr(generator, "apply", nothing)
     command = (
         *("generate", "--model-path", tiny_pipeline("wan"), "--output-path", tmp_path / "a.mp4"),
         *(*SMALL, *WAN_SIZE),
@@ -672,3 +683,14 @@ def test_a_rule_that_matches_no_layer_is_one_line_and_leaves_no_file(
     assert "rules[0] must match at least one attention layer" in line
     assert "transformer" in line
     assert _files(tmp_path) == []
+
+
+def test_sizes_are_refused_before_weights_are_loaded(tiny_pipeline, sglang, monkeypatch) -> None:
+    from multimodal_gen.runtime.generator import run
+
+    monkeypatch.setattr(run, "load_pipeline", None)
+    folder = tiny_pipeline("ltx")
+    outcome = sglang("generate", "--model-path", folder, "--prompt", "a", "--width", "100")
+    assert outcome.code == 2
+    message = "--width must be a multiple of 32 for LTXPipeline, got 100; try 96 or 128"
+    assert outcome.err.splitlines()[-1] == f"error: {message}"

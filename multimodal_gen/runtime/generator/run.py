@@ -35,10 +35,12 @@ from multimodal_gen.runtime.generator.sampling import (
     Call,
     check_arguments,
     check_loaded,
+    check_sizes,
     output_size,
     prepare_call,
 )
 from multimodal_gen.runtime.generator.scheduler import given_sigmas
+from multimodal_gen.runtime.generator.skeleton import without_weights
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
@@ -130,8 +132,12 @@ def prepare(
     first = asked[0]
     index = PipelineIndex.read(first.model_path, first.pipeline_class_name)
     settled, targets = [], []
+    sized = any(args.height is not None or args.width is not None for args in asked)
+    bare = without_weights(index) if sized else None
     for args in asked:
         check_arguments(index, args)
+        if bare is not None:
+            check_sizes(bare, args)
         settled.append(replace(args, seed=_seed(args)))
         if is_main_rank():
             targets.append(_target(index, settled[-1]))

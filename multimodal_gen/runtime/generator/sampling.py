@@ -5,10 +5,12 @@ one token, several outputs at once or a single step are refused where a pipeline
 diffusers finds these out inside a model, where the message is about tensors, or not at all.
 """
 
+import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import Parameter
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ __all__ = [
     "check_components",
     "check_loaded",
     "check_outputs",
+    "check_sizes",
     "output_size",
     "prepare_call",
     "token_size",
@@ -250,7 +253,7 @@ def check_loaded(pipe: Any, args: ServerArgs) -> None:
         UsageError: height or width is less than one token, or not whole ones where it must be; the
             scheduler cannot make so few steps.
     """
-    _check_sizes(pipe, args)
+    check_sizes(pipe, args)
     _check_steps(pipe, args)
 
 
@@ -323,7 +326,13 @@ def _not_taken(
     )
 
 
-def _check_sizes(pipe: Any, args: ServerArgs) -> None:
+def check_sizes(pipe: Any, args: ServerArgs) -> None:
+    """Check height and width against a pipeline, which may be one without weights.
+
+    Raises:
+        UsageError: one is less than one token, or not whole ones where it must be; names the
+            nearest that are.
+    """
     name = type(pipe).__name__
     for option, value, token in zip(
         ("--height", "--width"), (args.height, args.width), token_size(pipe), strict=True
@@ -342,6 +351,50 @@ def _check_sizes(pipe: Any, args: ServerArgs) -> None:
                 f"{option} must be a multiple of {token} for {name}, got {value}: {reason}; "
                 f"try {lower} or {lower + token}"
             )
+    _check_divisible(pipe, args)
+
+
+def _check_divisible(pipe: Any, args: ServerArgs) -> None:
+    """Refuse sizes that the pipeline's own check refuses, with the nearest that it takes."""
+    divisor = _refused_divisor(pipe, args)
+    if divisor is None:
+        return
+    for option, value in (("--height", args.height), ("--width", args.width)):
+        if value is not None and value % divisor:
+            lower = value // divisor * divisor
+            nearest_ones = f"{lower} or {lower + divisor}" if lower else str(divisor)
+            raise UsageError(
+                f"{option} must be a multiple of {divisor} for {type(pipe).__name__}, got {value}; "
+                f"try {nearest_ones}"
+            )
+
+
+def _refused_divisor(pipe: Any, args: ServerArgs) -> int | None:
+    """Return what the pipeline says that sizes must be divisible by, where it refuses them."""
+    check = getattr(pipe, "check_inputs", None)
+    if check is None or (args.height is None and args.width is None):
+        return None
+    parameters = signature(type(pipe).__call__).parameters
+    known = {name: p.default for name, p in parameters.items() if p.default is not Parameter.empty}
+    known |= {"prompt": "a prompt"}
+    known |= {n: v for n in ("height", "width") if (v := getattr(args, n)) is not None}
+    wanted = {
+        name: known.get(name, None if p.default is Parameter.empty else p.default)
+        for name, p in signature(check).parameters.items()
+    }
+    logger = logging.getLogger(type(pipe).__module__)
+    before = logger.disabled
+    logger.disabled = True  # what it warns of, it does again in the run
+    try:
+        check(**wanted)
+    except ValueError as error:  # maybe of an argument that is not given here
+        found = re.search(r"divisible by (\d+)", str(error))
+        return int(found[1]) if found else None
+    except Exception:  # checks of other arguments, which are missing here
+        return None
+    finally:
+        logger.disabled = before
+    return None
 
 
 def _check_steps(pipe: Any, args: ServerArgs) -> None:

@@ -19,7 +19,7 @@ from multimodal_gen.runtime.generator.index import (
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import check_sizes
 
-__all__ = ["denoiser_configs", "load_skeleton", "model_identity"]
+__all__ = ["denoiser_configs", "load_skeleton", "model_identity", "without_weights"]
 
 
 def model_identity(index: PipelineIndex) -> dict[str, str]:
@@ -93,6 +93,28 @@ def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any
             # The plain cast: the libraries' own `to` warns about weights that are not there.
             pipe.register_modules(**{name: torch.nn.Module.to(model, dtype=chosen).eval()})
     return pipe
+
+
+def without_weights(index: PipelineIndex) -> Any:
+    """Construct the pipeline, with models that have no weights and without tokenizers.
+
+    It knows the sizes that it takes, as the loaded one will.
+
+    Returns:
+        The pipeline; None where it cannot be constructed so.
+    """
+    pipeline_class: Any = index.pipeline_class
+    parameters = inspect.signature(pipeline_class).parameters
+    needed = [name for name, p in parameters.items() if p.default is inspect.Parameter.empty]
+    models = {
+        name: _build(index.model_path, name, library, class_name)
+        for name, (library, class_name) in index.components.items()
+        if name in parameters
+    }
+    try:
+        return pipeline_class(**{**dict.fromkeys(needed), **models})
+    except Exception:  # its constructor wants a tokenizer's settings, or more
+        return None
 
 
 def _expected(pipeline_class: Any) -> list[str]:
