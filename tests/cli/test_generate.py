@@ -651,6 +651,7 @@ def test_blocks_are_compiled_where_the_model_names_them(
     assert note in cogvideox.err
 
 
+@pytest.mark.slow
 def test_the_installed_program_writes_a_video(tiny_pipeline, tmp_path) -> None:
     done = subprocess.run(
         [

@@ -110,6 +110,16 @@ def test_two_ranks_give_the_latents_of_one(name, two_ranks, tiny_pipeline, alone
     assert any("2 ranks share the sequence" in note for note in found["attention"]["notes"])
 
 
+def test_a_process_that_torchrun_started_joins_the_others(monkeypatch, tiny_pipeline, tmp_path):
+    timeouts = []
+    monkeypatch.setattr(launch, "is_launched_rank", lambda: True)
+    monkeypatch.setattr(launch, "run_rank", lambda work, timeout: timeouts.append(timeout))
+    flags = (*WAN, "--prompt", "a fox", "--rank-timeout", 120)
+    assert main(command(tiny_pipeline("wan"), tmp_path, *flags)) == 0
+    assert timeouts == [120]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("degrees", [("--ring-degree", "2"), ("--cfg-parallel",)], ids=" ".join)
 def test_rings_and_branches_give_the_latents_of_one(
     degrees, two_ranks, tiny_pipeline, alone, tmp_path

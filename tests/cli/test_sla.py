@@ -49,7 +49,8 @@ def densities(record: dict) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "family", ["wan", "flux", pytest.param("hunyuan_video", marks=pytest.mark.slow)]
+    "family",
+    ["wan", *(pytest.param(f, marks=pytest.mark.slow) for f in ("flux", "hunyuan_video"))],
 )
 def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> None:
     dense, _ = latents(family, "dense", "--attention-backend", "torch_sdpa")

@@ -116,6 +116,7 @@ def test_a_search_a_tune_and_an_inference_from_the_command_line(
         }
 
 
+@pytest.mark.slow
 def test_full_windows_give_the_latents_of_dense_attention(latents, tmp_path) -> None:
     dense, _ = latents("dense", "--attention-backend", "torch_sdpa")
     full, _ = latents("full", *_sta({"window": [99, 99, 99], "skip_time_steps": 0}))
@@ -354,6 +355,7 @@ def test_a_run_without_a_step_for_windows_says_so(sglang, tiny_pipeline, tmp_pat
     assert caplog.text.count("skip_time_steps=15 keep all 3 steps of this run dense") == 1
 
 
+@pytest.mark.slow
 def test_generations_that_search_leave_a_file_per_prompt(
     sglang, latents, tmp_path, tiny_pipeline
 ) -> None:

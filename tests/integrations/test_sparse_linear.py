@@ -5,7 +5,13 @@ import pytest
 from multimodal_gen.integrations.diffusers import apply
 from tests.integrations.conftest import generate
 
-FAMILIES = ["wan", "wan22", "hunyuan_video", "flux", "qwen_image"]
+FAMILIES = [
+    "wan",
+    pytest.param("wan22", marks=pytest.mark.slow),
+    "hunyuan_video",
+    pytest.param("flux", marks=pytest.mark.slow),
+    "qwen_image",
+]
 SLA = "sla_attn"
 SAGE = "sage_sla_attn"
 

@@ -7,7 +7,13 @@ from multimodal_gen.runtime.layers.attention.sparse.svg2 import backend as svg2_
 from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import CentroidCache
 from tests.integrations.conftest import generate
 
-FAMILIES = ["wan", "wan22", "hunyuan_video", "flux", "qwen_image"]
+FAMILIES = [
+    "wan",
+    pytest.param("wan22", marks=pytest.mark.slow),
+    "hunyuan_video",
+    pytest.param("flux", marks=pytest.mark.slow),
+    "qwen_image",
+]
 SVG2 = "sparse_video_gen_2_attn"
 NO_DENSE_PART = {
     "svg2_first_layers_fp": 0,

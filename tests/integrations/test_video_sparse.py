@@ -9,7 +9,13 @@ from safetensors.torch import load_file, save_file
 from multimodal_gen.integrations.diffusers import apply
 from tests.integrations.conftest import generate, load
 
-FAMILIES = ["wan", "wan22", "hunyuan_video", "flux", "qwen_image"]
+FAMILIES = [
+    "wan",
+    pytest.param("wan22", marks=pytest.mark.slow),
+    "hunyuan_video",
+    pytest.param("flux", marks=pytest.mark.slow),
+    "qwen_image",
+]
 VSA = "video_sparse_attn"
 
 

@@ -35,6 +35,7 @@ def dense_output(case, inputs) -> torch.Tensor:
     return ((q @ k.mT * case.scale).softmax(-1) @ v).transpose(0, 1)
 
 
+@pytest.mark.slow
 def test_a_smoke_run_checks_and_writes_a_row_per_contender_and_piece(run_bench, tmp_path) -> None:
     result = run_bench("sparse", "--smoke", "--rounds", "1", "--out", tmp_path)
     assert result.code == 0, result.out + result.err

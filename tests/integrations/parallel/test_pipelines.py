@@ -96,7 +96,7 @@ def test_a_sparse_method_on_some_heads_attends_as_on_all(two_ranks, tiny_pipelin
         ("wan", "sliding_tile_attn"),
         ("wan", "sla_attn"),
         ("hunyuan_video", "video_sparse_attn"),
-        ("flux", "sliding_tile_attn"),
+        pytest.param("flux", "sliding_tile_attn", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*proj_l")

@@ -311,14 +311,16 @@ def test_tiles_are_selected_over_four_ranks_as_on_one(four_ranks, grid, mesh):
 SLA = {"topk_ratio": 0.3, "BLKQ": 128, "BLKK": 64}
 
 
-@pytest.mark.parametrize("lengths", [(228, 227), (300, 155)])
+@pytest.mark.parametrize("lengths", [pytest.param((228, 227), marks=pytest.mark.slow), (300, 155)])
 def test_blocks_and_the_linear_branch_are_of_the_whole_video(two_ranks, lengths):
     for text, masked in CASES:
         args = (SLA, LARGE, lengths, (2, 1), TEXT[text], masked)
         two_ranks.run(Mesh(ring=2), check, "sla_attn", *args)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(Mesh(ring=4), marks=pytest.mark.slow), Mesh(ulysses=2, ring=2)], ids=str
+)
 def test_blocks_are_cut_by_four_ranks(four_ranks, mesh):
     configs = [SLA, {**SLA, "topk_ratio": 0.9}]
     for config, (text, masked) in zip(configs * 2, CASES, strict=True):
@@ -354,7 +356,7 @@ def test_eight_bits_err_no_more_in_a_ring(two_ranks, text, masked):
     two_ranks.run(Mesh(ring=2), check_quantised, SLA, (300, 155), TEXT[text], masked)
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.7])
+@pytest.mark.parametrize("sparsity", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_the_coarse_stage_is_added_on_dense_steps_too(four_ranks, sparsity):
     config = {"sparsity": sparsity, "dense_steps": "0"}
     for mesh, heads in zip(MESHES, (2, 3), strict=True):

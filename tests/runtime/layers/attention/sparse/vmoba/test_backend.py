@@ -120,8 +120,14 @@ def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, at
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize(
+    ("grid", "kv_heads"),
+    [
+        *((WHOLE, HEADS), (RAGGED, 2)),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((WHOLE, 2), (RAGGED, HEADS))),
+    ],
+    ids=str,
+)
 def test_each_query_attends_to_the_best_chunks_of_its_layers_kind(kind, grid, kv_heads):
     qkv = inputs(grid, kv_heads=kv_heads)
     out = run(layer(KINDS.index(kind), kv_heads=kv_heads, **TOPK), qkv, grid)
