@@ -52,6 +52,7 @@ BACKENDS = {
     "SLA_ATTN",
     "SAGE_SLA_ATTN",
     "SPARSE_VIDEO_GEN_2_ATTN",
+    "SOL_ATTN",
 }
 GENERATE_FLAGS = """
     --model-path --prompt --negative-prompt --backend --attention-backend

@@ -27,6 +27,7 @@ from multimodal_gen.kernels.engine import (
     choose,
     kernel_name,
     place_of,
+    serves,
 )
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
 
@@ -37,6 +38,7 @@ __all__ = [
     "add_tail_op",
     "kept_map",
     "pool_blocks",
+    "remember_kept",
 ]
 
 
@@ -148,6 +150,12 @@ def kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
     return plan.remember(key, _kept_map(plan, num))
 
 
+def remember_kept(plan: BlockPlan, kept: torch.Tensor) -> BlockPlan:
+    """Return a plan that knows its `kept_map`, bool [B|1, H|1, Nq, num]: lists were made of it."""
+    plan.remember(("kept map", kept.shape[3]), kept)
+    return plan
+
+
 def _kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
     slots = torch.arange(plan.indices.shape[3], device=plan.device)
     listed = (slots < plan.counts.unsqueeze(-1)) & (plan.indices < num)
@@ -241,7 +249,9 @@ def _kernel(q: torch.Tensor, kernel: KernelChoice, inputs: tuple[torch.Tensor, .
         device=q.device.index,
     )
     name = kernel_name(kernel)
-    return choose(POOLED_TAIL, name if name in POOLED_TAIL.names else AUTO, request)
+    if name in POOLED_TAIL.names and serves(POOLED_TAIL, name, request):
+        return name
+    return choose(POOLED_TAIL, AUTO, request)
 
 
 def _in_rows_of_16_bytes(means: torch.Tensor) -> bool:

@@ -35,6 +35,7 @@ class AttentionBackendEnum(Enum):
     SLA_ATTN = "sla_attn"
     SAGE_SLA_ATTN = "sage_sla_attn"
     SPARSE_VIDEO_GEN_2_ATTN = "sparse_video_gen_2_attn"
+    SOL_ATTN = "sol_attn"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -128,6 +129,7 @@ _SPARSE = frozenset(
         AttentionBackendEnum.SLA_ATTN,
         AttentionBackendEnum.SAGE_SLA_ATTN,
         AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
+        AttentionBackendEnum.SOL_ATTN,
     }
 )
 

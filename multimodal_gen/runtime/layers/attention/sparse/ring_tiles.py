@@ -234,6 +234,7 @@ def _shard(
         index=moved[0],
         blocks=_blocks(moved[1], moved[2], stop - first, order.largest, uniform=uniform),
         num_tiles=len(tiles),
+        in_order=in_order,
     )
     starts, lengths = (bound[: len(tiles)] for bound in moved[1:3])
     queries = None

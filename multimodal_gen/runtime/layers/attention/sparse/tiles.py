@@ -149,6 +149,7 @@ class TiledSequence:
         index: int32 [S], position in the tiled sequence -> position in the sequence.
         blocks: the tiles, then the pieces of text.
         num_tiles: how many blocks are tiles.
+        in_order: whether tokens lie in the order of the sequence.
         rest: the tokens of the sequence that are left out.
     """
 
@@ -156,6 +157,7 @@ class TiledSequence:
     index: torch.Tensor
     blocks: Blocks
     num_tiles: int
+    in_order: bool
     rest: tuple[slice, ...] = ()
 
     @property
@@ -273,7 +275,9 @@ def _tiled_sequence(
         behind = torch.arange(start + video, num_tokens, dtype=torch.int32)
         starts = torch.arange(video, num_tokens, size, dtype=torch.int32)
         lengths = (num_tokens - starts).clamp_max(size).int()
-        index = torch.cat((on_cpu.order + start, before, behind)).to(device)
+        index = torch.cat((on_cpu.order + start, before, behind))
+        in_order = bool((index == torch.arange(num_tokens)).all())
+        index = index.to(device)
         if order.uniform:
             blocks = Blocks.regular(num_tokens, size)
         else:
@@ -285,7 +289,9 @@ def _tiled_sequence(
             )
     num_tiles = len(order.starts)
     assert blocks.num == num_tiles + -(-text // size)
-    return TiledSequence(order=order, index=index, blocks=blocks, num_tiles=num_tiles)
+    return TiledSequence(
+        order=order, index=index, blocks=blocks, num_tiles=num_tiles, in_order=in_order
+    )
 
 
 def tile_means(
@@ -421,6 +427,8 @@ def attend_tiled(
         (keys.index, None) if keep is None else kept_first(keys.index, keys.blocks, keep)
     )
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
+    if queries.in_order and keys.in_order and keep is None:
+        return _attend_in_order(call, queries, plan_of, keys.num_tiles)
     same = queries.index is keys.index and keep is None
     tail = PooledTail(num_blocks=keys.num_tiles) if call.tail else None
 
@@ -455,6 +463,28 @@ def attend_tiled(
             calls.append(now)
     run_on_two_streams(calls, query.device)
     return out
+
+
+def _attend_in_order(
+    call: SparseCall,
+    queries: TiledSequence,
+    plan_of: Callable[[slice], BlockPlan],
+    num_tiles: int,
+) -> torch.Tensor:
+    """Attend where tiles lie one after the other: nothing has to be moved."""
+    query, key, value = call.query, call.key, call.value
+    found = block_sparse_attention(
+        query[:, : call.layout.num_video],
+        key,
+        value,
+        plan_of(slice(0, query.shape[2])),
+        scale=call.scale,
+        kernel=call.kernel,
+        tail=PooledTail(num_blocks=num_tiles) if call.tail else None,
+    )
+    assert isinstance(found, torch.Tensor)
+    rest = [attend_rows(query[:, span], key, value, None, call.scale) for span in queries.rest]
+    return torch.cat((found, *rest), dim=1) if rest else found
 
 
 def _is_new(plan: BlockPlan, use: Hashable) -> bool:

@@ -1,0 +1,335 @@
+"""The pooled tail: the same lists with and without it, and whole layers beside dense attention.
+
+Lists are random blocks and windows of tiles, on inputs that vary over the video as a model's do.
+Sampled rows of what the engine computes are checked against float32 by the definition, and layers,
+on some of the heads, against the reference kernel; what is wrong is not timed, and makes the
+script fail at the end. Every layer's distance from dense attention is a column. Of lists that are
+timed alone, what the tail derives from a plan is made once; layers make it in every call.
+
+    python3 scripts/bench/tail.py --commit HASH [--only wan] [--rounds 7] [--tiles]
+    python3 scripts/bench/tail.py --commit HASH --smoke    # a tiny case, on any machine
+"""
+
+import importlib.util
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from _harness import (
+    DEVICE,
+    Row,
+    interleave,
+    make_parser,
+    relative_error,
+    rows_of,
+    version_of,
+    write_rows,
+)
+
+from multimodal_gen.kernels.block_sparse import tail as tail_module
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.tail import PooledTail, kept_map
+from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
+from multimodal_gen.runtime.layers.attention.sparse.sta.windows import tile_lists
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.inputs import QKV, make_video_qkv
+
+DENSITY = 0.15
+ROWS = 64
+CHECKED_HEADS = 4
+BOUND = 6e-3
+LAYER_BOUND = 1e-2
+DENSE = "fa3 dense"
+FLOP = "4*H*D*pairs that are attended to exactly"
+
+Run = Callable[[], torch.Tensor]
+# Other shapes of a program of the tail, by what the results call them.
+TILES = {
+    f"{t.rows}x{t.keys} w{t.warps} s{t.stages}": t
+    for t in (
+        TritonTile(rows=128, keys=64, warps=8, stages=2),
+        TritonTile(rows=128, keys=64, warps=8, stages=3),
+        TritonTile(rows=128, keys=64, warps=4, stages=2),
+        TritonTile(rows=128, keys=128, warps=8, stages=2),
+        TritonTile(rows=64, keys=64, warps=4, stages=3),
+        TritonTile(rows=64, keys=128, warps=4, stages=2),
+    )
+}
+# Layers, by what the results call them: backend and parameters.
+LAYERS: dict[str, tuple[str, dict[str, object]]] = {
+    "sol, 15 % of blocks": ("sol_attn", {"topk_ratio": DENSITY}),
+    "sol, tau 1": ("sol_attn", {"tau": 1.0}),
+    "sol, tiles 4x4x4": ("sol_attn", {"topk_ratio": DENSITY, "tile_size": [4, 4, 4]}),
+    "sol, blocks of 128": ("sol_attn", {"topk_ratio": DENSITY, "block_size": 128}),
+    "vsa": ("video_sparse_attn", {"sparsity": 1 - DENSITY}),
+    "sta 3x3x3": ("sliding_tile_attn", {"window": [3, 3, 3], "skip_time_steps": 0}),
+    "sla": ("sla_attn", {"topk_ratio": DENSITY}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailRow(Row):
+    """One line of `tail.csv`.
+
+    Attributes:
+        density: share of the token pairs that are attended to exactly; nan where data decide.
+        over_without_tail: time over that of the same without the tail.
+        speedup_over_fa3: time of FlashAttention 3, dense on the same tensors, over this one.
+        error_to_dense: relative L2 distance from dense attention, on some heads.
+    """
+
+    density: float
+    over_without_tail: float
+    speedup_over_fa3: float
+    error_to_dense: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One self-attention of a model."""
+
+    name: str
+    grid: tuple[int, int, int]
+    heads: int
+    head_size: int = 128
+    tile: tuple[int, int, int] = (6, 8, 8)
+
+    @property
+    def tokens(self) -> int:
+        """S."""
+        return math.prod(self.grid)
+
+    @property
+    def flop(self) -> float:
+        """FLOP of dense attention."""
+        return 4.0 * self.heads * self.head_size * self.tokens**2
+
+
+CASES = (
+    Case(name="wan 14B 21x45x80", grid=(21, 45, 80), heads=40),
+    Case(name="hunyuan 30x48x80", grid=(30, 48, 80), heads=24),
+)
+SMOKE = (Case(name="smoke", grid=(5, 9, 13), heads=2, head_size=32, tile=(2, 4, 4)),)
+
+
+def random_lists(case: Case, size: int) -> BlockPlan:
+    """Return lists of random blocks, of which each row keeps its share."""
+    blocks = Blocks.regular(case.tokens, size)
+    kept = max(1, round(DENSITY * blocks.num))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    draws = torch.rand(1, case.heads, blocks.num, blocks.num, device=DEVICE, generator=generator)
+    indices = draws.topk(kept, dim=-1).indices.sort(-1).values.int()
+    counts = indices.new_full(indices.shape[:3], kept)
+    return BlockPlan(indices=indices, counts=counts, q=blocks, kv=blocks, uniform=True)
+
+
+def window_lists(case: Case) -> BlockPlan:
+    """Return windows of 3x3x3 tiles over whole tiles, as many as the video fills."""
+    tiles = tuple(max(1, n // edge) for n, edge in zip(case.grid, case.tile, strict=True))
+    size = math.prod(case.tile)
+    indices, counts, uniform = tile_lists(
+        ((3, 3, 3),) * case.heads, (tiles[0], tiles[1], tiles[2]), device=DEVICE
+    )
+    blocks = Blocks.regular(math.prod(tiles) * size, size)
+    plan = BlockPlan(indices=indices, counts=counts, q=blocks, kv=blocks, uniform=uniform)
+    return plan.longest_first()
+
+
+def expected_rows(qkv: QKV, plan: BlockPlan, rows: torch.Tensor, *, tail: bool) -> torch.Tensor:
+    """Return rows of the first head in float32, by the definition: [R, D]."""
+    q, k, v = (x[0, : plan.kv.total, 0].float() for x in qkv)
+    size, num = plan.kv.size, plan.kv.num
+    block = torch.arange(len(k), device=k.device) // size
+    counts = torch.bincount(block, minlength=num)[:, None]
+    means = [
+        (torch.zeros(num, x.shape[1], device=x.device).index_add_(0, block, x) / counts)
+        for x in (k, v)
+    ]
+    kept = kept_map(plan, num)[0, 0][rows // plan.q.size]
+    scale = q.shape[1] ** -0.5
+    exact = (q[rows] @ k.T * scale).masked_fill(~kept[:, block], -torch.inf)
+    if not tail:
+        return exact.softmax(-1) @ v
+    pooled = q[rows] @ means[0].T * scale + counts[:, 0].log()
+    pooled = pooled.masked_fill(kept, -torch.inf)
+    weights = torch.cat((exact, pooled), dim=1).softmax(-1)
+    return weights @ torch.cat((v, means[1]))
+
+
+def engine_runs(case: Case, qkv: QKV, tiles: bool) -> dict[str, tuple[Run, BlockPlan, bool]]:
+    """Return what the engine is timed on: name -> run, lists, whether with a tail."""
+    lists = {
+        "blocks of 64": random_lists(case, 64),
+        "blocks of 128": random_lists(case, 128),
+        "windows of tiles": window_lists(case),
+    }
+    runs: dict[str, tuple[Run, BlockPlan, bool]] = {}
+    for name, plan in lists.items():
+        inputs = tuple(x[:, : plan.kv.total] for x in qkv)
+        attend = partial(block_sparse_attention, *inputs, plan)
+        runs[name] = (attend, plan, False)
+        runs[f"{name}, tail"] = (partial(attend, tail=PooledTail()), plan, True)
+        for label, tile in TILES.items() if tiles else ():
+            runs[f"{name}, tail {label}"] = (partial(with_tile, attend, tile), plan, True)
+    return runs
+
+
+def with_tile(attend: Callable[..., torch.Tensor], tile: TritonTile) -> torch.Tensor:
+    """Run with another shape of the tail's programs."""
+    with mock.patch.object(tail_module, "tail_tile", return_value=tile):
+        return attend(tail=PooledTail())
+
+
+def make_layer(
+    case: Case, heads: int, backend: str, parameters: dict[str, object]
+) -> LocalAttention:
+    """Return a layer that runs a method at its first step."""
+    name = AttentionBackendEnum(backend)
+    given = {"dense_steps": None, "dense_layers": None, "dense_above": 1.0, **parameters}
+    config = build_config(backends_of(name)[0].config_cls, given, backend=backend)
+    asked = BackendPreference(source=Source.SETTINGS, backend=name, config=config)
+    return LocalAttention(
+        heads,
+        case.head_size,
+        compute_dtype=torch.bfloat16,
+        site=LayerSite(name="blocks.0.attn1", layer=0),
+        scope=SelectionScope(default=asked, strict=True),
+    )
+
+
+def run_layer(case: Case, layer: LocalAttention, qkv: QKV) -> torch.Tensor:
+    """Call a layer inside a denoiser call."""
+    with torch.inference_mode(), set_forward_context(0, latent_grid=case.grid, num_steps=1):
+        return layer(*qkv)
+
+
+def layer_errors(case: Case, qkv: QKV, backend: str, given: dict[str, object]) -> list[float]:
+    """Return how far a layer is from the reference kernel, and from dense attention."""
+    heads = min(CHECKED_HEADS, case.heads)
+    part = QKV(*(x[:, :, :heads].contiguous() for x in qkv))
+    found, wanted = (
+        run_layer(case, make_layer(case, heads, backend, {**given, "kernel": kernel}), part)
+        for kernel in ("auto", "reference")
+    )
+    q, k, v = (x.transpose(1, 2) for x in part)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    return [relative_error(found, wanted), relative_error(found, dense)]
+
+
+def dense_run(qkv: QKV) -> dict[str, Run]:
+    """Return FlashAttention 3, where it is installed."""
+    if DEVICE != "cuda" or importlib.util.find_spec("fa3_fwd_interface") is None:
+        print("fa3-fwd is not installed: no speed-ups", flush=True)
+        return {}
+    from fa3_fwd_interface import flash_attn_func
+
+    return {DENSE: lambda: flash_attn_func(*qkv)}
+
+
+def measure(case: Case, options: Any) -> tuple[list[Row], list[str]]:
+    """Return the rows of a case, and the names of what was wrong."""
+    qkv = make_video_qkv(case.grid, case.heads, case.head_size, dtype=torch.bfloat16, device=DEVICE)
+    runs, wrong = dense_run(qkv), []
+    errors: dict[str, float] = {}
+    densities: dict[str, float] = {DENSE: 1.0}
+    to_dense: dict[str, float] = {}
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for name, (run, plan, tail) in engine_runs(case, qkv, options.tiles).items():
+        rows = torch.randint(0, plan.q.total, (ROWS,), device=DEVICE, generator=generator)
+        errors[name] = relative_error(run()[0, rows, 0], expected_rows(qkv, plan, rows, tail=tail))
+        densities[name] = float(plan.pairs().double().mean()) / case.tokens**2
+        runs[name] = run
+    for name, (backend, given) in LAYERS.items():
+        for tail in ("none", "pooled"):
+            label = f"{name}, tail" if tail == "pooled" else name
+            given = {**given, "tail": tail}
+            errors[label], to_dense[label] = layer_errors(case, qkv, backend, given)
+            layer = make_layer(case, case.heads, backend, given)
+            runs[label] = partial(run_layer, case, layer, qkv)
+    for name, error in errors.items():
+        if not error < (LAYER_BOUND if name in to_dense else BOUND):
+            print(f"WRONG {name}: relative error {error:.2e}", flush=True)
+            wrong.append(name)
+            runs.pop(name)
+    times = interleave(runs, rounds=options.rounds, block_ms=80.0)
+    return rows_for(case, options.commit, times, errors, densities, to_dense), wrong
+
+
+def rows_for(
+    case: Case,
+    commit: str,
+    times: dict[str, list[float]],
+    errors: dict[str, float],
+    densities: dict[str, float],
+    to_dense: dict[str, float],
+) -> list[Row]:
+    """Return the rows of what was timed."""
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    found: list[Row] = []
+    for name, samples in times.items():
+        density, plain = densities.get(name, math.nan), name.partition(", tail")[0]
+        (row,) = rows_of(
+            {name: samples},
+            commit=commit,
+            benchmark="tail",
+            case=case.name,
+            shape=f"B1 H{case.heads} S{case.tokens} D{case.head_size} bf16",
+            flop=case.flop * (DENSITY if math.isnan(density) else density),
+            flop_formula=FLOP,
+            errors=errors,
+            versions={DENSE: version_of("fa3-fwd")},
+        )
+        row = replace(row, ratio_to_best=round(medians[name] / min(medians.values()), 4))
+        found.append(
+            TailRow(
+                **asdict(row),
+                density=round(density, 4),
+                over_without_tail=round(medians[name] / medians.get(plain, math.nan), 4),
+                speedup_over_fa3=round(medians.get(DENSE, math.nan) / medians[name], 3),
+                error_to_dense=float(f"{to_dense.get(name, math.nan):.3g}"),
+            )
+        )
+    return found
+
+
+def main() -> int:
+    """Measure, print and append the rows."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--tiles", action="store_true", help="try other shapes of the tail")
+    parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
+    options = parser.parse_args()
+    wrong: list[str] = []
+    for case in SMOKE if options.smoke else CASES:
+        if options.only not in case.name:
+            continue
+        rows, bad = measure(case, options)
+        wrong += bad
+        write_rows(options.out / "tail.csv", rows)
+        for row in rows:
+            assert isinstance(row, TailRow)
+            print(
+                f"   {row.contender:34} x{row.over_without_tail:.3f} of without tail, "
+                f"{row.speedup_over_fa3:.2f} x fa3, error to dense {row.error_to_dense:.3g}"
+            )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The benchmark of the pooled tail, on a case that takes no time."""
+
+import csv
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+
+
+@pytest.fixture
+def tail(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    for name in ("_harness", "tail"):
+        sys.modules.pop(name, None)
+    yield importlib.import_module("tail")
+    for name in ("_harness", "tail"):
+        sys.modules.pop(name, None)
+
+
+def test_a_tail_brings_every_method_nearer_to_dense_attention(tail, monkeypatch, tmp_path):
+    arguments = ["tail.py", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(tail, "interleave", lambda runs, **_: dict.fromkeys(runs, [1.0]))
+    assert tail.main() == 0
+    with (tmp_path / "tail.csv").open() as file:
+        rows = {row["contender"]: row for row in csv.DictReader(file)}
+    for name in tail.LAYERS:
+        without, pooled = (
+            float(rows[label]["error_to_dense"]) for label in (name, f"{name}, tail")
+        )
+        assert pooled < without or without < 1e-2  # a window that covers the grid
+
+
+def test_what_is_wrong_is_told_and_not_timed(tail, monkeypatch, tmp_path, capsys):
+    arguments = ["tail.py", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(tail, "interleave", lambda runs, **_: dict.fromkeys(runs, [1.0]))
+    monkeypatch.setattr(tail, "LAYERS", {})
+    monkeypatch.setattr(tail, "expected_rows", lambda qkv, plan, rows, **_: qkv.query[0, rows, 0])
+    assert tail.main() == 1
+    assert "WRONG blocks of 64: relative error" in capsys.readouterr().out
