@@ -4,7 +4,7 @@ S tokens of all ranks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,12 +16,14 @@ from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
     TextSpan,
     current_forward_context,
+    replace_forward_context,
 )
 
 __all__ = [
     "DenoiserContext",
     "TokenShare",
     "TokenSplit",
+    "conditional_half",
     "current_denoiser_context",
     "current_padding",
     "share_tokens",
@@ -135,12 +137,16 @@ class DenoiserContext(ForwardContext):
     Attributes:
         padding: which keys are padding, or None when there is none, or nothing tells.
         split: how ranks share the tokens, or None where they stay together.
+        batch: samples that the model was called with, or None when unknown.
+        ran: names of the attention modules that ran so far.
         hooks: the hooks that set this context.
         outer: the context around it, or None.
     """
 
     padding: KeyPadding | None = None
     split: TokenSplit | None = None
+    batch: int | None = None
+    ran: set[str] = field(default_factory=set, compare=False, repr=False)
     hooks: object = None
     outer: ForwardContext | None = None
 
@@ -149,6 +155,22 @@ def current_denoiser_context() -> DenoiserContext | None:
     """Return the context of the running call of a stock denoiser, or None outside of any."""
     context = current_forward_context()
     return context if isinstance(context, DenoiserContext) else None
+
+
+def conditional_half(context: DenoiserContext) -> DenoiserContext:
+    """Go on with the running call as one of the second half of its batch, and return that.
+
+    FasterCache drops the first half, of the unconditional branch, behind the hooks of the model.
+    """
+    assert context.batch is not None, "callers know"
+    half = replace(
+        context,
+        batch=context.batch // 2,
+        cfg_branch="cond",
+        branch_key=("half", context.branch_key),
+    )
+    replace_forward_context(half)
+    return half
 
 
 def current_padding(

@@ -37,6 +37,7 @@ from multimodal_gen.integrations.trained_layers import (
 )
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.timing import TimeTaken
+from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 
@@ -98,6 +99,7 @@ class DenoiserPlan:
             pipeline,
             self._parallel.splitter,
         )
+        self._hooks.layers = tuple(patched.name for patched in self._patched)
         self._refuse_steps()
         gated = dict(self._gated())
         self._gates = find_gates(component.model, gated)
@@ -109,6 +111,11 @@ class DenoiserPlan:
     def layers(self) -> tuple[ModuleAttention, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(patched.layer for patched in self._patched)
+
+    def reports(self) -> Iterator[LayerReport]:
+        """Yield what ran in every layer, and in which calls of the denoiser it did not."""
+        for patched in self._patched:
+            yield replace(patched.layer.report(), not_run=self._hooks.not_run(patched.name))
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -138,6 +145,7 @@ class DenoiserPlan:
         if self._patched and not self._hooks.tells_steps:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
         yield from self._parallel.notes()
+        yield from (f"{name}: {cache} was enabled" for cache in self._hooks.caches)
         if self._lost:
             yield self._lost
         if self._gates:

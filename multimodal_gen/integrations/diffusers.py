@@ -72,7 +72,7 @@ class AttentionHandle:
     def report(self) -> AttentionReport:
         """Return what ran in every layer so far, and why; before the first call, what would."""
         return AttentionReport(
-            layers=tuple(layer.report() for plan in self._plans for layer in plan.layers),
+            layers=tuple(report for plan in self._plans for report in plan.reports()),
             notes=(
                 *self._notes,
                 *(note for plan in self._plans for note in plan.notes()),

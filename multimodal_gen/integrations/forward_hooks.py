@@ -5,8 +5,10 @@ run outside of compiled graphs. torch calls no hook after a `KeyboardInterrupt`:
 behind ends with the next call or with the hooks.
 """
 
+import dataclasses
 import inspect
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from multimodal_gen.integrations.denoiser_context import DenoiserContext
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.denoiser_context import DenoiserContext, current_denoiser_context
 from multimodal_gen.integrations.guidance_branch import branch_name
 from multimodal_gen.integrations.hooks import own_method, replace_method, untraced_hook
 from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall
@@ -22,6 +25,7 @@ from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
 from multimodal_gen.integrations.steps import Step, StepTracker
 from multimodal_gen.kernels.static_cache import being_captured
+from multimodal_gen.runtime.layers.attention.report import NotRun
 from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
@@ -29,6 +33,9 @@ from multimodal_gen.runtime.managers.forward_context import (
 )
 
 _BATCHED = "cond_uncond"
+
+# The one cache that compares what the first block made of the tokens.
+_DECIDES_BY_BLOCK = "FirstBlockCacheConfig"
 
 # What the forward methods of diffusers call their timestep.
 _TIMESTEPS = ("timestep", "timesteps", "t", "timestep_ratio")
@@ -47,6 +54,8 @@ class DenoiserHooks:
 
     Attributes:
         named_by_sigma: steps that layers know by their noise levels, which calls then must have.
+        layers: names of its attention modules, for `not_run`.
+        caches: texts that say which caches were enabled in calls.
     """
 
     def __init__(
@@ -68,6 +77,13 @@ class DenoiserHooks:
         self._timestep = next((name for name in _TIMESTEPS if name in self._names), None)
         self._memo = WeakTensorKeyDictionary()
         self.named_by_sigma: StepSet | None = None
+        self.layers: tuple[str, ...] = ()
+        self.caches: dict[str, None] = {}
+        self._cache: object = None
+        # How often the branches of the running step were called, by the pipeline's name for them.
+        self._of_step: tuple[tuple[str, int], Counter[str | None]] = (("", -1), Counter())
+        self._calls = 0
+        self._not_run: dict[str, Counter[int]] = {}
         self.before = untraced_hook(self._before)
         self.after = untraced_hook(self._after)
 
@@ -93,8 +109,8 @@ class DenoiserHooks:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the context; a forward pre-hook with keyword arguments."""
-        del module
         self.end_context()
+        self._look_at_cache(module)
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
         padding = self._adapter.padding(call)
@@ -111,20 +127,51 @@ class DenoiserHooks:
             latent_grid=grid,
             text_span=text,
             cfg_branch=self._branch(),
+            branch_key=self._branch_key(step),
             component=self._component,
             request_id=step.request_id,
             call_number=None if splitter is None else splitter.begin(call, text),
             padding=padding,
             split=None if splitter is None else splitter.split,
+            batch=_batch_of(arguments),
             hooks=self,
             outer=current_forward_context(),
         )
         replace_forward_context(context)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """End the context; a forward hook that is called after errors too."""
-        del module, args, output
+        """End the context; a forward hook that is called after errors too, without an output."""
+        del module, args
+        context = current_denoiser_context()
+        if output is not None and context is not None and context.hooks is self:
+            self._calls += 1
+            for name in self.layers:
+                if name not in context.ran:
+                    self._not_run.setdefault(name, Counter())[context.current_timestep] += 1
         self.end_context()
+
+    def not_run(self, name: str) -> NotRun | None:
+        """Return the calls in which an attention module did not run, None where it always ran."""
+        if name not in self._not_run:
+            return None
+        return NotRun(tuple(sorted(self._not_run[name].items())), self._calls)
+
+    def _look_at_cache(self, model: nn.Module) -> None:
+        """Note the cache that is enabled; refuse one for which ranks would decide differently."""
+        cache = getattr(model, "_cache_config", None)
+        if cache is None and getattr(model, "_is_cached", False):
+            cache = "cache-dit"  # which keeps what it was given to itself
+        if cache is self._cache:
+            return
+        if self._splitter is not None and type(cache).__name__ == _DECIDES_BY_BLOCK:
+            raise UsageError(
+                f"{self._component} must not have a {_DECIDES_BY_BLOCK} where ranks share its "
+                f"tokens: each rank would decide by its own tokens whether blocks are skipped, and "
+                f"wait for others in vain; use a cache that goes by steps, or one GPU"
+            )
+        self._cache = cache
+        if cache is not None:
+            self.caches[described_cache(cache)] = None
 
     def _locate(self, call: ModelCall, padding: KeyPadding | None) -> tuple[Step, float | None]:
         """Find the step and settle the padding, with one device synchronisation for both.
@@ -150,6 +197,15 @@ class DenoiserHooks:
         step = self._tracker.locate(number, timestep.dtype, scale)
         return step, number / scale
 
+    def _branch_key(self, step: Step) -> tuple[str | None, int]:
+        """Return what the pipeline calls the running call, and how many of the step were so."""
+        name, place = branch_name(), (step.request_id, step.index)
+        if self._of_step[0] != place:
+            self._of_step = (place, Counter())
+        count = self._of_step[1][name]
+        self._of_step[1][name] += 1
+        return name, count
+
     def _branch(self) -> str | None:
         name = branch_name()
         if name in ("cond", "uncond"):
@@ -161,6 +217,24 @@ class DenoiserHooks:
         if guided is None:
             return "both" if name == _BATCHED else None
         return "both" if guided else "cond"
+
+
+def _batch_of(arguments: Mapping[str, Any]) -> int | None:
+    """Return how many samples a denoiser is called with, or None where that is not plain."""
+    latents = arguments.get("hidden_states")
+    return latents.shape[0] if isinstance(latents, torch.Tensor) and latents.dim() else None
+
+
+def described_cache(config: object) -> str:
+    """Return a cache of diffusers as text: its class and what is not at its default."""
+    if not dataclasses.is_dataclass(config):
+        return str(config)
+    given = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, (bool, int, float, str, tuple)) and value != field.default:
+            given.append(f"{field.name}={value}")
+    return f"{type(config).__name__}({', '.join(given)})"
 
 
 def notice_end(pipeline: Any, ended: Callable[[], None], undo: ExitStack) -> None:

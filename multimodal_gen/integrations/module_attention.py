@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.denoiser_context import (
     DenoiserContext,
     TokenShare,
+    conditional_half,
     current_denoiser_context,
     current_padding,
 )
@@ -71,6 +73,9 @@ def prepare_call(
         call = call._replace(gate=None)
     context = current_denoiser_context()
     if context is not None:
+        context.ran.add(layer.site.name)
+        if context.cfg_branch == "both" and context.batch == 2 * call.query.shape[0]:
+            context = conditional_half(context)
         call = _on_grid(call, context)
     split = None if context is None else context.split
     share = None if split is None else split.share
@@ -224,6 +229,8 @@ class ModuleAttention(StandIn):
             and causal == self.causal
             and _scale(query.shape[3], scale) == self.scale
         )
+        if _skips_scores(query, value):
+            return _as_queries(value, query.shape[2])
         layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
         return layer.attend(AttentionCall(query, key, value, attn_mask, gate))
 
@@ -308,6 +315,25 @@ class ModuleAttention(StandIn):
 
     def in_copies(self) -> None:
         """Return nothing: a copy of a model is not attached to anything."""
+
+
+def _skips_scores(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether diffusers' hook asks for the values in place of attention, where they fit.
+
+    It does so by a function mode that looks for PyTorch's attention function, which kernels of this
+    package do not call.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    named = any(type(mode).__name__ == "AttentionScoreSkipFunctionMode" for mode in modes)
+    return named and query.shape[1] == value.shape[1]
+
+
+def _as_queries(value: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return values with as many heads as queries have."""
+    groups = num_heads // value.shape[2]
+    return value if groups == 1 else value.repeat_interleave(groups, dim=2)
 
 
 def _mask_of(padding: KeyPadding, like: torch.Tensor) -> torch.Tensor | None:

@@ -18,6 +18,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
+from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 
@@ -73,6 +74,10 @@ class EncoderPlan:
     def layers(self) -> tuple[ModuleAttention, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(layer for _, layer in self._modules)
+
+    def reports(self) -> Iterator[LayerReport]:
+        """Yield what ran in every layer."""
+        yield from (layer.report() for layer in self.layers)
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""

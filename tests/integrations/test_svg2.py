@@ -151,9 +151,9 @@ def test_a_pipeline_of_two_experts_goes_on_from_step_to_step(fresh, caches):
     found = []
 
     class Counting(svg2_attn.SVG2Impl):
-        def _cluster_side(self, x, num, known, keep):
+        def _cluster_side(self, x, num, known, keep, age):
             found.append(known is not None)
-            return super()._cluster_side(x, num, known, keep)
+            return super()._cluster_side(x, num, known, keep, age)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(svg2_attn, "SVG2Impl", Counting)

@@ -87,6 +87,8 @@ class ForwardContext:
         latent_grid: (T, H, W) of the video tokens after patching, or None when unknown.
         text_span: where text sits in joint sequences, or None when attention sees no text.
         cfg_branch: "cond", "uncond" or "both" (batched), or None when unknown.
+        branch_key: tells the calls of one denoising step apart, so that what is kept of a call goes
+            to that of the next step with the same key; None where nobody tells.
         component: pipeline component that runs, e.g. "transformer_2".
         request_id: identifies the generation, so that caches of two requests never mix; without
             one, nothing is carried from step to step.
@@ -108,6 +110,7 @@ class ForwardContext:
     latent_grid: tuple[int, int, int] | None = None
     text_span: TextSpan | None = None
     cfg_branch: str | None = None
+    branch_key: Hashable = None
     component: str | None = None
     request_id: str | None = None
     call_number: int | None = None
@@ -168,6 +171,7 @@ def set_forward_context(
     latent_grid: tuple[int, int, int] | None = None,
     text_span: TextSpan | None = None,
     cfg_branch: str | None = None,
+    branch_key: Hashable = None,
     component: str | None = None,
     request_id: str | None = None,
     call_number: int | None = None,
@@ -186,6 +190,7 @@ def set_forward_context(
         latent_grid=latent_grid,
         text_span=text_span,
         cfg_branch=cfg_branch,
+        branch_key=branch_key,
         component=component,
         request_id=request_id,
         call_number=call_number,

@@ -16,6 +16,7 @@ __all__ = [
     "Group",
     "Json",
     "LayerReport",
+    "NotRun",
     "ReportEntry",
     "SigmaSteps",
     "grouped",
@@ -101,6 +102,36 @@ class ReportEntry:
         return data
 
 
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """Calls of a model in which a layer did not run, as a cache or a hook stood in for it.
+
+    Attributes:
+        by_step: (denoising step, calls without the layer).
+        total: all calls of the model.
+    """
+
+    by_step: tuple[tuple[int, int], ...]
+    total: int
+
+    @property
+    def calls(self) -> int:
+        """How many they are."""
+        return sum(calls for _, calls in self.by_step)
+
+    def __str__(self) -> str:
+        steps = ranges(step for step, _ in self.by_step)
+        return (
+            f"in {self.calls} of {self.total} calls of the model, in step"
+            f"{'' if steps.isdigit() else 's'} {steps}"
+        )
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return it as JSON data."""
+        by_step: dict[str, Json] = {str(step): calls for step, calls in self.by_step}
+        return {"calls": self.calls, "of": self.total, "by_step": by_step}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
     """One attention layer.
@@ -113,6 +144,7 @@ class LayerReport:
         entries: its backends, in the order in which their steps are tried.
         detours: calls another backend had to serve, e.g. because of a mask.
         times: what they took on this rank, where there are several.
+        not_run: calls of its model in which it did not run, or None.
     """
 
     component: str | None
@@ -122,6 +154,7 @@ class LayerReport:
     entries: tuple[ReportEntry, ...]
     detours: tuple[ReportEntry, ...] = ()
     times: TimeTaken | None = None
+    not_run: NotRun | None = None
 
     @property
     def calls(self) -> int:
@@ -137,6 +170,7 @@ class LayerReport:
             "layer": self.layer,
             "entries": [entry.as_dict() for entry in self.entries],
             "detours": [entry.as_dict() for entry in self.detours],
+            **({} if self.not_run is None else {"not_run": self.not_run.as_dict()}),
             **_times(self.times),
         }
 
@@ -387,7 +421,21 @@ def summary(report: "AttentionReport") -> list[str]:
             f"{calls} {'call' if calls == 1 else 'calls'} each; {because}"
         )
     notes = [f"note: {note}" for note in report.notes]
-    return [*lines, *_time_line(report), *notes, *footnotes.lines()]
+    return [*lines, *_not_run_lines(report), *_time_line(report), *notes, *footnotes.lines()]
+
+
+def _not_run_lines(report: "AttentionReport") -> list[str]:
+    """Return which layers did not run in which calls, layers that lack the same together."""
+    found: dict[tuple[str, str, NotRun], list[int]] = {}
+    for layer in report.layers:
+        if layer.not_run is not None:
+            place = (layer.component or "-", str(layer.role), layer.not_run)
+            found.setdefault(place, []).append(-1 if layer.layer is None else layer.layer)
+    return [
+        f"did not run: {component}.{role}, layers "
+        f"{f'{len(layers)} unnumbered' if min(layers) < 0 else ranges(layers)}, {not_run}"
+        for (component, role, not_run), layers in found.items()
+    ]
 
 
 def _shapes_text(shapes: Sequence[str]) -> str:

@@ -83,7 +83,9 @@ class SVG2Config(SparseConfig):
     """Parameters of `sparse_video_gen_2_attn`.
 
     Steps start from the centroids of the step before where calls have a `request_id`, as those of
-    pipelines do; without one, each starts from random centroids.
+    pipelines do; without one, each starts from random centroids. After steps in which a layer did
+    not run, as under a cache, it does the iterations of those steps too, but no more than from
+    random centroids.
 
     Attributes:
         svg2_num_q_centroids: clusters of queries per head.
@@ -274,11 +276,13 @@ class SVG2Impl(SparseImpl[SVG2Config]):
             )
         before = self._centroids.find(branch, step)
         known = (None, None) if before is None else (before.query, before.key)
+        # A layer that did not run in the steps between, under a cache, catches up on them.
+        age = 1 if before is None else max(step - before.step, 1)
         kept = None if keep is None else keep[:, video]
         sides: dict[str, Clusters] = {}
 
         def cluster(side: str, x: torch.Tensor, num: int, warm: torch.Tensor | None) -> None:
-            sides[side] = self._cluster_side(x[:, video], num, warm, kept)
+            sides[side] = self._cluster_side(x[:, video], num, warm, kept, age)
 
         run_on_two_streams(
             (
@@ -301,14 +305,20 @@ class SVG2Impl(SparseImpl[SVG2Config]):
         return queries, keys
 
     def _cluster_side(
-        self, x: torch.Tensor, num: int, known: torch.Tensor | None, keep: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        num: int,
+        known: torch.Tensor | None,
+        keep: torch.Tensor | None,
+        age: int,
     ) -> Clusters:
         config = self.config
         shape = (x.shape[0], x.shape[2], min(num, x.shape[1]), x.shape[3])
-        iterations = config.svg2_kmeans_iter_step
+        step, first = config.svg2_kmeans_iter_step, config.svg2_kmeans_iter_init
+        iterations = min(step * age, max(step, first))
         if known is None or known.shape != shape:
             known = by_similarity(initial_centroids(x, num, keep=keep))
-            iterations = config.svg2_kmeans_iter_init
+            iterations = first
         return kmeans(x, known, iterations=iterations, keep=keep, kernel=config.kmeans_kernel)
 
     def _select(self, queries: Clusters, keys: Clusters, config: SVG2Config) -> torch.Tensor:

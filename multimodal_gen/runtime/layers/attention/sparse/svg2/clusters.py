@@ -10,6 +10,7 @@ Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, N position
 
 import importlib
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,7 +46,7 @@ UPSTREAM = "svg"
 _MAX_BRANCHES = 8
 
 _Run = tuple[str, str | None]
-_Branch = tuple[str, str | None, str | None, int]
+_Branch = tuple[str, str | None, Hashable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,14 +83,16 @@ class CentroidCache:
         if context.request_id is None:
             return None
         run, step = (context.request_id, context.component), context.current_timestep
+        if context.branch_key is not None:
+            return *run, context.branch_key
         if context.cfg_branch is not None:
-            return *run, context.cfg_branch, 0
+            return *run, (context.cfg_branch, 0)
         last, calls = self._calls.pop(run, (step, -1))
         calls = calls + 1 if last == step else 0
         self._calls[run] = step, calls
         while len(self._calls) > _MAX_BRANCHES:
             self._calls.popitem(last=False)
-        return *run, None, calls
+        return *run, (None, calls)
 
     def find(self, branch: _Branch | None, step: int) -> Centroids | None:
         """Return what an earlier step of the same run left, or None.

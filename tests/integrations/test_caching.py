@@ -1,0 +1,261 @@
+"""diffusers' caches over a sparse method that goes on from step to step: nothing is mixed up.
+
+Every call is witnessed: which module it is of by the module that runs, its step by the steps that
+the scheduler took, its branch by what the pipeline calls it. What the method keeps from step to
+step is computed a second time, by those.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    LayerSkipConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    SeaCacheConfig,
+    TaylorSeerCacheConfig,
+    TextKVCacheConfig,
+    apply_layer_skip,
+)
+from diffusers.models.cache_utils import CacheMixin
+
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
+from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Impl
+from tests.integrations.conftest import generate
+
+STEPS = 6
+AT_STEP, AT_FIRST = 1, 3  # iterations of k-means
+SVG2 = {
+    "svg2_num_q_centroids": 3,
+    "svg2_num_k_centroids": 5,
+    "svg2_top_p_kmeans": 1,
+    "svg2_first_layers_fp": 0,
+    "svg2_first_times_fp": 0,
+    "svg2_kmeans_iter_step": AT_STEP,
+    "svg2_kmeans_iter_init": AT_FIRST,
+}
+EVERY = (-1, 1001)  # timesteps
+
+
+def faster(pipe: Any) -> FasterCacheConfig:
+    return FasterCacheConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=EVERY,
+        unconditional_batch_skip_range=3,
+        unconditional_batch_timestep_skip_range=EVERY,
+        attention_weight_callback=lambda _: 0.5,
+        tensor_format="BFCHW",
+        current_timestep_callback=lambda: int(pipe._current_timestep),
+    )
+
+
+def pyramid(pipe: Any) -> PyramidAttentionBroadcastConfig:
+    return PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=EVERY,
+        current_timestep_callback=lambda: int(pipe._current_timestep),
+    )
+
+
+def skip_layer(**what: bool) -> Callable[[Any], None]:
+    return lambda pipe: apply_layer_skip(pipe.transformer, LayerSkipConfig([1], **what))
+
+
+# By name: the family, what sets the hook, and whether some layer then misses some call.
+CACHES: dict[str, tuple[str, Callable[[Any], Any], bool]] = {
+    "first block": ("wan", lambda pipe: FirstBlockCacheConfig(threshold=10.0), True),
+    "mag": (
+        "wan",
+        lambda pipe: MagCacheConfig(
+            mag_ratios=[1.0] * STEPS, num_inference_steps=STEPS, max_skip_steps=1
+        ),
+        True,
+    ),
+    "taylor": (
+        "wan",
+        lambda pipe: TaylorSeerCacheConfig(
+            cache_interval=2, disable_cache_before_step=2, taylor_factors_dtype=torch.float32
+        ),
+        True,
+    ),
+    "taylor of two experts": (
+        "wan22",
+        lambda pipe: TaylorSeerCacheConfig(
+            cache_interval=2, disable_cache_before_step=1, taylor_factors_dtype=torch.float32
+        ),
+        True,
+    ),
+    "sea": ("wan", lambda pipe: SeaCacheConfig(threshold=100.0), True),
+    "pyramid": ("wan", pyramid, True),
+    "faster": ("cogvideox", faster, True),
+    "text keys": ("wan", lambda pipe: TextKVCacheConfig(), False),
+    "skipped block": ("wan", skip_layer(), True),
+    "skipped attention": ("hunyuan_video", skip_layer(skip_ff=False), True),
+    "skipped scores": (
+        "hunyuan_video",
+        skip_layer(skip_attention=False, skip_attention_scores=True, skip_ff=False),
+        True,
+    ),
+}
+
+
+@dataclass
+class Witness:
+    """What the calls of a pipeline are, by nothing that `apply` puts into it.
+
+    Attributes:
+        steps: how often the scheduler stepped in this run.
+        branch: what the pipeline calls the running call.
+        modules: names of the attention modules around the running code, the innermost last.
+        ran: modules that ran, by step, in all calls.
+        calls: calls of the denoisers, by component and step.
+        wrong: what was not as it should be.
+        compared: how many clusterings were.
+        kept: the centroids of the last step, by module and branch.
+    """
+
+    steps: int = 0
+    branch: str | None = None
+    modules: list[str] = field(default_factory=list)
+    ran: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    compared: int = 0
+    kept: dict[Any, tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def follow(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        step, context = type(pipe.scheduler).step, CacheMixin.cache_context
+
+        def stepped(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return step(scheduler, *args, **kwargs)
+
+        @contextmanager
+        def named(model: Any, name: str, **kwargs: Any) -> Iterator[None]:
+            self.branch = name
+            with context(model, name, **kwargs):
+                yield
+            self.branch = None
+
+        monkeypatch.setattr(type(pipe.scheduler), "step", stepped)
+        monkeypatch.setattr(CacheMixin, "cache_context", named)
+        for component in ("transformer", "transformer_2"):
+            model = getattr(pipe, component, None)
+            if model is None:
+                continue
+            model.register_forward_pre_hook(self._called(component))
+            for name, module in model.named_modules():
+                if hasattr(module, "processor"):
+                    module.register_forward_pre_hook(self._entered(f"{component}.{name}"))
+                    module.register_forward_hook(self._left)
+
+    def _called(self, component: str) -> Callable[..., None]:
+        return lambda *_: self.calls.update([(component, self.steps)])
+
+    def _entered(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.modules.append(name)
+
+    def _left(self, *_: object) -> None:
+        self.modules.pop()
+
+    def cluster(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(impl, query, key, layout, context, keep):
+            found = own(impl, query, key, layout, context, keep)
+            whole = "both" if len(query) == 2 else self.branch
+            branch = "cond" if self.branch == "cond_uncond" and len(query) == 1 else whole
+            site = f"{impl.site.component}.{impl.site.name}"
+            truth = (self.modules[-1], self.steps)
+            if (site, context.current_timestep) != truth:
+                self.wrong.append(f"{truth} was called {(site, context.current_timestep)}")
+            told = {"cond_uncond": "both"}.get(branch, branch)
+            if context.cfg_branch not in (told, None):
+                self.wrong.append(f"{truth}, {branch} was called {context.cfg_branch}")
+            self.ran.update([(*truth[0].split(".", 1), truth[1])])
+            self._recompute((truth[0], branch), query, key, layout, found, keep)
+            return found
+
+        return checked
+
+    def _recompute(self, place, query, key, layout, found: tuple[Clusters, Clusters], keep) -> None:
+        kept = None if keep is None else keep[:, layout.video]
+        before = self.kept.get(place)
+        ends = []
+        for index, x in enumerate((query[:, layout.video], key[:, layout.video])):
+            num = (SVG2["svg2_num_q_centroids"], SVG2["svg2_num_k_centroids"])[index]
+            if before is None:
+                start, count = by_similarity(initial_centroids(x, num, keep=kept)), AT_FIRST
+            else:
+                start = before[1 + index]
+                count = min((self.steps - before[0]) * AT_STEP, AT_FIRST)
+            again = kmeans(x, start, iterations=count, keep=kept)
+            self.compared += 1
+            if not torch.equal(again.centroids, found[index].centroids):
+                self.wrong.append(f"{place} at step {self.steps} began from something else")
+            ends.append(again.centroids.to(query.dtype))
+        if before is None:
+            ends[1] = by_similarity(ends[1])
+        self.kept[place] = (self.steps, ends[0], ends[1])
+
+
+def set_up(pipe: Any, cache: str) -> None:
+    for component in ("transformer", "transformer_2"):
+        model = getattr(pipe, component, None)
+        config = CACHES[cache][1](pipe)
+        if model is not None and config is not None:
+            model.enable_cache(config)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_under_a_cache_no_step_layer_or_branch_is_taken_for_another(cache, fresh, monkeypatch):
+    family, _, misses = CACHES[cache]
+    stock = fresh(family)
+    set_up(stock, cache)
+    expected = generate(stock, family, num_inference_steps=STEPS)
+    pipe, witness = fresh(family), Witness()
+    first = [*CACHES].index(cache) % 2  # caches may be enabled before `apply`, and after it
+    if first:
+        set_up(pipe, cache)
+    witness.follow(pipe, monkeypatch)
+    monkeypatch.setattr(SVG2Impl, "_cluster", witness.cluster(SVG2Impl._cluster))
+    backend = "sparse_video_gen_2_attn"
+    with apply(pipe, attention_backend=backend, attention_backend_config=SVG2) as handle:
+        if not first:
+            set_up(pipe, cache)
+        latents = generate(pipe, family, num_inference_steps=STEPS)
+        report = handle.report()
+    assert witness.wrong == []
+    assert witness.compared
+    assert (latents - expected).abs().max() <= 1e-3  # with all of the mass, it is dense attention
+    assert_says_what_did_not_run(report, witness)
+    assert ("did not run: transformer.self" in report.summary()) == misses
+
+
+def assert_says_what_did_not_run(report: Any, witness: Witness) -> None:
+    for layer in report.layers:
+        if str(layer.role) != "self":
+            continue
+        ran = {
+            step: count
+            for (component, name, step), count in witness.ran.items()
+            if (component, name) == (layer.component, layer.name)
+        }
+        calls = {
+            step: count
+            for (component, step), count in witness.calls.items()
+            if component == layer.component
+        }
+        missed = {step: calls[step] - ran.get(step, 0) for step in calls}
+        missed = {step: count for step, count in missed.items() if count}
+        told = {} if layer.not_run is None else dict(layer.not_run.by_step)
+        assert told == missed
+        assert layer.calls == sum(ran.values())
+        if layer.not_run is not None:
+            assert layer.not_run.total == sum(calls.values())
