@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanPipeline
 from diffusers.hooks import (
     FasterCacheConfig,
     FirstBlockCacheConfig,
@@ -26,7 +27,11 @@ from diffusers.hooks import (
 )
 from diffusers.models.cache_utils import CacheMixin
 
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations import forward_hooks
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.models.adapter import ModelAdapter
+from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
 from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Impl
 from tests.integrations.conftest import generate
@@ -65,8 +70,29 @@ def pyramid(pipe: Any) -> PyramidAttentionBroadcastConfig:
     )
 
 
+def taylor(first: int) -> TaylorSeerCacheConfig:
+    return TaylorSeerCacheConfig(
+        cache_interval=2,
+        disable_cache_before_step=first,
+        taylor_factors_dtype=torch.float32,
+        cache_identifiers=[r"blocks\.\d+\.attn1"],  # those of diffusers match none of Wan's
+    )
+
+
 def skip_layer(**what: bool) -> Callable[[Any], None]:
     return lambda pipe: apply_layer_skip(pipe.transformer, LayerSkipConfig([1], **what))
+
+
+def cache_dit(pipe: Any) -> None:
+    package = pytest.importorskip("cache_dit", reason="needs `pip install cache-dit`")
+    config = package.DBCacheConfig(
+        Fn_compute_blocks=1,
+        Bn_compute_blocks=0,
+        max_warmup_steps=2,
+        max_continuous_cached_steps=1,
+        residual_diff_threshold=10.0,
+    )
+    package.enable_cache(pipe, cache_config=config)
 
 
 # By name: the family, what sets the hook, and whether some layer then misses some call.
@@ -81,16 +107,12 @@ CACHES: dict[str, tuple[str, Callable[[Any], Any], bool]] = {
     ),
     "taylor": (
         "wan",
-        lambda pipe: TaylorSeerCacheConfig(
-            cache_interval=2, disable_cache_before_step=2, taylor_factors_dtype=torch.float32
-        ),
+        lambda pipe: taylor(2),
         True,
     ),
     "taylor of two experts": (
         "wan22",
-        lambda pipe: TaylorSeerCacheConfig(
-            cache_interval=2, disable_cache_before_step=1, taylor_factors_dtype=torch.float32
-        ),
+        lambda pipe: taylor(1),
         True,
     ),
     "sea": ("wan", lambda pipe: SeaCacheConfig(threshold=100.0), True),
@@ -98,13 +120,15 @@ CACHES: dict[str, tuple[str, Callable[[Any], Any], bool]] = {
     "faster": ("cogvideox", faster, True),
     "text keys": ("wan", lambda pipe: TextKVCacheConfig(), False),
     "skipped block": ("wan", skip_layer(), True),
-    "skipped attention": ("hunyuan_video", skip_layer(skip_ff=False), True),
     "skipped scores": (
-        "hunyuan_video",
+        "qwen_image",
         skip_layer(skip_attention=False, skip_attention_scores=True, skip_ff=False),
         True,
     ),
+    "cache-dit": ("wan", cache_dit, True),
 }
+# The others take longer than they tell, as long as these pass.
+QUICK = ("first block", "taylor of two experts", "faster", "skipped scores")
 
 
 @dataclass
@@ -139,14 +163,14 @@ class Witness:
             return step(scheduler, *args, **kwargs)
 
         @contextmanager
-        def named(model: Any, name: str, **kwargs: Any) -> Iterator[None]:
+        def noted(model: Any, name: str, **kwargs: Any) -> Iterator[None]:
             self.branch = name
             with context(model, name, **kwargs):
                 yield
             self.branch = None
 
         monkeypatch.setattr(type(pipe.scheduler), "step", stepped)
-        monkeypatch.setattr(CacheMixin, "cache_context", named)
+        monkeypatch.setattr(CacheMixin, "cache_context", noted)
         for component in ("transformer", "transformer_2"):
             model = getattr(pipe, component, None)
             if model is None:
@@ -205,15 +229,28 @@ class Witness:
         self.kept[place] = (self.steps, ends[0], ends[1])
 
 
+def named(name: str) -> Any:
+    return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def pipelines_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back what cache-dit does to the class of a pipeline."""
+    monkeypatch.setattr(WanPipeline, "__call__", WanPipeline.__call__)
+    monkeypatch.setattr(WanPipeline, "_is_cached", False, raising=False)
+
+
 def set_up(pipe: Any, cache: str) -> None:
     for component in ("transformer", "transformer_2"):
         model = getattr(pipe, component, None)
-        config = CACHES[cache][1](pipe)
-        if model is not None and config is not None:
+        config = None if model is None else CACHES[cache][1](pipe)
+        if config is not None:
             model.enable_cache(config)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.filterwarnings("ignore:torch.meshgrid")  # in FasterCache
+@pytest.mark.usefixtures("pipelines_as_they_were")
+@pytest.mark.parametrize("cache", [named(name) for name in CACHES])
 def test_under_a_cache_no_step_layer_or_branch_is_taken_for_another(cache, fresh, monkeypatch):
     family, _, misses = CACHES[cache]
     stock = fresh(family)
@@ -259,3 +296,55 @@ def assert_says_what_did_not_run(report: Any, witness: Witness) -> None:
         assert layer.calls == sum(ran.values())
         if layer.not_run is not None:
             assert layer.not_run.total == sum(calls.values())
+
+
+def test_calls_that_the_pipeline_gives_no_name_are_told_apart_all_the_same(fresh, monkeypatch):
+    pipe, witness = fresh("wan"), Witness()
+    witness.follow(pipe, monkeypatch)
+    monkeypatch.setattr(SVG2Impl, "_cluster", witness.cluster(SVG2Impl._cluster))
+    monkeypatch.setattr(forward_hooks, "branch_name", lambda: None)
+    attention = pipe.transformer.blocks[1].attn1
+    own = attention.forward
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # As a cache might: one branch of one step goes without the layer.
+        if (witness.steps, witness.branch) == (1, "cond"):
+            return torch.zeros_like(hidden_states)
+        return own(hidden_states, *args, **kwargs)
+
+    attention.forward = forward
+    backend = "sparse_video_gen_2_attn"
+    with apply(pipe, attention_backend=backend, attention_backend_config=SVG2) as handle:
+        generate(pipe, "wan", num_inference_steps=3)
+        text = handle.report().summary()
+    assert witness.wrong == []
+    assert (
+        "did not run: transformer.self, layers 1, in 1 of 6 calls of the model, in step 1" in text
+    )
+
+
+def test_a_second_generation_begins_anew(fresh, monkeypatch):
+    pipe, witness = fresh("wan"), Witness()
+    pipe.transformer.enable_cache(taylor(1))
+    witness.follow(pipe, monkeypatch)
+    monkeypatch.setattr(SVG2Impl, "_cluster", witness.cluster(SVG2Impl._cluster))
+    backend = "sparse_video_gen_2_attn"
+    with apply(pipe, attention_backend=backend, attention_backend_config=SVG2):
+        for _ in range(2):
+            witness.steps, witness.kept = 0, {}
+            generate(pipe, "wan", num_inference_steps=4)
+    assert witness.wrong == []
+
+
+def test_ranks_that_share_tokens_refuse_a_cache_that_each_would_decide_by_its_own():
+    model = torch.nn.Identity()
+    model._cache_config = FirstBlockCacheConfig(threshold=0.1)
+    hooks = forward_hooks.DenoiserHooks(
+        model, ModelAdapter(classes=()), "transformer", StepTracker(), splitter=object()
+    )
+    for _ in range(2):
+        with pytest.raises(UsageError, match="transformer must not have a FirstBlockCacheConfig"):
+            hooks._look_at_cache(model)
+    model._cache_config = MagCacheConfig(mag_ratios=[1.0], num_inference_steps=1)
+    hooks._look_at_cache(model)
+    assert list(hooks.caches) == ["MagCacheConfig(num_inference_steps=1)"]
