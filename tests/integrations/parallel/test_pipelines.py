@@ -31,6 +31,7 @@ CONFIGS = {
         "svg2_top_p_kmeans": 0.2,
     },
     "sla_attn": {"topk_ratio": 0.0, "BLKQ": 64},
+    "sol_attn": {"dense_steps": 0, "dense_layers": None, "tile_size": [1, 2, 2], "tau": 0.0},
 }
 
 

@@ -69,6 +69,7 @@ SPARSE = {
         "first_full_step": 0,
     },
     "sla_attn": {"topk_ratio": 0.3, "BLKQ": 64, "BLKK": 64},
+    "sol_attn": {"dense_steps": 0, "dense_layers": None, "tile_size": [2, 2, 2]},
     "sparse_video_gen_2_attn": {
         "svg2_num_q_centroids": 8,
         "svg2_num_k_centroids": 16,

@@ -332,6 +332,7 @@ TAILS = {
     "sliding_tile_attn": {**STA, "tail": "pooled"},
     "video_sparse_attn": {**VSA, "tail": "pooled"},
     "sla_attn": {**SLA, "tail": "pooled"},
+    "sol_attn": {"tau": 0.5, "dense_steps": 0, "dense_layers": None, "tail": "pooled"},
 }
 
 

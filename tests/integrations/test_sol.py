@@ -1,0 +1,48 @@
+"""Sol-Attn in whole pipelines: dense far below every score, and near to it at any threshold."""
+
+import pytest
+
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.testing.tiny_models import FAMILIES
+from tests.integrations.conftest import generate
+
+SOL = "sol_attn"
+QUICK = ("wan", "hunyuan_video", "flux", "qwen_image")
+CONFIG = {"dense_steps": None, "dense_layers": None, "tile_size": [1, 2, 2], "neighbours": 0}
+EVERY = [
+    family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
+    for family in FAMILIES
+]
+
+
+def run(pipe, family, **config):
+    given = {**CONFIG, **config}
+    with apply(pipe, attention_backend=SOL, attention_backend_config=given) as handle:
+        latents = generate(pipe, family)
+        entries = [
+            entry
+            for layer in handle.report().layers
+            for entry in layer.entries
+            if str(entry.selection.backend) == SOL and entry.calls
+        ]
+    return latents, {density for entry in entries for _, density in entry.densities}
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_every_family_runs_and_far_below_every_score_it_is_dense(family, fresh, stock_latents):
+    pipe, dense = fresh(family), stock_latents(family)
+    latents, densities = run(pipe, family, tau=-1000.0, dense_above=1)
+    assert (latents - dense).abs().max() <= 1e-3
+    assert densities == {1.0}
+    pooled, densities = run(pipe, family, tau=0.0)
+    assert pooled.isfinite().all()
+    assert (pooled - dense).abs().max() > 1e-5
+    assert all(0.0 < density < 1.0 for density in densities)
+
+
+def test_means_bring_the_latents_nearer_to_dense_ones(fresh, stock_latents):
+    pipe, dense = fresh("wan"), stock_latents("wan")
+    errors = [
+        (run(pipe, "wan", tau=1.0, tail=tail)[0] - dense).norm() for tail in ("pooled", "none")
+    ]
+    assert errors[0] < errors[1]
