@@ -30,6 +30,7 @@ from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.trained_layers import (
     GATE,
     PROJECTION,
+    SpareGate,
     attach_gate,
     attach_projection,
     find_gates,
@@ -101,8 +102,9 @@ class DenoiserPlan:
         )
         self._hooks.layers = tuple(patched.name for patched in self._patched)
         self._refuse_steps()
-        gated = dict(self._gated())
-        self._gates = find_gates(component.model, gated)
+        gated = {m.name: m.module for m in self._gated() if m.layer.takes_gate}
+        spare = self._gated() if scope.spare_gates else ()
+        self._gates = find_gates(component.model, {m.name: m.module for m in spare} or gated)
         projected = {m.name: m.layer.head_size for m in self._patched if m.layer.takes_projection}
         self._projections = find_projections(component.model, projected)
         self._lost = self._lost_parts(bool(gated), bool(projected))
@@ -148,10 +150,10 @@ class DenoiserPlan:
         yield from (f"{name}: {cache} was enabled" for cache in self._hooks.caches)
         if self._lost:
             yield self._lost
-        if self._gates:
+        weighing = sum(m.name in self._gates and m.layer.takes_gate for m in self._patched)
+        if weighing:
             yield (
-                f"{name}: {len(self._gates)} layers weigh the coarse branch by the gates of the "
-                f"checkpoint"
+                f"{name}: {weighing} layers weigh the coarse branch by the gates of the checkpoint"
             )
         if self._projections:
             yield (
@@ -177,7 +179,9 @@ class DenoiserPlan:
             patched.module.processor = patched.replacement
             undo.callback(self._restore_at, index)
             if patched.name in self._gates:
-                attach_gate(patched.module, self._gates[patched.name], undo)
+                gate = self._gates[patched.name]
+                used = patched.layer.takes_gate
+                attach_gate(patched.module, gate if used else SpareGate(gate), undo)
             if patched.name in self._projections:
                 projection = self._projections[patched.name]
                 attach_projection(patched.module, projection, undo)
@@ -256,14 +260,14 @@ class DenoiserPlan:
         for patched in self._patched:
             patched.layer.end_request(request_id)
 
-    def _gated(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules whose processors can hand a gate to a layer that takes it."""
+    def _gated(self) -> Iterator[_PatchedModule]:
+        """Yield the modules whose processors can hand a gate to their layer."""
         for patched in self._patched:
             cls = type(patched.found)
             known = _is_diffusers(cls) and cls.__name__ in self._adapter.gated
             own_tokens = patched.layer.site.role is AttentionRole.SELF
-            if known and own_tokens and patched.layer.takes_gate:
-                yield patched.name, patched.module
+            if known and own_tokens:
+                yield patched
 
     def _lost_parts(self, gated: bool, projected: bool) -> str:
         """Say which trained parts a checkpoint may have that cannot be read again, if any."""

@@ -3,7 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -202,7 +202,7 @@ class ModuleAttention(StandIn):
         *,
         causal: bool = False,
         scale: float | None = None,
-        gate: torch.Tensor | None = None,
+        gate: torch.Tensor | Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return attention of `query` over `key` and `value`.
 
@@ -213,7 +213,8 @@ class ModuleAttention(StandIn):
             attn_mask: as `LocalAttention.forward` takes it.
             causal: top-left aligned causality, as PyTorch's attention defines it.
             scale: factor on q k^T; None for `head_size ** -0.5`.
-            gate: [B, Sq, H, D] weight of the coarse branch, or None.
+            gate: [B, Sq, H, D] weight of the coarse branch, or None; of a layer without one, what
+                computes it.
 
         Returns:
             [B, Sq, H, Dv].
@@ -232,7 +233,9 @@ class ModuleAttention(StandIn):
         if _skips_scores(query, value):
             return _as_queries(value, query.shape[2])
         layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
-        return layer.attend(AttentionCall(query, key, value, attn_mask, gate))
+        if gate is None or isinstance(gate, torch.Tensor):
+            return layer.attend(AttentionCall(query, key, value, attn_mask, gate))
+        return layer.attend(AttentionCall(query, key, value, attn_mask, spare_gate=gate))
 
     def steps(self) -> Iterator[StepSet]:
         """Yield the denoising steps that the schedule of usual calls tells apart."""

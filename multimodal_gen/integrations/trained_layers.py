@@ -11,9 +11,10 @@ carry the name of the original Wan (`self_attn`).
 Shapes: B batch, S tokens, H heads, D head size.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "GATE",
     "PROJECTION",
     "GatedValue",
+    "SpareGate",
     "StoredLayers",
     "attach_child",
     "attach_gate",
@@ -122,16 +124,38 @@ class GatedValue:
 
     Attributes:
         value: [B, S, H * D], then [B, S, H, D].
-        gate: the same shape.
+        gate: the same shape, or what computes it.
     """
 
     value: torch.Tensor
-    gate: torch.Tensor
+    gate: torch.Tensor | Callable[[], torch.Tensor]
 
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "GatedValue":
         """Return both with the heads split off."""
-        value, gate = (x.unflatten(dim, sizes) for x in (self.value, self.gate))  # type: ignore[no-untyped-call]
-        return GatedValue(value=value, gate=gate)
+        split = partial(_split_heads, dim=dim, sizes=sizes)
+        gate = self.gate
+        later = split(gate) if isinstance(gate, torch.Tensor) else lambda: split(gate())
+        return GatedValue(value=split(self.value), gate=later)
+
+
+def _split_heads(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    return x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+
+
+class SpareGate(nn.Module):
+    """A gate on a layer without a coarse branch: computed only where somebody asks for it.
+
+    Args:
+        linear: the gate.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden_states: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return what computes the gate of some tokens."""
+        return partial(self.linear, hidden_states)
 
 
 def wan_projections(
@@ -175,7 +199,7 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
     return gates
 
 
-def attach_gate(module: nn.Module, gate: nn.Linear, undo: ExitStack) -> None:
+def attach_gate(module: nn.Module, gate: nn.Module, undo: ExitStack) -> None:
     """Make `gate` part of an attention module, on its device; `undo` takes the way back."""
     attach_child(module, GATE, gate, undo)
 

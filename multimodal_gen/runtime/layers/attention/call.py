@@ -100,6 +100,8 @@ class AttentionCall(NamedTuple):
             grid; it runs dense then. "" where that is not known.
         first_head: index of the first head of `query` among the layer's heads.
         zero_rows: rows of zeros that the output has behind those of `query`.
+        spare_gate: computes the gate, as `gate`, of a layer that has no coarse branch, for those
+            who look at its calls; None where there is none.
     """
 
     query: torch.Tensor
@@ -116,6 +118,7 @@ class AttentionCall(NamedTuple):
     off_grid: str = ""
     first_head: int = 0
     zero_rows: int = 0
+    spare_gate: Callable[[], torch.Tensor] | None = None
 
     def misfit(self, geometry: LayerGeometry) -> UsageError | None:
         """Return why the tensors do not belong together or to the layer, or None.

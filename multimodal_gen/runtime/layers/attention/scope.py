@@ -148,6 +148,8 @@ class SelectionScope:
         rules: rules of `--attention-config`, tried in order.
         strict: refuse the documented fallbacks too.
         auto_table: what automatic choices go by, in place of the package's own table.
+        spare_gates: give layers without a coarse branch the gates of their checkpoint too, for
+            those who look at their calls.
         warnings: what the user was warned of.
     """
 
@@ -158,6 +160,7 @@ class SelectionScope:
     rules: tuple[Rule, ...] = ()
     strict: bool = False
     auto_table: AutoTable | None = None
+    spare_gates: bool = False
     warnings: WarnOnce = field(default=PROCESS, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -169,6 +172,7 @@ class SelectionScope:
             rules=self.rules,
             strict=self.strict,
             auto_table=self.auto_table,
+            spare_gates=self.spare_gates,
             warnings=self.warnings,
         )
         return scope, ()
