@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +11,11 @@ import typer
 from multimodal_gen.cli.options import Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table, wrapped
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.comparison.configurations import Configuration
+    from multimodal_gen.runtime.comparison.configurations import Configuration, Plan
     from multimodal_gen.runtime.comparison.record import Report, Run
 
 __all__ = ["COMPARED", "STEPS", "compare", "print_report", "run_comparison"]
@@ -34,6 +34,11 @@ COMPARED = (
     "offload",
     "vae_tiling",
     "num_gpus",
+    "sp_degree",
+    "ulysses_degree",
+    "ring_degree",
+    "cfg_parallel",
+    "rank_timeout",
 )
 STEPS = replace(SETTINGS["num_inference_steps"], short="--steps")
 
@@ -79,8 +84,17 @@ _Replayed = Annotated[
         "--replayed-steps",
         metavar="N",
         min=0,
-        help="Denoising steps of the first generation whose attention calls all backends are "
-        "given, for errors by layer and head.",
+        help="Denoising steps of a generation whose attention calls all backends are given, for "
+        "errors by layer and head.",
+    ),
+]
+_LayersFor = Annotated[
+    int | None,
+    typer.Option(
+        "--layers-for",
+        metavar="N",
+        min=1,
+        help="Prompts and seeds of which that is done, one of each prompt first. Default: all.",
     ),
 ]
 _Page = Annotated[
@@ -99,6 +113,7 @@ def compare(
     seeds: _Seeds = "0",
     resume: _Resume = False,
     replayed_steps: _Replayed = 3,
+    layers_for: _LayersFor = None,
     page: _Page = True,
     *,
     settings: Settings,
@@ -107,7 +122,8 @@ def compare(
 
     Generates every prompt with every seed on a dense reference, on other exact kernels, whose
     difference is the noise, and on each backend. Writes report.json and report.html. A backend that
-    fails or runs out of memory is a row of the report.
+    fails or runs out of memory is a row of the report. With --num-gpus the GPUs share every
+    generation.
     """
     report = run_comparison(
         settings,
@@ -119,12 +135,30 @@ def compare(
         seeds=seeds,
         resume=resume,
         replayed_steps=replayed_steps,
+        layers_for=layers_for,
         page=page,
     )
+    if report is None:
+        return
     print_report(report)
     typer.echo(f"\nreport: {output / 'report.json'}")
     if page:
         typer.echo(f"page:   {output / 'report.html'}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What one process is to compare; it can be sent to another one.
+
+    Attributes:
+        args: settings of the generations.
+        plan: what is compared.
+        page: whether to write report.html.
+    """
+
+    args: ServerArgs
+    plan: "Plan"
+    page: bool
 
 
 def run_comparison(
@@ -138,19 +172,20 @@ def run_comparison(
     seeds: str,
     resume: bool,
     replayed_steps: int,
+    layers_for: int | None = None,
     page: bool = True,
-) -> "Report":
-    """Load a pipeline, compare backends on it, and return the report; see `compare`."""
-    from multimodal_gen.integrations.comparison import run_plan
+) -> "Report | None":
+    """Load a pipeline, compare backends on it, and return the report; see `compare`.
+
+    On several GPUs, ranks do it. Where torchrun started them, only the first one gets the report.
+    """
+    from multimodal_gen.runtime.comparison.configurations import Plan
     from multimodal_gen.runtime.comparison.page import require_page
-    from multimodal_gen.runtime.comparison.run import Plan
     from multimodal_gen.runtime.comparison.store import check_folder
-    from multimodal_gen.runtime.generator import PipelineIndex, pick_device
-    from multimodal_gen.runtime.generator.denoise import out_of_memory_explained
-    from multimodal_gen.runtime.generator.load import load_pipeline
+    from multimodal_gen.runtime.distributed.launch import is_launched_rank, run_rank
+    from multimodal_gen.runtime.generator import plan_ranks
 
     args = ServerArgs(**settings, prompt="", backend="sglang")
-    _refuse_ranks(args)
     dense, exact, candidates = _configurations(reference, floor, backends)
     plan = Plan(
         prompts=tuple(dict.fromkeys(prompts)),
@@ -161,18 +196,92 @@ def run_comparison(
         folder=folder,
         resume=resume,
         replayed_steps=replayed_steps,
+        layers_for=layers_for,
     )
+    job = _Job(args=args, plan=plan, page=page)
+    if is_launched_rank():
+        found: list[Report | None] = []
+        run_rank(lambda num: found.append(_join_and_run(job, num)), timeout=args.rank_timeout)
+        return found[0]
     check_folder(folder, resume=resume)
     if page:
         require_page()
-    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
+    num_ranks = plan_ranks(args).world_size
+    return _run(job) if num_ranks == 1 else _launch(job, num_ranks)
+
+
+def _launch(job: _Job, num_ranks: int) -> "Report":
+    """Do a job on ranks of this host; start again without a backend that ends them all.
+
+    Raises:
+        typer.Exit: a rank failed, and said why.
+        RankError: a rank ended without a word.
+    """
+    from multimodal_gen.runtime.comparison.record import Report, read_record
+    from multimodal_gen.runtime.comparison.store import noted_failures
+    from multimodal_gen.runtime.distributed.launch import launch_ranks
+
+    folder = job.plan.folder
+    while True:
+        noted = noted_failures(folder)
+        status = launch_ranks(_launched, job, num_ranks=num_ranks)
+        if not status:
+            return read_record(Report, folder / "report.json")
+        if noted_failures(folder) == noted:
+            raise typer.Exit(status)
+        typer.echo("starting again without it", err=True)
+        job = replace(job, plan=replace(job.plan, resume=True))
+
+
+def _launched(job: _Job) -> None:
+    """Be a rank that `_launch` started."""
+    from multimodal_gen.runtime.distributed.launch import run_rank
+
+    def work(num_ranks: int) -> None:
+        _join_and_run(job, num_ranks)
+
+    run_rank(work, timeout=job.args.rank_timeout)
+
+
+def _join_and_run(job: _Job, num_ranks: int) -> "Report | None":
+    """Join the ranks that were started, and do a job with them; the first has the report."""
+    import torch
+
+    from multimodal_gen.runtime.distributed.groups import is_main_rank, ranks_per_host
+    from multimodal_gen.runtime.generator import join_ranks
+
+    (args,) = join_ranks((job.args,), num_ranks)
+    if num_ranks > 1:  # the ranks of a host share its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
+    report = _run(replace(job, args=args))
+    return report if is_main_rank() else None
+
+
+def _run(job: _Job) -> "Report":
+    """Do a job, alone or as one of several ranks."""
+    from multimodal_gen.integrations.comparison import run_plan
+    from multimodal_gen.runtime.generator import PipelineIndex
+    from multimodal_gen.runtime.generator.denoise import out_of_memory_explained
+    from multimodal_gen.runtime.generator.load import load_pipeline
+    from multimodal_gen.runtime.generator.ranks import rank_device
+
+    index = PipelineIndex.read(job.args.model_path, job.args.pipeline_class_name)
     with out_of_memory_explained():
-        pipe = load_pipeline(index, args, pick_device(args.device))
-    return run_plan(pipe, index, args, plan, page=page, say=lambda line: typer.echo(line, err=True))
+        pipe = load_pipeline(index, job.args, rank_device(job.args.device))
+    return run_plan(
+        pipe,
+        index,
+        job.args,
+        job.plan,
+        page=job.page,
+        say=lambda line: typer.echo(line, err=True),
+    )
 
 
 def print_report(report: "Report") -> None:
     """Print a report as tables: quality, then cost."""
+    from multimodal_gen.runtime.comparison.record import kept_mass_sources
+
     typer.echo(f"{report.model.pipeline} on {report.environment.device}, {report.model.dtype}")
     typer.echo("")
     count = len(report.prompts) * len(report.seeds)
@@ -180,6 +289,8 @@ def print_report(report: "Report") -> None:
     typer.echo(f"quality, against {report.reference.name}; {clips}")
     headings = ("backend", "verdict", "PSNR", "SSIM", "VMAF", "latents", "layers L2", "kept")
     echo(table(headings, [Row(tuple(_quality(run)), _remarks(run)) for run in report.runs[1:]]))
+    if any("estimate" in kept_mass_sources(run) for run in report.runs):
+        typer.echo("~ an estimate: what computes it does not tell which pairs it keeps")
     typer.echo("")
     typer.echo("cost")
     headings = ("backend", "step", "speed-up", "generation", "warm-up", "memory", "density", "attn")
@@ -189,6 +300,8 @@ def print_report(report: "Report") -> None:
 
 
 def _quality(run: "Run") -> Iterator[str]:
+    from multimodal_gen.runtime.comparison.record import kept_mass_sources
+
     yield run.name
     yield run.status if run.status != "done" else _word(run)
     for name, digits in (("psnr", 1), ("ssim", 4), ("vmaf", 1)):
@@ -199,7 +312,8 @@ def _quality(run: "Run") -> Iterator[str]:
     errors = [error for layer in run.layers for error in layer.relative_l2]
     yield f"{sum(errors) / len(errors):.2g}" if errors else "-"
     masses = [mass for layer in run.layers for mass in layer.kept_mass or ()]
-    yield f"{sum(masses) / len(masses):.1%}" if masses else "-"
+    about = "~" if "estimate" in kept_mass_sources(run) else ""
+    yield f"{about}{sum(masses) / len(masses):.1%}" if masses else "-"
 
 
 def _word(run: "Run") -> str:
@@ -240,17 +354,6 @@ def _configurations(
     taken = [dense.name, *(each.name for each in candidates)]
     exact = None if floor is None else read_configurations(floor, name="--floor", taken=taken)
     return dense, exact, candidates
-
-
-def _refuse_ranks(args: ServerArgs) -> None:
-    from multimodal_gen.runtime.distributed.launch import is_launched_rank
-
-    if is_launched_rank() or args.num_gpus not in (None, 1):
-        got = "torchrun" if is_launched_rank() else f"--num-gpus {args.num_gpus}"
-        raise UsageError(
-            f"a comparison must run on one GPU, got {got}: layers are replayed on whole q, k and "
-            f"v, which no rank has; leave --num-gpus out"
-        )
 
 
 def _seeds(text: str) -> tuple[int, ...]:

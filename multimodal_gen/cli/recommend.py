@@ -100,7 +100,7 @@ def recommend(
         _refuse_search(prompt, prompts, backends, settings)
         report = _read(comparison)
     else:
-        report = run_comparison(
+        found_report = run_comparison(
             settings,
             backends=backends or ";".join(choice.GRID),
             folder=comparison,
@@ -111,6 +111,9 @@ def recommend(
             resume=comparison.exists(),
             replayed_steps=0,
         )
+        if found_report is None:
+            return
+        report = found_report
         if not as_json:
             print_report(report)
             typer.echo("")

@@ -8,10 +8,11 @@ from typing import Any
 from multimodal_gen import __version__
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import AttentionHandle, apply
-from multimodal_gen.runtime.comparison.configurations import read_configurations
+from multimodal_gen.runtime.comparison.configurations import Plan, read_configurations
 from multimodal_gen.runtime.comparison.page import require_page, write_page
 from multimodal_gen.runtime.comparison.record import Report
-from multimodal_gen.runtime.comparison.run import Comparison, Plan
+from multimodal_gen.runtime.comparison.run import Comparison
+from multimodal_gen.runtime.distributed.groups import is_main_rank
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -30,6 +31,7 @@ def compare(
     floor: str | Sequence[str] | None = None,
     resume: bool = False,
     replayed_steps: int = 3,
+    layers_for: int | None = None,
     page: bool = True,
     negative_prompt: str | None = None,
     height: int | None = None,
@@ -43,7 +45,8 @@ def compare(
 ) -> Report:
     """Compare attention backends on a loaded pipeline, as `sglang attention compare` does.
 
-    The pipeline is used as it is, on the device it is on, and left as it was found.
+    The pipeline is used as it is, on the device it is on, and left as it was found. After
+    `init_parallel` every rank calls this with the same arguments, and gets the same report.
 
     Args:
         pipe: a diffusers pipeline, to which nothing is applied.
@@ -55,8 +58,9 @@ def compare(
         reference: the dense backend that the others are compared with. Default: torch_sdpa.
         floor: exact backends for the noise. Default: up to two that this machine has.
         resume: go on with what the folder holds; otherwise it must be new or empty.
-        replayed_steps: denoising steps of the first generation whose attention calls are given to
-            all backends, for errors by layer and head; 0 for none. Default: 3.
+        replayed_steps: denoising steps of a generation whose attention calls are given to all
+            backends, for errors by layer and head; 0 for none. Default: 3.
+        layers_for: prompts and seeds of which that is done, one of each prompt first. Default: all.
         page: whether to write report.html too, which needs the extra `compare`. Default: yes.
         negative_prompt: what to keep out. Default: none.
         height: in pixels. Default: the pipeline's, as for all of the following.
@@ -95,6 +99,7 @@ def compare(
         folder=Path(output),
         resume=resume,
         replayed_steps=replayed_steps,
+        layers_for=layers_for,
     )
     args = ServerArgs(
         model_path=str(getattr(pipe, "name_or_path", "") or type(pipe).__name__),
@@ -127,7 +132,7 @@ def run_plan(
         return apply(target, scope=scope)
 
     report = Comparison(pipe, index, args, plan, attach, __version__, say).run()
-    if page:
+    if page and is_main_rank():
         write_page(report, plan.folder, plan.folder / "report.html")
     return report
 

@@ -35,7 +35,6 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--num-gpus", "2"), "a comparison must run on one GPU, got --num-gpus 2"),
         (("--seeds", "3-1"), "--seeds must be seeds and ranges such as 0-3,7, got '3-1'"),
         (("--seeds", "x"), "--seeds must be seeds and ranges"),
         (("--reference", "video_sparse_attn"), "--reference must be a dense backend"),

@@ -8,14 +8,15 @@ that `--attention-backend-config` takes.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 
-__all__ = ["EXACT_KERNELS", "Configuration", "read_configuration", "read_configurations"]
+__all__ = ["EXACT_KERNELS", "Configuration", "Plan", "read_configuration", "read_configurations"]
 
 EXACT_KERNELS = (
     "torch_sdpa",
@@ -52,6 +53,57 @@ class Configuration:
     parameters: Mapping[str, Any]
     settings: str
     scope: SelectionScope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is compared.
+
+    Attributes:
+        prompts: what is generated, each once.
+        seeds: of every prompt.
+        reference: what the others are compared with; a dense backend.
+        candidates: what is compared with it.
+        floor: exact kernels for the noise; None for up to two that this machine has.
+        folder: where everything goes.
+        resume: go on with what the folder holds.
+        replayed_steps: denoising steps whose calls are replayed; 0 for none.
+        layers_for: prompts and seeds whose calls are replayed, one of each prompt first; None for
+            all.
+    """
+
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+    reference: Configuration
+    candidates: tuple[Configuration, ...]
+    floor: tuple[Configuration, ...] | None = None
+    folder: Path
+    resume: bool = False
+    replayed_steps: int = 3
+    layers_for: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompts or not self.seeds:
+            raise UsageError("a comparison must have at least one prompt and one seed, got none")
+        asked = self.reference.scope.default
+        assert asked is not None, "a configuration names a backend"
+        assert asked.backend is not None, "a configuration names a backend"
+        if asked.backend.is_sparse:
+            raise UsageError(
+                f"--reference must be a dense backend, got {self.reference.text!r}, which leaves "
+                f"pairs out; try torch_sdpa"
+            )
+
+    @property
+    def clips(self) -> tuple[tuple[int, int], ...]:
+        """What is generated: index of the prompt, and the seed."""
+        return tuple((prompt, seed) for prompt in range(len(self.prompts)) for seed in self.seeds)
+
+    @property
+    def replayed_clips(self) -> tuple[tuple[int, int], ...]:
+        """Those of them whose calls are replayed."""
+        by_seed = [(prompt, seed) for seed in self.seeds for prompt in range(len(self.prompts))]
+        return tuple(by_seed[: self.layers_for]) if self.replayed_steps else ()
 
 
 def read_configurations(

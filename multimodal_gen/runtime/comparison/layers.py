@@ -5,11 +5,13 @@ backends too, whole, with the reference's q, k and v, and their outputs are drop
 kept is how far a few rows are from exact attention of these rows (`generator/attention_check.py`).
 So nothing of a run is stored, and no error of an earlier layer or step is counted twice.
 
-How much of the attention's weight a sparse method keeps is measured on what ran, not on what it was
-meant to keep. The call is made once more with values r_j that are random signs. Row i of exact
-attention is then sum_j p_ij r_j. Where the method keeps the keys K of the row, and its scores are
-exact, its output is sum_K p_ij r_j / m_i, with m_i = sum_K p_ij the weight that is kept. Signs of
-different keys are uncorrelated, so
+How much of the attention's weight a sparse method keeps is read from its plan where it tells that
+(`sparse/kept_pairs.py`): the sum of the exact weights of the sampled rows over the keys they keep.
+The authors' own packages do not tell. Then it is estimated from what ran: the call is made once
+more with values r_j that are random signs. Row i of exact attention is then sum_j p_ij r_j. Where
+the method keeps the keys K of the row, and its scores are exact, its output is
+sum_K p_ij r_j / m_i, with m_i = sum_K p_ij the weight that is kept. Signs of different keys are
+uncorrelated, so
 
     E[output . exact] / E[output . output] = (sum_K p_ij^2 / m_i) / (sum_K p_ij^2 / m_i^2) = m_i
 
@@ -20,27 +22,39 @@ Where a head looks is found in the same way, with values that tell in which cell
 a key lies: channel c of a row is the weight of cell c.
 
 A call is replayed on a layer that is made for it, so that nothing is carried on: methods that keep
-something from step to step start anew.
+something from step to step start anew. Where a checkpoint has gates of a coarse branch, methods
+that have one get the gate of the reference's own input. On several ranks each replays all tokens of
+a share of the heads (`ranks.py`).
 
 Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head size.
 """
 
+import math
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
-from multimodal_gen.runtime.comparison.record import LayerErrors, MaskPicture
-from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
+from multimodal_gen.runtime.comparison.ranks import HeadShare, RankResult, share_of_heads
+from multimodal_gen.runtime.comparison.record import LayerErrors, LayerSpread, MaskPicture
+from multimodal_gen.runtime.generator.attention_check import (
+    exact_rows,
+    exact_weights,
+    head_slices,
+    row_errors,
+    sample_rows,
+)
 from multimodal_gen.runtime.generator.index import first_line, is_out_of_memory
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import ToldPairs, told_pairs
 from multimodal_gen.runtime.layers.attention.sparse.tiles import layout_of
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
@@ -48,9 +62,22 @@ from multimodal_gen.runtime.managers.forward_context import (
     use_forward_context,
 )
 
-__all__ = ["Measured", "Replay", "WarmUp", "grid_cells", "kept_mass", "sampled_steps"]
+__all__ = [
+    "Measured",
+    "Replay",
+    "WarmUp",
+    "averaged",
+    "grid_cells",
+    "kept_mass",
+    "mass_of_plan",
+    "merged",
+    "sampled_steps",
+]
 
 _Serve: TypeAlias = Callable[[AttentionCall], torch.Tensor]
+
+_Place: TypeAlias = tuple[str, str, int, str | None]
+"""Which call it is: component, name, step and guidance branch."""
 
 _CELLS = 512  # of a picture, at most
 _DIGITS = 5
@@ -81,6 +108,7 @@ class Replay:
         scopes: what the other runs ask for, by name.
         num_steps: how many denoising steps are replayed, spread evenly over the generation.
         apart: encloses all that is done beside the generation.
+        pictures: whether to draw where chosen heads look.
 
     Attributes:
         found: what was found, by name; complete when the generation is.
@@ -92,12 +120,15 @@ class Replay:
         scopes: Mapping[str, SelectionScope],
         num_steps: int,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        pictures: bool = True,
     ) -> None:
         self.found = {name: Measured() for name in (reference, *scopes)}
         self._reference = reference
         self._scopes = dict(scopes)
         self._num_steps = num_steps
         self._apart = apart
+        self._pictures = pictures
         self._pictured: set[tuple[str, str | None, int | None]] = set()
 
     def __call__(self, layer: AttentionLayer, call: AttentionCall, serve: _Serve) -> torch.Tensor:
@@ -110,37 +141,43 @@ class Replay:
         if context.current_timestep in steps:
             with self._apart(), torch.no_grad(), watching(None):
                 seen = call.autocast() if call.autocasts else call
-                picture = context.current_timestep == max(steps)
-                self._measure(layer, seen, out, context, picture=picture)
+                share = share_of_heads(layer, seen, out)
+                if share.call.query.shape[2]:
+                    picture = self._pictures and context.current_timestep == max(steps)
+                    self._measure(layer, share, context, picture=picture)
         return out
 
     def _measure(
         self,
         layer: AttentionLayer,
-        call: AttentionCall,
-        out: torch.Tensor,
+        share: HeadShare,
         context: ForwardContext,
         *,
         picture: bool,
     ) -> None:
+        call = share.call
         seed = 1_000 * context.current_timestep + (layer.site.layer or 0)
         rows = sample_rows(call.query.shape[1], seed).to(call.query.device)
-        signs = _random_signs(call.value, seed)
-        truth, of_signs = exact_rows(layer, call, rows, (call.value, signs))
-        errors = row_errors(out[:, rows], truth)
-        self._add(self._reference, layer, context, _served(layer), errors, 1.0)
+        (truth,) = exact_rows(layer, call, rows, (call.value,))
+        errors = row_errors(share.out[:, rows], truth)
+        ran = _served(layer).selection.label
+        self._add(self._reference, layer, context, ran, errors, _Mass.of_dense(errors))
+        gated = _with_gate(call)
         for name, scope in self._scopes.items():
             measured = self.found[name]
             if measured.failure:
                 continue
             with _failing_into(measured):
                 other = layer.like(scope)
-                errors = row_errors(other.attend(call)[:, rows], truth)
-                ran, mass = _served(other), None
-                density = dict(ran.densities).get(context.current_timestep, 1.0)
+                asked = gated if other.takes_gate else call
+                with told_pairs() as told:
+                    errors = row_errors(other.attend(asked)[:, rows], truth)
+                ran = _served(other).selection.label
+                density = dict(_served(other).densities).get(context.current_timestep, 1.0)
+                mass = _Mass.of_dense(errors)
                 if density < 1:
-                    mass = kept_mass(other.attend(call._replace(value=signs))[:, rows], of_signs)
-                self._add(name, layer, context, ran, errors, density, mass)
+                    mass = _kept_by(layer, other, call, rows, told, seed)
+                self._add(name, layer, context, ran, errors, replace(mass, density=density))
                 if density < 1 and picture:
                     self._picture(name, other, call, context)
 
@@ -149,14 +186,11 @@ class Replay:
         name: str,
         layer: AttentionLayer,
         context: ForwardContext,
-        ran: ReportEntry,
+        ran: str,
         errors: torch.Tensor,
-        density: float,
-        mass: torch.Tensor | None = None,
+        mass: "_Mass",
     ) -> None:
         l1, l2, cosine = errors.tolist()
-        heads = len(l1)
-        kept = (1.0,) * heads if density == 1 else None
         self.found[name].layers.append(
             LayerErrors(
                 component=layer.site.component or "",
@@ -164,12 +198,13 @@ class Replay:
                 layer=layer.site.layer or 0,
                 step=context.current_timestep,
                 branch=context.cfg_branch,
-                backend=ran.selection.label,
+                backend=ran,
                 relative_l1=_rounded(l1),
                 relative_l2=_rounded(l2),
                 cosine=_rounded(cosine, 9),
-                kept_mass=kept if mass is None else _rounded(mass.tolist()),
-                density=density,
+                kept_mass=_rounded(mass.kept.tolist()),
+                kept_mass_source=mass.source,
+                density=mass.density,
             )
         )
 
@@ -189,9 +224,136 @@ class Replay:
         if site.layer not in (count // 2, count - 1):
             return
         self._pictured.add(key)
-        heads = call.query.shape[2]
-        chosen = sorted({0, heads // 2, heads - 1})
+        heads = layer.geometry.num_heads
+        own = range(call.first_head, call.first_head + call.query.shape[2])
+        chosen = sorted({0, heads // 2, heads - 1} & {*own})
         self.found[name].masks.extend(_pictures(layer, call, context, chosen))
+
+
+def merged(results: Sequence[RankResult[dict[str, Measured]]]) -> dict[str, Measured]:
+    """Return what all ranks found together, by name.
+
+    Heads of the ranks that share a sequence are put side by side. Where ranks of both guidance
+    branches have something of a call, because both computed it or half of its batch each, it is
+    the mean of the two.
+
+    Args:
+        results: what each rank found, by guidance branch and place in the sequence; the first name
+            is the reference's.
+    """
+    branches: dict[int, list[dict[str, Measured]]] = {}
+    for each in results:
+        branches.setdefault(each.cfg, []).append(each.result)
+    found: dict[str, Measured] = {}
+    whole: dict[_Place, int] = {}
+    for name in results[0].result:
+        of_name = [[rank[name] for rank in ranks] for ranks in branches.values()]
+        found[name] = _merged(of_name)
+        for errors in found[name].layers:  # the reference's first, which lack no head
+            whole.setdefault(_place(errors), len(errors.relative_l1))
+        # Of a call that failed on a rank, its heads are missing.
+        layers = [x for x in found[name].layers if len(x.relative_l1) == whole[_place(x)]]
+        found[name].layers = layers
+    return found
+
+
+def averaged(clips: Sequence[Sequence[LayerErrors]]) -> tuple[LayerErrors, ...]:
+    """Return the means of what was found over prompts and seeds, with their spread."""
+    by_place: dict[_Place, list[LayerErrors]] = {}
+    for clip in clips:
+        for each in clip:
+            by_place.setdefault(_place(each), []).append(each)
+    return tuple(
+        replace(_mean_of(found), clips=len(found), spread=_spread_of(found))
+        for found in by_place.values()
+    )
+
+
+def _place(errors: LayerErrors) -> _Place:
+    return errors.component, errors.name, errors.step, errors.branch
+
+
+def _merged(branches: Sequence[Sequence[Measured]]) -> Measured:
+    by_place: dict[_Place, list[LayerErrors]] = {}
+    masks: dict[tuple[str, int, int, int], MaskPicture] = {}
+    for ranks in branches:
+        parts: dict[_Place, list[LayerErrors]] = {}
+        for measured in ranks:
+            for each in measured.layers:
+                parts.setdefault(_place(each), []).append(each)
+            for mask in measured.masks:
+                masks.setdefault((mask.component, mask.layer, mask.head, mask.step), mask)
+        for place, found in parts.items():
+            by_place.setdefault(place, []).append(_side_by_side(found))
+    return Measured(
+        layers=[_mean_of(found) for found in by_place.values()],
+        masks=[masks[key] for key in sorted(masks)],
+        failure=next((x.failure for ranks in branches for x in ranks if x.failure), ""),
+    )
+
+
+def _side_by_side(parts: Sequence[LayerErrors]) -> LayerErrors:
+    """Return one call whose heads are on several ranks."""
+    heads = [len(part.relative_l1) for part in parts]
+    weighed = (n * part.density for n, part in zip(heads, parts, strict=True))
+    mass = tuple(m for part in parts for m in part.kept_mass or ())
+    return replace(
+        parts[0],
+        relative_l1=tuple(x for part in parts for x in part.relative_l1),
+        relative_l2=tuple(x for part in parts for x in part.relative_l2),
+        cosine=tuple(x for part in parts for x in part.cosine),
+        kept_mass=mass if len(mass) == sum(heads) else None,
+        kept_mass_source=_source_of(parts),
+        density=parts[0].density if len(parts) == 1 else sum(weighed) / sum(heads),
+    )
+
+
+def _mean_of(found: Sequence[LayerErrors]) -> LayerErrors:
+    """Return the mean of the same layer at the same step."""
+    if len(found) == 1:
+        return found[0]
+    masses = [each.kept_mass for each in found if each.kept_mass is not None]
+    return replace(
+        found[0],
+        relative_l1=_means([each.relative_l1 for each in found]),
+        relative_l2=_means([each.relative_l2 for each in found]),
+        cosine=_means([each.cosine for each in found], 9),
+        kept_mass=_means(masses) if masses else None,
+        kept_mass_source=_source_of(found),
+        density=statistics.fmean(each.density for each in found),
+    )
+
+
+def _spread_of(found: Sequence[LayerErrors]) -> LayerSpread | None:
+    if len(found) == 1:
+        return None
+    masses = [each.kept_mass for each in found if each.kept_mass is not None]
+    return LayerSpread(
+        relative_l1=_deviations([each.relative_l1 for each in found]),
+        relative_l2=_deviations([each.relative_l2 for each in found]),
+        cosine=_deviations([each.cosine for each in found]),
+        kept_mass=_deviations(masses) if masses else None,
+    )
+
+
+def _source_of(found: Sequence[LayerErrors]) -> Literal["dense", "plan", "estimate"] | None:
+    """Return the least exact of the ways in which masses were found."""
+    sources = {each.kept_mass_source for each in found}
+    ways: tuple[Literal["estimate", "plan", "dense"], ...] = ("estimate", "plan", "dense")
+    return next((way for way in ways if way in sources), None)
+
+
+def _means(rows: Sequence[Sequence[float]], digits: int = _DIGITS) -> tuple[float, ...]:
+    return _rounded((sum(each) / len(each) for each in zip(*rows, strict=True)), digits)
+
+
+def _deviations(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return standard deviations, n - 1, by head."""
+    found = []
+    for each in zip(*rows, strict=True):
+        mean = sum(each) / len(each)
+        found.append(math.sqrt(sum((x - mean) ** 2 for x in each) / max(len(each) - 1, 1)))
+    return _rounded(found)
 
 
 class WarmUp:
@@ -230,9 +392,10 @@ class WarmUp:
             return out
         self._done.add(key)
         with torch.no_grad(), watching(None):
-            for name in self._scopes:
+            share = share_of_heads(layer, call, out)
+            for name in self._scopes if share.call.query.shape[2] else ():
                 if name not in self._failed:
-                    self._warm(name, layer, call, context)
+                    self._warm(name, layer, share.call, context)
         return out
 
     def _warm(
@@ -247,11 +410,82 @@ class WarmUp:
                     context, current_timestep=step, num_steps=self._num_steps, request_id=None
                 )
                 with use_forward_context(at_step):
-                    other.attend(call)
+                    other.attend(_with_gate(call) if other.takes_gate else call)
         self._wait()
         self.seconds[name] += time.perf_counter() - start
         if outcome.failure:  # its own run will say so
             self._failed.add(name)
+
+
+def _with_gate(call: AttentionCall) -> AttentionCall:
+    """Return a call as layers with a coarse branch get it."""
+    return call if call.spare_gate is None else call._replace(gate=call.spare_gate())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Mass:
+    """What sampled rows of a call keep.
+
+    Attributes:
+        kept: share of their exact weight, [H].
+        source: see `LayerErrors`.
+        density: the same.
+    """
+
+    kept: torch.Tensor
+    source: Literal["dense", "plan", "estimate"]
+    density: float = 1.0
+
+    @classmethod
+    def of_dense(cls, errors: torch.Tensor) -> "_Mass":
+        """Return that of dense attention, for the heads of its `errors`, [3, H]."""
+        return cls(kept=torch.ones_like(errors[0]), source="dense")
+
+
+def _kept_by(
+    layer: AttentionLayer,
+    other: AttentionLayer,
+    call: AttentionCall,
+    rows: torch.Tensor,
+    told: Sequence[ToldPairs],
+    seed: int,
+) -> _Mass:
+    """Return what sampled rows of a sparse call keep: exactly, if the method told its plan."""
+    covered = {head for each in told for head in range(each.heads.start, each.heads.stop)}
+    if covered == {*range(call.query.shape[2])}:
+        return _Mass(kept=mass_of_plan(layer, call, rows, told), source="plan")
+    signs = _random_signs(call, seed)
+    (exact,) = exact_rows(layer, call, rows, (signs,))
+    seen = other.attend(call._replace(value=signs))[:, rows]
+    return _Mass(kept=kept_mass(seen, exact), source="estimate")
+
+
+def mass_of_plan(
+    layer: AttentionLayer, call: AttentionCall, rows: torch.Tensor, told: Sequence[ToldPairs]
+) -> torch.Tensor:
+    """Return the share of exact attention's weight that rows keep by what a method told.
+
+    Args:
+        layer: whose call it is.
+        call: the call.
+        rows: int64 [R], which queries.
+        told: what all query heads of the call keep.
+
+    Returns:
+        [H] in fp64, mean over rows and batch.
+    """
+    found = torch.zeros(call.query.shape[2], dtype=torch.float64, device=call.query.device)
+    group = call.query.shape[2] // call.key.shape[2]
+    for part in head_slices(call, rows, (call.value,)):
+        weights = exact_weights(layer, call, rows, part).flatten(1, 2)  # [B, h, R, Sk]
+        first, stop = part.start * group, part.stop * group
+        for each in told:
+            start, end = max(first, each.heads.start), min(stop, each.heads.stop)
+            if start < end:
+                kept = each.of_rows(rows, slice(start - each.heads.start, end - each.heads.start))
+                share = (weights[:, start - first : end - first] * kept).sum(-1)
+                found[start:end] = share.mean((0, 2)).to(found.dtype)
+    return found
 
 
 def sampled_steps(num_steps: int, count: int) -> tuple[int, ...]:
@@ -332,7 +566,7 @@ def _pictures(
     shape = [-(-axis // step) for axis, step in zip(grid, cell, strict=True)]
     for head in heads:
         found = [
-            torch.cat(parts, dim=1)[head, :num].double().reshape(shape).tolist()
+            torch.cat(parts, dim=1)[head - call.first_head, :num].double().reshape(shape).tolist()
             for parts in (kept, exact)
         ]
         yield MaskPicture(
@@ -363,10 +597,13 @@ def _is_measured(layer: AttentionLayer) -> bool:
     return layer.site.role is AttentionRole.SELF and layer.site.layer is not None
 
 
-def _random_signs(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return signs in the shape of `like`, by a generator of their own."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    signs = torch.empty_like(like).bernoulli_(0.5, generator=generator)
+def _random_signs(call: AttentionCall, seed: int) -> torch.Tensor:
+    """Return signs in the shape of a call's values, the same for a head whichever rank has it."""
+    signs = torch.empty_like(call.value)
+    first = call.first_head * call.value.shape[2] // call.query.shape[2]
+    for head in range(signs.shape[2]):
+        generator = torch.Generator(signs.device).manual_seed(1_000 * (first + head) + seed)
+        signs[:, :, head].bernoulli_(0.5, generator=generator)
     return signs.mul_(2).sub_(1)
 
 

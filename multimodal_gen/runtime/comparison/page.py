@@ -28,7 +28,13 @@ from multimodal_gen.runtime.comparison.plots import (
     series_of,
     time_against_quality,
 )
-from multimodal_gen.runtime.comparison.record import Generation, MaskPicture, Report, Run
+from multimodal_gen.runtime.comparison.record import (
+    Generation,
+    MaskPicture,
+    Report,
+    Run,
+    kept_mass_sources,
+)
 from multimodal_gen.runtime.comparison.verdict import FACTOR, MEASURES, Beside, beside_noise
 from multimodal_gen.runtime.generator.output import Staging
 
@@ -186,6 +192,7 @@ def _context(report: Report) -> dict[str, Any]:
         "steps": steps,
         "maps": maps,
         "layer_table": _layer_table(report),
+        "layer_clips": _layer_clips(report),
         "masks": masks,
         "terms": _TERMS,
         "environment": _environment(report),
@@ -373,7 +380,20 @@ def _layer_table(report: Report) -> dict[str, Any]:
     ):
         means = [_mean([f for call in run.layers for f in figures(call)], "{:.4f}") for run in runs]
         rows.append((label, means))
+    rows.append(("mass kept, from", [", ".join(kept_mass_sources(run)) or "-" for run in runs]))
+    spreads = [[call.spread for call in run.layers if call.spread is not None] for run in runs]
+    if any(spreads):
+        means = [_mean([f for each in of for f in each.relative_l2], "{:.2e}") for of in spreads]
+        rows.append(("error, spread over clips", means))
     return {"heads": [run.name for run in runs], "rows": rows}
+
+
+def _layer_clips(report: Report) -> str:
+    """Say how many clips the errors of layers are means of; "" without any."""
+    clips = max((call.clips for run in report.runs for call in run.layers), default=0)
+    if not clips:
+        return ""
+    return "one prompt and seed" if clips == 1 else f"{clips} prompts and seeds"
 
 
 def _mean(figures: Sequence[float], form: str) -> str:

@@ -9,6 +9,7 @@
           frames: FrameMetrics           against the reference's clip of the same prompt and seed
         cost: Cost
         layers: LayerErrors, ...         against exact attention on the reference's q, k and v
+          spread: LayerSpread            over prompts and seeds
         masks: MaskPicture, ...
         verdict: Verdict
 
@@ -40,6 +41,7 @@ __all__ = [
     "FrameMetrics",
     "Generation",
     "LayerErrors",
+    "LayerSpread",
     "MaskPicture",
     "Model",
     "Report",
@@ -47,12 +49,13 @@ __all__ = [
     "Verdict",
     "as_json",
     "from_json",
+    "kept_mass_sources",
     "read_record",
     "write_record",
 ]
 
 SCHEMA = "multimodal_gen.comparison"
-VERSION = 1
+VERSION = 2
 
 _RecordT = TypeVar("_RecordT")
 
@@ -64,6 +67,7 @@ class Environment:
     Attributes:
         device: torch's name and the GPU's, e.g. "cuda:0 (NVIDIA H200)"; "cpu".
         num_ranks: GPUs, or CPU processes, that shared the work.
+        mesh: how they did: "cfg", "ring" and "ulysses" ranks; None for one.
         versions: of Python, torch, CUDA, diffusers and so on; None for what is not installed.
         multimodal_gen: version of this package.
         commit: git commit of this package's checkout, or None outside one.
@@ -71,6 +75,7 @@ class Environment:
 
     device: str
     num_ranks: int = 1
+    mesh: Mapping[str, int] | None = None
     versions: Mapping[str, str | None]
     multimodal_gen: str
     commit: str | None = None
@@ -168,6 +173,8 @@ class Cost:
         density: share of query-key pairs that self-attention of the denoisers attends to, mean over
             calls; 1 for dense backends.
         attention_share: time in attention over that of the denoising steps.
+
+    On several ranks times are those of the first, memory is that of the rank with the most.
     """
 
     step_seconds: float
@@ -179,11 +186,28 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerErrors:
-    """One call of one self-attention layer, replayed on the reference's q, k and v.
+class LayerSpread:
+    """Standard deviations (n - 1) over prompts and seeds of what `LayerErrors` has the means of.
 
-    Errors are those of sampled query rows against exact attention of these rows, fp32 or better.
-    Lists have an entry per query head.
+    Attributes:
+        relative_l1: by query head, as all of these.
+        relative_l2: the same.
+        cosine: the same.
+        kept_mass: the same; None where the mean is.
+    """
+
+    relative_l1: tuple[float, ...]
+    relative_l2: tuple[float, ...]
+    cosine: tuple[float, ...]
+    kept_mass: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerErrors:
+    """One self-attention layer at one step, replayed on the reference's q, k and v.
+
+    Errors are those of sampled query rows against exact attention of these rows, fp32 or better;
+    means over the prompts and seeds that were replayed. Lists have an entry per query head.
 
     Attributes:
         component: pipeline component, e.g. "transformer_2".
@@ -195,10 +219,15 @@ class LayerErrors:
         relative_l1: sum of |error| over sum of |truth|.
         relative_l2: the same with squares, and a root over each sum.
         cosine: of the two vectors of a row, mean over rows.
-        kept_mass: share of exact attention's weight that falls on pairs that are kept, an estimate
-            (see `layers.py`); None where it was not measured.
+        kept_mass: share of exact attention's weight that falls on pairs that are kept; None where
+            it was not measured.
+        kept_mass_source: "plan" where it is exact, the sum over the keys that the method's plan
+            keeps; "estimate" where the plan is not known (see `layers.py`), within 0.01 or so;
+            "dense" where nothing is left out.
         density: share of pairs that the call attends to, over all heads; 1 for dense backends, and
             for calls that a sparse method leaves to one.
+        clips: prompts and seeds that it is the mean of.
+        spread: over them; None for one.
     """
 
     component: str
@@ -211,7 +240,10 @@ class LayerErrors:
     relative_l2: tuple[float, ...]
     cosine: tuple[float, ...]
     kept_mass: tuple[float, ...] | None = None
+    kept_mass_source: Literal["dense", "plan", "estimate"] | None = None
     density: float = 1.0
+    clips: int = 1
+    spread: LayerSpread | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +327,12 @@ class Run:
     frames_mean: FrameMetrics | None = None
     frames_spread: FrameMetrics | None = None
     verdict: Verdict | None = None
+
+
+def kept_mass_sources(run: Run) -> tuple[str, ...]:
+    """Return how the masses of a run that leaves something out were found; empty for others."""
+    found = {call.kept_mass_source for call in run.layers}
+    return tuple(source for source in ("plan", "estimate") if source in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,16 @@
 """Runs a comparison: one loaded pipeline, one backend after the other, the reference first.
 
     warm-up       a short generation of the reference, whose calls all backends get a few of
-    reference     every prompt with every seed; calls of the first one are replayed (`layers.py`)
+    reference     every prompt with every seed; some of its calls are replayed (`layers.py`)
     floor         the same on other exact kernels: what differs there means nothing
     candidates    the same on each of the backends asked for
     metrics       clips against the reference's, verdicts, the report
 
 A backend that cannot serve the model, fails or runs out of memory is a row with a message; only the
 reference must run. Whatever finished is kept, and found again by `resume`.
+
+On several ranks all of them generate, in step (`ranks.py`); the first one says what is left to do,
+keeps the files, measures and judges.
 """
 
 import datetime
@@ -16,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -27,29 +30,35 @@ from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
     Configuration,
+    Plan,
     read_configuration,
 )
-from multimodal_gen.runtime.comparison.cost import Meter, cost_of
-from multimodal_gen.runtime.comparison.frames import measure_frames, summarise
-from multimodal_gen.runtime.comparison.layers import Measured, Replay, WarmUp
+from multimodal_gen.runtime.comparison.cost import Meter, Spent, together
+from multimodal_gen.runtime.comparison.layers import Measured, Replay, WarmUp, merged
+from multimodal_gen.runtime.comparison.ranks import (
+    GenerationError,
+    RankResult,
+    Ranks,
+    said_by_main,
+)
 from multimodal_gen.runtime.comparison.record import (
+    VERSION,
     Environment,
     Generation,
     Model,
     Report,
-    Run,
     write_record,
 )
+from multimodal_gen.runtime.comparison.results import LatentSteps, Results, Todo
 from multimodal_gen.runtime.comparison.store import (
+    FatalFailure,
     Store,
-    StoredGeneration,
-    StoredMetrics,
-    StoredReplay,
-    clip_writers,
+    note_failure,
+    noted_failures,
     weights_digest,
 )
 from multimodal_gen.runtime.comparison.verdict import judged
-from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise, out_of_memory_explained
 from multimodal_gen.runtime.generator.index import PipelineIndex, first_line, is_out_of_memory
@@ -60,19 +69,24 @@ from multimodal_gen.runtime.generator.sampling import (
     output_size,
     prepare_call,
 )
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import provides
+from multimodal_gen.runtime.layers.attention.backends.registry import (
+    current_environment,
+    find_backend,
+)
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.managers.generation import Generation as Described
 from multimodal_gen.runtime.managers.generation import describe_generation
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
-__all__ = ["AttachScope", "Attached", "Comparison", "Plan"]
+__all__ = ["AttachScope", "Attached", "Comparison"]
 
 _SETTINGS = (*CALL_SETTINGS, "fps")
 _FLOORS = 2  # exact kernels beside the reference, where there are as many
-_LATENT_VALUES = 1 << 18  # of the latents of a step, at most
 _WARM_UP_STEPS = 2
 
 
@@ -90,43 +104,6 @@ AttachScope: TypeAlias = Callable[[Any, SelectionScope], Attached]
 """Attaches what a scope asks for to a pipeline; layers above the runtime pass it in."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is compared.
-
-    Attributes:
-        prompts: what is generated, each once.
-        seeds: of every prompt.
-        reference: what the others are compared with; a dense backend.
-        candidates: what is compared with it.
-        floor: exact kernels for the noise; None for up to two that this machine has.
-        folder: where everything goes.
-        resume: go on with what the folder holds.
-        replayed_steps: denoising steps whose calls are replayed; 0 for none.
-    """
-
-    prompts: tuple[str, ...]
-    seeds: tuple[int, ...]
-    reference: Configuration
-    candidates: tuple[Configuration, ...]
-    floor: tuple[Configuration, ...] | None = None
-    folder: Path
-    resume: bool = False
-    replayed_steps: int = 3
-
-    def __post_init__(self) -> None:
-        if not self.prompts or not self.seeds:
-            raise UsageError("a comparison must have at least one prompt and one seed, got none")
-        asked = self.reference.scope.default
-        assert asked is not None, "a configuration names a backend"
-        assert asked.backend is not None, "a configuration names a backend"
-        if asked.backend.is_sparse:
-            raise UsageError(
-                f"--reference must be a dense backend, got {self.reference.text!r}, which leaves "
-                f"pairs out; try torch_sdpa"
-            )
-
-
 class Comparison:
     """One comparison on a loaded pipeline.
 
@@ -140,8 +117,7 @@ class Comparison:
         say: takes a line about progress.
 
     Raises:
-        UsageError: an option does not fit the pipeline, the folder is in use, or ranks share the
-            work of this process.
+        UsageError: an option does not fit the pipeline, or the folder is in use.
     """
 
     def __init__(
@@ -154,22 +130,23 @@ class Comparison:
         version: str,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        if parallel_groups() is not None:
-            raise UsageError(
-                "a comparison must run on one GPU, got one of several ranks: layers are replayed "
-                "on whole q, k and v, which no rank has; call leave_parallel first"
-            )
         args = replace(args, num_outputs=1, prompt=plan.prompts[0], seed=plan.seeds[0])
         check_arguments(index, args)
         check_loaded(pipe, args)
         if index.kind == "video":
             output.require_encoder()
         self._pipe, self._index, self._args, self._plan = pipe, index, args, plan
-        self._attach, self._say = attach, say
+        self._attach = attach
+        self._is_main = is_main_rank()
+        self._say = say if self._is_main else _say_nothing
         self._device = torch.device(pipe._execution_device)
         versions = output.versions(self._device)
+        groups = parallel_groups()
+        mesh = None if groups is None else groups.mesh
         self._environment = Environment(
             device=str(versions.pop("device")),
+            num_ranks=1 if mesh is None else mesh.world_size,
+            mesh=None if mesh is None else asdict(mesh),
             versions={name: None if it is None else str(it) for name, it in versions.items()},
             multimodal_gen=version,
             commit=_commit(),
@@ -188,19 +165,24 @@ class Comparison:
             "environment": self._environment,
             "model": replace(self._model, path=""),
             "settings": self._settings,
+            "version": VERSION,
         }
-        self._store = Store(plan.folder, depends, resume=plan.resume)
+        self._kept = Store(plan.folder, depends, resume=plan.resume) if self._is_main else None
+        self._ranks = Ranks(self._device, _described)
         self._warm_up_seconds: dict[str, float] = {}
         self._unserved: dict[str, str] = {}
         self._highest = 0
-        self._fps = 1
+        self._results: Results | None = None
         self._progress: _Progress | None = None
         # Beside a GPU that generates the next clip; a CPU has nothing to spare.
-        self._beside = ThreadPoolExecutor(1) if self._device.type != "cpu" else None
+        beside = self._is_main and self._device.type != "cpu"
+        self._beside = ThreadPoolExecutor(1) if beside else None
         self._notes: list[str] = []
 
     def run(self) -> Report:
         """Run what is not done yet, and return the report, which is written, too.
+
+        Every rank has to call it, where there are several, and gets the same report.
 
         Raises:
             UsageError: the reference cannot run, or runs out of memory.
@@ -208,31 +190,55 @@ class Comparison:
         start = time.perf_counter()
         plan = self._plan
         with _left_as_found(self._pipe), out_of_memory_explained():
-            self._fps = prepare_call(self._pipe, self._index, self._args).fps
+            fps = prepare_call(self._pipe, self._index, self._args).fps
+            if self._kept is not None:
+                self._results = Results(self._kept, plan, fps)
             floor = self._floor() if plan.floor is None else plan.floor
             others = (*floor, *plan.candidates)
             for configuration in (plan.reference, *others):
                 self._check_served(configuration)
+            if plan.resume and self._is_main:
+                self._unserved |= self._noted_failures(others)
+            self._unserved = said_by_main(self._unserved)
             if plan.reference.name in self._unserved:
                 raise UsageError(
                     f"--reference must be a backend that serves the model, got "
                     f"{plan.reference.text!r}: {self._unserved[plan.reference.name]}"
                 )
             try:
-                self._run_reference(others)
-                failures = {each.name: self._run(each) for each in others}
+                served = [each for each in others if each.name not in self._unserved]
+                todo = said_by_main(Todo() if self._results is None else self._results.todo(served))
+                self._run_reference(todo, served)
+                failures = {each.name: self._run(each, todo) for each in others}
             finally:
                 if self._beside is not None:
                     self._beside.shutdown()
-        runs = [self._record_of(plan.reference, "")]
-        runs += [self._record_of(each, failures[each.name]) for each in others]
+        report = None
+        if self._results is not None:
+            report = self._report(self._results, floor, failures, start)
+        report = said_by_main(report)
+        assert report is not None, "the first rank makes it"
+        return report
+
+    def _report(
+        self,
+        results: Results,
+        floor: tuple[Configuration, ...],
+        failures: Mapping[str, str],
+        start: float,
+    ) -> Report:
+        """Measure, judge, and write the report."""
+        plan = self._plan
+        others = (*floor, *plan.candidates)
+        runs = [results.run_of(plan.reference, "")]
+        runs += [results.run_of(each, failures[each.name]) for each in others]
         report = Report(
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             environment=self._environment,
             model=self._model,
             settings={
                 **self._settings,
-                **({"fps": self._fps} if self._index.kind == "video" else {}),
+                **({"fps": results.fps} if self._index.kind == "video" else {}),
             },
             prompts=plan.prompts,
             seeds=plan.seeds,
@@ -241,7 +247,7 @@ class Comparison:
             candidates=tuple(runs[1 + len(floor) :]),
             seconds=time.perf_counter() - start,
             peak_memory=self._highest or None,
-            notes=tuple(dict.fromkeys(self._notes)),
+            notes=tuple(dict.fromkeys((*self._notes, *results.notes))),
         )
         report = judged(report)
         write_record(report, plan.folder / "report.json")
@@ -302,63 +308,45 @@ class Comparison:
 
     # Runs
 
-    def _run_reference(self, others: Sequence[Configuration]) -> None:
-        """Run the reference, and replay calls of its first generation on the others."""
-        plan = self._plan
-        served = [each for each in others if each.name not in self._unserved]
-        replayed = [
-            each
-            for each in (plan.reference, *served)
-            if plan.replayed_steps
-            and self._store.find(StoredReplay, self._replay_key(each)) is None
-        ]
-        missing = {each.name: self._missing(each) for each in (plan.reference, *served)}
-        first = (0, plan.seeds[0])
-        if replayed and first not in missing[plan.reference.name]:
-            missing[plan.reference.name].insert(0, first)
-        total = sum(map(len, missing.values()))
+    def _run_reference(self, todo: Todo, served: Sequence[Configuration]) -> None:
+        """Run the reference, and replay calls of its generations on the others."""
+        reference = self._plan.reference
+        missing = {*todo.missing[reference.name], *todo.replays}
+        clips = [clip for clip in self._plan.clips if clip in missing]
+        total = len(clips) + sum(len(todo.missing[each.name]) for each in served)
         self._progress = _Progress(total, self._say)
         if not total:
             return
-        self._warm_up((plan.reference, *served))
-        for prompt, seed in missing[plan.reference.name]:
-            replay = None
-            if (prompt, seed) == first and replayed:
-                scopes = {x.name: x.scope for x in replayed if x is not plan.reference}
-                replay = partial(Replay, plan.reference.name, scopes, plan.replayed_steps)
-            found = self._generate(plan.reference, prompt, seed, replay)
-            for each in replayed if found else ():
-                self._store.write(self._replay_key(each), _stored(found[each.name]))
+        self._warm_up((reference, *served))
+        by_name = {each.name: each for each in (reference, *served)}
+        for clip in clips:
+            replayed = [by_name[name] for name in todo.replays.get(clip, ())]
+            found = self._generate(reference, *clip, replayed)
+            if self._results is not None:
+                for each in replayed:
+                    self._results.keep_replay(each, clip, found[each.name])
 
-    def _run(self, configuration: Configuration) -> str:
+    def _run(self, configuration: Configuration, todo: Todo) -> str:
         """Run what is missing of a configuration; return why it failed, or nothing."""
         if configuration.name in self._unserved:
             return self._unserved[configuration.name]
-        failure = ""
+        failure, left = "", list(todo.missing[configuration.name])
         try:
-            for prompt, seed in self._missing(configuration):
-                self._generate(configuration, prompt, seed)
+            while left:
+                self._generate(configuration, *left[0])
+                left.pop(0)
+        except GenerationError as error:  # of a rank, and so of all
+            failure = str(error)
         except Exception as error:
+            if parallel_groups() is not None:
+                raise  # the others know nothing of it
             failure = _described(error)
         if failure:
             self._say(f"{configuration.name}: {failure}")
             _free_memory(self._device)
             if self._progress is not None:
-                self._progress.skip(len(self._missing(configuration)))
+                self._progress.skip(len(left))
         return failure
-
-    def _missing(self, configuration: Configuration) -> list[tuple[int, int]]:
-        """Return the prompts' indices and seeds that are not done yet."""
-        return [
-            (prompt, seed)
-            for prompt in range(len(self._plan.prompts))
-            for seed in self._plan.seeds
-            if self._stored_generation(configuration, prompt, seed) is None
-        ]
-
-    def _replay_is_missing(self, configuration: Configuration) -> bool:
-        key = self._replay_key(configuration)
-        return self._plan.replayed_steps > 0 and self._store.find(StoredReplay, key) is None
 
     def _warm_up(self, configurations: Sequence[Configuration]) -> None:
         """Make a short generation of the reference, so that no kernel is compiled later on."""
@@ -373,12 +361,16 @@ class Comparison:
             args = replace(args, num_inference_steps=min(_WARM_UP_STEPS, num_steps))
         self._say("warming up")
         start = meter.timings.now()
-        handle = self._attach(self._pipe, reference.scope)
-        try:
-            with watching(watch):
-                self._denoise(args, meter)
-        finally:
-            handle.remove()
+
+        def work() -> None:
+            handle = self._attach(self._pipe, self._reference_scope(configurations[1:]))
+            try:
+                with watching(watch):
+                    self._denoise(args, meter)
+            finally:
+                handle.remove()
+
+        self._ranks.settle(work)
         whole = meter.timings.now() - start
         self._warm_up_seconds = {
             **watch.seconds,
@@ -386,206 +378,135 @@ class Comparison:
         }
         self._highest = max(self._highest, meter.highest)
 
+    def _note_failure(self, configuration: Configuration, message: str) -> None:
+        """Write down what ends a run of several ranks, which can then go on without it."""
+        assert self._environment.mesh is not None, "one process ends with its own error"
+        mesh = self._environment.mesh
+        note = FatalFailure(
+            backend=configuration.backend,
+            settings=configuration.settings,
+            mesh=mesh,
+            message=message,
+        )
+        note_failure(self._plan.folder, note)
+
+    def _noted_failures(self, configurations: Sequence[Configuration]) -> dict[str, str]:
+        """Return why configurations ended runs on the same mesh before, by name."""
+        notes = [
+            each
+            for each in noted_failures(self._plan.folder)
+            if each.mesh == self._environment.mesh
+        ]
+        return {
+            configuration.name: note.message
+            for configuration in configurations
+            for note in notes
+            if (note.backend, note.settings) == (configuration.backend, configuration.settings)
+        }
+
+    def _reference_scope(self, replayed: Sequence[Configuration]) -> SelectionScope:
+        """Return what the reference asks for, with the gates that others weigh a branch by."""
+        scope = self._plan.reference.scope
+        return replace(scope, spare_gates=any(map(_takes_gate, replayed)))
+
     def _generate(
         self,
         configuration: Configuration,
         prompt: int,
         seed: int,
-        replay: Callable[[Any], Replay] | None = None,
+        replayed: Sequence[Configuration] = (),
     ) -> dict[str, Measured]:
-        """Make one generation and keep it; return what replaying its calls found."""
+        """Make one generation and keep it; return what replaying its calls found.
+
+        Raises:
+            GenerationError: it failed on a rank.
+        """
         plan, meter = self._plan, Meter(self._device)
         args = replace(self._args, prompt=plan.prompts[prompt], seed=seed)
-        replaying = None if replay is None else replay(meter.apart)
+        is_reference = configuration is plan.reference
+        scope = self._reference_scope(replayed) if is_reference else configuration.scope
+        replay = self._replay(replayed, meter, (prompt, seed)) if replayed else None
 
         def watch(layer: Any, call: Any, serve: Any) -> torch.Tensor:
             timed = partial(meter.attend, layer, serve=serve)
-            return timed(call) if replaying is None else replaying(layer, call, timed)
+            return timed(call) if replay is None else replay(layer, call, timed)
 
-        is_reference = configuration is plan.reference
-        steps = _Steps(None if is_reference else self._reference_latents(prompt, seed))
-        handle = self._attach(self._pipe, configuration.scope)
-        try:
-            with watching(watch):
-                run = self._denoise(args, meter, steps)
-            report = handle.report()
-        finally:
-            handle.remove()
-        generation = self._keep(configuration, prompt, seed, run, meter, report, steps)
-        if self._beside is not None and not is_reference:
-            self._beside.submit(self._measured, configuration, generation)
-        self._highest = max(self._highest, meter.highest)
+        steps = None
+        if self._results is not None:
+            truth = None if is_reference else self._results.reference_latents(prompt, seed)
+            steps = LatentSteps(truth)
+        made: list[tuple[Denoised, AttentionReport]] = []
+
+        def work() -> tuple[Spent, int, dict[str, Measured]]:
+            handle = self._attach(self._pipe, scope)
+            try:
+                with watching(watch):
+                    run = self._denoise(args, meter, steps)
+                report = handle.report()
+            finally:
+                handle.remove()
+            made.append((run, report))
+            return meter.spent(report), meter.highest, {} if replay is None else replay.found
+
+        fatal = None if is_reference else partial(self._note_failure, configuration)
+        outcomes = self._ranks.settle(work, fatal)
+        if self._results is not None and steps is not None:
+            ((run, report),) = made
+            spent = together([each.result[0] for each in outcomes])
+            generation = self._results.keep(
+                configuration,
+                (prompt, seed),
+                run,
+                steps,
+                spent=spent,
+                attention=tuple(report.summary().splitlines()),
+                warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
+            )
+            if not is_reference:
+                self._measure_beside(self._results, configuration, generation)
+        self._highest = max(self._highest, *(each.result[1] for each in outcomes))
         if self._progress is not None:
             self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
-        return {} if replaying is None else replaying.found
+        found = [
+            RankResult(result=each.result[2], cfg=each.cfg, place=each.place) for each in outcomes
+        ]
+        return merged(found) if replayed else {}
+
+    def _replay(
+        self, replayed: Sequence[Configuration], meter: Meter, clip: tuple[int, int]
+    ) -> Replay:
+        reference = self._plan.reference
+        return Replay(
+            reference.name,
+            {each.name: each.scope for each in replayed if each is not reference},
+            self._plan.replayed_steps,
+            meter.apart,
+            pictures=clip == self._plan.clips[0],
+        )
+
+    def _measure_beside(
+        self, results: Results, configuration: Configuration, generation: Generation
+    ) -> None:
+        """Measure a clip while the next one is made; on a CPU in step with the other ranks."""
+        if self._beside is not None:
+            self._beside.submit(results.measured, configuration, generation)
+        elif parallel_groups() is not None:
+            results.measured(configuration, generation)
 
     def _denoise(
         self,
         args: ServerArgs,
         meter: Meter,
-        steps: Callable[[int, torch.Tensor], None] = lambda step, latents: None,
+        steps: LatentSteps | None = None,
     ) -> Denoised:
+        """Run the pipeline; ranks that keep nothing stop at the latents."""
         width, height = output_size(self._pipe, self._index, args)
         shown = Described(prompt=args.prompt or "", width=width, height=height)
         call = prepare_call(self._pipe, self._index, args)
+        if not self._is_main and "output_type" in call.arguments:
+            call = replace(call, arguments={**call.arguments, "output_type": "latent"})
         with describe_generation(shown):
-            return denoise(self._pipe, call, meter.timings, steps)
-
-    def _keep(
-        self,
-        configuration: Configuration,
-        prompt: int,
-        seed: int,
-        run: Denoised,
-        meter: Meter,
-        report: AttentionReport,
-        steps: "_Steps",
-    ) -> Generation:
-        """Write a generation with its clip, and the reference's latents; return its record."""
-        import numpy as np
-
-        key = self._generation_key(configuration, prompt, seed)
-        (pixels,) = run.pixels
-        stem = f"{configuration.name}-p{prompt}-s{seed}-{key[:8]}"
-        frames, preview, files = clip_writers(stem, pixels, self._fps)
-        spent = meter.spent(report)
-        bad = run.latents.numel() - int(torch.isfinite(run.latents).sum())
-        generation = Generation(
-            prompt=prompt,
-            seed=seed,
-            frames_path=frames,
-            preview_path=preview,
-            seconds=spent.seconds,
-            step_seconds=spent.step_seconds,
-            latents=steps.distances(),
-            non_finite=bad + int(pixels.size - np.isfinite(pixels).sum()),
-        )
-        if configuration is self._plan.reference:
-            latents = steps.latents()
-            files[f"latents/{key}.npy"] = lambda path: np.save(path, latents, allow_pickle=False)
-        stored = StoredGeneration(
-            generation=generation,
-            spent=spent,
-            attention=tuple(report.summary().splitlines()),
-            warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
-        )
-        self._store.write(key, stored, files)
-        return generation
-
-    def _reference_latents(self, prompt: int, seed: int) -> Any:
-        key = self._generation_key(self._plan.reference, prompt, seed)
-        return self._store.read_array(f"latents/{key}.npy")
-
-    # What was found
-
-    def _record_of(self, configuration: Configuration, failure: str) -> Run:
-        plan = self._plan
-        found = [
-            stored
-            for prompt in range(len(plan.prompts))
-            for seed in plan.seeds
-            if (stored := self._stored_generation(configuration, prompt, seed)) is not None
-        ]
-        replayed = self._store.find(StoredReplay, self._replay_key(configuration))
-        replayed = replayed or StoredReplay()
-        if replayed.failure and not failure:
-            self._notes.append(f"{configuration.name}: replaying failed: {replayed.failure}")
-        generations = [each.generation for each in found]
-        if configuration is not plan.reference:
-            generations = [self._measured(configuration, each) for each in generations]
-        metrics = [each.frames for each in generations if each.frames is not None]
-        mean, spread = summarise(metrics) if metrics else (None, None)
-        out_of_memory = failure.startswith("out of memory")
-        return Run(
-            name=configuration.name,
-            configuration=configuration.text,
-            backend=configuration.backend,
-            parameters=configuration.parameters,
-            status="out of memory" if out_of_memory else "failed" if failure else "done",
-            message=failure,
-            attention=found[0].attention if found else (),
-            generations=tuple(generations),
-            cost=cost_of(
-                [each.spent for each in found], found[0].warm_up_seconds if found else 0.0
-            ),
-            layers=replayed.layers,
-            masks=replayed.masks,
-            frames_mean=mean,
-            frames_spread=spread,
-        )
-
-    def _measured(self, configuration: Configuration, generation: Generation) -> Generation:
-        """Return a generation with the metrics of its frames, which are kept, too."""
-        prompt, seed = generation.prompt, generation.seed
-        reference = self._stored_generation(self._plan.reference, prompt, seed)
-        assert reference is not None, "the reference runs first"
-        key = self._store.key(metrics=self._generation_key(configuration, prompt, seed))
-        stored = self._store.find(StoredMetrics, key)
-        if stored is None:
-            paths = (generation.frames_path, reference.generation.frames_path)
-            clips = [self._store.read_array(path) for path in paths if path is not None]
-            try:
-                metrics, notes = measure_frames(clips[0], clips[1], fps=self._fps)
-            except UsageError as error:
-                self._notes.append(f"{configuration.name}: no metrics of frames: {error}")
-                return generation
-            metrics = replace(metrics, non_finite=generation.non_finite)
-            stored = StoredMetrics(frames=metrics, notes=notes)
-            self._store.write(key, stored)
-        self._notes.extend(stored.notes)
-        return replace(generation, frames=stored.frames)
-
-    def _stored_generation(
-        self, configuration: Configuration, prompt: int, seed: int
-    ) -> StoredGeneration | None:
-        return self._store.find(StoredGeneration, self._generation_key(configuration, prompt, seed))
-
-    def _generation_key(self, configuration: Configuration, prompt: int, seed: int) -> str:
-        reference = self._plan.reference
-        return self._store.key(
-            backend=(configuration.backend, configuration.settings),
-            reference=(reference.backend, reference.settings),
-            is_reference=configuration is reference,
-            prompt=self._plan.prompts[prompt],
-            seed=seed,
-        )
-
-    def _replay_key(self, configuration: Configuration) -> str:
-        steps = self._plan.replayed_steps
-        first = self._generation_key(configuration, 0, self._plan.seeds[0])
-        return self._store.key(replay=first, steps=steps)
-
-
-class _Steps:
-    """Keeps some values of the latents after every step, or compares them with kept ones.
-
-    Args:
-        reference: fp32 [steps, values], what they are compared with; None to keep them.
-    """
-
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
-        self._kept: dict[int, torch.Tensor] = {}
-        self._distances: dict[int, float] = {}
-
-    def __call__(self, step: int, latents: torch.Tensor) -> None:
-        """Take the latents after a step; of a step that is told of twice, the second ones hold."""
-        flat = latents.detach().reshape(-1)
-        values = flat[:: -(-flat.numel() // _LATENT_VALUES)].float().cpu()
-        if self._reference is None:
-            self._kept[step] = values
-            return
-        truth = torch.from_numpy(self._reference[step].copy())
-        distance = (values - truth).norm() / truth.norm()
-        self._distances[step] = float(distance)
-
-    def distances(self) -> tuple[float, ...]:
-        """Return the relative L2 distances, by step."""
-        return tuple(self._distances[step] for step in sorted(self._distances))
-
-    def latents(self) -> Any:
-        """Return what was kept, by step."""
-        return torch.stack([self._kept[step] for step in sorted(self._kept)]).numpy()
+            return denoise(self._pipe, call, meter.timings, *([] if steps is None else [steps]))
 
 
 class _Progress:
@@ -628,10 +549,15 @@ def _left_as_found(pipe: Any) -> Iterator[None]:
                 delattr(pipe, name)
 
 
-def _stored(measured: Measured) -> StoredReplay:
-    return StoredReplay(
-        layers=tuple(measured.layers), masks=tuple(measured.masks), failure=measured.failure
-    )
+def _say_nothing(line: str) -> None:
+    del line
+
+
+def _takes_gate(configuration: Configuration) -> bool:
+    """Whether a backend has a coarse branch, which gates of a checkpoint weigh."""
+    backend = AttentionBackendEnum.parse(configuration.backend)
+    impl = find_backend(backend, current_environment().platform).get_impl_cls()
+    return provides(impl, "add_coarse")
 
 
 def _described(error: BaseException) -> str:

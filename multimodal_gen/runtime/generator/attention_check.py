@@ -28,6 +28,7 @@ __all__ = [
     "AttentionCheck",
     "exact_rows",
     "exact_weights",
+    "head_slices",
     "layer_density",
     "row_errors",
     "sample_rows",
@@ -73,7 +74,7 @@ def exact_rows(
     if isinstance(mask, KeyMask):  # what masked keys hold, even NaN, has no influence
         values = [zero_masked_rows(value, mask.keep) for value in values]
     found: list[list[torch.Tensor]] = [[] for _ in values]
-    for heads in _head_slices(call, rows, values):
+    for heads in head_slices(call, rows, values):
         weights = exact_weights(layer, call, rows, heads)
         for value, parts in zip(values, found, strict=True):
             v = value[:, :, heads].to(dtype).transpose(1, 2).unsqueeze(2)  # [B, h, 1, Sk, D]
@@ -253,7 +254,7 @@ def _masked(
     return scores + by_head
 
 
-def _head_slices(
+def head_slices(
     call: AttentionCall, rows: torch.Tensor, values: Sequence[torch.Tensor]
 ) -> list[slice]:
     """Return the key heads in shares whose copies stay small."""

@@ -12,7 +12,6 @@ import torch
 
 import multimodal_gen
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.comparison import run as run_module
 from multimodal_gen.runtime.comparison.record import Report, Run, as_json, read_record
 from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileImpl
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -288,15 +287,6 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
     with pytest.raises(UsageError, match=message):
         multimodal_gen.compare(loaded(tiny_pipeline("flux")), **{**given, **changes})
     assert not (tmp_path / "out").exists()
-
-
-def test_one_of_several_ranks_compares_nothing(
-    tiny_pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "parallel_groups", object)
-    given = arguments("flux", backends="flex_attn", output=tmp_path / "out")
-    with pytest.raises(UsageError, match="must run on one GPU, got one of several ranks"):
-        multimodal_gen.compare(loaded(tiny_pipeline("flux")), **given)
 
 
 @pytest.mark.slow

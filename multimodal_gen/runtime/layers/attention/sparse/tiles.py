@@ -30,6 +30,7 @@ from multimodal_gen.kernels.tile_order.api import (
 )
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
 from multimodal_gen.runtime.layers.attention.backends.engine import dense_plan
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import tell_plan
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
@@ -443,6 +444,8 @@ def attend_tiled(
         plan = plan_of(q_slice)
         if masked is not None:
             plan = replace(plan, kv=masked)
+        sizes = call.layout.num_queries, call.layout.num_keys
+        tell_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
         tiled = block_sparse_attention(
             q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail
         )
@@ -473,11 +476,14 @@ def _attend_in_order(
 ) -> torch.Tensor:
     """Attend where tiles lie one after the other: nothing has to be moved."""
     query, key, value = call.query, call.key, call.value
+    heads = slice(0, query.shape[2])
+    plan = plan_of(heads)
+    tell_plan(heads, plan, (query.shape[1], key.shape[1]))
     found = block_sparse_attention(
         query[:, : call.layout.num_video],
         key,
         value,
-        plan_of(slice(0, query.shape[2])),
+        plan,
         scale=call.scale,
         kernel=call.kernel,
         tail=PooledTail(num_blocks=num_tiles) if call.tail else None,

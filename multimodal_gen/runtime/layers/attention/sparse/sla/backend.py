@@ -43,6 +43,7 @@ from multimodal_gen.runtime.layers.attention.sparse.base import (
     refuse_foreign_tail,
     tail_option,
 )
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import tell_plan
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
     plans_of_lists,
@@ -207,6 +208,8 @@ class SLAImpl(SparseImpl[_ParametersT]):
         plan = block_map(scored, branch.means, keys, blocks, kept)
         if by_pairs:
             self.record(context, _density(plan, call), call.query.shape[2])
+        moved = None if keep is None else index
+        tell_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=moved)
         pooled = blocks.num_video if call.tail else 0
         out: torch.Tensor = self.sparse_branch(q, k, v, plan, means=branch.means, num_pooled=pooled)
         attend_text(call, out)

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.kernels.cluster_attention.api import cluster_attention, query_pieces
-from multimodal_gen.kernels.cluster_attention.plan import Groups
+from multimodal_gen.kernels.cluster_attention.plan import Groups, cluster_plan
 from multimodal_gen.kernels.kmeans.api import Clusters
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import pairs_are_told, tell_plan
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
@@ -218,6 +219,15 @@ def attend_clusters(call: SparseCall, clusters: ClusterMap, out: torch.Tensor) -
     query, kv_heads = call.query, call.key.shape[2]
     group = query.shape[2] // kv_heads
     pieces = query_pieces(clusters.queries)
+    if pairs_are_told():
+        order, keys = clusters.queries.order, clusters.keys.order
+        tell_plan(
+            slice(0, query.shape[2]),
+            cluster_plan(clusters.queries, clusters.keys, clusters.keep),
+            (call.layout.num_queries, call.layout.num_keys),
+            queries=order,
+            keys=keys.repeat_interleave(group, dim=1),
+        )
     text = call.layout.num_keys > call.layout.num_video
     num_pooled = clusters.keys.counts.shape[2] - text  # the last group is text
 

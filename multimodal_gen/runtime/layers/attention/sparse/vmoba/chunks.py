@@ -25,6 +25,7 @@ from multimodal_gen.kernels.row_choice.api import (
 )
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of, tell_pairs
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
@@ -236,6 +237,7 @@ def attend_chunks(
     groups = groups or chunk_groups(chunks.num_chunks, layout.num_video)
     bits, pairs = select(call, chunks, rule)
     share = density(call, pairs)
+    tell_pairs(slice(0, query.shape[2]), partial(_rows_of_bits, bits, chunks, layout))
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
     # Rows of a query block that suit the kernel that will run.
     copied = not chunks.in_order or call.keep is not None
@@ -279,6 +281,31 @@ def attend_chunks(
     calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
     run_on_two_streams(calls, query.device)
     return out, share
+
+
+def _rows_of_bits(
+    bits: torch.Tensor,
+    chunks: Partition,
+    layout: SequenceLayout,
+    rows: torch.Tensor,
+    heads: slice,
+) -> torch.Tensor:
+    """Return what rows of the sequence keep; see `kept_pairs.OfRows`.
+
+    Args:
+        bits: int32 [B, H, V, words], which chunks every query of the video selects.
+        chunks: the chunks.
+        layout: where the video lies.
+        rows: int64 [R].
+        heads: which of the heads.
+    """
+    place = rows.to(bits.device) - layout.start
+    of_video = (place >= 0) & (place < layout.num_video)
+    words = bits[:, heads, place.clamp(0, layout.num_video - 1)]
+    chosen = bits_of(words, chunks.num_chunks)[..., chunks.own.long()]
+    kept = chosen.new_ones((*chosen.shape[:3], layout.num_keys))
+    kept[..., layout.video] = chosen
+    return kept | ~of_video[:, None]
 
 
 def _merge_with_tail(

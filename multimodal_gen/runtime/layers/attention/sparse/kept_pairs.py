@@ -1,0 +1,197 @@
+"""Which keys the queries of a sparse call attend to, told to whoever asks for it.
+
+What a method keeps is known exactly where it decides: in the plan it gives to the block-sparse
+engine. While `told_pairs` is open, methods tell their plans as they attend by them; the tensors of
+plans are in an order of their own, and answers are in that of the sequence.
+
+Shapes: B batch, S tokens, H query heads, R rows, Q and K tokens of a plan, N blocks; a leading
+`B|1` or `H|1` is broadcast.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+
+__all__ = [
+    "OfRows",
+    "ToldPairs",
+    "bits_of",
+    "pairs_are_told",
+    "tell_pairs",
+    "tell_plan",
+    "told_pairs",
+]
+
+OfRows: TypeAlias = Callable[[torch.Tensor, slice], torch.Tensor]
+"""From rows, int64 [R], and a range of the heads that were told of, to the keys that are kept: bool
+[B|1, h|1, R, Sk] in the order of the sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ToldPairs:
+    """What some heads of a call attend to.
+
+    Attributes:
+        heads: the query heads, among those of the call.
+        of_rows: what their rows keep; see `OfRows`. It holds the plan, as long as it lives.
+    """
+
+    heads: slice
+    of_rows: OfRows
+
+
+_LISTENER: ContextVar[list[ToldPairs] | None] = ContextVar(
+    "multimodal_gen_told_pairs", default=None
+)
+
+
+@contextmanager
+def told_pairs() -> Iterator[list[ToldPairs]]:
+    """Collect what the sparse calls inside the block tell of the pairs that they keep.
+
+    What computes its plan elsewhere, as the authors' packages do, tells nothing.
+    """
+    told: list[ToldPairs] = []
+    token = _LISTENER.set(told)
+    try:
+        yield told
+    finally:
+        _LISTENER.reset(token)
+
+
+def pairs_are_told() -> bool:
+    """Whether somebody asks for what calls keep."""
+    return _LISTENER.get() is not None
+
+
+def tell_pairs(heads: slice, of_rows: OfRows) -> None:
+    """Tell what some heads of the running call keep; see `ToldPairs`."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.append(ToldPairs(heads=heads, of_rows=of_rows))
+
+
+def tell_plan(
+    heads: slice,
+    plan: BlockPlan,
+    sizes: tuple[int, int],
+    *,
+    queries: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
+) -> None:
+    """Tell the plan that some heads of the running call attend by.
+
+    Queries of the sequence that lie in no block of the plan attend to every key.
+
+    Args:
+        heads: the query heads, among those of the call; the heads of the plan.
+        plan: the plan.
+        sizes: (Sq, Sk) of the sequence.
+        queries: int32 [Q] or [B|1, H|1, Q], place in the plan -> place in the sequence; None where
+            they are the same.
+        keys: the same of the keys, [K], [B, K] or [B|1, H|1, K].
+    """
+    if pairs_are_told():
+        tell_pairs(heads, partial(_rows_of_plan, plan, sizes, _spelled(queries), _spelled(keys)))
+
+
+def _spelled(index: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an index as int64 [B|1, H|1, tokens]."""
+    if index is None:
+        return None
+    shape = (1, 1, -1) if index.dim() == 1 else (len(index), *index.shape[1:-1], index.shape[-1])
+    if index.dim() == 2:
+        shape = (len(index), 1, -1)
+    return index.reshape(shape).long()
+
+
+def _rows_of_plan(
+    plan: BlockPlan,
+    sizes: tuple[int, int],
+    queries: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    rows: torch.Tensor,
+    heads: slice,
+) -> torch.Tensor:
+    """Return what rows of the sequence keep; see `OfRows`."""
+    device = plan.device
+    places = _places(queries, rows.to(device), sizes[0], heads)
+    own = _block_of(places, plan.q, heads)  # [b, h, R]
+    blocks = _kept_blocks(plan, own, places, heads)  # [b, h, R, Nk]
+    of_key = _block_of(torch.arange(plan.kv.total, device=device).view(1, 1, -1), plan.kv, heads)
+    blocks, of_key = _broadcast(blocks, of_key.unsqueeze(2))
+    of_key = of_key.expand(*blocks.shape[:3], -1)
+    kept = blocks.gather(-1, of_key.clamp_min(0)) & (of_key >= 0)
+    if keys is not None:
+        kept, index = _broadcast(kept, _of_heads(keys, heads).unsqueeze(2))
+        moved = kept.new_zeros((*kept.shape[:3], sizes[1]))
+        kept = moved.scatter_(-1, index.expand(*kept.shape[:3], -1), kept)
+    return kept | (own < 0).unsqueeze(-1)
+
+
+def _places(
+    index: torch.Tensor | None, rows: torch.Tensor, num_rows: int, heads: slice
+) -> torch.Tensor:
+    """Return where rows of the sequence are in a plan, [b, h, R]; -1 for those that are not."""
+    if index is None:
+        return rows.view(1, 1, -1)
+    index = _of_heads(index, heads)
+    place = index.new_full((*index.shape[:2], num_rows), -1)
+    place.scatter_(-1, index, torch.arange(index.shape[2], device=index.device).expand_as(index))
+    return place[..., rows]
+
+
+def _block_of(places: torch.Tensor, blocks: Blocks, heads: slice) -> torch.Tensor:
+    """Return the block of each place, [b, h, places]; -1 for those in none."""
+    starts, lengths = (_of_heads(bound, heads).long() for bound in blocks.bounds(places.device))
+    starts, lengths = _broadcast(starts, lengths)
+    # Empty blocks may begin where others do.
+    first, order = torch.where(lengths > 0, starts, blocks.total).sort(-1)
+    first, places = _broadcast(first, places)
+    slot = torch.searchsorted(first.contiguous(), places.contiguous(), right=True) - 1
+    found = order.expand(*slot.shape[:2], -1).gather(-1, slot.clamp_min(0))
+    end = (starts + lengths).expand(*slot.shape[:2], -1).gather(-1, found)
+    return torch.where((slot >= 0) & (places >= 0) & (places < end), found, -1)
+
+
+def _kept_blocks(
+    plan: BlockPlan, own: torch.Tensor, places: torch.Tensor, heads: slice
+) -> torch.Tensor:
+    """Return the key blocks that rows keep, bool [b, h, R, Nk]; `own` are their query blocks."""
+    counts, own = _broadcast(_of_heads(plan.counts, heads), own)
+    own = own.clamp_min(0)
+    room, num = plan.indices.shape[3], plan.kv.num
+    lists = _of_heads(plan.indices, heads).expand(*counts.shape, -1)
+    indices = lists.gather(2, own.unsqueeze(-1).expand(*own.shape, room)).long()
+    listed = torch.arange(room, device=plan.device) < counts.gather(2, own).unsqueeze(-1)
+    kept = torch.zeros((*own.shape, num + 1), dtype=torch.bool, device=plan.device)
+    kept.scatter_(-1, torch.where(listed, indices, num), True)  # those past the count: one too many
+    kept = kept[..., :num]
+    if plan.row_bits is None:
+        return kept
+    words, places = _broadcast(_of_heads(plan.row_bits, heads), places.clamp_min(0).unsqueeze(-1))
+    words = words.gather(2, places.expand(*places.shape[:3], words.shape[3]))
+    return kept & bits_of(words, num)
+
+
+def bits_of(words: torch.Tensor, num: int) -> torch.Tensor:
+    """Return the first `num` bits of int32 [..., words] as bool [..., num]."""
+    bit = torch.arange(num, device=words.device)
+    return (words[..., bit // WORD_BITS] >> (bit % WORD_BITS).int()) & 1 != 0
+
+
+def _of_heads(x: torch.Tensor, heads: slice) -> torch.Tensor:
+    return x if x.shape[1] == 1 else x[:, heads]
+
+
+def _broadcast(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both with the same first two sizes."""
+    lead = (max(x.shape[0], y.shape[0]), max(x.shape[1], y.shape[1]))
+    return x.expand(*lead, *x.shape[2:]), y.expand(*lead, *y.shape[2:])
