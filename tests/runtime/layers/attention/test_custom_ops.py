@@ -82,7 +82,9 @@ def calls(model: Model) -> list[int]:
 
 
 @INDUCTOR_WARNS
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager", "inductor"]
+)
 def test_a_compiled_model_computes_what_it_computes_eagerly(backend, x):
     model = Model()
     with torch.no_grad():
