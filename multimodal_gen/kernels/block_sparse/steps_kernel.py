@@ -18,6 +18,29 @@ from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, next_power_of_2
 
 CHUNK = 128  # entries of a list that a program looks at together
+LISTED = 1024  # entries of a row of a map, likewise
+
+
+@triton.jit(do_not_specialize=["num", "rows_h", "rows_q"])
+def _list_kernel(
+    map_ptr, index_ptr, count_ptr, map_b, map_h, map_q, rows_h, rows_q, num, room,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows]: list what a row of a map keeps, as far as there is room."""
+    row = tl.program_id(0)
+    i = (row % rows_q).to(tl.int64)
+    h = (row // rows_q % rows_h).to(tl.int64)
+    b = (row // rows_q // rows_h).to(tl.int64)
+    map_ptr += b * map_b + h * map_h + i * map_q
+    index_ptr += row.to(tl.int64) * room
+    listed = 0
+    for first in range(0, num, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        kept = (tl.load(map_ptr + j, mask=j < num, other=0) != 0).to(tl.int32)
+        slot = listed + tl.cumsum(kept, 0) - kept
+        tl.store(index_ptr + slot, j, mask=(kept > 0) & (slot < room))
+        listed += tl.sum(kept, 0)
+    tl.store(count_ptr + row, tl.minimum(listed, room))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +195,28 @@ def _steps_kernel(
     tl.store(num_tail_ptr + row, num_tail)
 
 
+_launch_list = Launcher(_list_kernel)
 _launch_steps = Launcher(_steps_kernel)
+
+
+def make_lists(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and the counts of a plan of a map; does not wait for the device.
+
+    Args:
+        keep: bool [B, H, Nq, Nk], stride 1 along rows.
+
+    Returns:
+        int32 [B, H, Nq, Nk], arbitrary past the counts, and int32 [B, H, Nq].
+    """
+    batch, heads, num_q, num = keep.shape
+    indices = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
+    counts = torch.empty(keep.shape[:3], dtype=torch.int32, device=keep.device)
+    chunk = min(max(next_power_of_2(num), 16), LISTED)
+    _launch_list(
+        (batch * heads * num_q,), keep.view(torch.uint8), indices, counts, *keep.stride()[:3],
+        heads, num_q, num, num, CHUNK=chunk, num_warps=max(chunk // 256, 1),
+    )  # fmt: skip
+    return indices, counts
 
 
 def make_steps(plan: BlockPlan, step: int) -> Steps:

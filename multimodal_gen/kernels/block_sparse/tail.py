@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, unit_stride
 from multimodal_gen.kernels.block_sparse.tail_reference import (
     add_tail_reference,
     pool_blocks_reference,
@@ -27,6 +27,7 @@ from multimodal_gen.kernels.engine import (
     choose,
     kernel_name,
     place_of,
+    runs_triton,
     serves,
 )
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
@@ -37,9 +38,12 @@ __all__ = [
     "add_tail",
     "add_tail_op",
     "kept_map",
+    "plan_of_map",
     "pool_blocks",
-    "remember_kept",
 ]
+
+
+_MAPS = frozenset({torch.bool})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,9 +154,24 @@ def kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
     return plan.remember(key, _kept_map(plan, num))
 
 
-def remember_kept(plan: BlockPlan, kept: torch.Tensor) -> BlockPlan:
-    """Return a plan that knows its `kept_map`, bool [B|1, H|1, Nq, num]: lists were made of it."""
-    plan.remember(("kept map", kept.shape[3]), kept)
+def plan_of_map(keep: torch.Tensor, q: Blocks, kv: Blocks, num: int) -> BlockPlan:
+    """Return the plan of a map, which knows its `kept_map` already; does not wait for the device.
+
+    Args:
+        keep: bool [B, H, Nq, Nk], the blocks that are kept.
+        q: how the queries are cut.
+        kv: how the keys are cut.
+        num: of so many of the first blocks, those that are not kept are to be pooled.
+    """
+    if not torch.compiler.is_compiling() and runs_triton([keep], _MAPS):
+        from multimodal_gen.kernels.block_sparse.steps_kernel import make_lists
+
+        indices, counts = make_lists(unit_stride(keep))
+        plan = BlockPlan(indices=indices, counts=counts, q=q, kv=kv)
+    else:
+        plan = BlockPlan.from_map(keep, q, kv)
+    # Also while a CUDA graph is captured: this plan belongs to it.
+    plan.cache["kept map", num] = keep[..., :num]
     return plan
 
 

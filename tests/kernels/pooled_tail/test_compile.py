@@ -53,6 +53,13 @@ def test_the_tail_does_not_spill(
     compiler.assert_clean()
 
 
+def test_listing_does_not_spill(compiler: Compiler) -> None:
+    from multimodal_gen.kernels.block_sparse.steps_kernel import make_lists
+
+    make_lists(torch.zeros(1, 4, 100, 1182, dtype=torch.bool))
+    compiler.assert_clean()
+
+
 def test_pooling_does_not_spill(compiler: Compiler) -> None:
     from multimodal_gen.kernels.block_sparse import tail_kernel
 

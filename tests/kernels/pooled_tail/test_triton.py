@@ -106,3 +106,15 @@ def test_rows_may_choose_by_bits() -> None:
     assert plan.row_bits is not None
     found = add_tail(*found, q, pooled, plan.row_bits, None, scale=scale, kernel="triton")
     assert_tail_within_error_budget(*found, q, k, v, plan, scale=scale)
+
+
+def test_maps_become_the_lists_of_their_rows() -> None:
+    from multimodal_gen.kernels.block_sparse.steps_kernel import make_lists
+
+    keep = torch.rand(2, 3, 4, 1500, generator=torch.Generator().manual_seed(7)) < 0.3
+    keep[0, 0, 0] = False
+    indices, counts = make_lists(keep[:, 1:])
+    for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(4)):
+        wanted = keep[b, h + 1, i].nonzero().flatten()
+        assert counts[b, h, i] == len(wanted)
+        assert torch.equal(indices[b, h, i, : len(wanted)].long(), wanted)

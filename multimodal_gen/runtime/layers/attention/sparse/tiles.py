@@ -279,7 +279,8 @@ def _tiled_sequence(
         index = torch.cat((on_cpu.order + start, before, behind))
         in_order = bool((index == torch.arange(num_tokens)).all())
         index = index.to(device)
-        if order.uniform:
+        whole = on_cpu.lengths == size
+        if order.uniform or (not text and bool(whole[:-1].all())):
             blocks = Blocks.regular(num_tokens, size)
         else:
             blocks = Blocks.ragged(

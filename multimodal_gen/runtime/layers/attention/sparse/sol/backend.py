@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, remember_kept
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, plan_of_map
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -160,11 +160,13 @@ class SolImpl(SparseImpl[SolConfig]):
             exact = self._router(config, call.layout, queries).choose(query, key, real)
         self._record_blocks(context, call.layout, exact)
         # Text is behind the blocks of the video.
-        listed = F.pad(exact, (0, keys.num_text_blocks), value=True)
+        listed = exact
+        if keys.num_text_blocks:
+            listed = F.pad(exact, (0, keys.num_text_blocks), value=True)
 
         def plan_of(heads: slice) -> BlockPlan:
-            plan = BlockPlan.from_map(listed[:, heads], queries.blocks, keys.blocks)
-            return remember_kept(plan, exact[:, heads])
+            kept, num = listed[:, heads], keys.num_tiles
+            return plan_of_map(kept, queries.blocks, keys.blocks, num)
 
         return attend_tiled(call, queries, keys, plan_of)
 
@@ -198,7 +200,7 @@ class SolImpl(SparseImpl[SolConfig]):
             if blocks is None:
                 return None
             held = F.pad(rows[..., theirs.tiles], (0, theirs.keys.num_text_blocks), value=True)
-            return BlockPlan.from_map(held, blocks, theirs.keys.blocks)
+            return plan_of_map(held, blocks, theirs.keys.blocks, theirs.keys.num_tiles)
 
         tail = None
         if self.pools_tail and blocks is not None:
