@@ -213,6 +213,9 @@ def _print(generated: "Generated", job: "Job", seconds: str) -> None:
     if generated.attention_path:
         typer.echo(f"attention record: {generated.attention_path}")
     typer.echo(f"seed: {generated.seed}")
+    timings = generated.record["timings_s"]
+    if isinstance(timings, dict) and "compile" in timings:
+        seconds += f", {timings['compile']:.1f} s of it compiling"
     typer.echo(f"time: {seconds}")
     if generated.mesh is not None:
         mesh = generated.mesh

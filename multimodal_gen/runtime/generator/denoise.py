@@ -8,7 +8,6 @@ its progress bar just before the first step.
 
 import functools
 import inspect
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
-from multimodal_gen.runtime.distributed.groups import is_main_rank
 from multimodal_gen.runtime.generator.index import first_line, is_out_of_memory
+from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -121,7 +120,8 @@ def denoise(
 ) -> Denoised:
     """Run the pipeline, and time its parts.
 
-    The phases are "prepare" (text encoding and noise), the steps, and "decode".
+    The phases are "prepare" (text encoding and noise), the steps, and "decode"; "compile" is what
+    torch took to compile within them.
 
     Args:
         pipe: the pipeline.
@@ -133,11 +133,12 @@ def denoise(
     Raises:
         UsageError: the pipeline refuses its arguments.
     """
-    pipe.set_progress_bar_config(disable=not (is_main_rank() and sys.stderr.isatty()))
     start = timings.now()
     watch = _Watch(timings, when_stepped)
-    with _watched(pipe, watch), refusal_explained():
+    with follow(pipe) as compilation, _watched(pipe, watch), refusal_explained():
         result = pipe(**call.arguments, **_callback(pipe, watch))
+    if compilation.seconds:
+        timings.phases["compile"] = compilation.seconds
     if watch.latents is None:
         raise UsageError(f"{type(pipe).__name__} made no denoising step, so there is no result")
     timings.split(start)

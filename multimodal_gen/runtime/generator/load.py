@@ -4,7 +4,6 @@ Libraries fill gaps by themselves: a tokenizer without files has no words, and a
 weights lack a parameter draws it at random. Such pipelines compute noise and are refused.
 """
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.distributed.groups import is_main_rank
 from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     class_of,
@@ -29,6 +27,7 @@ from multimodal_gen.runtime.generator.model_folder import (
     check_sizes,
     component_configs,
 )
+from multimodal_gen.runtime.generator.progress import is_shown
 from multimodal_gen.runtime.generator.quantized import (
     check_quantized,
     load_gguf,
@@ -346,7 +345,7 @@ def _bars_on_terminals_only() -> Iterator[None]:
     enabled = [
         library
         for library in (diffusers_logging, transformers_logging)
-        if library.is_progress_bar_enabled() and not (is_main_rank() and sys.stderr.isatty())
+        if library.is_progress_bar_enabled() and not is_shown()
     ]
     for library in enabled:
         library.disable_progress_bar()

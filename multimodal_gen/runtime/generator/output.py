@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.generator.progress import each_frame
 from multimodal_gen.runtime.layers.attention.report import Json
 
 __all__ = [
@@ -342,7 +343,7 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
     )
     try:
         writer.send(None)
-        for frame in data:
+        for frame in each_frame(data, len(data)):
             writer.send(np.ascontiguousarray(frame))
     except OSError as error:
         raise UsageError(f"the video could not be encoded: {error}") from error
