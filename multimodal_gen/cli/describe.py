@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.options import AsJson, backend_names
+from multimodal_gen.cli.completion import backend_names
+from multimodal_gen.cli.options import AsJson
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 

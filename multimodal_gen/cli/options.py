@@ -9,10 +9,10 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
+from multimodal_gen.cli.completion import COMPLETIONS
 from multimodal_gen.runtime.setting import Setting
 
-__all__ = ["AsJson", "Settings", "backend_names", "takes"]
+__all__ = ["AsJson", "Settings", "takes"]
 
 Settings: TypeAlias = Mapping[str, Any]
 """What was typed, or the defaults, by name of the setting."""
@@ -58,12 +58,6 @@ def takes(
     return decorate
 
 
-def backend_names(incomplete: str = "") -> list[str]:
-    """Return the names of the built-in backends that begin with what was typed, for shells."""
-    typed = incomplete.strip().lower().replace("-", "_")
-    return [str(backend) for backend in AttentionBackendEnum if str(backend).startswith(typed)]
-
-
 def _parameters(
     run: Callable[..., None], settings: tuple[Setting, ...], *, required: bool
 ) -> Iterator[inspect.Parameter]:
@@ -102,7 +96,7 @@ def _parameter(setting: Setting, *, required: bool) -> inspect.Parameter:
         max=setting.le,
         help=text,
         show_default=kind is not bool,
-        autocompletion=backend_names if setting.name == "attention_backend" else None,
+        autocompletion=COMPLETIONS.get(setting.name),
     )
     return inspect.Parameter(
         setting.name,

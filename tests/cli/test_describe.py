@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from multimodal_gen.cli.options import backend_names
+from multimodal_gen.cli.completion import backend_names
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import build_config, parameters_of
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
@@ -46,3 +46,26 @@ def test_shells_complete_the_names_of_backends(sglang, monkeypatch) -> None:
     outcome = sglang()
     assert outcome.code == 0
     assert outcome.out.split() == ["sage_attn", "sage_attn_3", "sage_sla_attn"]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("--attention-backend sla_attn --attention-backend-config topk", ["topk_ratio="]),
+        (
+            "--attention-backend sliding_tile_attn --attention-backend-config window=[1,1,1],til",
+            ["window=[1,1,1],tile_size="],
+        ),
+        ("--attention-backend-config topk", []),
+        ("--component-attention-backends a=fa,b=torch_c", ["a=fa,b=torch_cudnn_sdpa"]),
+        ("--quantize transformer=torchao-i", ["transformer=torchao-int8"]),
+    ],
+)
+def test_shells_complete_parameters_and_what_follows_a_component(
+    words, offered, sglang, monkeypatch
+) -> None:
+    typed = ["sglang", "generate", *words.split()]
+    monkeypatch.setenv("_SGLANG_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(typed))
+    monkeypatch.setenv("COMP_CWORD", str(len(typed) - 1))
+    assert sglang().out.split() == offered

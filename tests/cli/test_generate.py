@@ -412,6 +412,27 @@ def test_an_unreachable_hub_is_explained(sglang, monkeypatch) -> None:
     )
 
 
+def test_a_missing_network_is_told_from_a_missing_file(sglang, monkeypatch) -> None:
+    from diffusers import DiffusionPipeline
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def without_network(*args, **kwargs):
+        try:
+            try:
+                raise OSError(-2, "Name or service not known")
+            except OSError as error:
+                raise LocalEntryNotFoundError("no such entry") from error
+        except LocalEntryNotFoundError as error:
+            raise OSError("some/model does not appear to have a file named it.") from error
+
+    monkeypatch.setattr(DiffusionPipeline, "load_config", without_network)
+    outcome = sglang("generate", "--model-path", "some/model", *SMALL)
+    assert outcome.code == 2
+    assert outcome.err.endswith(
+        "(this machine does not reach the Hub: [Errno -2] Name or service not known)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "picked", "reason"),
     [

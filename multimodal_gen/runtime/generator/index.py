@@ -147,6 +147,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known or "can't allocate memory" in str(error)
 
 
+def _hub_reason(error: BaseException) -> str:
+    """Return why the Hub gave nothing: what diffusers says hides that there is no network."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    if any(type(each).__name__ == "LocalEntryNotFoundError" for each in chain):
+        return f"this machine does not reach the Hub: {first_line(chain[-1])}"
+    return first_line(error)
+
+
 def described(error: BaseException) -> str:
     """Return the first line of an error, with its type where the line alone says little."""
     line = first_line(error)
@@ -267,7 +277,7 @@ def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
             f"--model-path must be an existing pipeline folder or a reachable hub id, got "
             f"{location!r}: there is no such folder, it is not in the cache, and the Hugging Face "
             f"Hub did not give its {_INDEX}; check the spelling, the network and for gated models "
-            f"`hf auth login` ({first_line(error)})"
+            f"`hf auth login` ({_hub_reason(error)})"
         ) from error
     if not isinstance(config, dict):
         raise UsageError(
