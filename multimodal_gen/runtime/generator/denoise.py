@@ -192,18 +192,31 @@ def diffusers_backend_explained(name: str | None) -> Iterator[None]:
 
 @contextmanager
 def refusal_explained() -> Iterator[None]:
-    """Tell what a pipeline or a scheduler of diffusers says of its arguments.
+    """Tell what a pipeline, its scheduler, its chat template or the compiler says.
 
     Raises:
-        UsageError: one of them, and nothing that it calls, raised a `ValueError`.
+        UsageError: a pipeline or a scheduler of diffusers, and nothing that it calls, raised a
+            `ValueError`; a chat template failed; blocks could not be compiled.
     """
     try:
         yield
-    except ValueError as error:
-        where = _modules(error)[-1]
-        if isinstance(error, MultimodalGenError) or not where.startswith(_REFUSING):
+    except Exception as error:
+        refused = _refused(error)
+        if isinstance(error, MultimodalGenError) or not refused:
             raise
-        raise UsageError(f"the pipeline refuses its arguments: {first_line(error)}") from error
+        raise UsageError(f"{refused}: {first_line(error)}") from error
+
+
+def _refused(error: Exception) -> str:
+    """Return what refused, by where the error comes from; "" for what may be a defect."""
+    kind = type(error).__module__
+    if kind.startswith("jinja2."):
+        return "the chat template of the model's tokenizer fails, check its folder"
+    if kind.startswith(("torch._dynamo.", "torch._inductor.")):
+        return "the blocks of the model cannot be compiled, leave --enable-torch-compile out"
+    if isinstance(error, ValueError) and _modules(error)[-1].startswith(_REFUSING):
+        return "the pipeline refuses its arguments"
+    return ""
 
 
 def _modules(error: BaseException) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.chat_templates import check_templates
 from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     class_of,
@@ -95,6 +96,7 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
             f"options: {described(error)}"
         ) from error
     check_complete(index.model_path, pipe)
+    check_templates(index.model_path, pipe)
     add_loras(pipe, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
         pipe.scheduler = with_scheduler(pipe, args.scheduler)
