@@ -152,7 +152,7 @@ def test_layers_replay(name: str) -> None:
         HEAD_SIZE,
         compute_dtype=torch.bfloat16,
         scope=SelectionScope(default=asked),
-        site=LayerSite(layer=0),
+        site=LayerSite(layer=0, num_layers=1),
     )
     inputs = draw(TOKENS)
     with torch.inference_mode(), set_forward_context(1, latent_grid=GRID, num_steps=2):
@@ -164,7 +164,7 @@ def test_layers_replay(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_nothing_is_made_in_a_capture() -> None:
     asked = BackendPreference(
-        source=Source.COMMAND_LINE, backend=AttentionBackendEnum.parse("triton_attn")
+        source=Source.SETTINGS, backend=AttentionBackendEnum.parse("triton_attn")
     )
     layer = LocalAttention(
         HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
