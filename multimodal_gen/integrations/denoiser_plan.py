@@ -147,7 +147,7 @@ class DenoiserPlan:
         if self._patched and not self._hooks.tells_steps:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
         yield from self._parallel.notes()
-        yield from (f"{name}: {cache} was enabled" for cache in self._hooks.caches)
+        yield from (f"{name}: {sentence}" for sentence in self._hooks.caches)
         if self._lost:
             yield self._lost
         weighing = sum(m.name in self._gates and m.layer.takes_gate for m in self._patched)

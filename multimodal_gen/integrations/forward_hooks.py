@@ -37,6 +37,9 @@ _BATCHED = "cond_uncond"
 # The one cache that compares what the first block made of the tokens.
 _DECIDES_BY_BLOCK = "FirstBlockCacheConfig"
 
+# The one whose modules do not tell guidance branches apart that are calls of their own.
+_KEEPS_ONE_BRANCH = "PyramidAttentionBroadcastConfig"
+
 # What the forward methods of diffusers call their timestep.
 _TIMESTEPS = ("timestep", "timesteps", "t", "timestep_ratio")
 
@@ -55,7 +58,7 @@ class DenoiserHooks:
     Attributes:
         named_by_sigma: steps that layers know by their noise levels, which calls then must have.
         layers: names of its attention modules, for `not_run`.
-        caches: texts that say which caches were enabled in calls.
+        caches: sentences about the caches that were enabled in calls.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class DenoiserHooks:
             )
         self._cache = cache
         if cache is not None:
-            self.caches[described_cache(cache)] = None
+            self.caches[f"{described_cache(cache)} was enabled"] = None
 
     def _locate(self, call: ModelCall, padding: KeyPadding | None) -> tuple[Step, float | None]:
         """Find the step and settle the padding, with one device synchronisation for both.
@@ -204,6 +207,11 @@ class DenoiserHooks:
             self._of_step = (place, Counter())
         count = self._of_step[1][name]
         self._of_step[1][name] += 1
+        if type(self._cache).__name__ == _KEEPS_ONE_BRANCH and len(self._of_step[1]) > 1:
+            self.caches[
+                f"{_KEEPS_ONE_BRANCH} keeps one output per module for all guidance branches: calls "
+                f"of one branch get what calls of another left, as this pipeline makes them apart"
+            ] = None
         return name, count
 
     def _branch(self) -> str | None:

@@ -233,6 +233,16 @@ class ServerArgs:
             "on this machine. Default: the one that comes with the package, where it has one.",
         ),
     ] = None
+    cache: Annotated[
+        str | None,
+        Setting(
+            metavar="NAME:K=V",
+            empty=False,
+            help="Step cache of diffusers, e.g. first_block:threshold=0.1: first_block, mag, "
+            "taylorseer, pyramid, faster, sea or text_kv, with the fields of its configuration. "
+            "Default: none.",
+        ),
+    ] = None
     strict_attention: Annotated[
         bool,
         Setting(help="Refuse instead of falling back when a named backend cannot serve a layer."),
@@ -500,6 +510,12 @@ class ServerArgs:
             raise ConfigError(
                 f"--sigmas must have as many numbers as --num-inference-steps "
                 f"{self.num_inference_steps}, got {len(self.sigmas)}; leave one of them out"
+            )
+        if self.cache is not None and self.enable_torch_compile:
+            raise ConfigError(
+                f"--cache must not be given with --enable-torch-compile, which compiles blocks as "
+                f"one graph, without room for what a cache decides, got {self.cache!r}; leave one "
+                f"out"
             )
         if self.check_attention and self.record_attention is None:
             raise ConfigError(

@@ -152,6 +152,26 @@ def test_the_seed_on_record_repeats_the_result(tiny_pipeline, sglang, tmp_path) 
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
+def test_a_step_cache_is_set_and_reported_and_a_wrong_one_refused(
+    tiny_pipeline, sglang, tmp_path
+) -> None:
+    command = ("generate", "--model-path", tiny_pipeline("flux"), "--prompt", "a fox")
+    size = ("--height", "32", "--width", "32", "--num-inference-steps", "3", "--seed", "0")
+    cache = ("--cache", "first_block:threshold=10", "--output-path", tmp_path)
+    outcome = sglang(*command, *size, *cache)
+    assert outcome.code == 0, outcome.err
+    assert "note: transformer: FirstBlockCacheConfig(threshold=10.0) was enabled" in outcome.out
+    assert "did not run: transformer.self, layers 1" in outcome.out
+    assert "in 2 of 3 calls of the model, in steps 1-2" in outcome.out
+    record = json.loads((tmp_path / "flux-seed0.json").read_text())
+    assert record["arguments"]["cache"] == "first_block:threshold=10"
+    layers = [each for each in record["attention"]["layers"] if "not_run" in each]
+    assert {json.dumps(each["not_run"]["by_step"]) for each in layers} == {'{"1": 1, "2": 1}'}
+    wrong = sglang(*command, *size, "--cache", "first_block:treshold=1", "--output-path", "x.png")
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+    assert "must have keys among threshold, got 'treshold', did you mean 'threshold'?" in wrong.err
+
+
 def test_several_images_are_numbered(tiny_pipeline, sglang, tmp_path) -> None:
     outcome = sglang(
         *("generate", "--model-path", tiny_pipeline("flux"), "--num-outputs", "2"),

@@ -273,6 +273,7 @@ def test_under_a_cache_no_step_layer_or_branch_is_taken_for_another(cache, fresh
     assert (latents - expected).abs().max() <= 1e-3  # with all of the mass, it is dense attention
     assert_says_what_did_not_run(report, witness)
     assert ("did not run: transformer.self" in report.summary()) == misses
+    assert ("one output per module for all guidance" in report.summary()) == (cache == "pyramid")
 
 
 def assert_says_what_did_not_run(report: Any, witness: Witness) -> None:
@@ -347,4 +348,4 @@ def test_ranks_that_share_tokens_refuse_a_cache_that_each_would_decide_by_its_ow
             hooks._look_at_cache(model)
     model._cache_config = MagCacheConfig(mag_ratios=[1.0], num_inference_steps=1)
     hooks._look_at_cache(model)
-    assert list(hooks.caches) == ["MagCacheConfig(num_inference_steps=1)"]
+    assert list(hooks.caches) == ["MagCacheConfig(num_inference_steps=1) was enabled"]

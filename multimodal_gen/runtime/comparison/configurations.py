@@ -3,20 +3,30 @@
     sliding_tile_attn:window=[3,3,3],skip_time_steps=0;video_sparse_attn:sparsity=0.9;sage_attn
 
 Configurations stand between semicolons; behind a colon are the backend's parameters, in any form
-that `--attention-backend-config` takes.
+that `--attention-backend-config` takes. Behind a plus there may be a step cache of diffusers, as
+`--cache` names it: `video_sparse_attn:sparsity=0.9 + first_block:threshold=0.1`.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.generator.cache import CACHES, Cache, read_cache
 from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 
-__all__ = ["EXACT_KERNELS", "Configuration", "Plan", "read_configuration", "read_configurations"]
+__all__ = [
+    "EXACT_KERNELS",
+    "Configuration",
+    "Plan",
+    "cache_of",
+    "read_configuration",
+    "read_configurations",
+]
 
 EXACT_KERNELS = (
     "torch_sdpa",
@@ -31,6 +41,9 @@ EXACT_KERNELS = (
 """Configurations that leave nothing out and round to no fewer bits than the tensors have, by how
 likely they are to add up in another order than those before them."""
 
+# A path may have a plus, too: behind one without a blank before it stands the name of a cache.
+_NAMES = "|".join(name.replace("_", "[-_]") for name in CACHES)
+_CACHE = re.compile(rf"\s\+\s*(?=[A-Za-z])|\+\s*(?=(?:{_NAMES})\b)", re.IGNORECASE)
 _CLOSING: Mapping[str, str] = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -43,8 +56,10 @@ class Configuration:
         text: as it was asked for.
         backend: the backend.
         parameters: all parameters of the backend, JSON values.
-        settings: those not at their defaults, with the content of files that they name.
+        settings: those not at their defaults, with the content of files that they name; and the
+            cache.
         scope: what layers select by.
+        cache: the step cache, or None.
     """
 
     name: str
@@ -53,6 +68,7 @@ class Configuration:
     parameters: Mapping[str, Any]
     settings: str
     scope: SelectionScope
+    cache: Cache | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +104,11 @@ class Plan:
         asked = self.reference.scope.default
         assert asked is not None, "a configuration names a backend"
         assert asked.backend is not None, "a configuration names a backend"
+        if self.reference.cache is not None:
+            raise UsageError(
+                f"--reference must have no cache, as others are put beside it, got "
+                f"{self.reference.text!r}"
+            )
         if asked.backend.is_sparse:
             raise UsageError(
                 f"--reference must be a dense backend, got {self.reference.text!r}, which leaves "
@@ -144,7 +165,8 @@ def read_configuration(
     Raises:
         ConfigError: the backend or its parameters are wrong.
     """
-    backend, _, parameters = text.partition(":")
+    asked_for, cache = _without_cache(text, name)
+    backend, _, parameters = asked_for.partition(":")
     spelled = {
         "attention_backend": name,
         "attention_backend_config": f"{name}: parameters of {backend.strip()}",
@@ -157,16 +179,32 @@ def read_configuration(
     if scope.default is None or scope.default.backend is None:
         raise ConfigError(f"{name} must name backends, got {text!r}, which is an automatic choice")
     asked = scope.default
-    short = str(asked.backend)
+    short = str(asked.backend) + ("" if cache is None else f"+{cache.name}")
     same = [each for each in taken if each == short or each.startswith(f"{short}-")]
+    settings = settings_text(asked.config)
     return Configuration(
         name=f"{short}-{len(same) + 1}" if same else short,
         text=text.strip(),
-        backend=short,
+        backend=str(asked.backend),
         parameters={} if asked.config is None else config_as_dict(asked.config),
-        settings=settings_text(asked.config),
+        settings=settings if cache is None else f"{settings} + {cache.text}",
         scope=scope,
+        cache=cache,
     )
+
+
+def cache_of(text: str) -> str | None:
+    """Return the cache that the text of a configuration names, as `--cache` takes it, or None."""
+    found = _CACHE.search(text)
+    return None if found is None else text[found.end() :].strip()
+
+
+def _without_cache(text: str, name: str) -> tuple[str, Cache | None]:
+    """Return what stands before the plus, and the cache behind it."""
+    cache = cache_of(text)
+    if cache is None:
+        return text, None
+    return _CACHE.split(text, maxsplit=1)[0], read_cache(cache, name=name)
 
 
 def _split(text: str, name: str) -> Iterator[str]:

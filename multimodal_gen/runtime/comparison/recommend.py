@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.comparison.configurations import cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Report, Run
 from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure
@@ -156,8 +157,12 @@ def write_config(recommendation: Recommendation, path: Path) -> None:
     assert recommendation.run is not None, "there is something to write"
     config = attention_config(recommendation.run)
     scope_from(attention_config=config)
+    cache = cache_of(recommendation.run.configuration)
+    beside = () if cache is None else (f"It ran with --cache {cache}, which this does not set.",)
     comments = "".join(
-        f"# {line}\n" for reason in recommendation.reasons for line in reason.splitlines()
+        f"# {line}\n"
+        for reason in (*recommendation.reasons, *beside)
+        for line in reason.splitlines()
     )
     text = comments + yaml.safe_dump(config, sort_keys=False)
     with Staging(overwrite=True) as staging:

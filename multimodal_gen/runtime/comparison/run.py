@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ from multimodal_gen.runtime.comparison.store import (
 from multimodal_gen.runtime.comparison.verdict import judged
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.generator import output
+from multimodal_gen.runtime.generator.cache import cached
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise, out_of_memory_explained
 from multimodal_gen.runtime.generator.index import PipelineIndex, first_line, is_out_of_memory
 from multimodal_gen.runtime.generator.load import denoisers
@@ -68,6 +69,7 @@ from multimodal_gen.runtime.generator.sampling import (
     check_loaded,
     output_size,
     prepare_call,
+    steps_of,
 )
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import provides
 from multimodal_gen.runtime.layers.attention.backends.registry import (
@@ -290,7 +292,8 @@ class Comparison:
         What would stand in for it is no answer to how it does.
         """
         try:
-            handle = self._attach(self._pipe, configuration.scope)
+            with self._cached(configuration):
+                handle = self._attach(self._pipe, configuration.scope)
         except UsageError as error:
             self._unserved[configuration.name] = first_line(error)
             return
@@ -347,6 +350,13 @@ class Comparison:
             if self._progress is not None:
                 self._progress.skip(len(left))
         return failure
+
+    def _cached(self, configuration: Configuration) -> AbstractContextManager[None]:
+        """Enable the cache of a configuration on the denoisers in a `with` block."""
+        pipe, steps = self._pipe, None
+        if configuration.cache is not None:
+            steps = steps_of(self._index, prepare_call(pipe, self._index, self._args))
+        return cached(pipe, denoisers(pipe), configuration.cache, steps)
 
     def _warm_up(self, configurations: Sequence[Configuration]) -> None:
         """Make a short generation of the reference, so that no kernel is compiled later on."""
@@ -440,7 +450,7 @@ class Comparison:
         def work() -> tuple[Spent, int, dict[str, Measured]]:
             handle = self._attach(self._pipe, scope)
             try:
-                with watching(watch):
+                with watching(watch), self._cached(configuration):
                     run = self._denoise(args, meter, steps)
                 report = handle.report()
             finally:

@@ -17,6 +17,7 @@ from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_gro
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.attention_check import AttentionCheck
+from multimodal_gen.runtime.generator.cache import cached, read_cache
 from multimodal_gen.runtime.generator.denoise import (
     Denoised,
     Timings,
@@ -38,6 +39,7 @@ from multimodal_gen.runtime.generator.sampling import (
     check_sizes,
     output_size,
     prepare_call,
+    steps_of,
 )
 from multimodal_gen.runtime.generator.scheduler import given_sigmas
 from multimodal_gen.runtime.generator.skeleton import without_weights
@@ -265,6 +267,8 @@ class Session:
         check_finite(run)
         record = self._record(args, facts, run, report)
         notes = (*call.notes, *self._notes, *differences(produced(run.pixels), args))
+        if args.cache is not None and args.backend == "diffusers":
+            notes += (f"the cache {args.cache} was enabled",)  # others are in the report
         saved = _Saved(
             notes=notes, record={**record, **_ending(call, timings, notes, self.index.kind)}
         )
@@ -311,7 +315,12 @@ class Session:
             with timings.phase("attach"):
                 handle = self._attach(args, pipe)
             by_call = "sigmas" in self.index.parameters
-            with watching(check), given_sigmas(pipe, sigmas, by_call=by_call):
+            cache = None if args.cache is None else read_cache(args.cache)
+            with (
+                watching(check),
+                given_sigmas(pipe, sigmas, by_call=by_call),
+                cached(pipe, denoisers(pipe), cache, steps_of(self.index, call)),
+            ):
                 run = _denoise(pipe, self.index, args, call, timings)
             return run, call, handle.report()
         finally:

@@ -20,6 +20,7 @@ from multimodal_gen.errors import (
     UsageError,
     nearest,
 )
+from multimodal_gen.runtime.generator.cache import read_cache
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import (
     check_inputs,
@@ -41,6 +42,7 @@ __all__ = [
     "check_sizes",
     "output_size",
     "prepare_call",
+    "steps_of",
     "token_size",
 ]
 
@@ -136,11 +138,20 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         raise _not_taken(index.name, "guidance_scale", args.guidance_scale, parameters)
     if args.fps is not None and index.kind == "image":
         raise _not_taken(index.name, "fps", args.fps, parameters)
+    if args.cache is not None:
+        read_cache(args.cache)
     check_inputs(index, args, _flags())
     needed = _missing(index, args)
     if needed:
         ways = "; ".join(dict.fromkeys(how_to_give(name) for name in needed))
         raise UsageError(f"{index.name} needs {', '.join(needed)}, got none; give {ways}")
+
+
+def steps_of(index: PipelineIndex, call: "Call") -> int | None:
+    """Return the denoising steps of a call, or None where only the pipeline knows."""
+    default = index.parameters.get("num_inference_steps")
+    steps = call.arguments.get("num_inference_steps", getattr(default, "default", None))
+    return steps if isinstance(steps, int) else None
 
 
 def _flags() -> dict[str, str]:

@@ -1,7 +1,11 @@
 import pytest
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, read_configurations
+from multimodal_gen.runtime.comparison.configurations import (
+    EXACT_KERNELS,
+    cache_of,
+    read_configurations,
+)
 
 TWICE = "sliding_tile_attn:window=[3,3,3];video_sparse_attn:sparsity=0.9; sliding-tile-attn : " + (
     'window=[1,1,1],dense_steps="0,2"'
@@ -28,6 +32,20 @@ def test_semicolons_and_colons_inside_quotes_and_brackets_are_part_of_a_value() 
     assert second.backend == "torch_sdpa"
 
 
+def test_a_cache_may_stand_behind_a_plus() -> None:
+    text = "fa;fa + first-block:threshold=0.1;fa+mag:mag_ratios=[1e+0]"
+    plain, first, mag = read_configurations(text)
+    assert [each.name for each in (plain, first, mag)] == ["fa", "fa+first_block", "fa+mag"]
+    assert {each.backend for each in (plain, first, mag)} == {"fa"}
+    assert first.cache is not None
+    assert (first.cache.name, dict(first.cache.parameters)) == ("first_block", {"threshold": 0.1})
+    assert plain.cache is None
+    assert len({each.settings for each in (plain, first, mag)}) == 3
+    assert cache_of(first.text) == "first-block:threshold=0.1"
+    (path,) = read_configurations("sliding_tile_attn:mask_strategy_file_path=a+b.json")
+    assert path.cache is None
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -38,6 +56,8 @@ def test_semicolons_and_colons_inside_quotes_and_brackets_are_part_of_a_value() 
         ("sage_attn;sage_attn", "must name each configuration once, got 'sage_attn' twice"),
         ("sliding_tile_attn:window=[3,3", "must close every bracket and quote"),
         ("video_sparse_attn:sparsity=2", "`sparsity` of video_sparse_attn must be"),
+        ("fa + second_block", "--backends must be one of first_block, .*, got 'second_block'"),
+        ("fa + mag:ratio=1", "--backends mag must have keys among threshold, .*, got 'ratio'"),
         ("video_sparse_attn:sparsity", "--backends: parameters of video_sparse_attn must be"),
     ],
 )

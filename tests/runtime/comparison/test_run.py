@@ -18,6 +18,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 FLOOR = "video_sparse_attn:sparsity=0"
+CACHED = "torch_sdpa + first_block:threshold=10"
 EVERYTHING = 99  # tiles of a window, along an axis
 
 
@@ -93,7 +94,7 @@ def wan(tiny_pipeline: Any, tmp_path_factory: Any, broken_backend: None) -> tupl
     """Return a comparison of backends of which some are broken, and its folder."""
     pipe, folder = loaded(tiny_pipeline("wan")), tmp_path_factory.mktemp("comparison") / "wan"
     before = processors(pipe)
-    configurations = [EXACT, SCALED, DROPPED, NOT_A_NUMBER, TOO_LARGE, tiles(1, 3)]
+    configurations = [EXACT, SCALED, DROPPED, NOT_A_NUMBER, TOO_LARGE, tiles(1, 3), CACHED]
     report = multimodal_gen.compare(
         pipe, backends=configurations, output=folder, **arguments("wan")
     )
@@ -113,6 +114,18 @@ def test_exact_against_exact_is_within_the_noise(wan: tuple[Report, Path]) -> No
     assert max(error for layer in run.layers for error in layer.relative_l2) < 1e-5
     assert {layer.density for layer in run.layers} == {1.0}
     assert max(run.generations[0].latents) < 1e-4
+
+
+def test_a_cache_is_one_more_configuration(wan: tuple[Report, Path]) -> None:
+    report, _ = wan
+    run = found(report, CACHED)
+    assert (run.status, run.name, run.backend) == ("done", "torch_sdpa+first_block", "torch_sdpa")
+    assert run.verdict is not None
+    assert run.verdict.word != "within the noise of dense kernels"
+    text = "\n".join(run.attention)
+    assert "did not run: transformer.self, layers 1, in 2 of 4 calls of the model" in text
+    assert "note: transformer: FirstBlockCacheConfig(threshold=10.0) was enabled" in text
+    assert "did not run" not in "\n".join(found(report, EXACT).attention)
 
 
 @pytest.mark.parametrize(
@@ -259,12 +272,17 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
 def test_backends_that_cannot_serve_the_model_are_rows(tiny_pipeline: Any, tmp_path: Path) -> None:
     report = multimodal_gen.compare(
         loaded(tiny_pipeline("flux")),
-        backends=["sliding_tile_attn:mask_strategy_file_path=absent.json", "sage_attn"],
+        backends=[
+            "sliding_tile_attn:mask_strategy_file_path=absent.json",
+            "sage_attn",
+            "torch_sdpa + text_kv",
+        ],
         output=tmp_path / "out",
         **arguments("flux", num_inference_steps=1, replayed_steps=0),
     )
-    refused, would_fall_back = report.candidates
-    assert (refused.status, would_fall_back.status) == ("failed", "failed")
+    refused, would_fall_back, unfit = report.candidates
+    assert {refused.status, would_fall_back.status, unfit.status} == {"failed"}
+    assert "must be used with a model that has a place for it" in unfit.message
     assert "absent.json" in refused.message
     assert "sage_attn cannot serve the model here: needs platform cuda" in would_fall_back.message
     assert report.reference.status == "done"

@@ -1,0 +1,271 @@
+"""diffusers' step caches by name: `first_block:threshold=0.1`.
+
+A cache is a configuration class of diffusers; its fields are the keys. What only code can give, as
+callbacks, is given here.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from multimodal_gen.errors import ConfigError, UsageError, nearest
+from multimodal_gen.runtime.plain_values import MalformedError, as_mapping, read_json, read_pairs
+from multimodal_gen.runtime.plain_values import short as shown
+
+__all__ = ["CACHES", "Cache", "cached", "read_cache"]
+
+CACHES = MappingProxyType(
+    {
+        "first_block": "FirstBlockCacheConfig",
+        "mag": "MagCacheConfig",
+        "taylorseer": "TaylorSeerCacheConfig",
+        "pyramid": "PyramidAttentionBroadcastConfig",
+        "faster": "FasterCacheConfig",
+        "sea": "SeaCacheConfig",
+        "text_kv": "TextKVCacheConfig",
+    }
+)
+"""The caches by their names here, and the classes of diffusers that configure them."""
+
+_TIMESTEP = "current_timestep_callback"
+_STEPS = "num_inference_steps"
+
+
+class _MismatchError(Exception):
+    """A value is not of the type that a field has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """A cache that was asked for.
+
+    Attributes:
+        name: a key of `CACHES`.
+        text: as it was asked for.
+        parameters: fields of its configuration, in their types.
+    """
+
+    name: str
+    text: str
+    parameters: Mapping[str, Any]
+
+    def config(self, pipe: Any, num_steps: int | None) -> Any:
+        """Return a configuration of diffusers for one model of a pipeline.
+
+        Args:
+            pipe: the pipeline, which tells its timestep.
+            num_steps: denoising steps of the run, where the cache wants to know and nobody said.
+
+        Raises:
+            UsageError: diffusers refuses the parameters.
+        """
+        cls, given = _config_class(self.name), dict(self.parameters)
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if _TIMESTEP in fields:
+            given[_TIMESTEP] = lambda: int(pipe._current_timestep)
+        if _STEPS in fields and num_steps is not None:
+            given.setdefault(_STEPS, num_steps)
+        try:
+            return cls(**given)
+        except (TypeError, ValueError) as error:
+            lines = " ".join(str(error).split())
+            raise UsageError(f"cache {self.text} is refused by diffusers: {lines}") from error
+
+
+def read_cache(text: str, *, name: str = "--cache") -> Cache:
+    """Return the cache that a text names, as `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
+
+    Args:
+        text: the text; behind the colon may be a JSON object too.
+        name: what messages call it.
+
+    Raises:
+        ConfigError: there is no such cache or key, or a value is of the wrong type.
+    """
+    given, _, rest = text.strip().partition(":")
+    cache = given.strip().lower().replace("-", "_")
+    if cache not in CACHES:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(CACHES)}, got {given.strip()!r}"
+            f"{nearest(cache, CACHES)}"
+        )
+    try:
+        rest = rest.strip()
+        values = (read_json(rest) if rest[:1] == "{" else read_pairs(rest)) if rest else {}
+    except MalformedError as error:
+        raise ConfigError(f"{name} {cache} must have parameters as k=v,k=v; {error}") from None
+    assert isinstance(values, dict), "an object, or pairs"
+    parameters = _parameters(cache, as_mapping(values.items()), name)
+    return Cache(name=cache, text=text.strip(), parameters=MappingProxyType(parameters))
+
+
+def _parameters(cache: str, values: Mapping[object, object], name: str) -> dict[str, Any]:
+    cls = _config_class(cache)
+    hints = get_type_hints(cls)
+    keys = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if not field.name.startswith("_") and "Callable" not in str(hints[field.name])
+    ]
+    found = {}
+    for key, value in values.items():
+        if key not in keys:
+            valid = f"have keys among {', '.join(keys)}" if keys else "have no keys"
+            raise ConfigError(
+                f"{name} {cache} must {valid}, got {shown(key)}{nearest(str(key), keys)}"
+            )
+        try:
+            found[str(key)] = _converted(value, hints[str(key)])
+        except _MismatchError:
+            raise ConfigError(
+                f"`{key}` of {name} {cache} must be {_words(hints[str(key)])}, got {shown(value)}"
+            ) from None
+    return found
+
+
+def _config_class(cache: str) -> Any:
+    from diffusers import hooks
+
+    return getattr(hooks, CACHES[cache])
+
+
+def _converted(value: object, hint: Any) -> Any:
+    """Return a plain value in the type of a field; raises _MismatchError."""
+    origin, members = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        for member in members:
+            try:
+                return _converted(value, member)
+            except _MismatchError:
+                continue
+        raise _MismatchError
+    if origin in (tuple, list) and isinstance(value, list):
+        if origin is tuple and ... not in members and len(value) != len(members):
+            raise _MismatchError
+        return origin(_converted(item, members[0]) for item in value)
+    return _converted_scalar(value, hint)
+
+
+def _converted_scalar(value: object, hint: Any) -> Any:
+    import torch
+
+    if hint is float and type(value) in (int, float):
+        return float(value)  # type: ignore[arg-type]
+    if hint is torch.dtype and isinstance(value, str):
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    if (hint in (bool, int, str) and type(value) is hint) or (hint is NoneType and value is None):
+        return value
+    raise _MismatchError
+
+
+def _words(hint: Any) -> str:
+    """Return what a field takes, in words."""
+    origin, members = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_words(each) for each in members if _can_be_given(each)))
+    if origin in (tuple, list):
+        count = "" if origin is list or ... in members else f"{len(members)} "
+        return f"a list of {count}{_PLURALS.get(members[0], 'values')}"
+    return _SINGULARS.get(hint, "a dtype such as float32")
+
+
+def _can_be_given(hint: Any) -> bool:
+    return "Tensor" not in str(hint)
+
+
+_SINGULARS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    NoneType: "null",
+}
+_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+
+
+@contextmanager
+def cached(
+    pipe: Any, models: Mapping[str, Any], cache: Cache | None, num_steps: int | None
+) -> Iterator[None]:
+    """Enable a cache on the denoisers of a pipeline in the `with` block.
+
+    Args:
+        pipe: the pipeline.
+        models: its denoisers, by name.
+        cache: the cache; None for none.
+        num_steps: denoising steps of the run, or None when unknown.
+
+    Raises:
+        UsageError: a denoiser has no place for the cache or one enabled already, or the pipeline
+            does not tell what the cache wants to know.
+    """
+    if cache is None:
+        yield
+        return
+    enabled: list[Any] = []
+    try:
+        for name, model in models.items():
+            _enable(pipe, name, model, cache, num_steps)
+            enabled.append(model)
+        try:
+            yield
+        except ValueError as error:
+            if "cache context" not in str(error):
+                raise
+            raise UsageError(
+                f"cache {cache.text} must be used with a pipeline that names its calls of the "
+                f"denoiser, got {type(pipe).__name__}, which does not; leave it out"
+            ) from error
+    finally:
+        for model in enabled:
+            model.disable_cache()
+
+
+def _enable(pipe: Any, name: str, model: Any, cache: Cache, num_steps: int | None) -> None:
+    """Enable a cache on a denoiser, or leave it as it was found."""
+    unfit = f"cache {cache.text} must be used with a model that has a place for it, got {name} ("
+    unfit += f"{type(model).__name__})"
+    config = cache.config(pipe, num_steps)
+    if not hasattr(model, "enable_cache"):
+        raise UsageError(f"{unfit}, which has none for any cache of diffusers")
+    if model.is_cache_enabled:
+        raise UsageError(
+            f"cache {cache.text} must be the only one, {name} has a "
+            f"{type(model._cache_config).__name__}; call its disable_cache() first"
+        )
+    needs_timestep = any(field.name == _TIMESTEP for field in dataclasses.fields(config))
+    if needs_timestep and not hasattr(type(pipe), "current_timestep"):
+        raise UsageError(
+            f"cache {cache.text} must be used with a pipeline that tells its timestep, got "
+            f"{type(pipe).__name__}"
+        )
+    before = _hooks_of(model)
+    try:
+        model.enable_cache(config)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        _remove_hooks(model, before)
+        raise UsageError(f"{unfit}: {' '.join(str(error).split())}") from error
+    if all(not path for path, _ in _hooks_of(model) - before):
+        model.disable_cache()
+        raise UsageError(f"{unfit}: none of its modules is one that this cache looks for")
+
+
+def _hooks_of(model: Any) -> set[tuple[str, str]]:
+    """Return diffusers' hooks in a model, as (path of the module, name of the hook)."""
+    return {
+        (path, hook)
+        for path, module in model.named_modules()
+        if hasattr(module, "_diffusers_hook")
+        for hook in module._diffusers_hook.hooks
+    }
+
+
+def _remove_hooks(model: Any, before: set[tuple[str, str]]) -> None:
+    """Remove the hooks that were not there before."""
+    modules = dict(model.named_modules())
+    for path, hook in _hooks_of(model) - before:
+        modules[path]._diffusers_hook.remove_hook(hook, recurse=False)
