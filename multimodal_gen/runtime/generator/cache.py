@@ -177,14 +177,16 @@ def _can_be_given(hint: Any) -> bool:
     return "Tensor" not in str(hint)
 
 
-_SINGULARS = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    NoneType: "null",
-}
-_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+_SINGULARS = MappingProxyType(
+    {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        NoneType: "null",
+    }
+)
+_PLURALS = MappingProxyType({int: "integers", float: "numbers", str: "texts"})
 
 
 @contextmanager
