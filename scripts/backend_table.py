@@ -41,6 +41,7 @@ SPARSE = (
     "sage_sla_attn",
     "sparse_video_gen_2_attn",
     "sol_attn",
+    "subblock_sparse_attn",
 )
 # Variants the tests run for real; the others are called against stand-ins with the same signature.
 RUN_FOR_REAL = {

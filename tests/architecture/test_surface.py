@@ -53,6 +53,7 @@ BACKENDS = {
     "SAGE_SLA_ATTN",
     "SPARSE_VIDEO_GEN_2_ATTN",
     "SOL_ATTN",
+    "SUBBLOCK_SPARSE_ATTN",
 }
 GENERATE_FLAGS = """
     --model-path --prompt --negative-prompt --backend --attention-backend

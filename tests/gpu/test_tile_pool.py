@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.kernels.tile_pool.api import (
+    add_gated,
+    pool_cells,
+    pool_tiles,
+    select_cells,
+    select_tiles,
+)
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,
     pool_tiles_reference,
@@ -140,3 +146,16 @@ def test_more_than_two_to_the_31_elements() -> None:
     out = add_gated(x, x, mean, starts, lengths, size=64, index=index)
     assert (out[:, -64:] == 6.0).all()
     assert not out[:, :-64].any()
+
+
+@pytest.mark.parametrize("cells", [(4, 4), (8, 2), (1, 1)])
+def test_tiles_are_selected_by_their_cells(cells: tuple[int, int]) -> None:
+    x, y = (random(2, 9000, 4, 128, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    starts = torch.arange(0, 9000, 64, device="cuda", dtype=torch.int32)
+    lengths = (9000 - starts).clamp_max(64)
+    sides = [pool_cells(t, starts, lengths, n, size=64) for t, n in zip((x, y), cells, strict=True)]
+    (q, q_real), (k, k_real) = sides
+    found = select_cells(q, k, q_real, k_real, 40, cells=cells, scale=1.0)
+    on_cpu = [t.cpu() for t in (q, k, q_real, k_real)]
+    wanted = select_cells(*on_cpu, 40, cells=cells, scale=1.0)
+    assert (found.cpu() == wanted).float().mean() >= 0.99

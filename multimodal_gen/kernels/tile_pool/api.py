@@ -13,13 +13,17 @@ from multimodal_gen.kernels.engine import runs_triton
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,
     pool_tiles_reference,
+    select_cells_reference,
     select_tiles_reference,
 )
 
-__all__ = ["add_gated", "pool_tiles", "select_tiles"]
+__all__ = ["CELL_COUNTS", "add_gated", "pool_cells", "pool_tiles", "select_cells", "select_tiles"]
 
 _TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_CELL_DTYPES = _TRITON_DTYPES - {torch.float32}  # products of fp32 do not fit into registers
 _MAX_TILES = 2**15  # a row of scores must fit into the registers of 16 warps
+CELL_COUNTS = (1, 2, 4, 8)
+"""How many cells a tile may be cut into for `select_cells`."""
 _CHANNELS = 16  # that are added at once: fewer would leave rows that no 16 bytes divide
 
 
@@ -64,6 +68,99 @@ def pool_tiles(
     return tuple(
         pool_tiles_reference(x, starts, lengths, index, size, keep, dtype) for x in tensors
     )
+
+
+def pool_cells(
+    tensor: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    cells: int,
+    *,
+    size: int,
+    index: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the means of the cells of every tile, and which cells hold tokens that count.
+
+    Cell a of a tile holds its tokens from a * ceil(size / cells) on; does not wait for the device.
+
+    Args:
+        tensor: [B, S, H, D], any strides.
+        starts: int32 [N].
+        lengths: int32 [N].
+        cells: cells of a tile.
+        size: upper bound of `lengths`.
+        index: see `pool_tiles`.
+        keep: see `pool_tiles`.
+
+    Returns:
+        [B, H, N * cells, D], zero where no token counts, and bool [B|1, N * cells].
+    """
+    width = -(-size // cells)
+    offsets = torch.arange(cells, dtype=torch.int32, device=starts.device) * width
+    begin = (starts[:, None] + offsets).flatten()
+    held = (lengths[:, None] - offsets).clamp(0, width).flatten()
+    (means,) = pool_tiles((tensor,), begin, held, size=width, index=index, keep=keep)
+    if keep is None:
+        return means, (held > 0).unsqueeze(0)
+    share = pool_tiles((keep[..., None, None].float(),), begin, held, size=width, index=index)
+    return means, share[0][:, 0, :, 0] > 0
+
+
+def select_cells(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    q_real: torch.Tensor,
+    k_real: torch.Tensor,
+    count: int,
+    *,
+    cells: tuple[int, int],
+    scale: float,
+    always: int = 0,
+) -> torch.Tensor:
+    """Return the `count` key tiles with the largest scores of every query tile, by their cells.
+
+    The score of two tiles is log sum exp(scale * q.k) over pairs of their cells' means, in fp32;
+    cells without tokens are left out. Equal scores go to the lowest index. Does not wait.
+
+    Args:
+        query: means of cells, [B, H, Nq * cells[0], D].
+        key: means of cells, [B, Hkv, Nk * cells[1], D].
+        q_real: bool [B|1, Nq * cells[0]], cells that hold tokens.
+        k_real: bool [B|1, Nk * cells[1]].
+        count: key tiles to keep, in [1, Nk].
+        cells: cells of a query tile and of a key tile, of `CELL_COUNTS`.
+        scale: positive factor of the scores.
+        always: number of blocks, numbered from Nk on, that every row keeps besides.
+
+    Returns:
+        int32 [B, H, Nq, count + always], strictly increasing along every row.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not fit each other, or `count` is out of range.
+    """
+    if any(
+        n not in CELL_COUNTS or x.shape[2] % n for n, x in zip(cells, (query, key), strict=True)
+    ):
+        raise UsageError(
+            f"`cells` must be two of {CELL_COUNTS} that divide {query.shape[2]} and "
+            f"{key.shape[2]}, got {cells}"
+        )
+    num_q, num_kv = query.shape[2] // cells[0], key.shape[2] // cells[1]
+    _check_selection(query, key, min(count, num_kv + 1), always)
+    if count > num_kv:
+        raise UsageError(f"`count` must lie in [1, {num_kv}], got {count}")
+    shape = (*query.shape[:2], num_q, count + always)
+    out = torch.empty(shape, dtype=torch.int32, device=query.device)
+    query, key = (x.detach().contiguous() for x in (query, key))
+    arguments = (query, key, q_real, k_real, cells, count, always, out, scale)
+    if runs_triton([query], _CELL_DTYPES) and num_kv <= _MAX_TILES and query.shape[3] <= 256:
+        from multimodal_gen.kernels.tile_pool import tile_pool_kernel
+
+        tile_pool_kernel.select_cells(*arguments)
+    else:
+        select_cells_reference(*arguments)
+    return out
 
 
 def select_tiles(

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["add_gated_reference", "pool_tiles_reference", "select_tiles_reference"]
+__all__ = [
+    "add_gated_reference",
+    "pool_tiles_reference",
+    "select_cells_reference",
+    "select_tiles_reference",
+]
 
 # Scores that are sorted at once; more heads than fit go one after the other.
 _SCORES_AT_ONCE = 2**26
@@ -92,6 +97,46 @@ def select_tiles_reference(
         scores = scores.nan_to_num(math.inf, posinf=math.inf, neginf=-math.inf)
         best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
         out[:, first:last, :, :count] = best.sort(dim=-1).values
+
+
+def select_cells_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    q_real: torch.Tensor,
+    k_real: torch.Tensor,
+    cells: tuple[int, int],
+    count: int,
+    always: int,
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    """Write the `count` key tiles with the largest scores of every query tile; see `api`.
+
+    The score of two tiles is the logarithm of the sum of exp(scale * q.k) over their cells.
+
+    Args:
+        query: means of the cells of query tiles, [B, H, Nq * cells[0], D].
+        key: means of the cells of key tiles, [B, Hkv, Nk * cells[1], D].
+        q_real: bool [B|1, Nq * cells[0]], cells that hold tokens.
+        k_real: bool [B|1, Nk * cells[1]], the same.
+        cells: cells of a query tile and of a key tile.
+        count: key tiles to keep.
+        always: number of blocks after the Nk tiles that every row keeps.
+        out: int32 [B, H, Nq, at least count + always], is written to.
+        scale: factor of the scores.
+    """
+    compute = torch.promote_types(query.dtype, torch.float32)
+    heads = query.shape[1]
+    num_kv, group = key.shape[2] // cells[1], heads // key.shape[1]
+    out[..., count : count + always] = torch.arange(num_kv, num_kv + always, device=query.device)
+    both = (q_real[:, None, :, None] & k_real[:, None, None]).logical_not()
+    for head in range(heads):  # one at a time: there are many pairs of cells
+        scores = query[:, head, None].to(compute) @ key[:, head // group, None].to(compute).mT
+        scores = (scores * scale).masked_fill(both, -math.inf)
+        scores = scores.view(*scores.shape[:2], -1, cells[0], num_kv, cells[1])
+        scores = scores.logsumexp((3, 5)).nan_to_num(math.inf, posinf=math.inf, neginf=-math.inf)
+        best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
+        out[:, head, :, :count] = best.sort(dim=-1).values[:, 0]
 
 
 def add_gated_reference(

@@ -15,6 +15,7 @@ from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 READ_BYTES = 2**15  # of a tile, at once
 SCORE_ROWS = 64
 SCORE_KEYS = 128
+CELLS = 64  # of queries, and of keys, whose scores a program makes
 LISTED = 256  # keys that are listed at once
 # Scores wait for their selection in a buffer of this size: about the L2 cache of a large GPU.
 SCRATCH_BYTES = 2**26
@@ -143,6 +144,52 @@ def _score_kernel(
     tl.store(keys, _ordered(acc), mask=(row < num_q)[:, None] & (n < num_kv)[None, :])
 
 
+@triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "heads", "group"])
+def _cell_score_kernel(
+    q_ptr, k_ptr, q_real_ptr, k_real_ptr, key_ptr, q_b, q_h, q_n, k_b, k_h, k_n, q_real_b, k_real_b,
+    first_block, num_q, num_kv, heads, group, key_row, scale,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CQ: tl.constexpr,
+    CK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid [blocks of BM query tiles, blocks of BN key tiles], tiles of CQ and CK cells.
+
+    Writes the logarithm of the sum of exp(scale * q.k) over the cells of two tiles.
+    """
+    local = tl.program_id(0)
+    blocks = tl.cdiv(num_q, BM)
+    block = first_block + local
+    h = (block // blocks % heads).to(tl.int64)
+    b = (block // blocks // heads).to(tl.int64)
+    q_cell = block % blocks * (BM * CQ) + tl.arange(0, BM * CQ)
+    k_cell = tl.program_id(1) * (BN * CK) + tl.arange(0, BN * CK)
+    q_real = tl.load(q_real_ptr + b * q_real_b + q_cell, mask=q_cell < num_q * CQ, other=0) != 0
+    k_real = tl.load(k_real_ptr + b * k_real_b + k_cell, mask=k_cell < num_kv * CK, other=0) != 0
+    d = tl.arange(0, DP)
+    q_ptr += b * q_b + h * q_h
+    k_ptr += b * k_b + h // group * k_h
+    q_mask = q_real[:, None] & (d < D)[None, :]
+    k_mask = k_real[None, :] & (d < D)[:, None]
+    q = tl.load(q_ptr + q_cell[:, None].to(tl.int64) * q_n + d[None, :], mask=q_mask, other=0.0)
+    k = tl.load(k_ptr + k_cell[None, :].to(tl.int64) * k_n + d[:, None], mask=k_mask, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    scores = tl.where(q_real[:, None] & k_real[None, :], scores, float("-inf"))
+    cells = tl.reshape(scores, [BM, CQ, BN, CK])
+    largest = tl.max(tl.max(cells, 3), 1)
+    nothing = largest == float("-inf")
+    shift = tl.where(nothing, 0.0, largest)
+    weights = tl.exp(cells - shift[:, None, :, None])
+    total = tl.where(nothing, 1.0, tl.sum(tl.sum(weights, 3), 1))
+    total = tl.where(nothing, float("-inf"), tl.log(total) + shift)
+    row = block % blocks * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    at = (local * BM + tl.arange(0, BM)).to(tl.int64)
+    keys = key_ptr + at[:, None] * key_row + n[None, :]
+    tl.store(keys, _ordered(total), mask=(row < num_q)[:, None] & (n < num_kv)[None, :])
+
+
 @triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "heads", "count", "always"])
 def _select_kernel(
     key_ptr, out_ptr, out_b, out_h, out_n,
@@ -200,6 +247,7 @@ def _tokens_at_once(tensor: torch.Tensor, limit: int) -> int:
 
 _launch_pool, _launch_add_gated = Launcher(_pool_kernel), Launcher(_add_gated_kernel)
 _launch_score, _launch_select = Launcher(_score_kernel), Launcher(_select_kernel)
+_launch_cell_score = Launcher(_cell_score_kernel)
 
 
 def pool_tiles(
@@ -292,4 +340,47 @@ def select_tiles(
             scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, key_row,
             BM=SCORE_ROWS, NP=padded, CHUNK=LISTED,
             num_warps=warps or min(max(padded // 4096, 1), 16),
+        )  # fmt: skip
+
+
+def select_cells(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    q_real: torch.Tensor,
+    k_real: torch.Tensor,
+    cells: tuple[int, int],
+    count: int,
+    always: int,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> None:
+    """Launch scores of cells and selection; see `reference.select_cells_reference`.
+
+    All tensors have stride 1 along their last dimension.
+    """
+    batch, heads, num_cells, head_size = query.shape
+    num_q, num_kv = num_cells // cells[0], key.shape[2] // cells[1]
+    rows, keys = CELLS // cells[0], CELLS // cells[1]
+    padded = next_power_of_2(max(num_kv, 32))
+    key_row = -(-num_kv // 16) * 16
+    blocks = batch * heads * -(-num_q // rows)
+    step = min(blocks, max(1, scratch_bytes // (4 * rows * key_row)))
+    scratch = torch.empty((step * rows, key_row), dtype=torch.int32, device=query.device)
+    real = [x.view(torch.uint8).expand(batch, -1) for x in (q_real, k_real)]
+    for first in range(0, blocks, step):
+        used = min(step, blocks - first)
+        _launch_cell_score(
+            (used, -(-num_kv // keys)),
+            query, key, *real, scratch, *query.stride()[:3], *key.stride()[:3],
+            real[0].stride(0), real[1].stride(0),
+            first, num_q, num_kv, heads, heads // key.shape[1], key_row, scale,
+            D=head_size, DP=_channels(head_size), BM=rows, BN=keys, CQ=cells[0], CK=cells[1],
+            UPCAST=interpreted(), num_warps=4,
+        )  # fmt: skip
+        _launch_select(
+            (used * rows,),
+            scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, key_row,
+            BM=rows, NP=padded, CHUNK=LISTED, num_warps=min(max(padded // 4096, 1), 16),
         )  # fmt: skip

@@ -36,6 +36,7 @@ class AttentionBackendEnum(Enum):
     SAGE_SLA_ATTN = "sage_sla_attn"
     SPARSE_VIDEO_GEN_2_ATTN = "sparse_video_gen_2_attn"
     SOL_ATTN = "sol_attn"
+    SUBBLOCK_SPARSE_ATTN = "subblock_sparse_attn"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -130,6 +131,7 @@ _SPARSE = frozenset(
         AttentionBackendEnum.SAGE_SLA_ATTN,
         AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
         AttentionBackendEnum.SOL_ATTN,
+        AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN,
     }
 )
 

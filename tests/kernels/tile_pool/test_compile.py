@@ -63,3 +63,14 @@ def test_selection_does_not_spill(
     select_tiles(query, torch.empty(1, 2, num_kv, head_size, dtype=dtype), 30, 4, out)
     assert len(compiler.kernels) == 2
     compiler.assert_clean()
+
+
+@pytest.mark.parametrize("head_size", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+def test_scores_of_cells_do_not_spill(compiler: Compiler, head_size: int) -> None:
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_cells
+
+    cells = torch.empty(1, 4, 1200, head_size, dtype=torch.bfloat16)
+    real, out = torch.ones(1, 1200, dtype=torch.bool), torch.empty(1, 4, 300, 75).int()
+    select_cells(cells, cells, real, real, (4, 4), 75, 0, out, 0.1)
+    assert compiler.names == {"cell_score_kernel", "select_kernel"}
+    compiler.assert_clean()

@@ -206,3 +206,25 @@ def test_the_gated_sum_is_rounded_once(
     band = 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
     assert ((found - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
     assert torch.equal(found[:, -3:], out[:, -3:])
+
+
+@pytest.mark.parametrize("cells", [(4, 4), (1, 8), (8, 2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_tiles_are_selected_by_their_cells(dtype: torch.dtype, cells: tuple[int, int]) -> None:
+    from multimodal_gen.kernels.tile_pool.reference import select_cells_reference
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_cells
+
+    num_q, num_kv, kept = 19, 37, 9
+    q = random(2, 4, num_q * cells[0], 40, dtype=dtype)
+    k = random(2, 2, num_kv * cells[1], 40, seed=1, dtype=dtype)
+    q_real = torch.ones(1, num_q * cells[0], dtype=torch.bool)
+    q_real[:, -(cells[0] // 2) or None :] = cells[0] == 1
+    k_real = torch.rand(2, num_kv * cells[1], generator=torch.Generator().manual_seed(2)) < 0.8
+    found, wanted = (torch.zeros(2, 4, num_q, kept + 1, dtype=torch.int32) for _ in range(2))
+    given = (q, k, q_real, k_real, cells, kept, 1)
+    select_cells(*given, found, 0.2, scratch_bytes=2**14)
+    select_cells_reference(*given, wanted, 0.2)
+    # Scores of two tiles that differ by rounding alone may change places.
+    assert (found == wanted).float().mean() >= 0.99
+    assert (found[..., 1:] > found[..., :-1]).all()
+    assert (found[..., -1] == num_kv).all()

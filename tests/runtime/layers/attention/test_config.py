@@ -25,7 +25,9 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.sla.sage import SageSLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.sol.backend import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileConfig
+from multimodal_gen.runtime.layers.attention.sparse.subblock.backend import SubblockConfig
 from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Config
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.backend import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
@@ -68,6 +70,22 @@ DOCUMENTED = {
         "use_bf16": True,
     },
     SageSLAConfig: {"topk_ratio": 0.5, "feature_map": "softmax", "use_bf16": True},
+    SolConfig: {
+        "tau": 1.0,
+        "thresh_type": "diag",
+        "kv_splits": "auto",
+        "sink_tokens": 0,
+        "sink_start": 0,
+        "dense_steps": 10,
+    },
+    SubblockConfig: {
+        "sparsity": 0.75,
+        "n_k": 4,
+        "n_q": 4,
+        "skip_first_steps": 10,
+        "skip_first_layers": 0,
+        "min_seq_len": 4096,
+    },
     SVG2Config: {
         "svg2_num_q_centroids": 300,
         "svg2_num_k_centroids": 1000,

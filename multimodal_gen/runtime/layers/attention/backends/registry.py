@@ -55,6 +55,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.SAGE_SLA_ATTN: ("sparse.sla.sage:SageSLABackend",),
         AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("sparse.svg2.backend:SVG2Backend",),
         AttentionBackendEnum.SOL_ATTN: ("sparse.sol.backend:SolBackend",),
+        AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN: ("sparse.subblock.backend:SubblockBackend",),
     }
 )
 

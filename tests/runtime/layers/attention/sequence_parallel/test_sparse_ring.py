@@ -332,6 +332,12 @@ TAILS = {
     "sliding_tile_attn": {**STA, "tail": "pooled"},
     "video_sparse_attn": {**VSA, "tail": "pooled"},
     "sla_attn": {**SLA, "tail": "pooled"},
+    "subblock_sparse_attn": {
+        "sparsity": 0.9,
+        "skip_first_steps": 0,
+        "min_seq_len": 0,
+        "tail": "pooled",
+    },
     "sol_attn": {"tau": 0.5, "dense_steps": 0, "dense_layers": None, "tail": "pooled"},
 }
 
@@ -339,7 +345,7 @@ TAILS = {
 @pytest.mark.parametrize("backend", TAILS)
 def test_means_of_what_is_not_kept_are_of_the_whole_video(two_ranks, backend):
     for text, masked in CASES:
-        args = (TAILS[backend], LARGE, (300, 155), (2, 1), TEXT[text], masked)
+        args = (TAILS[backend], (5, 13, 13), (500, 345), (2, 1), TEXT[text], masked)
         two_ranks.run(Mesh(ring=2), check, backend, *args)
 
 
@@ -348,7 +354,7 @@ def test_means_of_what_is_not_kept_are_of_the_whole_video(two_ranks, backend):
 @pytest.mark.parametrize("backend", TAILS)
 def test_means_are_the_same_on_four_ranks(four_ranks, backend, mesh):
     for text, masked in CASES:
-        args = (TAILS[backend], LARGE, (200, 0, 191, 64), (4, 2), TEXT[text], masked)
+        args = (TAILS[backend], (5, 13, 13), (300, 0, 291, 254), (4, 2), TEXT[text], masked)
         four_ranks.run(mesh, check, backend, *args)
 
 

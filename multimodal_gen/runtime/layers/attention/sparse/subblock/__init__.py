@@ -1,0 +1,1 @@
+"""Sub-block sparse attention."""
