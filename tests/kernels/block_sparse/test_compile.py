@@ -109,10 +109,6 @@ EVERY_CASE = [
     for fast in (True, False)
 ]
 EVERY_CASE += [
-    Case(sizes, form, fast=True, head_size=64)
-    for sizes, form in ((WIDE, "ragged"), (SQUARE, "bits"), (NARROW, "ragged"))
-]
-EVERY_CASE += [
     Case(SQUARE, form, fast, head_size, lse, deterministic)
     for form in ("dense", "regular")
     for fast in (True, False)
@@ -127,13 +123,13 @@ OLDEST = [
     Case(WIDE, "regular", fast=False),
     Case(SQUARE, "regular", fast=True),
     Case(SQUARE, "regular", fast=False, head_size=64, lse=False),
-    Case(SQUARE, "bits", fast=True, head_size=64),
+    Case(SQUARE, "bits", fast=True),
     Case(SHORT, "ragged", fast=False),
-    Case(NARROW, "ragged", fast=True, head_size=64),
+    Case(NARROW, "ragged", fast=True),
     Case(NARROW, "bits", fast=False),
 ]
 NEWEST = [
-    Case(WIDE, "ragged", fast=True, head_size=64),
+    Case(WIDE, "ragged", fast=True),
     Case(SQUARE, "dense", fast=False, head_size=96, deterministic=True),
     Case(NARROW, "padded", fast=False),
 ]
@@ -204,8 +200,10 @@ PORTABLE_SM90 = [
     ("dense", 128, 96),
     ("regular", 64, 128),
     ("ragged", 64, 64),
+    ("ragged", 128, 128),
     ("bits", 128, 128),
     ("causal", 64, 256),
+    ("causal", 128, 128),
 ]
 # From 96 channels on, partial steps take more registers than SM80 has: they spill.
 EVERY_PORTABLE_SM80 = [
@@ -216,6 +214,7 @@ EVERY_PORTABLE_SM80 = [
 PORTABLE_SM80 = [
     ("ragged", 64, 64),
     ("causal", 128, 64),
+    ("dense", 128, 128),
     ("dense", 64, 256),
 ]
 
