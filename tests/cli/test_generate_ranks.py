@@ -110,6 +110,24 @@ def test_two_ranks_give_the_latents_of_one(name, two_ranks, tiny_pipeline, alone
     assert any("2 ranks share the sequence" in note for note in found["attention"]["notes"])
 
 
+@pytest.mark.slow
+def test_ranks_make_several_generations_and_go_on_with_what_is_left(
+    two_ranks, tiny_pipeline, alone, tmp_path
+):
+    flags = (*WAN, "--prompt", "a fox", "--prompt", "a cat")
+    line = command(tiny_pipeline("wan"), tmp_path, *flags)
+    assert two_ranks.run(None, generate_as_rank, line) == [0, 0]
+    made = sorted(tmp_path.glob("*.safetensors"))
+    for file, prompt in zip(reversed(made), ("a fox", "a cat"), strict=True):
+        expected = alone("wan", (*WAN, "--prompt", prompt))
+        torch.testing.assert_close(load_file(file)["latents"], expected, atol=1e-4, rtol=0)
+    for file in tmp_path.glob("wan-seed0-2*"):
+        file.unlink()
+    assert two_ranks.run(None, generate_as_rank, [*line, "--resume"]) == [0, 0]
+    again = load_file(tmp_path / "wan-seed0-2.safetensors")["latents"]
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
+
+
 def test_a_process_that_torchrun_started_joins_the_others(monkeypatch, tiny_pipeline, tmp_path):
     timeouts = []
     monkeypatch.setattr(launch, "is_launched_rank", lambda: True)
