@@ -73,6 +73,7 @@ class GenerationSettings(TypedDict, total=False):
     component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None
     attention_config: str | Mapping[str, object] | None
     attention_auto_table: _Path | None
+    cache: str | None
     strict_attention: bool
     height: int | None
     width: int | None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.generator.chat_templates import check_templates
 from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
@@ -87,6 +87,11 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
             pipe = _read_weights(index, args, device)
     except UsageError:
         raise
+    except ImportError as error:  # processors ask for their packages only when they are made
+        raise MissingDependencyError(
+            f"the pipeline at {index.model_path!r} needs a package that is not installed: "
+            f"{first_line(error)}"
+        ) from error
     except Exception as error:
         # Files that do not fit their classes fail in every way there is, from within libraries.
         if is_out_of_memory(error):
