@@ -11,6 +11,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from multimodal_gen.errors import ConfigError, UsageError, nearest
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.plain_values import MalformedError, as_mapping, read_json, read_pairs
 from multimodal_gen.runtime.plain_values import short as shown
 
@@ -208,6 +209,12 @@ def cached(
     if cache is None:
         yield
         return
+    groups = parallel_groups()
+    if cache.name == "faster" and groups is not None and groups.mesh.cfg > 1:
+        raise UsageError(
+            f"cache {cache.text} must not be used under --cfg-parallel: it drops the unconditional "
+            f"half of a batch, which other GPUs have; choose another one"
+        )
     enabled: list[Any] = []
     try:
         for name, model in models.items():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.generator import cache as cache_module
 from multimodal_gen.runtime.generator.cache import CACHES, cached, read_cache
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.tiny_models import FAMILIES
@@ -145,6 +146,16 @@ def test_a_pipeline_that_names_no_calls_gets_one_clear_error(wan):
         torch.no_grad(),
     ):
         model(torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 4, 64))
+
+
+def test_guidance_branches_on_other_gpus_cannot_be_dropped(wan, monkeypatch):
+    groups = SimpleNamespace(mesh=SimpleNamespace(cfg=2))
+    monkeypatch.setattr(cache_module, "parallel_groups", lambda: groups)
+    with (
+        pytest.raises(UsageError, match="cache faster must not be used under --cfg-parallel"),
+        cached(wan, {"transformer": wan.transformer}, read_cache("faster"), 4),
+    ):
+        pass
 
 
 def test_compiled_blocks_have_no_place_for_a_cache():

@@ -18,6 +18,7 @@ CASES = {
     "video_sparse_attn": ("sparsity", {}, 0.4, 0.8),
     "sla_attn": ("topk_ratio", {"BLKQ": 64}, 0.7, 0.2),
     "sage_sla_attn": ("topk_ratio", {"BLKQ": 64}, 0.7, 0.2),
+    "sol_attn": ("topk_ratio", {"dense_steps": 0, "dense_layers": None}, 0.7, 0.2),
     "vmoba_attn": ("moba_threshold", {**VMOBA, "moba_select_mode": "threshold"}, 0.6, 0.1),
     "sparse_video_gen_2_attn": (
         "svg2_top_p_kmeans",
