@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.static_cache import static_cache
 
 __all__ = [
     "WORD_BITS",
@@ -137,12 +138,10 @@ class Blocks:
 
     def bounds(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return start and length of every block, int32 [B|1, H|1, N], whatever the form."""
-        regular = torch.arange(self.num, dtype=torch.int32, device=device) * self.size
-        starts = regular.view(1, 1, -1) if self.starts is None else self.starts
-        lengths = self.lengths
-        if lengths is None:
-            lengths = (self.total - starts).clamp_max(self.size)
-        return starts, lengths
+        if self.starts is not None and self.lengths is not None:
+            return self.starts, self.lengths
+        starts, lengths = _regular_bounds(self.num, self.size, self.total, torch.device(device))
+        return starts, lengths if self.lengths is None else self.lengths
 
     def to(self, device: torch.device | str) -> "Blocks":
         """Return the same blocks with their tensors on `device`."""
@@ -151,6 +150,16 @@ class Blocks:
             starts=None if self.starts is None else self.starts.to(device),
             lengths=None if self.lengths is None else self.lengths.to(device),
         )
+
+
+@static_cache(maxsize=256)
+def _regular_bounds(
+    num: int, size: int, total: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
+    with torch.inference_mode(False), torch.device("cpu"):
+        starts = torch.arange(num, dtype=torch.int32).view(1, 1, -1) * size
+        return starts.to(device), (total - starts).clamp_max(size).to(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -328,10 +337,13 @@ class BlockPlan:
         order = torch.argsort(self.counts.flatten(), descending=True, stable=True)
         return dataclasses.replace(self, order=order.int())
 
-    def pairs(self) -> torch.Tensor:
+    def pairs(self, *, full: bool = False) -> torch.Tensor:
         """Return the kept (query, key) pairs per batch and head: int64 [B|1, H|1].
 
         Does not wait for the device.
+
+        Args:
+            full: whether the caller knows that every list is as long as there is room for.
         """
         if self.causal:
             seen = torch.arange(self.q.total, device=self.device) + 1
@@ -339,6 +351,8 @@ class BlockPlan:
             return seen.sum().view(1, 1)
         starts, q_lengths = self.q.bounds(self.device)
         _, kv_lengths = self.kv.bounds(self.device)
+        if full and self.row_bits is None and kv_lengths.shape[:2] == (1, 1):
+            return (kv_lengths[0, 0][self.indices].sum(-1) * q_lengths).sum(-1)
         slots = torch.arange(self.indices.shape[3], device=self.device)
         listed = slots < self.counts.unsqueeze(-1)
         if self.row_bits is not None:

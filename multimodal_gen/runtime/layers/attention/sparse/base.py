@@ -221,7 +221,10 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             num_heads: of how many heads it is, once per call or group of heads.
         """
         step = context.current_timestep
-        mean, heads = self._densities.get(step, (density, 0))
+        if step not in self._densities:
+            self._densities[step] = density, num_heads
+            return
+        mean, heads = self._densities[step]
         heads += num_heads
         if isinstance(mean, torch.Tensor) and isinstance(density, torch.Tensor):
             mean = mean.to(density.device)  # the layer may have moved

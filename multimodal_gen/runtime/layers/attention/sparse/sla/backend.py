@@ -135,11 +135,11 @@ class SLAConfig(SLAParameters):
 def _density(plan: BlockPlan, call: SparseCall) -> torch.Tensor:
     """Return the share of the pairs of kept keys that a plan and text attend to, a tensor []."""
     layout = call.layout
-    pairs = plan.pairs().double().mean()
-    keys = torch.full_like(pairs, layout.num_keys)  # filled on the device, not waited for
-    if call.keep is not None:
-        keys = call.keep.sum(1).double().mean()
+    pairs = plan.pairs(full=True).double().mean()
     others = layout.num_queries - layout.num_video
+    if call.keep is None:
+        return pairs / (layout.num_queries * layout.num_keys) + others / layout.num_queries
+    keys = call.keep.sum(1).double().mean()
     return (pairs + others * keys) / (layout.num_queries * keys).clamp_min(1.0)
 
 

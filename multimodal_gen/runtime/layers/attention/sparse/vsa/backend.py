@@ -277,7 +277,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
 
         Which tiles are cut short is up to the data.
         """
-        of_video = plan.pairs().double().mean() / layout.num_video**2
+        of_video = plan.pairs(full=True).double().mean() / layout.num_video**2
         of_tiles = of_video - (layout.num_keys - layout.num_video) / layout.num_video
         self.record(context, layout.density(of_tiles), num_heads)
 
