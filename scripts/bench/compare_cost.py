@@ -1,6 +1,7 @@
 """What a comparison costs beside the runs it is made of, and what `--check-attention` costs.
 
-    python3 scripts/bench/compare_cost.py --commit HASH [--only wan] [--steps 20] [--keep FOLDER]
+    python3 scripts/bench/compare_cost.py --commit HASH [--only wan] [--steps 20] [--seeds 2]
+        [--keep FOLDER]
 
 Models of full size with random weights, on tiny text encoders: Wan2.1 1.3B at 480p with 81 frames,
 Flux at 1024 x 1024. Random weights prove the tool and not a method: whatever a method does to their
@@ -140,7 +141,7 @@ def run_plainly(
 
 
 def rows_of(
-    case: Case, steps: int, folder: Path, *, checks: bool
+    case: Case, steps: int, folder: Path, *, seeds: int, checks: bool
 ) -> Iterator[tuple[str, float, float, str]]:
     """Yield measure, value, limit and details of one case."""
     pipe = build(case)
@@ -160,6 +161,7 @@ def rows_of(
         prompts=given["prompt"],
         backends=BACKENDS,
         output=folder,
+        seeds=range(seeds),
         say=lambda line: print(line, flush=True),
         **{name: given[name] for name in names if name in given},
     )
@@ -185,6 +187,7 @@ def main() -> None:
     """Measure every case, and append the rows to a CSV file."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--steps", type=int, default=20, help="denoising steps (20)")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds, layers replayed for all (1)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--no-checks", action="store_true", help="leave the rows of checks out")
     parser.add_argument("--keep", type=Path, help="folder that keeps the comparisons")
@@ -201,7 +204,7 @@ def main() -> None:
                 triton=version_of("triton"),
                 commit=options.commit,
                 benchmark="compare_cost",
-                case=f"{case.name}, {options.steps} steps",
+                case=f"{case.name}, {options.steps} steps, {options.seeds} seeds",
                 measure=measure,
                 value=round(value, 4),
                 limit=limit,
@@ -209,7 +212,7 @@ def main() -> None:
                 details=details,
             )
             for measure, value, limit, details in rows_of(
-                case, options.steps, folder, checks=not options.no_checks
+                case, options.steps, folder, seeds=options.seeds, checks=not options.no_checks
             )
         ]
         write_table(options.out / "compare_cost.csv", rows)

@@ -1,6 +1,7 @@
 """Gates of Video Sparse Attention: found in the files, attached, used, and taken away again."""
 
 import copy
+import dataclasses
 import shutil
 
 import pytest
@@ -12,6 +13,11 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.trained_layers import find_gates
+from multimodal_gen.runtime.comparison.layers import Replay
+from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
+from multimodal_gen.runtime.layers.attention.call import watching
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend_context_manager,
 )
@@ -218,3 +224,34 @@ def test_gates_of_another_width_are_refused_before_anything_changes(folder, coar
         apply(pipe, attention_backend=VSA)
     assert not any("to_gate" in name for name in pipe.transformer.state_dict())
     apply(pipe, attention_backend="torch_sdpa").remove()
+
+
+def test_a_replay_beside_a_dense_run_weighs_the_coarse_branch(folder):
+    gates_for(folder)
+    pipe = load(folder)
+    before = list(pipe.transformer.state_dict())
+    method = scope_from(attention_backend=VSA, attention_backend_config="sparsity=0.5")
+    dense = scope_from(attention_backend="torch_sdpa")
+    replay = Replay("torch_sdpa", {VSA: method}, num_steps=1)
+    first = {}  # errors of the method's own first call, which has the inputs of the dense run's
+
+    def watch(layer, call, serve):
+        out = serve(call)
+        if layer.site.role is AttentionRole.SELF and not first:
+            rows = sample_rows(call.query.shape[1], seed=0)
+            assert call.gate is not None
+            (truth,) = exact_rows(layer, call, rows, (call.value,))
+            first[layer.site.name] = row_errors(out[:, rows], truth)
+        return out
+
+    with apply(pipe, scope=dense):
+        plain = generate(pipe, "wan", num_inference_steps=1)
+    with apply(pipe, scope=dataclasses.replace(dense, spare_gates=True)), watching(replay):
+        assert torch.equal(generate(pipe, "wan", num_inference_steps=1), plain)
+    with apply(pipe, scope=method), watching(watch):
+        generate(pipe, "wan", num_inference_steps=1)
+    ((name, errors),) = first.items()
+    found = next(x for x in replay.found[VSA].layers if x.name == name)
+    assert found.relative_l2 == pytest.approx(errors[1].tolist(), rel=1e-4)
+    assert found.kept_mass_source == "plan"
+    assert list(pipe.transformer.state_dict()) == before

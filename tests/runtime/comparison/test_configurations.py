@@ -1,8 +1,12 @@
+import dataclasses
+from pathlib import Path
+
 import pytest
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
+    Plan,
     cache_of,
     read_configurations,
 )
@@ -68,3 +72,19 @@ def test_what_cannot_be_read_is_refused(given: str, message: str) -> None:
 
 def test_every_exact_kernel_is_a_configuration() -> None:
     assert len(read_configurations(list(EXACT_KERNELS))) == len(EXACT_KERNELS)
+
+
+def test_one_of_each_prompt_is_replayed_first() -> None:
+    (reference,) = read_configurations("torch_sdpa")
+    plan = Plan(
+        prompts=("a", "b"),
+        seeds=(3, 4),
+        reference=reference,
+        candidates=(),
+        folder=Path("out"),
+        layers_for=3,
+    )
+    assert plan.clips == ((0, 3), (0, 4), (1, 3), (1, 4))
+    assert plan.replayed_clips == ((0, 3), (1, 3), (0, 4))
+    assert dataclasses.replace(plan, layers_for=None).replayed_clips[3:] == ((1, 4),)
+    assert dataclasses.replace(plan, replayed_steps=0).replayed_clips == ()

@@ -1,5 +1,7 @@
 """Comparisons of a tiny Wan on two ranks: what one process finds, and failures that all hear of."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +67,8 @@ def assert_alike(several: Report, one: Report) -> None:
     assert [run.status for run in several.runs] == [run.status for run in one.runs]
     for found, wanted in zip(several.runs, one.runs, strict=True):
         _assert_layers_alike(found, wanted)
-        assert [len(clip.step_seconds) for clip in found.generations] == [2] * len(
-            wanted.generations
-        )
+        steps = [len(clip.step_seconds) for clip in found.generations]
+        assert steps == [len(clip.step_seconds) for clip in wanted.generations]
         for clip, alone in zip(found.generations, wanted.generations, strict=True):
             assert clip.latents == pytest.approx(alone.latents, abs=1e-4)
             if clip.frames is not None and alone.frames is not None:
@@ -102,27 +103,39 @@ def _assert_layers_alike(found: Run, wanted: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_pipeline: Any, tmp_path_factory: Any) -> Report:
-    """What one process finds."""
-    return compare(str(tiny_pipeline("wan")), str(tmp_path_factory.mktemp("alone") / "out"))
+def alone(tiny_pipeline: Any, tmp_path_factory: Any) -> Callable[[int], Report]:
+    """Return what one process finds in so many steps."""
+
+    @cache
+    def make(steps: int) -> Report:
+        out = tmp_path_factory.mktemp("alone") / "out"
+        return compare(str(tiny_pipeline("wan")), str(out), num_inference_steps=steps)
+
+    return make
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "steps"),
     [
-        ULYSSES,
-        pytest.param(RING, marks=pytest.mark.slow),
-        pytest.param(CFG, marks=pytest.mark.slow),
+        (ULYSSES, 1),
+        pytest.param(RING, 2, marks=pytest.mark.slow),
+        pytest.param(CFG, 2, marks=pytest.mark.slow),  # in the first step ranks share nothing
     ],
     ids=["ulysses", "ring", "cfg"],
 )
 def test_two_ranks_find_what_one_process_finds(
-    mesh: Mesh, two_ranks: Any, tiny_pipeline: Any, tmp_path: Path, alone: Report
+    mesh: Mesh,
+    steps: int,
+    two_ranks: Any,
+    tiny_pipeline: Any,
+    tmp_path: Path,
+    alone: Callable[[int], Report],
 ) -> None:
-    out = tmp_path / "out"
-    first, second = two_ranks.run(mesh, compare, str(tiny_pipeline("wan")), str(out))
+    folder, out = str(tiny_pipeline("wan")), tmp_path / "out"
+    changes = {"num_inference_steps": steps}
+    first, second = two_ranks.run(mesh, compare_with, folder, str(out), "", changes)
     assert first == second
-    assert_alike(first, alone)
+    assert_alike(first, alone(steps))
     assert first.environment.num_ranks == 2
     assert first.environment.mesh == {"cfg": mesh.cfg, "ring": mesh.ring, "ulysses": mesh.ulysses}
     assert (out / "report.json").exists()

@@ -172,6 +172,7 @@ def test_a_sparse_method_has_densities_masses_and_pictures(wan: tuple[Report, Pa
     assert run.cost.density == pytest.approx(run.layers[0].density)
     assert 0 < run.cost.density < 1
     assert all(0 < mass < 1 for layer in run.layers for mass in layer.kept_mass)
+    assert {layer.kept_mass_source for layer in run.layers} == {"plan"}
     steps = {(layer.step, layer.layer, layer.branch) for layer in run.layers}
     assert steps == {(s, n, b) for s in (0, 1) for n in (0, 1) for b in ("cond", "uncond")}
     assert {mask.layer for mask in run.masks} == {1}
@@ -267,6 +268,33 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
     assert as_json(dataclasses.replace(again, **same)) == as_json(
         dataclasses.replace(report, **same)
     )
+
+
+@pytest.mark.slow
+def test_layers_are_replayed_for_as_many_prompts_and_seeds_as_asked(
+    tiny_pipeline: Any, tmp_path: Path
+) -> None:
+    given = arguments("flux", backends=tiles(1, 3), output=tmp_path / "out", num_inference_steps=1)
+    given |= {"prompts": ["a fox", "a dog"], "layers_for": 1, "replayed_steps": 1}
+    lines: list[str] = []
+    pipe = loaded(tiny_pipeline("flux"))
+    one = multimodal_gen.compare(pipe, **given).candidates[0]
+    # The reference makes its second clip once more, and nothing else runs.
+    given |= {"layers_for": None, "resume": True, "say": lines.append}
+    both = multimodal_gen.compare(pipe, **given).candidates[0]
+    assert [line.partition(":")[0] for line in lines[1:]] == [
+        "[1/1] torch_sdpa, prompt 2, seed 0",
+    ]
+    assert {(layer.clips, layer.spread) for layer in one.layers} == {(1, None)}
+    assert {layer.clips for layer in both.layers} == {2}
+    for alone, layer in zip(one.layers, both.layers, strict=True):
+        assert layer.spread is not None
+        assert layer.relative_l2 != alone.relative_l2
+        # Of two figures, the deviation is their distance by the root of two.
+        pairs = zip(layer.relative_l2, alone.relative_l2, strict=True)
+        distances = [abs(mean - first) * 2**0.5 for mean, first in pairs]
+        assert layer.spread.relative_l2 == pytest.approx(distances, rel=1e-2)
+    assert both.masks == one.masks
 
 
 def test_backends_that_cannot_serve_the_model_are_rows(tiny_pipeline: Any, tmp_path: Path) -> None:
