@@ -238,6 +238,9 @@ def commands(r: random.Random, place: Place) -> Case:
         + [*place.files, "10" * 20, "/dev/zero"]
     )
     folder = str(place.folder)
+    # A size below one token, so that nothing is generated where the rest is right.
+    small = ["generate", "--model-path", str(place.pipeline), "--height", "1", "--prompt", "x"]
+    image = [*small, "--pipeline-class-name", "WanImageToVideoPipeline"]
     argv = r.choice(
         [
             ["attention", "describe", typed],
@@ -249,7 +252,17 @@ def commands(r: random.Random, place: Place) -> Case:
             ["generate", "--model-path", folder, "--prompt", "x", "--output-path", typed],
             ["generate", "--model-path", folder, "--prompt", "x", "--num-gpus", typed],
             ["generate", "--model-path", folder, "--prompt", "x", "--attention-config", typed],
-            ["generate", "--model-path", folder, "--prompt", "x", "--prompt", typed],
+            [*small, "--prompt", typed],
+            [*small, "--prompt-file", typed],
+            [*small, "--config", typed],
+            [*small, "--pipeline-class-name", typed],
+            [*small, "--sigmas", typed],
+            [*small, "--pipeline-arg", f"max_sequence_length={typed}"],
+            [*small, "--lora-path", typed],
+            [*small, "--quantize", f"transformer={typed}.gguf"],
+            [*small, "--scheduler", typed],
+            [*image, "--image-path", typed],
+            [*image, "--pipeline-arg", f"image=@{typed}"],
             [typed],
         ]
     )

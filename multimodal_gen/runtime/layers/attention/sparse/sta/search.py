@@ -366,10 +366,16 @@ def find_searches(folder: Path, branch: str = POSITIVE) -> tuple[Path, ...]:
     Raises:
         ConfigError: there are none, or several sizes to choose from.
     """
-    found = tuple(sorted(folder.glob(f"{_STEM}*.json")))
+    try:
+        found = tuple(sorted(folder.glob(f"{_STEM}*.json")))
+        inside = sorted(path for path in folder.glob(f"{_FOLDERS[branch]}*") if path.is_dir())
+    except OSError as error:  # a name that is too long, or a folder that cannot be read
+        raise ConfigError(
+            f"the searches must be a folder that can be read, got {str(folder)[:80]!r}: "
+            f"{error.strerror}"
+        ) from error
     if found:
         return found
-    inside = sorted(path for path in folder.glob(f"{_FOLDERS[branch]}*") if path.is_dir())
     if len(inside) > 1:
         names = ", ".join(path.name for path in inside)
         raise ConfigError(
