@@ -16,6 +16,7 @@ from multimodal_gen.errors import UsageError, nearest
 from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
+    "DENOISERS",
     "LIBRARIES",
     "check_classes",
     "check_code",
@@ -27,7 +28,9 @@ __all__ = [
 LIBRARIES: Final = ("diffusers", "transformers")
 """Libraries that components may be of, beside the modules of `diffusers.pipelines`."""
 
-_DENOISERS = ("transformer", "unet")
+DENOISERS: Final = ("transformer", "unet")
+"""What the names of components that denoise begin with."""
+
 _PIPELINES = "diffusers.pipelines"
 
 # Sizes beyond those of any model: building one would take hours, or never end.
@@ -83,7 +86,7 @@ def check_required(
     """
     optional = getattr(pipeline_class, "_optional_components", ())
     parameters = inspect.signature(pipeline_class).parameters.values()
-    denoisers = [p.name for p in parameters if p.name.startswith(_DENOISERS)]
+    denoisers = [p.name for p in parameters if p.name.startswith(DENOISERS)]
     missing = [
         p.name
         for p in parameters
@@ -114,7 +117,7 @@ def check_classes(
 
     parameters = inspect.signature(pipeline_class).parameters
     for name, (library, class_name) in components.items():
-        if library != "diffusers" or not name.startswith(_DENOISERS):
+        if library != "diffusers" or not name.startswith(DENOISERS):
             continue
         annotation = getattr(parameters.get(name), "annotation", None)
         wanted = [cls for cls in (get_args(annotation) or (annotation,)) if _is_model(cls)]

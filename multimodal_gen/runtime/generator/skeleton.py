@@ -17,9 +17,15 @@ from multimodal_gen.runtime.generator.index import (
     is_out_of_memory,
 )
 from multimodal_gen.runtime.generator.load import pick_dtype
-from multimodal_gen.runtime.generator.model_folder import check_sizes
+from multimodal_gen.runtime.generator.model_folder import DENOISERS, check_sizes, component_configs
 
-__all__ = ["denoiser_configs", "load_skeleton", "model_identity", "without_weights"]
+__all__ = [
+    "denoiser_configs",
+    "folder_identity",
+    "load_skeleton",
+    "model_identity",
+    "without_weights",
+]
 
 
 def model_identity(index: PipelineIndex) -> dict[str, str]:
@@ -35,10 +41,42 @@ def model_identity(index: PipelineIndex) -> dict[str, str]:
     Raises:
         UsageError: the configuration of a denoiser cannot be read.
     """
-    folder = Path(index.model_path)
-    model = str(folder.resolve()) if folder.is_dir() else index.model_path
-    configs = json.dumps(dict(denoiser_configs(index)), sort_keys=True, default=str)
-    return {"model": model, "denoisers": hashlib.sha256(configs.encode()).hexdigest()[:16]}
+    return _identity(index.model_path, dict(denoiser_configs(index)))
+
+
+def folder_identity(model_path: str) -> dict[str, str] | None:
+    """Return what `model_identity` does, from the files of a folder, without importing diffusers.
+
+    Where they tell denoisers by other names than most, it is another identity.
+
+    Returns:
+        The identity; None for a hub id, or files that cannot be read.
+    """
+    folder = Path(model_path).expanduser()
+    try:
+        parts = json.loads((folder / "model_index.json").read_text("utf-8"))
+        named = {
+            name: (str(part[0]), str(part[1]))
+            for name, part in parts.items()
+            if isinstance(part, list) and len(part) == 2 and name.startswith(DENOISERS)
+        }
+        configs = {
+            name: {
+                **{key: value for key, value in config.items() if not key.startswith("_")},
+                "_class_name": named[name][1],
+            }
+            for name, config in component_configs(str(folder), named)
+        }
+    except (OSError, ValueError, RuntimeError, AttributeError, UsageError):
+        return None
+    return _identity(str(folder), configs)
+
+
+def _identity(model_path: str, configs: dict[str, dict[str, Any]]) -> dict[str, str]:
+    folder = Path(model_path)
+    model = str(folder.resolve()) if folder.is_dir() else model_path
+    text = json.dumps(configs, sort_keys=True, default=str)
+    return {"model": model, "denoisers": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def denoiser_configs(index: PipelineIndex) -> Iterator[tuple[str, dict[str, Any]]]:

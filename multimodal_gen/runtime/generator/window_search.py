@@ -17,7 +17,7 @@ from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
 from multimodal_gen.runtime.generator.run import Handle
 from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
-from multimodal_gen.runtime.generator.skeleton import model_identity
+from multimodal_gen.runtime.generator.skeleton import folder_identity, model_identity
 from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
     POSITIVE,
     LossRecorder,
@@ -150,9 +150,13 @@ class WindowSearch:
 
     def _settings(self) -> dict[str, Any]:
         """Return what a search depends on, as JSON data."""
+        return {**self._model, **self._generation}
+
+    @property
+    def _generation(self) -> dict[str, Any]:
+        """Return those of them that say how is generated, and what is tried."""
         args = self._args
         return {
-            **self._model,
             **{name: getattr(args, name) for name in (*CALL_SETTINGS, "seed")},
             "tile_size": list(self._tile_size),
             "windows": [list(window) for window in self._windows],
@@ -162,9 +166,18 @@ class WindowSearch:
     def _model(self) -> dict[str, str]:
         """What is searched: the model, and the dtype it runs in."""
         args = self._args
-        dtype = pick_dtype(args.dtype, pick_device(args.device))
         index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
-        return {**model_identity(index), "dtype": str(dtype).removeprefix("torch.")}
+        return {**model_identity(index), **self._dtype}
+
+    @cached_property
+    def _dtype(self) -> dict[str, str]:
+        dtype = pick_dtype(self._args.dtype, pick_device(self._args.device))
+        return {"dtype": str(dtype).removeprefix("torch.")}
+
+    @cached_property
+    def _by_files(self) -> dict[str, str]:
+        """The same as `_model`, at best, in a fraction of the time."""
+        return {**(folder_identity(self._args.model_path) or {}), **self._dtype}
 
     def _is_done(self, prompt: str) -> bool:
         folder = branch_folder(self._folder, POSITIVE, width="*", height="*")
@@ -174,6 +187,10 @@ class WindowSearch:
             except ConfigError as error:
                 raise ConfigError(f"{error}; delete it to search again") from None
             found = file.settings
+            quick = {"prompt": prompt, **self._by_files, **self._generation}
+            if "model" in quick and all(found.get(name) == quick[name] for name in quick):
+                self.num_steps = file.losses.l2.shape[1]
+                return True  # diffusers, which takes long to import, would say the same
             wanted = {"prompt": prompt, **self._settings()}
             other = [name for name in wanted if found.get(name) != wanted[name]]
             if other:

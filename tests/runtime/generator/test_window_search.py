@@ -62,6 +62,14 @@ def test_repeated_prompts_are_searched_once_and_finished_ones_not_again(model, t
     assert second.num_steps == 1
 
 
+def test_a_finished_search_is_found_without_the_pipelines_library(
+    model, tmp_path, monkeypatch
+) -> None:
+    leave_file(tmp_path, WindowSearch(args(model), ["a fox"], tmp_path), "a fox")
+    monkeypatch.setattr(PipelineIndex, "read", None)
+    assert WindowSearch(args(model), ["a fox"], tmp_path).done == ("a fox",)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
