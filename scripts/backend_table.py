@@ -42,6 +42,7 @@ SPARSE = (
     "sparse_video_gen_2_attn",
     "sol_attn",
     "subblock_sparse_attn",
+    "pisa_attn",
 )
 # Variants the tests run for real; the others are called against stand-ins with the same signature.
 RUN_FOR_REAL = {

@@ -33,6 +33,7 @@ def pooled_attention(
     scale: float,
     rows: Sequence[int] | None = None,
     keep: torch.Tensor | None = None,
+    first_order: bool = False,
 ) -> torch.Tensor:
     """Return attention to what a mask keeps and to means of the blocks that it does not, float64.
 
@@ -46,6 +47,7 @@ def pooled_attention(
         scale: factor of the scores.
         rows: queries that see means; all when None.
         keep: bool [B, Sk], keys that count; None for all.
+        first_order: whether values follow keys inside of blocks.
     """
     out, group = torch.zeros_like(q, dtype=torch.float64), q.shape[2] // k.shape[2]
     seeing = torch.zeros(q.shape[1], 1, dtype=torch.bool)
@@ -62,8 +64,12 @@ def pooled_attention(
         tail = ~exact & inside & seeing
         scores = torch.where(exact, query @ key.T, query @ mean_k.T) * scale
         weights = scores.masked_fill(~exact & ~tail, -torch.inf).softmax(-1).nan_to_num(0.0)
+        slope = (key - mean_k)[inside].T @ value[inside] / inside.sum()
         value = value.masked_fill(~exact.any(0)[:, None], 0.0)  # others may hold anything
         out[b, :, h] = (weights * exact) @ value + (weights * tail) @ mean_v
+        if first_order:
+            mass = (weights * tail).sum(-1, keepdim=True)
+            out[b, :, h] += mass * scale * (query @ slope)
     return out
 
 

@@ -54,6 +54,7 @@ BACKENDS = {
     "SPARSE_VIDEO_GEN_2_ATTN",
     "SOL_ATTN",
     "SUBBLOCK_SPARSE_ATTN",
+    "PISA_ATTN",
 }
 GENERATE_FLAGS = """
     --model-path --prompt --negative-prompt --backend --attention-backend

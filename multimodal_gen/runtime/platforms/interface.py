@@ -37,6 +37,7 @@ class AttentionBackendEnum(Enum):
     SPARSE_VIDEO_GEN_2_ATTN = "sparse_video_gen_2_attn"
     SOL_ATTN = "sol_attn"
     SUBBLOCK_SPARSE_ATTN = "subblock_sparse_attn"
+    PISA_ATTN = "pisa_attn"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -132,6 +133,7 @@ _SPARSE = frozenset(
         AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
         AttentionBackendEnum.SOL_ATTN,
         AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN,
+        AttentionBackendEnum.PISA_ATTN,
     }
 )
 

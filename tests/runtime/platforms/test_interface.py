@@ -109,6 +109,7 @@ def test_the_documented_members_exist_and_the_sparse_ones_say_so():
         "sparse_video_gen_2_attn",
         "sol_attn",
         "subblock_sparse_attn",
+        "pisa_attn",
     }
     documented = {"FA", "TORCH_SDPA", "SAGE_ATTN", "SAGE_ATTN_3", "AITER", "AITER_SAGE"}
     assert documented <= set(AttentionBackendEnum.__members__)

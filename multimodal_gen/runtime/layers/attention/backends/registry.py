@@ -56,6 +56,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("sparse.svg2.backend:SVG2Backend",),
         AttentionBackendEnum.SOL_ATTN: ("sparse.sol.backend:SolBackend",),
         AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN: ("sparse.subblock.backend:SubblockBackend",),
+        AttentionBackendEnum.PISA_ATTN: ("sparse.pisa.backend:PisaBackend",),
     }
 )
 

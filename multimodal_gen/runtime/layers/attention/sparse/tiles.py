@@ -127,6 +127,7 @@ class SparseCall:
         gate: weight of a coarse branch, as `query`; None where there is none.
         first_head: index of the first of `query`'s heads among those of the layer.
         tail: whether blocks of video that a query does not keep count by their means.
+        first_order: whether values then follow keys inside of blocks.
     """
 
     query: torch.Tensor
@@ -139,6 +140,13 @@ class SparseCall:
     gate: torch.Tensor | None = None
     first_head: int = 0
     tail: bool = False
+    first_order: bool = False
+
+    def tail_of(self, num_blocks: int) -> PooledTail | None:
+        """Return the tail over the first so many blocks of keys, where there is one."""
+        if not self.tail:
+            return None
+        return PooledTail(num_blocks=num_blocks, first_order=self.first_order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -432,7 +440,7 @@ def attend_tiled(
     if queries.in_order and keys.in_order and keep is None:
         return _attend_in_order(call, queries, plan_of, keys.num_tiles)
     same = queries.index is keys.index and keep is None
-    tail = PooledTail(num_blocks=keys.num_tiles) if call.tail else None
+    tail = call.tail_of(keys.num_tiles)
 
     def attend(kv_slice: slice) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
@@ -487,7 +495,7 @@ def _attend_in_order(
         plan,
         scale=call.scale,
         kernel=call.kernel,
-        tail=PooledTail(num_blocks=num_tiles) if call.tail else None,
+        tail=call.tail_of(num_tiles),
     )
     assert isinstance(found, torch.Tensor)
     rest = [attend_rows(query[:, span], key, value, None, call.scale) for span in queries.rest]

@@ -68,7 +68,7 @@ def check(backend, config, grid, lengths, heads, text=(0, 0), masked=False):
     options = {"num_replicated_prefix": front, "num_replicated_suffix": back}
     alone, split = (sparse_layer(backend, config, heads, kv_heads) for _ in range(2))
     for layer in (alone, split):
-        if "tail" not in config:
+        if backend == "sla_attn" and "tail" not in config:
             layer.set_projection(projection())
     want = run(alone, None, (*whole, mask), grid, text, options)
     local = [x if x is None else own(x, lengths, front, back) for x in (*whole, mask)]
@@ -338,6 +338,7 @@ TAILS = {
         "min_seq_len": 0,
         "tail": "pooled",
     },
+    "pisa_attn": {"density": 0.2},
     "sol_attn": {"tau": 0.5, "dense_steps": 0, "dense_layers": None, "tail": "pooled"},
 }
 
