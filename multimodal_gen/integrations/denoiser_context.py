@@ -10,6 +10,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.timing import Times
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import (
@@ -138,6 +139,7 @@ class DenoiserContext(ForwardContext):
         padding: which keys are padding, or None when there is none, or nothing tells.
         split: how ranks share the tokens, or None where they stay together.
         batch: samples that the model was called with, or None when unknown.
+        described: what the user said of its tokens, where the grid is known from that alone.
         ran: names of the attention modules that ran so far.
         hooks: the hooks that set this context.
         outer: the context around it, or None.
@@ -146,6 +148,7 @@ class DenoiserContext(ForwardContext):
     padding: KeyPadding | None = None
     split: TokenSplit | None = None
     batch: int | None = None
+    described: DescribedTokens | None = None
     ran: set[str] = field(default_factory=set, compare=False, repr=False)
     hooks: object = None
     outer: ForwardContext | None = None

@@ -14,7 +14,7 @@ from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks
 from multimodal_gen.integrations.guidance_branch import note_branch_names
 from multimodal_gen.integrations.hooks import StandIn, untraced_hook
-from multimodal_gen.integrations.models.adapter import ModelAdapter
+from multimodal_gen.integrations.models.adapter import ModelAdapter, adapter_of
 from multimodal_gen.integrations.models.registry import find_adapter
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.parallel.plan import ParallelPlan, is_split
@@ -36,6 +36,7 @@ from multimodal_gen.integrations.trained_layers import (
     find_gates,
     find_projections,
 )
+from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.timing import TimeTaken
 from multimodal_gen.runtime.layers.attention.report import LayerReport
@@ -63,6 +64,7 @@ class DenoiserPlan:
         tracker: follows the pipeline's steps.
         pipeline: the pipeline, or None for a bare model.
         groups: the groups of this process where it is one of several ranks.
+        described: what the user says of its tokens, for a model without an adapter.
 
     Raises:
         UsageError: the model is attached already, under diffusers' context parallelism, or
@@ -78,8 +80,12 @@ class DenoiserPlan:
         tracker: StepTracker,
         pipeline: Any = None,
         groups: ParallelGroups | None = None,
+        described: DescribedTokens | None = None,
     ) -> None:
         adapter = find_adapter(component.model)
+        self._described = described if adapter is None else None
+        if self._described is not None:
+            adapter = adapter_of(self._described)
         self._component = component
         self._known = adapter is not None
         self._adapter = adapter or ModelAdapter(classes=())
@@ -130,6 +136,16 @@ class DenoiserPlan:
         return self._parallel.unsplit_reason
 
     @property
+    def is_described(self) -> bool:
+        """Whether it goes by what the user says of its tokens."""
+        return self._described is not None
+
+    @property
+    def title(self) -> str:
+        """Its name in the pipeline, and its class."""
+        return f"{self._component.name} ({type(self._component.model).__name__})"
+
+    @property
     def is_split(self) -> bool:
         """Whether its tokens are split over ranks."""
         return self._parallel.splitter is not None
@@ -141,9 +157,7 @@ class DenoiserPlan:
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""
         name, cls = self._component.name, type(self._component.model).__name__
-        if not self._known and self._patched:
-            dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
-            yield f"{name}: {cls} has no adapter, its latent grid is unknown{dense}"
+        yield from self._without_adapter()
         if self._patched and not self._hooks.tells_steps:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
         yield from self._parallel.notes()
@@ -170,6 +184,15 @@ class DenoiserPlan:
             backend = getattr(patched.replacement, "_attention_backend", None)
             if backend is not patched.layer:
                 yield f"{name}: {patched.name} was handed to diffusers, its backend is {backend}"
+
+    def _without_adapter(self) -> Iterator[str]:
+        """Say what is known of the tokens of a model without an adapter."""
+        start = f"{self._component.name}: {type(self._component.model).__name__} has no adapter, "
+        if self._described is not None:
+            yield f"{start}its tokens are as given: {self._described}"
+        elif not self._known and self._patched:
+            dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
+            yield f"{start}its latent grid is unknown{dense}"
 
     def install(self, undo: ExitStack) -> None:
         """Carry the plan out; `undo` takes the steps that take it back."""

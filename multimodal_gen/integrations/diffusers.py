@@ -10,14 +10,14 @@ hooks that do nothing, so unpickling it takes an installed `multimodal_gen`. Cal
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from multimodal_gen.errors import NothingAppliedError, UsageError
+from multimodal_gen.errors import ConfigError, NothingAppliedError, UsageError
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
 from multimodal_gen.integrations.forward_hooks import notice_end
@@ -25,6 +25,11 @@ from multimodal_gen.integrations.parallel.plan import none_can_be_split
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.transformers import EncoderPlan
+from multimodal_gen.runtime.described_tokens import (
+    DescribedTokens,
+    parse_latent_grid,
+    parse_text_rows,
+)
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
@@ -126,6 +131,8 @@ def apply(
     | None = None,
     attention_config: str | os.PathLike[str] | Mapping[str, object] | None = None,
     attention_auto_table: str | os.PathLike[str] | None = None,
+    latent_grid: Sequence[int] | str | None = None,
+    text_rows: Sequence[int] | str | None = None,
     strict: bool = False,
     scope: SelectionScope | None = None,
 ) -> AttentionHandle:
@@ -150,8 +157,12 @@ def apply(
             `attention_backend`.
         attention_auto_table: a file that `sglang attention bench --save` wrote on this machine,
             which automatic choices then go by.
+        latent_grid: for models that this package has no adapter for, (T, H, W) of the latent
+            after patching, or "21x45x80"; sparse backends need it.
+        text_rows: where text lies among the video's tokens of such models: the first row and the
+            row after the last, or "0-226"; None where it is not among them.
         strict: refuse the documented fallbacks too.
-        scope: all of the above, built already; excludes them.
+        scope: all of the above but `latent_grid` and `text_rows`, built already; excludes them.
 
     Returns:
         The handle; keep it to read the report and to take everything back.
@@ -178,27 +189,43 @@ def apply(
         raise UsageError("scope must be given alone, got further settings beside it")
     # A pipeline is told what it should know, whatever others were told before.
     scope = replace(scope, warnings=WarnOnce())
+    described = _described(latent_grid, text_rows)
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
     tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
-    plans, notes = _plan(components, scope, tracker, pipeline)
+    plans, notes = _plan(components, scope, tracker, pipeline, described)
     # A pipeline is about its denoisers: taking over nothing but its encoders is not enough.
     denoisers = [plan for plan in plans if isinstance(plan, DenoiserPlan)]
     if not any(plan.layers for plan in denoisers or plans):
         raise _nothing_applied(components, denoisers)
+    _require_undescribed(denoisers, described)
     _require_split(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline)
 
 
+def _described(latent_grid: object, text_rows: object) -> DescribedTokens | None:
+    grid, text = parse_latent_grid(latent_grid), parse_text_rows(text_rows)
+    if grid is not None:
+        return DescribedTokens(grid=grid, text=text)
+    if text is not None:
+        raise ConfigError("text_rows needs latent_grid, got text_rows alone; add it")
+    return None
+
+
 def _plan(
-    components: tuple[Component, ...], scope: SelectionScope, tracker: StepTracker, pipeline: Any
+    components: tuple[Component, ...],
+    scope: SelectionScope,
+    tracker: StepTracker,
+    pipeline: Any,
+    described: DescribedTokens | None,
 ) -> tuple[tuple[DenoiserPlan | EncoderPlan, ...], tuple[str, ...]]:
     plans: list[DenoiserPlan | EncoderPlan] = []
     notes: list[str] = []
     for component in components:
         if component.kind is Kind.DENOISER:
-            plans.append(DenoiserPlan(component, scope, tracker, pipeline, parallel_groups()))
+            groups = parallel_groups()
+            plans.append(DenoiserPlan(component, scope, tracker, pipeline, groups, described))
         elif component.kind is Kind.ENCODER:
             plans.append(EncoderPlan(component, scope))
         else:
@@ -218,6 +245,15 @@ def _nothing_applied(
         f"apply() must find attention modules to take over, it looked at "
         f"{looked_at or 'no model at all'} and found none that it can{why}"
     )
+
+
+def _require_undescribed(denoisers: list[DenoiserPlan], described: DescribedTokens | None) -> None:
+    if described is not None and not any(plan.is_described for plan in denoisers):
+        names = ", ".join(plan.title for plan in denoisers) or "no denoiser"
+        raise UsageError(
+            f"latent_grid must be given for a model without an adapter, got {described} for "
+            f"{names}, whose adapter reads it off every call; leave it out"
+        )
 
 
 def _require_split(denoisers: list[DenoiserPlan]) -> None:

@@ -137,6 +137,7 @@ class DenoiserHooks:
             padding=padding,
             split=None if splitter is None else splitter.split,
             batch=_batch_of(arguments),
+            described=self._adapter.described,
             hooks=self,
             outer=current_forward_context(),
         )

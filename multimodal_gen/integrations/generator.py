@@ -74,6 +74,8 @@ class GenerationSettings(TypedDict, total=False):
     attention_config: str | Mapping[str, object] | None
     attention_auto_table: _Path | None
     cache: str | None
+    latent_grid: Sequence[int] | str | None
+    text_rows: Sequence[int] | str | None
     strict_attention: bool
     height: int | None
     width: int | None
@@ -234,7 +236,7 @@ class DiffGenerator:
         # On several ranks, all of them would compute all of what diffusers ships.
         nothing_asked = not (self._explicit or scope.default or scope.components or scope.rules)
         try:
-            return apply(pipe, scope=scope)
+            return apply(pipe, scope=scope, latent_grid=args.latent_grid, text_rows=args.text_rows)
         except NothingAppliedError as error:
             if not nothing_asked or parallel_groups() is not None:
                 raise

@@ -23,6 +23,7 @@ from multimodal_gen.integrations.denoiser_context import (
 )
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
@@ -100,6 +101,8 @@ def _on_grid(call: AttentionCall, context: DenoiserContext) -> AttentionCall:
     grid, span = context.latent_grid, context.text_span
     if grid is None:
         return call._replace(off_grid="this call of the model has none")
+    if context.described is not None:
+        return _as_described(call, context, context.described)
     if context.split is not None and context.split.share is not None:
         return call  # which has the tokens of this rank
     least = grid[0] * grid[1] * grid[2] + (span.stop if span is not None and not span.start else 0)
@@ -107,6 +110,22 @@ def _on_grid(call: AttentionCall, context: DenoiserContext) -> AttentionCall:
         # As those of an IP-adapter: a few keys of its own.
         return call._replace(off_grid="some calls attend to fewer tokens than it has")
     return call
+
+
+def _as_described(
+    call: AttentionCall, context: DenoiserContext, described: DescribedTokens
+) -> AttentionCall:
+    """Return a call that says so if its rows are not those that the user told of."""
+    share = None if context.split is None else context.split.share
+    rows = (call.query.shape[1], call.key.shape[1])
+    if share is not None and rows == (share.joint_length, share.joint_length):
+        rows = (share.front + share.total + share.back,) * 2
+    if rows == (described.rows, described.rows):
+        return call
+    found = f"{rows[0]} tokens" if rows[0] == rows[1] else f"{rows[0]} queries, {rows[1]} keys"
+    return call._replace(
+        off_grid=f"{described} makes {described.rows} tokens, some calls have {found}"
+    )
 
 
 def _attends_to(share: TokenShare, layer: AttentionLayer, call: AttentionCall) -> bool:

@@ -22,6 +22,11 @@ from multimodal_gen.runtime.backend_names import (
     parse_component_backends,
     parse_component_key,
 )
+from multimodal_gen.runtime.described_tokens import (
+    DescribedTokens,
+    parse_latent_grid,
+    parse_text_rows,
+)
 from multimodal_gen.runtime.plain_values import frozen
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 from multimodal_gen.runtime.setting import Setting, as_flag, as_pairs
@@ -53,6 +58,14 @@ def _configuration(setting: Setting, value: object) -> object:
         raise setting.wrong("a path, a JSON object, k=v,k=v or a mapping", value)
     empty = not value.strip() if isinstance(value, str) else not value
     return None if empty else frozen(value)
+
+
+def _grid(setting: Setting, value: object) -> object:
+    return parse_latent_grid(value, name=setting.flag)
+
+
+def _rows(setting: Setting, value: object) -> object:
+    return parse_text_rows(value, name=setting.flag)
 
 
 def _overrides(setting: Setting, value: Any) -> object:
@@ -241,6 +254,24 @@ class ServerArgs:
             help="Step cache of diffusers, e.g. first_block:threshold=0.1: first_block, mag, "
             "taylorseer, pyramid, faster, sea or text_kv, with the fields of its configuration. "
             "Default: none.",
+        ),
+    ] = None
+    latent_grid: Annotated[
+        Sequence[int] | str | None,
+        Setting(
+            metavar="TxHxW",
+            check=_grid,
+            help="For a model that this package has no adapter for: frames, rows and columns of "
+            "its latent after patching, which sparse backends need, e.g. 21x45x80.",
+        ),
+    ] = None
+    text_rows: Annotated[
+        Sequence[int] | str | None,
+        Setting(
+            metavar="START-STOP",
+            check=_rows,
+            help="With --latent-grid: where text lies among the video's tokens, as the first row "
+            "and the row after the last, e.g. 0-226. Default: the text is not among them.",
         ),
     ] = None
     strict_attention: Annotated[
@@ -502,6 +533,9 @@ class ServerArgs:
         check_exclusive(
             self.attention_backend, self.attention_backend_config, self.attention_config
         )
+        if self.text_rows is not None and self.latent_grid is None:
+            raise ConfigError("--text-rows needs --latent-grid, got --text-rows alone; add it")
+        self.described_tokens()
         if self.offload_folder is not None and self.offload not in ("block", "leaf"):
             raise ConfigError(
                 f"--offload-folder needs --offload block or leaf, got --offload {self.offload}"
@@ -538,6 +572,7 @@ class ServerArgs:
             "component_attention_backends",
             "attention_config",
             "attention_auto_table",
+            "latent_grid",
         )
         for name in ours:
             if getattr(self, name):
@@ -553,6 +588,11 @@ class ServerArgs:
                 "the name of a diffusers attention backend", value
             )
         self._set("attention_backend", str(value).strip())
+
+    def described_tokens(self) -> DescribedTokens | None:
+        """Return what is said of the tokens of a model without an adapter, or None."""
+        grid, text = parse_latent_grid(self.latent_grid), parse_text_rows(self.text_rows)
+        return None if grid is None else DescribedTokens(grid=grid, text=text)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from multimodal_gen.integrations.models.split_plan import SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
@@ -75,6 +76,7 @@ class ModelAdapter:
         replacements: globals of stock processors to replace, by class name.
         gated: stock processor classes whose replacements hand the gate of a coarse branch on.
         split: how its tokens are split over ranks, or None where that is not known.
+        described: what the user says of its tokens, where that is all there is to go by.
     """
 
     classes: tuple[str, ...]
@@ -91,6 +93,23 @@ class ModelAdapter:
     )
     gated: tuple[str, ...] = ()
     split: SplitPlan | None = None
+    described: DescribedTokens | None = None
+
+
+def adapter_of(described: DescribedTokens) -> ModelAdapter:
+    """Return the adapter of a model by what its user says of its tokens."""
+    start, stop = described.text or (0, 0)
+    span = TextSpan(start=start, length=stop - start) if described.text else None
+
+    def grid(call: ModelCall) -> Grid:
+        del call
+        return described.grid
+
+    def text_span(call: ModelCall) -> TextSpan | None:
+        del call
+        return span
+
+    return ModelAdapter(classes=(), grid=grid, text_span=text_span, described=described)
 
 
 def latent_tokens(call: ModelCall) -> int:
