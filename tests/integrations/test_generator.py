@@ -15,6 +15,7 @@ from multimodal_gen.integrations.generator import (
     GenerationSettings,
     LoadingSettings,
 )
+from multimodal_gen.runtime.generator.index import dtype_argument
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
 
 CALL = {"height": 32, "width": 48, "num_inference_steps": 2}
@@ -96,6 +97,7 @@ def test_image_to_video_is_the_pipeline_driven_by_hand(image_to_video, media) ->
 
 # imageio leaves the pipes of ffmpeg to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
 def test_video_to_video_and_inpainting_are_the_pipelines_driven_by_hand(
     tiny_pipeline, media
 ) -> None:
@@ -199,7 +201,7 @@ def test_a_gguf_file_is_the_pipeline_driven_by_hand(tiny_pipeline, tmp_path, wan
         config=str(folder),
         subfolder="transformer",
         quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float32),
-        dtype=torch.float32,
+        **{dtype_argument(): torch.float32},
     )
     expected = by_hand(WanPipeline.from_pretrained(folder, transformer=transformer), **VIDEO)
     made = multimodal_gen.generate(
@@ -228,7 +230,7 @@ def test_eight_bits_are_the_pipeline_driven_by_hand(way, setting, tiny_pipeline)
     }
     pipe = diffusers.WanPipeline.from_pretrained(
         folder,
-        dtype=torch.float32,
+        **{dtype_argument(): torch.float32},
         quantization_config=diffusers.PipelineQuantizationConfig(quant_mapping=both),
     )
     expected = by_hand(pipe, **VIDEO)

@@ -134,7 +134,7 @@ def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any
 
 
 def without_weights(index: PipelineIndex) -> Any:
-    """Construct the pipeline, with models that have no weights and without tokenizers.
+    """Construct the pipeline with what its sizes depend on: models of diffusers, without weights.
 
     It knows the sizes that it takes, as the loaded one will.
 
@@ -147,7 +147,7 @@ def without_weights(index: PipelineIndex) -> Any:
     models = {
         name: _build(index.model_path, name, library, class_name)
         for name, (library, class_name) in index.components.items()
-        if name in parameters
+        if name in parameters and library == "diffusers"
     }
     try:
         return pipeline_class(**{**dict.fromkeys(needed), **models})
