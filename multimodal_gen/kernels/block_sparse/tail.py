@@ -244,8 +244,9 @@ def add_tail(
     engine = capability is not None and capability >= (9, 0)
     tile = tail_tile(
         head_size=q.shape[3],
-        q_size=q.shape[1] if queries is None else queries.size,
-        regular=queries is None or queries.lengths is None,
+        # Choices per row take registers.
+        q_size=1 if queries is None else queries.size,
+        regular=queries is not None and queries.lengths is None,
         capability=capability,
     )
     tail_kernel.add_tail(

@@ -34,40 +34,40 @@ def _dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _bias(kept_ptr, count_ptr, first, num, BN: tl.constexpr):
-    """Return log2 of the tokens of BN blocks, minus infinity where a query block keeps them."""
+def _kept(kept_ptr, first, num, BN: tl.constexpr):
+    """Return which of BN blocks a query block keeps: 0 or not."""
     n = first + tl.arange(0, BN)
-    inside = n < num
-    kept = tl.load(kept_ptr + n, mask=inside, other=1)
-    count = tl.load(count_ptr + n, mask=inside, other=0)
-    size = tl.log2(tl.maximum(count, 1).to(tl.float32))
-    return tl.where((kept == 0) & (count > 0), size, float("-inf"))
+    return tl.load(kept_ptr + n, mask=n < num, other=1)
 
 
 @triton.jit
-def _row_bias(bits_ptr, count_ptr, rows, row_stride, first, num, real, BN: tl.constexpr):
-    """Return the same where every row chooses: [BM, BN]."""
+def _sizes(size_ptr, first, num, BN: tl.constexpr):
+    """Return log2 of the tokens of BN blocks, minus infinity where there are none."""
     n = first + tl.arange(0, BN)
-    inside = n < num
-    count = tl.load(count_ptr + n, mask=inside, other=0)
+    return tl.load(size_ptr + n, mask=n < num, other=float("-inf"))
+
+
+@triton.jit
+def _row_bias(bits_ptr, size, rows, row_stride, first, num, real, BN: tl.constexpr):
+    """Return `size`, and minus infinity where a row keeps a block: [BM, BN]."""
+    n = first + tl.arange(0, BN)
     at = rows[:, None] * row_stride + (n // 32)[None, :]
-    words = tl.load(bits_ptr + at, mask=real[:, None] & inside[None, :], other=-1)
+    words = tl.load(bits_ptr + at, mask=real[:, None] & (n < num)[None, :], other=-1)
     kept = (words >> (n % 32)[None, :]) & 1
-    size = tl.log2(tl.maximum(count, 1).to(tl.float32))
-    return tl.where((kept == 0) & (count > 0)[None, :], size[None, :], float("-inf"))
+    return tl.where(kept == 0, size[None, :], float("-inf"))
 
 
 @triton.jit(
     do_not_specialize=[
         "num", "num_q", "group", "q_size", "q_total", "kept_b", "kept_h", "kept_q",
-        "count_b", "count_h", "q_start_b", "q_start_h", "q_length_b", "q_length_h",
+        "size_b", "size_h", "q_start_b", "q_start_h", "q_length_b", "q_length_h",
     ]
 )  # fmt: skip
 def _tail_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, count_ptr, slope_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
     q_start_ptr, q_length_ptr,
     q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
-    kept_b, kept_h, kept_q, count_b, count_h, slope_b, slope_h,
+    kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
     q_start_b, q_start_h, q_length_b, q_length_h,
     num, num_q, group, q_size, q_total, scale, scale_log2,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QSUB: tl.constexpr,
@@ -112,7 +112,7 @@ def _tail_kernel(
     old = tl.full([BM], 1.0, tl.float32)
     new = tl.zeros([BM], tl.float32)
     kv_h = h // group
-    count_ptr += b * count_b + kv_h * count_h
+    size_ptr += b * size_b + kv_h * size_h
     kept_ptr += b * kept_b + h * kept_h
     if ROWS:
         kept_ptr += first_row * kept_q
@@ -121,21 +121,24 @@ def _tail_kernel(
         kept_ptr += block.to(tl.int64) * kept_q
         listed = num
     listed_2 = tl.where(block + 1 < num_q, num, 0)
-    # What a step needs to know of its blocks is read one step ahead.
-    ahead = _bias(kept_ptr, count_ptr, 0, listed, BN)
-    ahead_2 = ahead
+    # Read one step ahead and used in the next, so that no step waits for it.
+    size_next = _sizes(size_ptr, 0, num, BN)
+    kept_next = _kept(kept_ptr, 0, listed, BN)
+    kept_next_2 = kept_next
     if PAIR:
-        ahead_2 = _bias(kept_ptr + kept_q, count_ptr, 0, listed_2, BN)
+        kept_next_2 = _kept(kept_ptr + kept_q, 0, listed_2, BN)
     for first in tl.range(0, num, BN, num_stages=STAGES):
+        size = size_next
+        size_next = _sizes(size_ptr, first + BN, num, BN)
         if ROWS:
-            bias = _row_bias(kept_ptr, count_ptr, in_tile, kept_q, first, num, real, BN)
-        elif PAIR:
-            bias = tl.where((in_tile < BM // 2)[:, None], ahead[None, :], ahead_2[None, :])
-            ahead_2 = _bias(kept_ptr + kept_q, count_ptr, first + BN, listed_2, BN)
+            bias = _row_bias(kept_ptr, size, in_tile, kept_q, first, num, real, BN)
         else:
-            bias = ahead[None, :]
-        if not ROWS:
-            ahead = _bias(kept_ptr, count_ptr, first + BN, listed, BN)
+            bias = tl.where(kept_next == 0, size, float("-inf"))[None, :]
+            kept_next = _kept(kept_ptr, first + BN, listed, BN)
+        if PAIR:
+            bias_2 = tl.where(kept_next_2 == 0, size, float("-inf"))[None, :]
+            bias = tl.where((in_tile < BM // 2)[:, None], bias, bias_2)
+            kept_next_2 = _kept(kept_ptr + kept_q, first + BN, listed_2, BN)
         if TMA:
             corner = [b.to(tl.int32), kv_h.to(tl.int32), first, 0]
             k_t = tl.trans(k_ptr.load(corner).reshape(BN, DP))
@@ -245,7 +248,7 @@ def add_tail(
     """
     batch, total, heads, size = q.shape
     assert out.stride(3) == lse.stride(2) == 1, "engines write such tensors"
-    keys, values, kept, counts = map(unit_stride, (keys, values, kept, counts))
+    keys, values, kept = map(unit_stride, (keys, values, kept))
     by_row = queries is None
     q_size = total if queries is None else queries.size
     starts, lengths = (None, None) if queries is None else (queries.starts, queries.lengths)
@@ -256,19 +259,19 @@ def add_tail(
     tiles = -(-total // tile.rows) if pair or by_row else num_q * per_block
     kept = kept if by_row else kept.view(torch.uint8)
     kept = kept.expand(batch, heads, -1, -1)
-    counts = counts.expand(batch, keys.shape[1], -1)
+    sizes = counts.float().log2().expand(batch, keys.shape[1], -1)
     bounds = [
-        counts if t is None else unit_stride(t).expand(batch, heads, -1) for t in (starts, lengths)
+        sizes if t is None else unit_stride(t).expand(batch, heads, -1) for t in (starts, lengths)
     ]
     slope = None if slope is None else slope.contiguous()
     inputs: tuple[object, ...] = (keys, values)
     if copy_engine:
         inputs = tuple(_describe(x, tile.keys, width) for x in (keys, values))
     _launch_tail(
-        (tiles, heads, batch), q, *inputs, out, lse, kept, counts,
+        (tiles, heads, batch), q, *inputs, out, lse, kept, sizes,
         keys if slope is None else slope, *bounds,
         *q.stride(), *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3],
-        *lse.stride()[:2], *kept.stride()[:3], *counts.stride()[:2],
+        *lse.stride()[:2], *kept.stride()[:3], *sizes.stride()[:2],
         *((0, 0) if slope is None else slope.stride()[:2]),
         *bounds[0].stride()[:2], *bounds[1].stride()[:2],
         keys.shape[2], num_q, heads // keys.shape[1], q_size, total, scale, scale * LOG2E,

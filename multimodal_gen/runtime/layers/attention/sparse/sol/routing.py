@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from multimodal_gen.kernels.tile_order.api import tile_order
+from multimodal_gen.kernels.tile_pool.api import select_tiles
 
 __all__ = ["Router", "blocks_of_span"]
 
@@ -34,8 +35,8 @@ class Router:
         tau: how many standard deviations a score must lie above the mean of its row.
         thresh_type: var_i is that of the row's scores (`exact`), or the sum of qbar_i^2 times the
             variance of every channel of kc (`diag`).
-        topk_ratio: share of the blocks that is exact instead, by their scores: those above the
-            first that is not among them, so that ties drop; None for the threshold.
+        topk_ratio: share of the blocks that is exact instead, those that score best; None for the
+            threshold.
         neighbours: see above.
         sink: bool [N], blocks that everything attends to exactly; None for none.
         sink_rows: whether the queries of these blocks attend to everything exactly.
@@ -61,6 +62,33 @@ class Router:
             key: means of their keys, [B, Hkv, N, D].
             real: bool [B, N], blocks of which not everything is masked; None for all.
         """
+        chosen = self._best(query, key, real)
+        if chosen is None:
+            chosen = self._outstanding(query, key, real)
+        place = torch.arange(query.shape[2], device=query.device)
+        chosen |= (place[:, None] - place).abs() <= self.neighbours
+        if self.sink is not None:
+            chosen |= self.sink
+            if self.sink_rows:
+                chosen |= self.sink[:, None]
+        return chosen
+
+    def _best(
+        self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the share of the blocks that scores best, or None where there is a threshold."""
+        if self.topk_ratio is None:
+            return None
+        num = query.shape[2]
+        kept = max(1, min(round(self.topk_ratio * num), num - 1))
+        lists = select_tiles(query, key, kept, real=real).long()
+        chosen = torch.zeros((*query.shape[:3], num), dtype=torch.bool, device=query.device)
+        return chosen.scatter_(3, lists, True)
+
+    def _outstanding(
+        self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the blocks that score above their row's threshold."""
         batch, heads, num, _ = query.shape
         group = heads // key.shape[1]
         at_once = max(1, _SCORES_AT_ONCE // max(1, batch * num * num))
@@ -69,24 +97,13 @@ class Router:
             rows = query[:, first : first + at_once].float()
             used = torch.arange(first, first + rows.shape[1], device=key.device) // group
             parts.append(self._above(rows, key[:, used].float(), real))
-        chosen = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        place = torch.arange(num, device=query.device)
-        chosen |= (place[:, None] - place).abs() <= self.neighbours
-        if self.sink is not None:
-            chosen |= self.sink
-            if self.sink_rows:
-                chosen |= self.sink[:, None]
-        return chosen
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _above(
         self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None
     ) -> torch.Tensor:
         """Return where scores of [B, h, N, D] lie above what their row asks for."""
         scores = (query @ key.mT) * self.scale
-        if self.topk_ratio is not None:
-            if real is not None:
-                scores = scores.masked_fill(~real[:, None, None], -torch.inf)
-            return scores > self._next_score(scores)
         weight = key.new_ones(1, 1, key.shape[2], 1)
         if real is not None:  # the mean of nothing is zero
             weight = real[:, None, :, None].to(key.dtype)
@@ -99,15 +116,6 @@ class Router:
             of_channel = ((key - mean).square() * weight).sum(2, keepdim=True) / count
             variance = (query.square() @ of_channel.mT) * self.scale**2
         return scores > middle + self.tau * (variance + _LEAST_VARIANCE).sqrt()
-
-    def _next_score(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the largest score of every row that is not among its best, [B, h, N, 1]."""
-        num = scores.shape[-1]
-        assert self.topk_ratio is not None, "callers know"
-        if num == 1:
-            return torch.full_like(scores, -torch.inf)
-        kept = min(max(round(self.topk_ratio * num), 1), num - 1)
-        return scores.topk(kept + 1, dim=-1).values[..., -1:]
 
 
 @lru_cache(maxsize=64)
