@@ -44,10 +44,10 @@ from multimodal_gen.runtime.layers.attention.sparse.base import (
     tail_option,
 )
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import tell_plan
+from multimodal_gen.runtime.layers.attention.sparse.ring_tail import ring_tail
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
     plans_of_lists,
-    ring_tail,
     whole_tiles_only,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import (

@@ -40,10 +40,10 @@ from multimodal_gen.runtime.layers.attention.sparse.base import (
     refuse_foreign_tail,
     tail_option,
 )
+from multimodal_gen.runtime.layers.attention.sparse.ring_tail import ring_tail
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     Shard,
     attend_ring_tiles,
-    ring_tail,
     shards_of,
     whole_tiles_only,
 )

@@ -29,12 +29,12 @@ from multimodal_gen.runtime.layers.attention.config import BackendConfig, Sparse
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl, Tail, tail_option
+from multimodal_gen.runtime.layers.attention.sparse.ring_tail import ring_tail
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
     own_queries,
     plans_of_lists,
     pool_over_ring,
-    ring_tail,
     shards_of,
     whole_tiles_only,
 )

@@ -40,10 +40,10 @@ from multimodal_gen.runtime.layers.attention.sparse.base import (
     refuse_foreign_tail,
     tail_option,
 )
+from multimodal_gen.runtime.layers.attention.sparse.ring_tail import ring_tail
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
     plans_of_lists,
-    ring_tail,
     shards_of,
     whole_shards,
     whole_tiles_only,

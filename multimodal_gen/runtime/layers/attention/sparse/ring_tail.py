@@ -1,0 +1,85 @@
+"""The pooled tail in a ring: every rank has the means of all tiles.
+
+Shapes: B batch, Hkv key heads, H heads, D head size, N tiles of the grid, n tiles of a rank.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks
+from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
+from multimodal_gen.runtime.distributed.ring import RingInputs
+from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
+    RingTail,
+    Shard,
+    pool_over_ring,
+)
+
+__all__ = ["ring_tail"]
+
+
+def ring_tail(
+    inputs: RingInputs,
+    shards: Sequence[Shard | None],
+    kept: torch.Tensor | None,
+    *,
+    scale: float,
+    first_order: bool = False,
+) -> RingTail | None:
+    """Return the tail of a rank's queries. Every rank calls it: means are exchanged.
+
+    Args:
+        inputs: what this rank holds.
+        shards: the keys of every rank.
+        kept: what the rank's tiles keep, as bool [B|1, H|1, n or 1, N] or as lists of tiles, int32
+            [B|1, H|1, n or 1, K]; None where the rank has no queries of the video.
+        scale: factor of the scores.
+        first_order: whether values follow keys inside of tiles; ranks then exchange one matrix per
+            head, too.
+    """
+    (key, value), counts = pool_over_ring((inputs.key, inputs.value), shards, inputs.call)
+    pooled = PooledBlocks(
+        keys=key.to(inputs.key.dtype),
+        values=value.to(inputs.value.dtype),
+        counts=counts.int().unsqueeze(1),
+        slope=_ring_slope(inputs, shards, key, value, counts) if first_order else None,
+    )
+    if kept is None:
+        return None
+    if kept.dtype != torch.bool:
+        shape = (*kept.shape[:3], key.shape[2])
+        kept = kept.new_zeros(shape, dtype=torch.bool).scatter_(-1, kept.long(), True)
+    return RingTail(pooled=pooled, kept=kept, scale=scale)
+
+
+def _ring_slope(
+    inputs: RingInputs,
+    shards: Sequence[Shard | None],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Return how values follow keys inside of the tiles of all ranks; see `PooledBlocks.slope`.
+
+    Args:
+        inputs: what this rank holds.
+        shards: the keys of every rank.
+        keys: means of all tiles, fp32 or fp64 [B, Hkv, N, D].
+        values: the same of the values.
+        counts: tokens of every tile, [B, N].
+    """
+    call, (batch, heads, _, size) = inputs.call, keys.shape
+    mine, keep = shards[call.group.index], call.keep_of(call.group.index)
+    own = keys.new_zeros((batch, heads, size, size))
+    if mine is not None and mine.num_video:
+        video = mine.keys.index[: mine.num_video].long()
+        key, value = (x[:, video].to(keys.dtype) for x in (inputs.key, inputs.value))
+        if keep is not None:
+            key, value = (zero_masked_rows(x, keep[:, video]) for x in (key, value))
+        own = key.permute(0, 2, 3, 1) @ value.transpose(1, 2)
+    sizes = [own.numel()] * call.group.size
+    total = all_gather_tokens(own.flatten(), sizes, call.group).view(-1, *own.shape).sum(0)
+    weight = counts[:, None, :, None].to(keys.dtype)
+    return (total - (keys * weight).mT @ values) / weight.sum(2, keepdim=True).clamp_min(1)
