@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from multimodal_gen.errors import ConfigError, MultimodalGenError, nearest
 from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file, short
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS
-from multimodal_gen.runtime.setting import Setting, as_flag
+from multimodal_gen.runtime.setting import Setting, as_flag, expanded
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.generator import Job
@@ -158,7 +158,7 @@ def _configured(path: object) -> dict[str, Any]:
     """Return the settings of a configuration file, by name."""
     from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 
-    file = Path(str(path)).expanduser()
+    file = expanded(str(path), "--config")
     return _named(read_mapping(file, name="--config"), f"--config {str(path)!r}")
 
 
@@ -179,7 +179,7 @@ def _named(given: Mapping[Any, Any], where: str) -> dict[str, Any]:
 def _lines(path: object, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the settings that each line of a file of prompts gives."""
     _PROMPT_FILE.normalised(path)
-    file = Path(str(path)).expanduser()
+    file = expanded(str(path), "--prompt-file")
     try:
         lines = read_small_file(file).splitlines()
     except MalformedError as error:

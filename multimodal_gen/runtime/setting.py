@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_pairs
 
-__all__ = ["Setting", "as_flag", "as_pairs"]
+__all__ = ["Setting", "as_flag", "as_pairs", "expanded"]
 
 _Check: TypeAlias = Callable[["Setting", Any], Any]
 
@@ -155,6 +155,25 @@ _CHECKS: Mapping[type, _Check] = {
     Path: _path,
     str: _text,
 }
+
+
+def expanded(path: str | Path, name: str) -> Path:
+    """Return a path with `~` expanded.
+
+    Args:
+        path: what was given.
+        name: the flag, for messages.
+
+    Raises:
+        ConfigError: it cannot be looked at: the home of nobody, or a name that is too long.
+    """
+    try:
+        found = Path(path).expanduser()
+        found.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{name} must be a path, got {str(path)[:80]!r}: {reason}") from error
+    return found
 
 
 def as_pairs(setting: Setting, value: object) -> dict[str, object]:

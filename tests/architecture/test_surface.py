@@ -16,7 +16,7 @@ SNAPSHOT = Path(__file__).with_name("cli_surface.txt")
 LAYERS = "multimodal_gen.runtime.layers.attention"
 STABLE_NAMES = [
     ("multimodal_gen", ("apply", "compare", "AttentionHandle", "__version__")),
-    ("multimodal_gen", ("init_parallel", "leave_parallel")),
+    ("multimodal_gen", ("init_parallel", "leave_parallel", "DiffGenerator", "generate")),
     (LAYERS, ("LocalAttention", "UlyssesAttention", "UlyssesAttention_VSA", "USPAttention")),
     (f"{LAYERS}.layer", ("LocalAttention", "UlyssesAttention", "UlyssesAttention_VSA")),
     (f"{LAYERS}.layer", ("USPAttention",)),
@@ -60,7 +60,9 @@ GENERATE_FLAGS = """
     --model-path --prompt --negative-prompt --backend --attention-backend
     --attention-backend-config --component-attention-backends --num-gpus --sp-degree
     --ulysses-degree --ring-degree --height --width --num-frames --num-inference-steps
-    --guidance-scale --seed --fps --output-path --enable-torch-compile
+    --guidance-scale --seed --fps --output-path --enable-torch-compile --image-path
+    --last-image-path --video-path --mask-path --pipeline-arg --pipeline-class-name --lora-path
+    --quantize --scheduler --sigmas --offload --prompt-file --resume --config --print-config
 """
 
 

@@ -37,6 +37,7 @@ from multimodal_gen.runtime.generator.quantized import (
 from multimodal_gen.runtime.generator.scheduler import check_scheduler, with_scheduler
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+from multimodal_gen.runtime.setting import expanded
 
 __all__ = [
     "check_complete",
@@ -157,7 +158,9 @@ def _place(pipe: Any, args: ServerArgs, device: torch.device) -> None:
                 offload_type="block_level" if by_block else "leaf_level",
                 num_blocks_per_group=1 if by_block else None,
                 use_stream=device.type == "cuda",  # the next ones on their way while one runs
-                offload_to_disk_path=None if folder is None else str(Path(folder).expanduser()),
+                offload_to_disk_path=None
+                if folder is None
+                else str(expanded(folder, "--offload-folder")),
             )
     except (ValueError, NotImplementedError) as error:  # quantised weights that must not move
         raise UsageError(

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.generator.index import HUB_ID, first_line, is_out_of_memory
+from multimodal_gen.runtime.setting import expanded
 
 __all__ = ["Lora", "add_loras", "check_loras", "read_loras"]
 
@@ -44,7 +44,7 @@ def read_loras(texts: Sequence[str]) -> tuple[Lora, ...]:
     for text in texts:
         match = _SCALE.fullmatch(text)
         # A file may be called so itself.
-        if match is None or Path(text).expanduser().exists():
+        if match is None or expanded(text, "--lora-path").exists():
             found.append(Lora(path=text))
         else:
             found.append(Lora(path=match["path"], scale=float(match["scale"])))
@@ -70,7 +70,7 @@ def check_loras(pipeline_class: type, loras: Sequence[Lora]) -> None:
             "--lora-path needs peft; install with: pip install 'multimodal_gen[video]'"
         )
     for lora in loras:
-        file = Path(lora.path).expanduser()
+        file = expanded(lora.path, "--lora-path")
         if file.is_file() or file.is_dir():
             continue
         if file.exists() or not HUB_ID.fullmatch(lora.path):
@@ -97,7 +97,7 @@ def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
 
 
 def _location(lora: Lora) -> str:
-    file = Path(lora.path).expanduser()
+    file = expanded(lora.path, "--lora-path")
     return str(file) if file.exists() else lora.path
 
 

@@ -12,6 +12,7 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
 from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
+from multimodal_gen.runtime.setting import expanded
 
 __all__ = ["check_quantized", "load_gguf", "quantization_config"]
 
@@ -49,7 +50,7 @@ def check_quantized(index: PipelineIndex, ways: Mapping[str, str], device: torch
                 f"{flag} needs {package}; install with: pip install 'multimodal_gen[quantize]'"
             )
         if _is_file(way):
-            _check_gguf(flag, Path(way).expanduser(), found, class_name)
+            _check_gguf(flag, expanded(way, flag), found, class_name)
         else:
             _check_device(flag, way, device)
 
@@ -125,7 +126,7 @@ def load_gguf(index: PipelineIndex, name: str, file: str, dtype: torch.dtype) ->
     from diffusers import GGUFQuantizationConfig
 
     return class_of(*index.components[name]).from_single_file(
-        str(Path(file).expanduser()),
+        str(expanded(file, "--quantize")),
         quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
         config=index.model_path,
         subfolder=name,

@@ -47,6 +47,7 @@ from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.setting import expanded
 
 __all__ = ["Attach", "Generated", "Handle", "Report", "Session", "find_done", "prepare"]
 
@@ -161,7 +162,7 @@ def find_done(asked: Sequence[ServerArgs]) -> tuple[Path | None, ...]:
     Args:
         asked: the arguments of each generation.
     """
-    folders = {Path(args.output_path).expanduser() for args in asked}
+    folders = {expanded(args.output_path, "--output-path") for args in asked}
     records = {
         path: found
         for folder in {f if f.is_dir() else f.parent for f in folders}
