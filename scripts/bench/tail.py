@@ -81,6 +81,11 @@ LAYERS: dict[str, tuple[str, dict[str, object]]] = {
     "vsa": ("video_sparse_attn", {"sparsity": 1 - DENSITY}),
     "sta 3x3x3": ("sliding_tile_attn", {"window": [3, 3, 3], "skip_time_steps": 0}),
     "sla": ("sla_attn", {"topk_ratio": DENSITY}),
+    "subblock": (
+        "subblock_sparse_attn",
+        {"sparsity": 1 - DENSITY, "skip_first_steps": 0, "min_seq_len": 0},
+    ),
+    "pisa": ("pisa_attn", {"density": DENSITY}),
 }
 
 

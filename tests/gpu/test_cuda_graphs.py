@@ -139,6 +139,9 @@ LAYERS: dict[str, dict[str, object]] = {
         "first_full_layer": 0,
     },
     "sparse_video_gen_2_attn": {},
+    "sol_attn": {"dense_steps": 0, "dense_layers": None},
+    "subblock_sparse_attn": {"skip_first_steps": 0, "min_seq_len": 0, "tail": "pooled"},
+    "pisa_attn": {"density": 0.2},
 }
 
 

@@ -156,6 +156,8 @@ METHODS = {
     "sliding_tile_attn": {"window": [1, 1, 3], "tile_size": [4, 4, 4], "skip_time_steps": 0},
     "video_sparse_attn": {"sparsity": 0.8},
     "sla_attn": {"topk_ratio": 0.2},
+    "subblock_sparse_attn": {"sparsity": 0.7, "skip_first_steps": 0, "min_seq_len": 0},
+    "pisa_attn": {"density": 0.2},
     "vmoba_attn": {
         "st_chunk_size": [2, 5, 5],
         "st_topk": 4,

@@ -46,3 +46,25 @@ def test_means_bring_the_latents_nearer_to_dense_ones(fresh, stock_latents):
         (run(pipe, "wan", tau=1.0, tail=tail)[0] - dense).norm() for tail in ("pooled", "none")
     ]
     assert errors[0] < errors[1]
+
+
+OTHERS = {
+    "subblock_sparse_attn": {"skip_first_steps": 0, "min_seq_len": 0, "tail": "pooled"},
+    "pisa_attn": {"density": 0.1},
+}
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize(
+    "family",
+    [f if f == "hunyuan_video" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
+)
+def test_methods_with_such_blocks_run_in_every_family(backend, family, fresh, stock_latents):
+    pipe = fresh(family)
+    given = {**OTHERS[backend], "dense_above": 1}
+    with apply(pipe, attention_backend=backend, attention_backend_config=given) as handle:
+        latents = generate(pipe, family)
+        ran = [e for r in handle.report().layers for e in r.entries if e.calls and e.densities]
+    assert latents.isfinite().all()
+    assert {str(entry.selection.backend) for entry in ran} == {backend}
+    assert latents.shape == stock_latents(family).shape
