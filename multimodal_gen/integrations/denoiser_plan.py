@@ -398,18 +398,24 @@ def _is_diffusers(code: Any) -> bool:
 def attention_params(module: nn.Module) -> AttentionParams | None:
     """Read heads and sizes off an attention module of diffusers, or return None."""
     heads = _whole(module, "heads", "num_heads")
-    queries = _whole(getattr(module, "to_q", None), "out_features")
+    queries = _projected(module, "to_q", "to_query")
     width = _whole(module, "inner_dim") or queries
     size = _whole(module, "head_dim", "dim_head") or (width // heads if heads and width else None)
     if not heads or not size:
         return None
-    keys = _whole(module, "inner_kv_dim") or _whole(getattr(module, "to_k", None), "out_features")
+    keys = _whole(module, "inner_kv_dim") or _projected(module, "to_k", "to_key")
     kv_heads = keys // size if keys and keys % size == 0 else heads
     return AttentionParams(
         num_heads=heads,
         head_size=size,
         num_kv_heads=kv_heads if heads % (kv_heads or heads + 1) == 0 else heads,
     )
+
+
+def _projected(module: nn.Module, *names: str) -> int | None:
+    """Return the channels that a projection makes, by the names that models give it."""
+    found = (_whole(getattr(module, name, None), "out_features") for name in names)
+    return next((size for size in found if size is not None), None)
 
 
 def _whole(owner: object, *names: str) -> int | None:

@@ -7,7 +7,8 @@ a copy of their module's globals in which only that function is another one. Two
 - `dispatch_attention_fn(..., backend=self._attention_backend)` is a global to replace, in the
   method and in functions of its module that it hands the backend to;
 - `F.scaled_dot_product_attention(...)` does not say whose call it is, so the method is compiled
-  from its source once more, with `self._attention_backend` as an additional first argument.
+  from its source once more, with `self._attention_backend` as an additional first argument. So is
+  a method that calls the former without a backend.
 """
 
 import ast
@@ -35,7 +36,7 @@ class CannotPatchError(Exception):
     """A processor's attention call was not found, or cannot be replaced; the message says why."""
 
 
-def with_sdpa_hook(method: FunctionType, owner: str) -> CodeType:
+def with_layer_in_calls(method: FunctionType, owner: str) -> CodeType:
     """Compile a method from source with its attention calls given the processor's layer.
 
     It is compiled inside a class named `owner`, by which Python spells its private names.
@@ -48,10 +49,11 @@ def with_sdpa_hook(method: FunctionType, owner: str) -> CodeType:
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
         raise CannotPatchError(f"{method.__qualname__} is not a plain method")
-    rewriter = _SdpaRewriter(definition.args.args[0].arg)
+    rewriter = _AttentionRewriter(definition.args.args[0].arg, _dispatch_names(method))
     rewriter.visit(definition)
     if not rewriter.count:
-        raise CannotPatchError(f"{method.__qualname__} does not call {SDPA} itself")
+        name = SDPA if _mentions(method.__code__, SDPA) else _DISPATCH
+        raise CannotPatchError(f"{method.__qualname__} does not call {name} itself")
     body = ast.parse(f"class {owner}: pass").body
     assert isinstance(body[0], ast.ClassDef)
     body[0].body, tree.body = [definition], body
@@ -68,20 +70,31 @@ def _code_inside(code: CodeType, name: str) -> CodeType:
     )
 
 
-class _SdpaRewriter(ast.NodeTransformer):
-    """Turns `F.scaled_dot_product_attention(...)` into `hook(self._attention_backend, ...)`."""
+class _AttentionRewriter(ast.NodeTransformer):
+    """Hands the layer to attention calls.
 
-    def __init__(self, self_name: str) -> None:
+    `F.scaled_dot_product_attention(...)` becomes `hook(self._attention_backend, ...)`, and
+    `dispatch_attention_fn(...)` without a backend gets `backend=self._attention_backend`.
+    """
+
+    def __init__(self, self_name: str, dispatch_names: set[str]) -> None:
         self.self_name = self_name
+        self.dispatch_names = dispatch_names
         self.count = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        owner = ast.Name(self.self_name, ast.Load())
+        layer = ast.Attribute(owner, LAYER, ast.Load())
+        if isinstance(node.func, ast.Name) and node.func.id in self.dispatch_names:
+            given = {keyword.arg for keyword in node.keywords}
+            if not given & {"backend", None}:
+                node.keywords.append(ast.keyword("backend", layer))
+            self.count += 1
+            return node
         if not (isinstance(node.func, ast.Attribute) and node.func.attr == SDPA):
             return node
         self.count += 1
-        owner = ast.Name(self.self_name, ast.Load())
-        layer = ast.Attribute(owner, LAYER, ast.Load())
         node.func = ast.Name(SDPA_HOOK, ast.Load())
         node.args.insert(0, layer)
         return node
@@ -256,8 +269,8 @@ def _patched(method: FunctionType, replacements: Mapping[str, Any], owner: str) 
     _require_plain(method)
     code = method.__code__
     replaced = {**_dispatch_replaced(method), **_helpers(method), **replacements}
-    if _mentions(code, SDPA):
-        code = with_sdpa_hook(method, owner)
+    if _mentions(code, SDPA) or (_dispatch_names(method) and not _mentions(code, LAYER)):
+        code = with_layer_in_calls(method, owner)
         replaced[SDPA_HOOK] = sdpa
     return _with_globals(method, code, replaced)
 

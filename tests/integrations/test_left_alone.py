@@ -99,11 +99,11 @@ def test_handing_modules_to_diffusers_is_warned_of_once(fresh, caplog):
     assert sum("set_attention_backend after apply() handed" in note for note in notes) == 1
 
 
-def test_reference_images_without_a_grid_run_dense_and_are_reported(fresh):
-    """As Kontext calls Flux: more tokens than the image's, on no grid."""
+def test_images_without_a_grid_run_dense_and_are_reported(fresh):
+    """A picture in front of the image's own tokens, which then lie on no grid."""
     model = fresh("flux").transformer
     ids = torch.zeros(32, 3)
-    ids[16:, 0] = 1  # a reference image
+    ids[:16, 0] = 1
     ids[:, 1] = torch.arange(32) % 16 // 4
     ids[:, 2] = torch.arange(32) % 4
     inputs = {

@@ -136,11 +136,26 @@ def video_grid(call: ModelCall, patch: tuple[int, int, int]) -> Grid | None:
     return (sizes[0] // patch[0], sizes[1] // patch[1], sizes[2] // patch[2])
 
 
+def image_grid(call: ModelCall, patch: tuple[int, ...]) -> Grid | None:
+    """Return the grid of `hidden_states` [B, C, height, width] cut into patches."""
+    latent = call.tensor("hidden_states")
+    if latent is None or latent.dim() != 4:
+        return None
+    return (1, latent.shape[2] // patch[0], latent.shape[3] // patch[1])
+
+
 def refiner_role(name: str, module: nn.Module) -> AttentionRole:
     """Tell modules of a text refiner (`context_embedder`) from those of the denoiser."""
     if name.startswith("context_embedder."):
         return AttentionRole.ENCODER
     return _by_name(name, module)
+
+
+def rear_text(grid: Grid | None, length: int) -> TextSpan | None:
+    """Return the span of so many text tokens behind a grid."""
+    if grid is None or not length:
+        return None
+    return TextSpan(start=math.prod(grid), length=length)
 
 
 def front_text(call: ModelCall) -> TextSpan | None:

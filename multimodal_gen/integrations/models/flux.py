@@ -29,12 +29,20 @@ def grid_of_ids(call: ModelCall) -> Grid | None:
 
 
 def _read(ids: torch.Tensor) -> Grid | None:
-    """Read the grid off ids [S, 3 or 4]; the tokens of reference images lie on no one grid."""
+    """Read the grid off ids [S, 3 or 4].
+
+    Tokens of reference images, whose first number is not 0, come behind it: they are attended to
+    by all, as text is.
+    """
     positions = ids[0] if ids.dim() == 3 else ids
     if not len(positions):
         return None
-    is_reference, rows, columns, *further = (int(top) for top in positions.amax(0).tolist())
-    if is_reference or any(further) or (rows + 1) * (columns + 1) != positions.shape[0]:
+    own = positions[:, 0] == 0
+    in_front = (own[:-1] >= own[1:]).all()
+    tops = torch.where(own[:, None], positions, 0).amax(0)
+    facts = torch.cat((torch.stack((own.sum(), in_front)), tops)).long().tolist()
+    count, first, _, rows, columns, *further = facts
+    if not first or any(further) or (rows + 1) * (columns + 1) != count:
         return None
     return (1, rows + 1, columns + 1)
 

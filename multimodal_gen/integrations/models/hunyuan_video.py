@@ -9,6 +9,7 @@ from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
     ModelCall,
+    rear_text,
     refiner_role,
     tokens_of,
     video_grid,
@@ -24,15 +25,8 @@ def _grid(call: ModelCall) -> Grid | None:
     return video_grid(call, (call.config.patch_size_t, patch, patch))
 
 
-def _rear_text(call: ModelCall, length: int) -> TextSpan | None:
-    grid = _grid(call)
-    if grid is None or not length:
-        return None
-    return TextSpan(start=math.prod(grid), length=length)
-
-
 def _span(call: ModelCall) -> TextSpan | None:
-    return _rear_text(call, call.length("encoder_hidden_states"))
+    return rear_text(_grid(call), call.length("encoder_hidden_states"))
 
 
 def _padding(call: ModelCall) -> KeyPadding | None:
@@ -44,7 +38,7 @@ def _padding(call: ModelCall) -> KeyPadding | None:
 
 def _span_15(call: ModelCall) -> TextSpan | None:
     names = ("image_embeds", "encoder_hidden_states_2", "encoder_hidden_states")
-    return _rear_text(call, call.length(*names))
+    return rear_text(_grid(call), call.length(*names))
 
 
 def _padding_15(call: ModelCall) -> KeyPadding | None:

@@ -13,7 +13,8 @@ from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 
-def _grid(call: ModelCall) -> Grid | None:
+def packed_grid(call: ModelCall) -> Grid | None:
+    """Return the grid that a call tells by sizes before patching."""
     sizes = [call.arguments.get(name) for name in ("num_frames", "height", "width")]
     if not all(isinstance(size, int) for size in sizes):
         return None
@@ -35,7 +36,7 @@ def _padding(call: ModelCall) -> KeyPadding | None:
 
 LTX = ModelAdapter(
     classes=("LTXVideoTransformer3DModel",),
-    grid=_grid,
+    grid=packed_grid,
     padding=_padding,
     batches_guidance=True,
     batched=(

@@ -17,9 +17,7 @@ def _grid(call: ModelCall) -> Grid | None:
     if not shapes:
         return None
     images = shapes[0] if isinstance(shapes[0], list) else shapes
-    if len(images) != 1:
-        # Edit models put their reference images behind the image; together they are no grid.
-        return None
+    # Edit models put their reference images behind the image: all attend to them, as to text.
     frames, height, width = images[0]
     return (int(frames), int(height), int(width))
 

@@ -4,11 +4,20 @@ from types import MappingProxyType
 
 from multimodal_gen.integrations.models.adapter import ModelAdapter
 from multimodal_gen.integrations.models.cogvideox import COGVIDEOX
+from multimodal_gen.integrations.models.cosmos import COSMOS
 from multimodal_gen.integrations.models.flux import FLUX, FLUX2
+from multimodal_gen.integrations.models.hunyuan_image import HUNYUAN_IMAGE
 from multimodal_gen.integrations.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
+from multimodal_gen.integrations.models.kandinsky import KANDINSKY5
 from multimodal_gen.integrations.models.ltx import LTX
+from multimodal_gen.integrations.models.ltx2 import LTX2
+from multimodal_gen.integrations.models.motif_video import MOTIF_VIDEO
 from multimodal_gen.integrations.models.qwen_image import QWEN_IMAGE
-from multimodal_gen.integrations.models.wan import WAN, WAN_VACE
+from multimodal_gen.integrations.models.sana_video import SANA_VIDEO
+from multimodal_gen.integrations.models.sd3 import SD3
+from multimodal_gen.integrations.models.skyreels_v2 import SKYREELS_V2
+from multimodal_gen.integrations.models.wan import CHRONOEDIT, WAN, WAN_VACE
+from multimodal_gen.integrations.models.z_image import Z_IMAGE
 
 __all__ = ["ADAPTERS", "find_adapter"]
 
@@ -18,6 +27,8 @@ ADAPTERS: MappingProxyType[str, ModelAdapter] = MappingProxyType(
         for adapter in (
             WAN,
             WAN_VACE,
+            CHRONOEDIT,
+            SKYREELS_V2,
             HUNYUAN_VIDEO,
             HUNYUAN_VIDEO_15,
             LTX,
@@ -25,6 +36,14 @@ ADAPTERS: MappingProxyType[str, ModelAdapter] = MappingProxyType(
             FLUX2,
             QWEN_IMAGE,
             COGVIDEOX,
+            COSMOS,
+            KANDINSKY5,
+            LTX2,
+            MOTIF_VIDEO,
+            SANA_VIDEO,
+            HUNYUAN_IMAGE,
+            SD3,
+            Z_IMAGE,
         )
         for name in adapter.classes
     }

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2 (both experts), and VACE: separate self and cross attention."""
+"""Wan 2.1 and 2.2 (both experts), VACE and ChronoEdit: separate self and cross attention."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -35,6 +35,9 @@ WAN = ModelAdapter(
     gated=("WanAttnProcessor",),
     split=SplitPlan(tokens=tokens_of(_grid), cuts=_CUTS),
 )
+
+# Split by the plan that diffusers has for it.
+CHRONOEDIT = replace(WAN, classes=("ChronoEditTransformer3DModel",), split=None)
 
 _CONTROL = Cut(module="vace_patch_embedding", dim=2, dims=5, flat=True, may_end_early=True)
 

@@ -131,6 +131,17 @@ def test_flux2_is_split_only_where_it_keeps_no_keys_of_reference_images(mode):
     assert flux2.grid(keeps) is None
 
 
+def test_reference_images_come_behind_the_grid_of_the_image():
+    flux, flux2, qwen = (
+        adapter(f"{name}Transformer2DModel") for name in ("Flux", "Flux2", "QwenImage")
+    )
+    ids = torch.cat((flux_ids(4, 6), flux_ids(8, 8, 1)))
+    assert flux.grid(call(img_ids=ids)) == (1, 4, 6)
+    ids = torch.cat((flux2_ids(4, 6), flux2_ids(4, 6, reference=10)))
+    assert flux2.grid(call(img_ids=ids)) == (1, 4, 6)
+    assert qwen.grid(call(img_shapes=[[(1, 4, 6), (1, 8, 8)]])) == (1, 4, 6)
+
+
 def test_flux_ids_are_read_once_while_they_live(monkeypatch):
     ids, looks = flux_ids(4, 6), []
     model_call = call(img_ids=ids)
@@ -144,17 +155,16 @@ def test_flux_ids_are_read_once_while_they_live(monkeypatch):
 @pytest.mark.parametrize(
     ("cls", "model_call"),
     [
-        ("FluxTransformer2DModel", call(img_ids=torch.cat((flux_ids(4, 6), flux_ids(4, 6, 1))))),
+        ("FluxTransformer2DModel", call(img_ids=torch.cat((flux_ids(4, 6, 1), flux_ids(4, 6))))),
         ("FluxTransformer2DModel", call(img_ids=flux_ids(4, 6)[:-1])),
         ("FluxTransformer2DModel", call(img_ids=torch.zeros(0, 3))),
         ("FluxTransformer2DModel", call()),
         (
             "Flux2Transformer2DModel",
-            call(img_ids=torch.cat((flux2_ids(4, 6), flux2_ids(4, 6, reference=10)))),
+            call(img_ids=torch.cat((flux2_ids(4, 6, reference=10), flux2_ids(4, 6)))),
         ),
         ("Flux2Transformer2DModel", call(img_ids=flux2_ids(4, 6, layer=1))),
         ("Flux2Transformer2DModel", call()),
-        ("QwenImageTransformer2DModel", call(img_shapes=[[(1, 4, 6), (1, 8, 8)]])),
         ("QwenImageTransformer2DModel", call(img_shapes=None)),
         ("LTXVideoTransformer3DModel", call({"patch_size": 1, "patch_size_t": 1})),
         (

@@ -1,5 +1,6 @@
-"""The adapter that the README of the integrations writes, on a model of diffusers."""
+"""The adapter that the README of the integrations shows, on a model of diffusers."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.models import registry
+from multimodal_gen.integrations.models import registry, skyreels_v2
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -17,13 +18,15 @@ from tests.integrations.parallel.models import RANDOM, wan_inputs
 README = Path("multimodal_gen/integrations/README.md")
 
 
-def add_to(patch):
-    """Register the adapter of the README."""
+def without_it(patch):
+    """Take the adapter away."""
+    others = {n: a for n, a in registry.ADAPTERS.items() if a is not skyreels_v2.SKYREELS_V2}
+    patch.setattr(registry, "ADAPTERS", others)
+
+
+def test_the_readme_shows_the_adapter_as_it_is():
     (code,) = blocks((REPOSITORY / README).read_text(), "python")
-    names = {}
-    exec(code, names)
-    adapter = names["SKYREELS_V2"]
-    patch.setattr(registry, "ADAPTERS", {**registry.ADAPTERS, adapter.classes[0]: adapter})
+    assert inspect.getsource(skyreels_v2).endswith(code)
 
 
 def make():
@@ -55,15 +58,16 @@ def backends(report):
     return {e.selection.backend for layer in report.layers for e in layer.entries if layer.calls}
 
 
-def test_it_knows_the_grid_that_sparse_backends_need(monkeypatch):
+def test_it_knows_the_grid_that_sparse_backends_need():
     model, inputs = make()
     with torch.no_grad():
         stock = model(**inputs, return_dict=False)[0]
-    dense, report = attend(model, inputs, attention_backend="video_sparse_attn")
+    with pytest.MonkeyPatch.context() as patch:
+        without_it(patch)
+        dense, report = attend(model, inputs, attention_backend="video_sparse_attn")
     assert "has no adapter, its latent grid is unknown" in " ".join(report.notes)
     assert AttentionBackendEnum.VIDEO_SPARSE_ATTN not in backends(report)
     assert (dense - stock).abs().max() <= 1e-5
-    add_to(monkeypatch)
     sparse, report = attend(model, inputs, attention_backend="video_sparse_attn")
     assert not report.notes
     assert AttentionBackendEnum.VIDEO_SPARSE_ATTN in backends(report)
@@ -73,15 +77,13 @@ def test_it_knows_the_grid_that_sparse_backends_need(monkeypatch):
 def alone_and_shared(forcing):
     """Return the outputs of one process and of the ranks; of the latter, the error if any."""
     model, inputs = make()
-    with pytest.MonkeyPatch.context() as patch:
-        add_to(patch)
-        with use_parallel_groups(None):
-            want, _ = attend(model, inputs)
-        try:
-            got, report = attend(model, {**inputs, "enable_diffusion_forcing": forcing})
-        except UsageError as error:
-            return want, str(error), ()
-        return want, got, report.notes
+    with use_parallel_groups(None):
+        want, _ = attend(model, inputs)
+    try:
+        got, report = attend(model, {**inputs, "enable_diffusion_forcing": forcing})
+    except UsageError as error:
+        return want, str(error), ()
+    return want, got, report.notes
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])

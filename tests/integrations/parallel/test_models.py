@@ -8,18 +8,21 @@ from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from tests.integrations.models.families import SPLIT
 from tests.integrations.parallel.models import CASES, RANDOM
+
+SPLIT_CASES = {**CASES, **SPLIT}
 
 
 def make(name):
     """Return the same model and inputs on every rank."""
     torch.manual_seed(3)
     RANDOM.manual_seed(5)
-    model = CASES[name].model().eval()
+    model = SPLIT_CASES[name].model().eval()
     # Models are made with outputs of zero, or next to it.
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=RANDOM)
-    return model, CASES[name].inputs()
+    return model, SPLIT_CASES[name].inputs()
 
 
 def run(name):
@@ -45,7 +48,7 @@ def run(name):
     return want, got, rows, report
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SPLIT_CASES)
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
 def test_ranks_that_share_the_tokens_give_the_output_of_one(two_ranks, name, mesh):
     results = two_ranks.run(mesh, run, name)

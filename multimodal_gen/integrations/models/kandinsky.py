@@ -1,0 +1,32 @@
+"""Kandinsky 5: separate self and cross attention, and blocks of its own for the text.
+
+Its NABLA variants compute a mask for FlexAttention, which stays theirs. They order tokens by 8 x 8
+squares, so such calls have no grid.
+"""
+
+from torch import nn
+
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    latent = call.tensor("hidden_states")
+    if latent is None or latent.dim() != 5 or call.arguments.get("sparse_params"):
+        return None
+    sizes, patch = latent.shape[1:4], call.config.patch_size  # channels come last
+    return (sizes[0] // patch[0], sizes[1] // patch[1], sizes[2] // patch[2])
+
+
+def _role(name: str, module: nn.Module) -> AttentionRole:
+    del module
+    if name.startswith("text_transformer_blocks."):
+        return AttentionRole.ENCODER
+    return AttentionRole.CROSS if name.endswith("cross_attention") else AttentionRole.SELF
+
+
+KANDINSKY5 = ModelAdapter(
+    classes=("Kandinsky5Transformer3DModel",),
+    role_of=_role,
+    grid=_grid,
+)

@@ -1,0 +1,64 @@
+"""Motif-Video: joint attention with image and text, padded, behind the video; then a decoder.
+
+Its decoder blocks attend to the video twice: to the tokens that they refine, and behind them to
+those that the encoder blocks made. The latter are attended to by all, as text is elsewhere.
+"""
+
+import math
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    rear_text,
+    video_grid,
+)
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import TextSpan
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    patch = call.config.patch_size
+    return video_grid(call, (call.config.patch_size_t, patch, patch))
+
+
+def _text(call: ModelCall) -> TextSpan | None:
+    return rear_text(_grid(call), call.length("image_embeds", "encoder_hidden_states"))
+
+
+def _padding(call: ModelCall) -> KeyPadding | None:
+    mask, grid = call.tensor("encoder_attention_mask"), _grid(call)
+    if mask is None or grid is None:
+        return None
+    image = mask.new_ones(mask.shape[0], call.length("image_embeds"))
+    text = torch.cat((image, mask), dim=1)
+    return KeyPadding(AttentionRole.SELF, text, before=math.prod(grid))
+
+
+def _tokens(call: ModelCall) -> int | None:
+    if call.config.num_decoder_layers:
+        raise UsageError(
+            f"num_decoder_layers must be 0 where ranks share the tokens of a video, got "
+            f"{call.config.num_decoder_layers}: such layers attend to the video twice; run it on "
+            f"one GPU"
+        )
+    grid = _grid(call)
+    return None if grid is None else math.prod(grid)
+
+
+MOTIF_VIDEO = ModelAdapter(
+    classes=("MotifVideoTransformer3DModel",),
+    grid=_grid,
+    text_span=_text,
+    padding=_padding,
+    masks_padding=("MotifVideoAttnProcessor2_0",),
+    split=SplitPlan(
+        tokens=_tokens,
+        cuts=(Cut(module="rope", dim=0, dims=2), Cut(module="x_embedder", dims=3)),
+    ),
+)

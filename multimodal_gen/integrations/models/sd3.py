@@ -1,0 +1,59 @@
+"""Stable Diffusion 3: joint attention with the text behind the image, both branches batched."""
+
+import math
+
+from torch import nn
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    image_grid,
+    rear_text,
+)
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import TextSpan
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    return image_grid(call, (call.config.patch_size, call.config.patch_size))
+
+
+def _text(call: ModelCall) -> TextSpan | None:
+    return rear_text(_grid(call), call.length("encoder_hidden_states"))
+
+
+def _role(name: str, module: nn.Module) -> AttentionRole:
+    """Return self-attention: `attn2` of 3.5 is a second one, over the image alone."""
+    del name, module
+    return AttentionRole.SELF
+
+
+def _tokens(call: ModelCall) -> int | None:
+    if call.config.dual_attention_layers:
+        raise UsageError(
+            f"dual_attention_layers must be empty where ranks share the tokens of an image, got "
+            f"{list(call.config.dual_attention_layers)}: such layers attend to the image with and "
+            f"without the text; run it on one GPU"
+        )
+    grid = _grid(call)
+    return None if grid is None else math.prod(grid)
+
+
+SD3 = ModelAdapter(
+    classes=("SD3Transformer2DModel",),
+    role_of=_role,
+    grid=_grid,
+    text_span=_text,
+    batches_guidance=True,
+    batched=("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"),
+    split=SplitPlan(
+        tokens=_tokens,
+        cuts=(
+            Cut(module="pos_embed", dims=3),
+            Cut(module="", argument="block_controlnet_hidden_states", dims=3),
+        ),
+    ),
+)

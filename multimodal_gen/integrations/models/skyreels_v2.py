@@ -1,0 +1,39 @@
+"""SkyReels-V2: separate self and cross attention, with a timestep per frame if asked for."""
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, video_grid
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    frames, height, width = call.config.patch_size
+    return video_grid(call, (frames, height, width))
+
+
+def _tokens(call: ModelCall) -> int | None:
+    if call.arguments.get("enable_diffusion_forcing"):
+        raise UsageError(
+            "enable_diffusion_forcing must be False where ranks share the tokens of a video, got "
+            "True: every token then has a timestep of its own; run it on one GPU"
+        )
+    if call.config.num_frame_per_block > 1:
+        raise UsageError(
+            f"num_frame_per_block must be 1 where ranks share the tokens of a video, got "
+            f"{call.config.num_frame_per_block}: a mask over all tokens makes its blocks causal; "
+            f"run it on one GPU"
+        )
+    grid = _grid(call)
+    return None if grid is None else grid[0] * grid[1] * grid[2]
+
+
+SKYREELS_V2 = ModelAdapter(
+    classes=("SkyReelsV2Transformer3DModel",),
+    grid=_grid,
+    split=SplitPlan(
+        tokens=_tokens,
+        cuts=(
+            Cut(module="rope", dims=4),
+            Cut(module="patch_embedding", dim=2, dims=5, flat=True),
+        ),
+    ),
+)

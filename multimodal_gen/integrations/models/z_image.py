@@ -1,0 +1,53 @@
+"""Z-Image: the caption behind the image in one sequence, each padded to 32 tokens.
+
+Rows that pad the image lie between it and the caption: all attend to them, as the model does. The
+pipeline gives the model other numbers than the scheduler's timesteps, so its steps are counted.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import TextSpan
+
+_MULTIPLE = 32
+
+
+def _role(name: str, module: nn.Module) -> AttentionRole:
+    """Tell modules that refine the caption, or a picture's embedding, from the image's."""
+    del module
+    refines = name.startswith(("context_refiner.", "siglip_refiner."))
+    return AttentionRole.ENCODER if refines else AttentionRole.SELF
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    images: Any = call.arguments.get("x")
+    if not images or not all(isinstance(image, torch.Tensor) for image in images):
+        return None  # lists of images, which lie on no one grid
+    if len({image.shape for image in images}) > 1:
+        return None
+    _, frames, height, width = images[0].shape
+    patch = int(call.arguments.get("patch_size") or 2)
+    return (frames // int(call.arguments.get("f_patch_size") or 1), height // patch, width // patch)
+
+
+def _text(call: ModelCall) -> TextSpan | None:
+    grid, captions = _grid(call), call.arguments.get("cap_feats")
+    if grid is None or not captions:
+        return None
+    image = math.prod(grid)
+    longest = _padded(max(len(caption) for caption in captions))
+    return TextSpan(start=image, length=_padded(image) - image + longest)
+
+
+def _padded(length: int) -> int:
+    return length + -length % _MULTIPLE
+
+
+Z_IMAGE = ModelAdapter(
+    classes=("ZImageTransformer2DModel",), role_of=_role, grid=_grid, text_span=_text
+)

@@ -1,0 +1,190 @@
+"""Every family: the stock output by dense backends, and sparse ones where they are asked for."""
+
+import re
+
+import pytest
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.runtime.distributed.groups import use_parallel_groups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from tests.integrations.models.families import SPLIT, WHOLE, sana_video, sana_video_inputs
+from tests.integrations.parallel.models import CASES, RANDOM, Case
+
+NEW = {
+    **SPLIT,
+    **WHOLE,
+    **{
+        name: CASES[name]
+        for name in (
+            "wan vace",
+            "chronoedit",
+            "flux with reference tokens",
+            "flux2 with reference tokens",
+            "qwen with two images",
+        )
+    },
+}
+METHODS = {
+    "video_sparse_attn": {"VSA_sparsity": 0.5},
+    "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 3], "skip_time_steps": 0},
+    "sla_attn": {"topk_ratio": 0.5},
+    "vmoba_attn": {
+        "temporal_layer": 0,
+        "spatial_chunk_size": [2, 3],
+        "st_chunk_size": [1, 2, 3],
+        "moba_select_mode": "topk",
+        "first_full_step": 0,
+        "spatial_topk": 2,
+        "st_topk": 2,
+    },
+    "sol_attn": {"dense_steps": None, "dense_layers": None},
+    "pisa_attn": {"density": 0.5, "dense_steps": None},
+    "subblock_sparse_attn": {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 0},
+    "sparse_video_gen_2_attn": {
+        "svg2_num_q_centroids": 4,
+        "svg2_num_k_centroids": 8,
+        "svg2_top_p_kmeans": 0.5,
+        "svg2_kmeans_iter_init": 2,
+        "svg2_first_layers_fp": 0,
+        "svg2_first_times_fp": 0,
+    },
+}
+
+
+def made(case):
+    torch.manual_seed(3)
+    RANDOM.manual_seed(5)
+    model = case.model().eval()
+    # Models are made with outputs of zero, or next to it.
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=RANDOM)
+    return model, case.inputs()
+
+
+def call(model, inputs):
+    with torch.no_grad():
+        return tensors(model(**inputs, return_dict=False))
+
+
+def tensors(value):
+    """Return the first output as a flat tensor: some models return lists."""
+    while not isinstance(value, torch.Tensor):
+        value = torch.stack(value[0]) if isinstance(value[0], list) else value[0]
+    return value
+
+
+def run(case, **settings):
+    model, inputs = made(case)
+    stock = call(model, inputs)
+    with apply(model, **settings) as handle:
+        return stock, call(model, inputs), handle.report()
+
+
+def self_layers(report):
+    return [layer for layer in report.layers if layer.role is AttentionRole.SELF]
+
+
+def check_sparse(report, backend):
+    layers = self_layers(report)
+    assert layers
+    for layer in layers:
+        ran = {entry.selection.backend for entry in layer.entries if entry.calls}
+        assert ran == {AttentionBackendEnum(backend)}, layer.name
+        assert not any(detour.calls for detour in layer.detours), layer.name
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_dense_backends_give_the_stock_output_and_sparse_ones_run(name):
+    stock, dense, report = run(NEW[name], attention_backend="torch_sdpa")
+    assert (dense - stock).abs().max() <= 2e-5 * stock.abs().max()
+    assert not report.notes or "adapter" not in " ".join(report.notes)
+    settings = {"VSA_sparsity": 0.5, "dense_above": 1.0}
+    _, out, report = run(
+        NEW[name],
+        attention_backend="video_sparse_attn",
+        attention_backend_config=settings,
+        strict=True,
+    )
+    assert bool(out.isfinite().all())
+    check_sparse(report, "video_sparse_attn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", METHODS)
+@pytest.mark.parametrize("name", NEW)
+def test_every_sparse_method_runs(name, backend):
+    settings = {**METHODS[backend], "dense_above": 1.0}
+    stock, out, report = run(
+        NEW[name], attention_backend=backend, attention_backend_config=settings, strict=True
+    )
+    assert out.shape == stock.shape
+    assert bool(out.isfinite().all())
+    check_sparse(report, backend)
+
+
+def alone_and_shared(name):
+    """Return the outputs of one process and of the ranks, and the report of the latter."""
+    settings = {
+        "attention_backend": "video_sparse_attn",
+        "attention_backend_config": {"VSA_sparsity": 0.5, "dense_above": 1.0},
+    }
+    with use_parallel_groups(None):
+        _, want, _ = run(NEW[name], **settings)
+    model, inputs = made(NEW[name])
+    with apply(model, **settings) as handle:
+        return want, call(model, inputs), handle.report()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flux with reference tokens",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (*SPLIT, "flux2 with reference tokens", "qwen with two images")
+        ),
+    ],
+)
+def test_sparse_methods_on_two_ranks_give_the_output_of_one(two_ranks, name, mesh):
+    for want, got, report in two_ranks.run(mesh, alone_and_shared, name):
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+        check_sparse(report, "video_sparse_attn")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sd3 with layers over the image alone", "dual_attention_layers must be empty where"),
+        ("motif video with decoder layers", "num_decoder_layers must be 0 where ranks share"),
+        ("kandinsky 5", "has no plan for it"),
+        ("ltx 2", r"has a plan that splits text too \(encoder_"),
+        ("z image", "has no plan for it"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_the_reason(two_ranks, name, message):
+    for error in two_ranks.run(Mesh(ulysses=2), refusal, name):
+        assert re.search(message, error)
+
+
+def refusal(name):
+    """Return why ranks cannot share the tokens of a model."""
+    model, inputs = made(NEW[name])
+    try:
+        with apply(model):
+            call(model, inputs)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_linear_self_attention_is_left_alone_and_the_report_says_so():
+    stock, out, report = run(
+        Case(sana_video, sana_video_inputs), attention_backend="video_sparse_attn"
+    )
+    assert (out - stock).abs().max() <= 2e-5 * stock.abs().max()
+    assert any("SanaLinearAttnProcessor3_0" in note for note in report.notes)
