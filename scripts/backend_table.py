@@ -1,4 +1,4 @@
-"""Write the tables of the attention README from the declarations they describe.
+"""Write the tables of the attention README, and that of models, from what they describe.
 
 python scripts/backend_table.py          rewrites the tables
 python scripts/backend_table.py --check  exits 1 with the differences, writes nothing
@@ -7,12 +7,13 @@ python scripts/backend_table.py --check  exits 1 with the differences, writes no
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 # A checkout works without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
@@ -28,6 +29,7 @@ from multimodal_gen.runtime.platforms import (
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
+MODELS = REPOSITORY / "multimodal_gen/integrations/README.md"
 
 # This package's own kernels: the layers of these methods run the first on a GPU and the last on a
 # CPU; the others get plans like theirs, in tests/gpu/test_block_sparse.py and
@@ -63,6 +65,10 @@ RUN_FOR_REAL = {
     ("sliding_tile_attn", "fa4"): "SM90",
     ("video_sparse_attn", "fa4"): "SM90",
 }
+# Models without softmax self-attention, which is left to them.
+LINEAR = ("SanaVideoTransformer3DModel",)
+# Models without a split plan of this package, which the tests of splits run all the same.
+SPLIT_BY_DIFFUSERS = {"ChronoEditTransformer3DModel": "yes, by the plan of diffusers"}
 CUDA_CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
 FEATURES = {
     Feature.GQA: "gqa",
@@ -81,34 +87,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the tables of the attention README.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args(argv)
-    old = README.read_text()
-    new = filled_in(old)
-    if new == old:
-        return 0
-    if not args.check:
-        README.write_text(new)
-        return 0
-    name = str(README.relative_to(REPOSITORY))
-    sys.stdout.writelines(
-        difflib.unified_diff(
-            old.splitlines(keepends=True), new.splitlines(keepends=True), name, "declarations"
+    tables = {
+        README: {"support": support(), "fallbacks": fallbacks(), "automatic": automatic()},
+        MODELS: {"models": models()},
+    }
+    stale = 0
+    for page, wanted in tables.items():
+        old = page.read_text()
+        new = filled_in(old, wanted, page.name)
+        if new == old:
+            continue
+        if not args.check:
+            page.write_text(new)
+            continue
+        stale = 1
+        name = str(page.relative_to(REPOSITORY))
+        sys.stdout.writelines(
+            difflib.unified_diff(
+                old.splitlines(keepends=True), new.splitlines(keepends=True), name, "declarations"
+            )
         )
-    )
-    print("run scripts/backend_table.py and commit the result", file=sys.stderr)
-    return 1
+    if stale:
+        print("run scripts/backend_table.py and commit the result", file=sys.stderr)
+    return stale
 
 
-def filled_in(text: str) -> str:
-    """Return the page with every table between its markers replaced."""
-    tables = {"support": support(), "fallbacks": fallbacks(), "automatic": automatic()}
+def filled_in(text: str, tables: Mapping[str, Iterable[Sequence[str]]], page: str) -> str:
+    """Return a page with every table between its markers replaced."""
     for name, rows in tables.items():
         start, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->"
         head, found, rest = text.partition(start)
         _, closed, tail = rest.partition(end)
         if not (found and closed):
-            raise SystemExit(f"error: {README.name} must hold the markers of the table {name!r}")
+            raise SystemExit(f"error: {page} must hold the markers of the table {name!r}")
         text = f"{head}{start}{markdown(rows)}{end}{tail}"
     return text
+
+
+def models() -> Iterator[Sequence[str]]:
+    """Yield one row per model class with an adapter."""
+    yield ["class", "dense", "sparse", "split over GPUs", "trained gates (VSA)"]
+    for name, adapter in ADAPTERS.items():
+        sparse = "no: its self-attention is linear" if name in LINEAR else "yes"
+        split = "yes" if adapter.split else SPLIT_BY_DIFFUSERS.get(name, "no")
+        dense = "cross-attention" if name in LINEAR else "yes"
+        yield [f"`{name}`", dense, sparse, split, "yes" if adapter.gated else "no"]
 
 
 def markdown(rows: Iterable[Sequence[str]]) -> str:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -26,6 +27,9 @@ def page(script, tmp_path, monkeypatch):
     copy = tmp_path / "README.md"
     copy.write_text(script.README.read_text())
     monkeypatch.setattr(script, "README", copy)
+    models = tmp_path / "models.md"
+    models.write_text(script.MODELS.read_text())
+    monkeypatch.setattr(script, "MODELS", models)
     monkeypatch.setattr(script, "REPOSITORY", tmp_path)
     return copy
 
@@ -60,6 +64,17 @@ def test_kernels_of_this_package_run_for_real(script):
     assert found["gluon"] == found["triton"] == {"SM90"}
     assert found["reference"] == {"CPU"}
     assert found["fastvideo_kernel"] == {"simulation"}
+
+
+def test_every_model_with_an_adapter_has_a_row(script):
+    head, *rows = script.models()
+    assert [row[0] for row in rows] == [f"`{name}`" for name in ADAPTERS]
+    split = {row[0]: row[head.index("split over GPUs")] for row in rows}
+    assert split["`ZImageTransformer2DModel`"] == "no"
+    assert split["`SD3Transformer2DModel`"] == "yes"
+    assert {name for name, adapter in ADAPTERS.items() if adapter.split is None} == {
+        name.strip("`") for name, how in split.items() if how != "yes"
+    }
 
 
 def test_check_shows_the_difference_and_writes_nothing(script, page, capsys):
