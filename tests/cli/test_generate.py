@@ -487,7 +487,7 @@ def test_a_pipeline_without_known_attention_runs_as_it_is_unless_more_was_asked(
     from multimodal_gen.errors import NothingAppliedError
     from multimodal_gen.integrations import generator
 
-    def nothing(pipe, *, scope):
+    def nothing(pipe, **options):
         raise NothingAppliedError("no attention was found")
 
     monkeypatch.setattr(generator, "apply", nothing)

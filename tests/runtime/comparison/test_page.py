@@ -194,7 +194,10 @@ class Opened:
 
     def frames(self) -> list[float]:
         """Return which frame every clip that is shown stands at, and those on the stage."""
-        self.wait_for("[...document.querySelectorAll('video')].every((v) => !v.seeking)")
+        self.wait_for(
+            "[...document.querySelectorAll('video')].filter((v) => v.offsetParent)"
+            ".every((v) => v.readyState >= 2 && !v.seeking)"
+        )
         return self.page.evaluate(
             f"""() => [...document.querySelectorAll("video")].filter((v) => v.offsetParent)
                 .map((v) => Math.floor({FRAMES} * v.currentTime / v.duration))"""

@@ -220,6 +220,7 @@ class ScheduleEntry:
         "_named",
         "_request",
         "_run",
+        "_served",
         "_shapes",
         "_strict",
         "_substitutes",
@@ -251,6 +252,7 @@ class ScheduleEntry:
         self._strict = strict
         self._substitutes: dict[tuple[frozenset[Feature], bool], BoundBackend] = {}
         self._run: tuple[object, ...] | None = None
+        self._served: tuple[tuple[object, ...], bool] | None = None
         self._named: SigmaSteps | None = None
         # Only plain calls were measured.
         chooses = self.primary.selection.automatic and Feature.CAUSAL not in request.needs
@@ -277,6 +279,9 @@ class ScheduleEntry:
         steps, total, sigmas = self.steps, context.num_steps, context.sigmas
         if steps is None:
             return True
+        asked = (context.current_timestep, total, sigmas)
+        if self._served is not None and self._served[0] == asked:  # as in the call before
+            return self._served[1]
         if steps.first is not None and total is None:
             raise UsageError(
                 f"steps {steps} must be those of a run whose number of steps is known, got "
@@ -287,7 +292,9 @@ class ScheduleEntry:
                 f"steps {steps} must be those of a run whose sigmas are known, got none; pass "
                 f"sigmas to set_forward_context, or name steps by their indices"
             )
-        return steps.holds(context.current_timestep, total or 0, sigmas)
+        found = steps.holds(context.current_timestep, total or 0, sigmas)
+        self._served = asked, found
+        return found
 
     def at(self, call: AttentionCall, context: ForwardContext | None) -> "ScheduleEntry":
         """Return what serves a call: this entry, or one beside it that is faster for calls like it.

@@ -20,6 +20,7 @@ import torch
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
 
 __all__ = [
+    "LISTENER",
     "OfRows",
     "ToldPairs",
     "bits_of",
@@ -47,9 +48,8 @@ class ToldPairs:
     of_rows: OfRows
 
 
-_LISTENER: ContextVar[list[ToldPairs] | None] = ContextVar(
-    "multimodal_gen_told_pairs", default=None
-)
+LISTENER: ContextVar[list[ToldPairs] | None] = ContextVar("multimodal_gen_told_pairs", default=None)
+"""What `told_pairs` collects in; None where nobody asks."""
 
 
 @contextmanager
@@ -59,21 +59,21 @@ def told_pairs() -> Iterator[list[ToldPairs]]:
     What computes its plan elsewhere, as the authors' packages do, tells nothing.
     """
     told: list[ToldPairs] = []
-    token = _LISTENER.set(told)
+    token = LISTENER.set(told)
     try:
         yield told
     finally:
-        _LISTENER.reset(token)
+        LISTENER.reset(token)
 
 
 def pairs_are_told() -> bool:
     """Whether somebody asks for what calls keep."""
-    return _LISTENER.get() is not None
+    return LISTENER.get() is not None
 
 
 def tell_pairs(heads: slice, of_rows: OfRows) -> None:
     """Tell what some heads of the running call keep; see `ToldPairs`."""
-    listener = _LISTENER.get()
+    listener = LISTENER.get()
     if listener is not None:
         listener.append(ToldPairs(heads=heads, of_rows=of_rows))
 

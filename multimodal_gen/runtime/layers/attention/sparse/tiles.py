@@ -30,7 +30,7 @@ from multimodal_gen.kernels.tile_order.api import (
 )
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
 from multimodal_gen.runtime.layers.attention.backends.engine import dense_plan
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import tell_plan
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import LISTENER, tell_plan
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
@@ -454,7 +454,8 @@ def attend_tiled(
         if masked is not None:
             plan = replace(plan, kv=masked)
         sizes = call.layout.num_queries, call.layout.num_keys
-        tell_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
+        if LISTENER.get() is not None:
+            tell_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
         tiled = block_sparse_attention(
             q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail
         )
