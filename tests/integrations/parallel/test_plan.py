@@ -228,6 +228,8 @@ def test_our_plans_cut_what_the_models_own_do():
     seen = 0
     for name, adapter in ADAPTERS.items():
         theirs = getattr(getattr(diffusers, name), "_cp_plan", None) or {}
+        if adapter.split is None:  # refused on ranks, whatever the model's own plan
+            continue
         ours = {(cut.module, cut.argument) for cut in adapter.split.cuts}
         for module, entries in theirs.items():
             if not isinstance(entries, dict):
