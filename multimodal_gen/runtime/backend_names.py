@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from multimodal_gen.errors import ConfigError, nearest
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_pairs
+from multimodal_gen.runtime.plain_values import MalformedError, read_mapping
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 from multimodal_gen.runtime.setting import as_flag
 
@@ -105,15 +105,12 @@ def component_mapping(value: object, *, name: str) -> Mapping[object, object]:
         return value
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {value!r}")
-    text = value.strip()
     try:
-        found = read_json(text) if text[:1] == "{" else read_pairs(text) if text else {}
+        return read_mapping(value)
     except MalformedError as error:
         raise ConfigError(
             f"{name} must be component=backend pairs, a JSON object or a mapping; {error}"
         ) from None
-    assert isinstance(found, dict), "what opens like an object is one"
-    return found
 
 
 def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "as_mapping",
     "frozen",
     "read_json",
+    "read_mapping",
     "read_pairs",
     "read_scalar",
     "read_small_file",
@@ -151,6 +152,18 @@ def _float(text: str) -> object:
 def read_pairs(text: str) -> object:
     """Return the mapping `k=v,k=v` spells; raises MalformedError."""
     return _Pairs(text).read()
+
+
+def read_mapping(text: str) -> dict[object, object]:
+    """Return the mapping that a JSON object or `k=v,k=v` spells, {} for nothing.
+
+    Raises:
+        MalformedError: it is neither, or has a key twice.
+    """
+    text = text.strip()
+    found = read_json(text) if text[:1] == "{" else read_pairs(text) if text else {}
+    assert isinstance(found, dict), "what opens like an object is one"
+    return found
 
 
 class _Pairs:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from multimodal_gen.errors import ConfigError, nearest
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_pairs
+from multimodal_gen.runtime.plain_values import MalformedError, read_mapping
 
 __all__ = ["Setting", "as_flag", "as_pairs", "expanded"]
 
@@ -202,12 +202,9 @@ def _pairs_of(setting: Setting, value: object) -> Mapping[Any, object]:
         return value
     if not isinstance(value, str):
         raise setting.wrong("a mapping, a JSON object or name=value", value)
-    text = value.strip()
     try:
-        found = read_json(text) if text[:1] == "{" else read_pairs(text) if text else {}
+        return read_mapping(value)
     except MalformedError as error:
         raise ConfigError(
             f"{setting.flag} must be name=value or a JSON object, got {value!r}: {error}"
         ) from None
-    assert isinstance(found, dict), "what opens like an object is one"
-    return found

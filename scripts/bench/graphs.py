@@ -50,11 +50,7 @@ def build_flux(*, smoke: bool) -> tuple[torch.nn.Module, Inputs]:
     with torch.device("meta"):
         model = diffusers.FluxTransformer2DModel(guidance_embeds=True, **sizes)
     model = model.to(torch.bfloat16).to_empty(device=DEVICE).eval()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.02)
-        else:
-            torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+    wan_forward.draw_weights(model)
     side = 4 if smoke else 32
     positions = torch.zeros(side, side, 3, device=DEVICE)
     positions[..., 1] = torch.arange(side, device=DEVICE)[:, None]

@@ -102,6 +102,16 @@ CASES = (
 SMOKE = (Case(name="smoke", heads=1, layers=2, ffn=64, latent=(7, 4, 52)),)
 
 
+def draw_weights(model: torch.nn.Module) -> None:
+    """Give a model random weights, in place."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+        else:
+            torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+
 def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
     """Return the model with random weights, and the arguments of one call."""
     with torch.device("meta"):
@@ -109,12 +119,7 @@ def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
             num_attention_heads=case.heads, num_layers=case.layers, ffn_dim=case.ffn
         )
     model = model.to(torch.bfloat16).to_empty(device=DEVICE).eval()
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.02)
-        else:
-            torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+    draw_weights(model)
     # The rotary table is a buffer without a checkpoint entry; rebuild it from a real instance.
     fresh = WanTransformer3DModel(num_attention_heads=case.heads, num_layers=1, ffn_dim=8)
     model.rope = fresh.rope.to(DEVICE)

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from multimodal_gen.errors import ConfigError, UsageError, nearest
 from multimodal_gen.runtime.distributed.groups import parallel_groups
-from multimodal_gen.runtime.plain_values import MalformedError, as_mapping, read_json, read_pairs
+from multimodal_gen.runtime.plain_values import MalformedError, read_mapping
 from multimodal_gen.runtime.plain_values import short as shown
 
 __all__ = ["CACHES", "Cache", "cached", "read_cache"]
@@ -93,12 +93,10 @@ def read_cache(text: str, *, name: str = "--cache") -> Cache:
             f"{nearest(cache, CACHES)}"
         )
     try:
-        rest = rest.strip()
-        values = (read_json(rest) if rest[:1] == "{" else read_pairs(rest)) if rest else {}
+        values = read_mapping(rest)
     except MalformedError as error:
         raise ConfigError(f"{name} {cache} must have parameters as k=v,k=v; {error}") from None
-    assert isinstance(values, dict), "an object, or pairs"
-    parameters = _parameters(cache, as_mapping(values.items()), name)
+    parameters = _parameters(cache, values, name)
     return Cache(name=cache, text=text.strip(), parameters=MappingProxyType(parameters))
 
 

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 import torch
 
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks
+from multimodal_gen.kernels.engine import KernelChoice
 from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     RingTail,
     Shard,
+    attend_ring_tiles,
+    plans_of_lists,
     pool_over_ring,
 )
 
-__all__ = ["ring_tail"]
+__all__ = ["attend_ring_lists", "ring_tail"]
 
 
 def ring_tail(
@@ -52,6 +55,34 @@ def ring_tail(
         shape = (*kept.shape[:3], key.shape[2])
         kept = kept.new_zeros(shape, dtype=torch.bool).scatter_(-1, kept.long(), True)
     return RingTail(pooled=pooled, kept=kept, scale=scale)
+
+
+def attend_ring_lists(
+    inputs: RingInputs,
+    shards: Sequence[Shard | None],
+    lists: torch.Tensor | None,
+    *,
+    scale: float,
+    kernel: KernelChoice,
+    pooled: bool,
+    first_order: bool = False,
+) -> torch.Tensor:
+    """Return the attention of a rank's queries by lists of tiles; see `attend_ring_tiles`.
+
+    Args:
+        inputs: what this rank holds.
+        shards: the keys of every rank.
+        lists: tiles of the grid that the rank's tiles keep, see `plans_of_lists`.
+        scale: factor of the scores.
+        kernel: what computes.
+        pooled: whether the other tiles count by their means.
+        first_order: see `ring_tail`.
+    """
+    tail = None
+    if pooled:
+        tail = ring_tail(inputs, shards, lists, scale=scale, first_order=first_order)
+    plan_of = plans_of_lists(shards[inputs.call.group.index], lists)
+    return attend_ring_tiles(inputs, shards, plan_of, scale=scale, kernel=kernel, tail=tail)
 
 
 def _ring_slope(

@@ -43,6 +43,7 @@ __all__ = [
     "attend_tiled",
     "fit_tile",
     "head_slices",
+    "in_one_row",
     "in_tiles",
     "kept_first",
     "layout_of",
@@ -236,6 +237,11 @@ def tiled_sequence(
         device: where the tensors lie.
     """
     return _tiled_sequence(layout.grid, layout.start, num_tokens, tile, device)
+
+
+def in_one_row(layout: SequenceLayout) -> SequenceLayout:
+    """Return a layout whose tiles of (1, 1, size) are blocks in the order of the sequence."""
+    return replace(layout, grid=(1, 1, layout.num_video))
 
 
 def in_tiles(

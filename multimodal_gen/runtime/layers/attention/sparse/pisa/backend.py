@@ -26,11 +26,9 @@ from multimodal_gen.runtime.layers.attention.config import BackendConfig, Sparse
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, first_of, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl, Tail, tail_option
-from multimodal_gen.runtime.layers.attention.sparse.ring_tail import ring_tail
+from multimodal_gen.runtime.layers.attention.sparse.ring_tail import attend_ring_lists
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
-    attend_ring_tiles,
     own_queries,
-    plans_of_lists,
     pool_over_ring,
     shards_of,
     whole_tiles_only,
@@ -39,6 +37,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
     attend_tiled,
+    in_one_row,
     in_tiles,
     plan_of_tiles,
     tile_means,
@@ -99,7 +98,7 @@ class PisaImpl(SparseImpl[PisaConfig]):
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention to the best blocks and to the others' means; see `SparseImpl.attend`."""
         config = self.settings(context)
-        layout = _one_row(call.layout)
+        layout = in_one_row(call.layout)
         call = replace(call, layout=layout, first_order=config.first_order)
         queries, keys = in_tiles(layout, (1, 1, _BLOCK), call.query.device)
         kept, num = self._kept(config, layout), len(queries.order.starts)
@@ -123,7 +122,7 @@ class PisaImpl(SparseImpl[PisaConfig]):
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
-        layout, call = _one_row(self.ring_layout(inputs, context)), inputs.call
+        layout, call = in_one_row(self.ring_layout(inputs, context)), inputs.call
         assert context is not None, "a layout needs a context"
         config = self.settings(context)
         kept, num = self._kept(config, layout), -(-layout.num_video // _BLOCK)
@@ -131,25 +130,18 @@ class PisaImpl(SparseImpl[PisaConfig]):
         shards = shards_of(layout, call, (1, 1, _BLOCK), inputs.query.device)
         means, counts = pool_over_ring((own_queries(inputs), inputs.key), shards, call)
         query, key = (mean.to(inputs.query.dtype) for mean in means)
-        mine, lists, tail = shards[call.group.index], None, None
+        mine, lists = shards[call.group.index], None
         if mine is not None and mine.queries is not None:
             real = None if call.keep is None else counts > 0
             lists = select_tiles(query[:, :, mine.tiles], key, kept, real=real)
-        if self.pools_tail:
-            tail = ring_tail(
-                inputs,
-                shards,
-                lists,
-                scale=self.softmax_scale,
-                first_order=config.first_order,
-            )
-        return attend_ring_tiles(
+        return attend_ring_lists(
             inputs,
             shards,
-            plans_of_lists(mine, lists),
+            lists,
             scale=self.softmax_scale,
             kernel=self.kernel,
-            tail=tail,
+            pooled=self.pools_tail,
+            first_order=config.first_order,
         )
 
     def _kept(self, config: PisaConfig, layout: SequenceLayout) -> int:
@@ -158,8 +150,3 @@ class PisaImpl(SparseImpl[PisaConfig]):
         kept = max(1, first_of(ratio, num))
         self.warn_of_density(layout, ratio, kept, num)
         return kept
-
-
-def _one_row(layout: SequenceLayout) -> SequenceLayout:
-    """Return a layout whose tiles are blocks in the order of the sequence."""
-    return replace(layout, grid=(1, 1, layout.num_video))

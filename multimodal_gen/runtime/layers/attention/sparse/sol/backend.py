@@ -49,6 +49,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     TiledSequence,
     attend_tiled,
+    in_one_row,
     in_tiles,
     tile_means,
 )
@@ -247,4 +248,4 @@ def _as_cut(layout: SequenceLayout, config: SolConfig) -> SequenceLayout:
     """Return a layout whose tiles are the blocks: in the order of the sequence, one long row."""
     if config.tile_size is not None:
         return layout
-    return replace(layout, grid=(1, 1, layout.num_video))
+    return in_one_row(layout)

@@ -29,11 +29,9 @@ from multimodal_gen.runtime.layers.attention.config import BackendConfig, Sparse
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl, Tail, tail_option
-from multimodal_gen.runtime.layers.attention.sparse.ring_tail import ring_tail
+from multimodal_gen.runtime.layers.attention.sparse.ring_tail import attend_ring_lists
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
-    attend_ring_tiles,
     own_queries,
-    plans_of_lists,
     pool_over_ring,
     shards_of,
     whole_tiles_only,
@@ -42,6 +40,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
     attend_tiled,
+    in_one_row,
     in_tiles,
     plan_of_tiles,
 )
@@ -115,7 +114,7 @@ class SubblockImpl(SparseImpl[SubblockConfig]):
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention over the selected blocks; see `SparseImpl.attend`."""
         config = self.settings(context)
-        call = replace(call, layout=_one_row(call.layout))
+        call = replace(call, layout=in_one_row(call.layout))
         queries, keys = in_tiles(call.layout, (1, 1, _BLOCK), call.query.device)
         order, num = queries.order, len(queries.order.starts)
         kept = kept_blocks(ratio_now(config.sparsity), num)
@@ -183,7 +182,7 @@ class SubblockImpl(SparseImpl[SubblockConfig]):
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`; ranks exchange the means of cells."""
-        layout, call = _one_row(self.ring_layout(inputs, context)), inputs.call
+        layout, call = in_one_row(self.ring_layout(inputs, context)), inputs.call
         assert context is not None, "a layout needs a context"
         config, device = self.settings(context), inputs.query.device
         num = -(-layout.num_video // _BLOCK)
@@ -212,16 +211,13 @@ class SubblockImpl(SparseImpl[SubblockConfig]):
                 cells=(config.n_q, config.n_k),
                 scale=self.softmax_scale,
             )
-        tail = None
-        if self.pools_tail:
-            tail = ring_tail(inputs, shards, lists, scale=self.softmax_scale)
-        return attend_ring_tiles(
+        return attend_ring_lists(
             inputs,
             shards,
-            plans_of_lists(mine, lists),
+            lists,
             scale=self.softmax_scale,
             kernel=self.kernel,
-            tail=tail,
+            pooled=self.pools_tail,
         )
 
 
@@ -229,8 +225,3 @@ def kept_blocks(sparsity: float, num_blocks: int) -> int:
     """Return how many key blocks a query block keeps: rounded up to a multiple of eight."""
     kept = math.ceil((1 - Fraction(repr(float(sparsity)))) * num_blocks)
     return min(max(-(-kept // _MULTIPLE) * _MULTIPLE, 1), num_blocks)
-
-
-def _one_row(layout: SequenceLayout) -> SequenceLayout:
-    """Return a layout whose tiles are blocks in the order of the sequence."""
-    return replace(layout, grid=(1, 1, layout.num_video))

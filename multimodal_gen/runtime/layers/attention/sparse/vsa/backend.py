@@ -10,7 +10,7 @@ Shapes: B batch, S tokens, H heads, D head size, N tiles; q/k suffix = query/key
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -40,10 +40,9 @@ from multimodal_gen.runtime.layers.attention.sparse.base import (
     refuse_foreign_tail,
     tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.ring_tail import ring_tail
+from multimodal_gen.runtime.layers.attention.sparse.ring_tail import attend_ring_lists
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     attend_ring_tiles,
-    plans_of_lists,
     shards_of,
     whole_shards,
     whole_tiles_only,
@@ -236,7 +235,6 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         layout = self.ring_layout(inputs, context)
         assert context is not None, "a layout needs a context"
         call, gate, device = inputs.call, inputs.gate, inputs.query.device
-        run = partial(attend_ring_tiles, inputs, scale=self.softmax_scale, kernel=self.kernel)
         queries, keys = in_tiles(layout, self.config.tile_size, device)
         num_tiles = len(queries.order.starts)
         kept = kept_tiles(self.settings(context), num_tiles, layout.num_video)
@@ -244,7 +242,13 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         if is_dense or queries.order.uniform:
             self.record(context, layout.density(kept / num_tiles), num_heads)
         if is_dense:
-            out = run(whole_shards(call, device), lambda _: None)
+            out = attend_ring_tiles(
+                inputs,
+                whole_shards(call, device),
+                lambda _: None,
+                scale=self.softmax_scale,
+                kernel=self.kernel,
+            )
             return out if gate is None else self.add_coarse_ring(out, inputs, context)
         shards = shards_of(layout, call, queries.order.tile, device)
         coarse = ring_coarse_stage(inputs, queries, keys, shards)
@@ -252,10 +256,14 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         if not queries.order.uniform:
             plan = coarse.plan(_first_heads(inputs, layout), kept)
             self._record_pairs(context, plan, layout, num_heads)
-        lists, tail = coarse.lists_of(mine, kept), None
-        if self.pools_tail:
-            tail = ring_tail(inputs, shards, lists, scale=self.softmax_scale)
-        out = run(shards, plans_of_lists(mine, lists), tail=tail)
+        out = attend_ring_lists(
+            inputs,
+            shards,
+            coarse.lists_of(mine, kept),
+            scale=self.softmax_scale,
+            kernel=self.kernel,
+            pooled=self.pools_tail,
+        )
         return out if gate is None else coarse.add_to_shard(mine, out, gate, self.softmax_scale)
 
     def add_coarse_ring(
