@@ -54,7 +54,7 @@ def eager_attention(
     scale: float,
     causal: bool = False,
     mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same as `reference_attention` with every step in the inputs' own dtype.
 
     Its error against float64 is what the dtype costs an honest implementation, and so the measure
@@ -73,4 +73,4 @@ def eager_attention(
     elif mask is not None:
         scores = scores + mask.to(scores.dtype)
     weights = scores.softmax(dim=-1).nan_to_num(0.0)
-    return (weights @ v).transpose(1, 2)
+    return (weights @ v).transpose(1, 2), scores.logsumexp(dim=-1)

@@ -16,10 +16,13 @@ similarity of at least 0.999 and a relative L1 error of at most 0.03, over the w
 """
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
 from multimodal_gen.testing.reference import eager_attention, reference_attention
+
+_Attended: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 QUANTISED_MIN_COSINE = 0.999
 QUANTISED_MAX_RELATIVE_L1 = 0.03
@@ -60,7 +63,7 @@ def assert_within_error_budget(
     if quantised:
         _assert_close_enough_for_8_bits(actual.double(), exact)
         return
-    eager = eager_attention(q, k, v, scale=scale, causal=causal, mask=mask).double()
+    eager = eager_attention(q, k, v, scale=scale, causal=causal, mask=mask)[0].double()
     weighted, _ = reference_attention(q, k, v.abs(), scale=scale, causal=causal, mask=mask)
     step = torch.finfo(q.dtype).eps + _score_step(q, k, scale)
     band = step * weighted
@@ -97,7 +100,7 @@ def assert_lse_within_error_budget(
 
 
 def assert_gradients_within_error_budget(
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], _Attended],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -109,10 +112,11 @@ def assert_gradients_within_error_budget(
     """Raise AssertionError when the gradients of `attend` err more than their budget.
 
     Args:
-        attend: function of q, k and v under test.
+        attend: function of q, k and v under test; returns the output, or that and the natural
+            log-sum-exp [B, H, Sq], whose gradient then is not zero.
         q: query, [B, Sq, H, D].
-        k: key, [B, Sk, H, D].
-        v: value, [B, Sk, H, Dv].
+        k: key, [B, Sk, Hkv, D].
+        v: value, [B, Sk, Hkv, Dv].
         scale: softmax scale that should have been used.
         causal: whether bottom-right causality should have been used.
         mask: mask that should have been used, as in `reference_attention`.
@@ -121,25 +125,33 @@ def assert_gradients_within_error_budget(
     largest error of plain PyTorch code in the same dtype, plus its band relative to the largest
     gradient.
     """
+    q, k, v = (x.detach() for x in (q, k, v))
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask}
     generator = torch.Generator().manual_seed(1)
     upstream = torch.randn(*q.shape[:3], v.shape[3], generator=generator).to(q)
+    of_lse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator).to(q.device)
+    _, exact_lse = reference_attention(q, k, v, **options)
+    of_lse = of_lse.masked_fill(exact_lse == -torch.inf, 0.0)
 
     def gradients(
-        function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+        function: Callable[..., _Attended], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in inputs]
-        out = function(*leaves)
-        return torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+        found = function(*leaves)
+        results = (found,) if isinstance(found, torch.Tensor) else found
+        both = (upstream, of_lse)[: len(results)]
+        given = [x.to(y.dtype) for x, y in zip(both, results, strict=True)]
+        return torch.autograd.grad(results, leaves, given)
 
+    with torch.no_grad():
+        found = attend(q, k, v)
+    num = 1 if isinstance(found, torch.Tensor) else len(found)
     got = gradients(attend, q, k, v)
     exact = gradients(
-        lambda *x: reference_attention(*x, scale=scale, causal=causal, mask=mask)[0],
-        *(x.double() for x in (q, k, v)),
+        lambda *x: reference_attention(*x, **options)[:num], *(x.double() for x in (q, k, v))
     )
-    eager = gradients(
-        lambda *x: eager_attention(*x, scale=scale, causal=causal, mask=mask), q, k, v
-    )
-    step = torch.finfo(q.dtype).eps + _score_step(q.detach(), k.detach(), scale).max()
+    eager = gradients(lambda *x: eager_attention(*x, **options)[:num], q, k, v)
+    step = torch.finfo(q.dtype).eps + _score_step(q, k, scale).max()
     for name, mine, theirs, plain in zip("qkv", got, exact, eager, strict=True):
         band = step * theirs.abs().max()
         budget = 2 * ((plain.double() - theirs).abs().max() + band)

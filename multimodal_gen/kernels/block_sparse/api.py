@@ -28,7 +28,13 @@ from multimodal_gen.kernels.block_sparse.tail import (
     kept_map,
     pool_blocks,
 )
-from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS, gluon_tile, triton_tile
+from multimodal_gen.kernels.block_sparse.tuning import (
+    CHOICE_ROWS,
+    BackwardTiles,
+    backward_tiles,
+    gluon_tile,
+    triton_tile,
+)
 from multimodal_gen.kernels.engine import (
     AUTO,
     BLOCK_SPARSE,
@@ -86,7 +92,7 @@ def block_sparse_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention over the pairs of `plan`.
 
-    Under `torch.compile` it is one opaque operator. Only the reference has a backward pass.
+    Under `torch.compile` it is one opaque operator, whose backward pass is another.
 
     Args:
         q: queries, [B, Sq, H, D], any strides.
@@ -123,9 +129,12 @@ def block_sparse_attention(
     if not torch.compiler.is_compiling():
         request = request_for(q, k, v, plan, backward=backward)
         kernel = choose(BLOCK_SPARSE, kernel, request)
-        if not backward and type(q) is torch.Tensor:
+        if _is_plain(q):
             # Past the operator, whose plan would be another object every time, without a cache.
             call = Call(q, k, v, plan, scale, return_lse, deterministic, request)
+            if backward:
+                out, found = _Attention.apply(q, k, v, call, kernel)  # type: ignore[no-untyped-call]
+                return (out, found.float()) if return_lse else out
             out, found = RUN[kernel](call)
             return out if found is None else (out, found)
     elif not isinstance(kernel, str):
@@ -142,7 +151,12 @@ def block_sparse_attention(
         deterministic=deterministic,
         backward=backward,
     )
-    return (out, lse) if return_lse else out
+    return (out, lse.float()) if return_lse else out
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than one: subclasses learn of operators alone."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _with_tail(
@@ -300,6 +314,8 @@ def _limits(index: int) -> tuple[tuple[int, int] | None, int]:
 
 def _run_reference(call: Call) -> _Results:
     out, lse = attention_reference(call.q, call.k, call.v, call.plan, scale=call.scale)
+    if call.request.backward:
+        return out, lse  # in the precision that gradients need
     return out, lse.float() if call.return_lse else None
 
 
@@ -307,6 +323,89 @@ RUN: MappingProxyType[str, Callable[[Call], _Results]] = MappingProxyType(
     {"gluon": _run_gluon, "fa4": _run_fa4, "triton": _run_triton, "reference": _run_reference}
 )
 """Kernel -> how it is run."""
+
+
+_Gradients: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _tiles_backward(q: torch.Tensor, plan: BlockPlan) -> BackwardTiles:
+    capability, shared_memory = _limits(q.get_device())
+    return backward_tiles(
+        head_size=q.shape[3],
+        q_size=plan.q.size,
+        kv_size=plan.kv.size,
+        capability=capability,
+        shared_memory=shared_memory,
+    )
+
+
+def _backward_triton(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+) -> _Gradients:
+    from multimodal_gen.kernels.block_sparse.backward_kernel import attend_backward
+
+    grad_out = grad_out if loadable(grad_out) else grad_out.contiguous()
+    capability, _ = _limits(q.get_device())
+    engine = capability is not None and capability >= (9, 0)
+    return attend_backward(
+        q, k, v, plan, out, lse, grad_out, grad_lse,
+        scale=scale,
+        tiles=_tiles_backward(q, plan),
+        copy_engine=engine and all(map(loadable, (q, k, v, grad_out))),
+    )  # fmt: skip
+
+
+_BACKWARD: MappingProxyType[str, Callable[..., _Gradients]] = MappingProxyType(
+    {
+        "gluon": _backward_triton,
+        "triton": _backward_triton,
+        "reference": attention_reference_backward,
+    }
+)
+"""Kernel -> what computes its gradients, from those of out and lse."""
+
+
+class _Attention(torch.autograd.Function):
+    """A kernel and its backward pass, which derive what they need from one plan."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kernel: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = call.plan
+        if _BACKWARD[kernel] is _backward_triton:
+            from multimodal_gen.kernels.block_sparse.backward_kernel import prepare_backward
+
+            # Here, where the first use of a plan that is used often is on the right stream.
+            prepare_backward(plan, _tiles_backward(q, plan))
+        out, lse = RUN[kernel](call._replace(q=q, k=k, v=v, return_lse=True))
+        assert lse is not None, "it was asked for"
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale, ctx.kernel = plan, call.scale, kernel
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        run = _BACKWARD[ctx.kernel]
+        return (
+            *run(grad_out, grad_lse, q, k, v, out, lse, ctx.plan, scale=ctx.scale), None, None,
+        )  # fmt: skip
 
 
 def _flatten(plan: BlockPlan) -> tuple[Any, ...]:
@@ -370,20 +469,25 @@ def block_sparse_attention_op(
     deterministic: bool,
     backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a kernel; the plan comes as its tensors and sizes. lse is empty unless asked for."""
+    """Run a kernel; the plan comes as its tensors and sizes.
+
+    lse is empty unless it, or a gradient, is asked for.
+    """
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
     plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
     request = request_for(q, k, v, plan, backward=backward)
-    call = Call(q, k, v, plan, scale, return_lse, deterministic, request)
+    call = Call(q, k, v, plan, scale, return_lse or backward, deterministic, request)
     out, lse = RUN[choose(BLOCK_SPARSE, kernel, request)](call)
     return out, q.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
 @block_sparse_attention_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
-    *_, return_lse, _kernel, _deterministic, _backward = (*rest, *options.values())
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse else (0,)
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+    *_, return_lse, _kernel, _deterministic, backward = (*rest, *options.values())
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse or backward else (0,)
+    # Float64 inputs only run on the reference.
+    dtype = q.dtype if backward and q.dtype is torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("multimodal_gen::block_sparse_attention_backward", mutates_args=())
@@ -401,6 +505,8 @@ def block_sparse_attention_backward_op(
     kv_lengths: torch.Tensor | None,
     row_bits: torch.Tensor | None,
     order: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     q_num: int,
     q_size: int,
     kv_num: int,
@@ -408,11 +514,13 @@ def block_sparse_attention_backward_op(
     uniform: bool,
     causal: bool,
     scale: float,
+    kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v, by the reference."""
+    """Return the gradients of q, k and v, for the kernel that computed out and lse."""
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
     plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
-    return attention_reference_backward(grad_out, grad_lse, q, k, v, plan, scale=scale)
+    ran = choose(BLOCK_SPARSE, kernel, request_for(q, k, v, plan, backward=True))
+    return _BACKWARD[ran](grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
 
 
 @block_sparse_attention_backward_op.register_fake
@@ -429,26 +537,23 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, (*sizes, scale, return_lse, _kernel, _deterministic, _backward) = (
+    tensors, (*sizes, scale, _return_lse, kernel, _deterministic, _backward) = (
         inputs[:11],
         inputs[11:],
     )
-    ctx.save_for_backward(*tensors)
-    ctx.sizes, ctx.scale, ctx.return_lse = sizes, scale, return_lse
+    ctx.save_for_backward(*tensors, *output)
+    ctx.sizes, ctx.scale, ctx.kernel = sizes, scale, kernel
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
-    q, k, v, *lists = ctx.saved_tensors
-    grads = block_sparse_attention_backward_op(
-        grad_out,
-        grad_lse if ctx.return_lse else None,
-        q,
-        k,
-        v,
-        *lists,
-        *ctx.sizes,
-        ctx.scale,
-    )
+def _backward(
+    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+) -> tuple[Any, ...]:
+    q, k, v, *rest = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(q)
+    sizes = (*ctx.sizes, ctx.scale, ctx.kernel)
+    grads = block_sparse_attention_backward_op(grad_out, grad_lse, q, k, v, *rest, *sizes)
     return (*grads, *[None] * 19)
 
 

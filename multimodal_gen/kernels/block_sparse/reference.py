@@ -166,11 +166,21 @@ def attention_reference_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     plan: BlockPlan,
     *,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v, recomputing one query block at a time.
+    """Return the gradients of q, k and v, from the results and one query block at a time.
+
+    With dO and dL the gradients of out and lse, over the kept pairs of row r and key j:
+
+        p = exp(scale * q_r . k_j - lse_r),  delta_r = dO_r . out_r - dL_r
+        ds = scale * p * (dO_r . v_j - delta_r)
+        dq_r = sum_j ds k_j,  dk_j = sum_r ds q_r,  dv_j = sum_r p dO_r
+
+    and rows without keys have p = 0.
 
     Args:
         grad_out: gradient of out, [B, Sq, H, D].
@@ -178,6 +188,8 @@ def attention_reference_backward(
         q: [B, Sq, H, D].
         k: [B, Sk, Hkv, D].
         v: [B, Sk, Hkv, D].
+        out: what `attention_reference` gave, [B, Sq, H, D].
+        lse: likewise, [B, H, Sq].
         plan: the pairs.
         scale: factor of the scores.
 
@@ -189,15 +201,18 @@ def attention_reference_backward(
     grads = [torch.zeros_like(t, dtype=compute) for t in (q, k, v)]
     for tile in _tiles(plan, batch, heads):
         query, key, value = _gather(q, k, v, tile)
-        weights, _ = _weights(query, key, tile.keep, scale)
-        upstream = _take(grad_out, tile.rows).to(compute)
-        upstream = upstream.masked_fill(~tile.real_rows.unsqueeze(-1), 0.0)
-        grad_weights = upstream @ value.transpose(-1, -2)
-        # The softmax subtracts each row's mean gradient; lse adds its own to every score.
-        shift = (grad_weights * weights).sum(-1, keepdim=True)
+        empty = ~tile.keep.any(-1, keepdim=True)
+        upstream, result = (
+            _take(t, tile.rows).to(compute).masked_fill(empty, 0.0) for t in (grad_out, out)
+        )
+        shift = (upstream * result).sum(-1, keepdim=True)
         if grad_lse is not None:
-            shift = shift - grad_lse.to(compute).gather(2, tile.rows).unsqueeze(-1)
-        grad_scores = weights * (grad_weights - shift) * scale
+            given = grad_lse.to(compute).gather(2, tile.rows).unsqueeze(-1)
+            shift = shift - given.masked_fill(empty, 0.0)
+        level = lse.to(compute).gather(2, tile.rows).unsqueeze(-1).masked_fill(empty, 0.0)
+        scores = (query @ key.transpose(-1, -2)) * scale - level
+        weights = scores.masked_fill(~tile.keep, float("-inf")).exp()
+        grad_scores = weights * (upstream @ value.transpose(-1, -2) - shift) * scale
         parts = (
             grad_scores @ key,
             grad_scores.transpose(-1, -2) @ query,

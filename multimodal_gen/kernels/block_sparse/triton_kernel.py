@@ -26,7 +26,7 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _dot(a, b, UPCAST: tl.constexpr):
+def dot(a, b, UPCAST: tl.constexpr):
     """Multiply. The interpreter has no bfloat16 product, so there both are widened first."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -36,7 +36,7 @@ def _dot(a, b, UPCAST: tl.constexpr):
 @triton.jit
 def _update(q, k_t, v, acc, total, m, keep, scale_log2, MASKED: tl.constexpr, UPCAST: tl.constexpr):
     """One step of the online softmax."""
-    s = _dot(q, k_t, UPCAST)
+    s = dot(q, k_t, UPCAST)
     if MASKED:
         s = tl.where(keep, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -47,7 +47,7 @@ def _update(q, k_t, v, acc, total, m, keep, scale_log2, MASKED: tl.constexpr, UP
     p = tl.exp2(s * scale_log2 - reference[:, None])
     alpha = tl.exp2(m - reference)
     total = total * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None] + _dot(p.to(v.dtype), v, UPCAST)
+    acc = acc * alpha[:, None] + dot(p.to(v.dtype), v, UPCAST)
     return acc, total, m_new
 
 
@@ -77,14 +77,14 @@ def _load_step(
 
 
 @triton.jit
-def _row_choice(bits_ptr, block, row_stride, word_stride, rows, real):
-    """Whether each query row keeps `block`: [BM, 1]."""
+def row_choice(bits_ptr, block, row_stride, word_stride, rows, real):
+    """Whether each query row keeps `block`: [BM]."""
     words = tl.load(bits_ptr + rows * row_stride + (block // 32) * word_stride, mask=real, other=0)
-    return ((words >> (block % 32)) & 1)[:, None] != 0
+    return ((words >> (block % 32)) & 1) != 0
 
 
 @triton.jit
-def _partial_step(
+def partial_step(
     tail, list_ptr, block_ptr, tail_length_ptr, block_row, length_row, room, num_full,
     kv_last, kv_tail,
     SUB: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -210,7 +210,7 @@ def _attention_kernel(
         entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
         keep = True
         if BITS:
-            keep = _row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)
+            keep = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
         k_t, v = _load_step(
             k_base, v_base, k_tile, v_tile, b, kv_h, start.to(tl.int64), k_s, v_s,
             real_d[:, None], real_d[None, :], BN, DP, D < DP and not TMA, TMA,
@@ -218,7 +218,7 @@ def _attention_kernel(
         acc, total, m = _update(q, k_t, v, acc, total, m, keep, scale_log2, BITS, UPCAST)
 
     for tail in tl.range(0, num_tail, num_stages=1):
-        start, length_n, block = _partial_step(
+        start, length_n, block = partial_step(
             tail, list_ptr, block_ptr, tail_length_ptr, b * list_b + h * list_h + i * list_q,
             at * tail_room, room, num_full, kv_last, kv_tail, SUB, BN, BITS, CAUSAL,
         )  # fmt: skip
@@ -227,7 +227,7 @@ def _attention_kernel(
         if CAUSAL:
             keep = keep & (start + n[None, :] <= last_key[:, None])
         if BITS:
-            keep = keep & _row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)
+            keep = keep & row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
         k_t, v = _load_step(
             k_base, v_base, k_tile, v_tile, b, kv_h, start, k_s, v_s,
             real_n[None, :] & real_d[:, None], real_n[:, None] & real_d[None, :], BN, DP, True, TMA,
@@ -286,7 +286,7 @@ def attend(
             f"got {plan.kv.size}"
         )
     steps = None if direct else make_steps(plan, tile.keys)
-    lists, counts, blocks = _lists(plan, steps)
+    lists, counts, blocks = lists_of(plan, steps)
     _, plan_h, num_q = counts.shape
     order = launch_order(plan, counts)
     lists, blocks = lists.expand(batch, heads, -1, -1), blocks.expand(batch, heads, -1, -1)
@@ -306,7 +306,7 @@ def attend(
     inputs: tuple[object, ...] = (q, k, v)
     if copy_engine:
         rows = (tile.rows, tile.keys, tile.keys)
-        inputs = tuple(map(_describe, (q, k, v), rows, [width] * 3))
+        inputs = tuple(map(describe, (q, k, v), rows, [width] * 3))
     _launch_attention(
         grid,
         *inputs, out, out if lse is None else lse,
@@ -331,7 +331,7 @@ def attend(
     )  # fmt: skip
 
 
-def _describe(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+def describe(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
     """Describe [B, S, H, D] to the copy engine as [B, H, S, D] in boxes of [1, 1, rows, width]."""
     order = (0, 2, 1, 3)
     # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
@@ -340,7 +340,9 @@ def _describe(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, sizes, [*strides, 1], [1, 1, rows, width])
 
 
-def _lists(plan: BlockPlan, steps: Steps | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def lists_of(
+    plan: BlockPlan, steps: Steps | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the lists, the counts and the blocks of the steps, [B|1, H|1, ...]."""
     if steps is None:
         return plan.indices, plan.counts, plan.indices

@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-__all__ = ["CHOICE_ROWS", "GluonTile", "TritonTile", "gluon_tile", "tail_tile", "triton_tile"]
+__all__ = [
+    "CHOICE_ROWS",
+    "BackwardTiles",
+    "GluonTile",
+    "TritonTile",
+    "backward_tiles",
+    "gluon_tile",
+    "tail_tile",
+    "triton_tile",
+]
 
 # Rows of a query block that suit the Gluon provider where rows choose.
 CHOICE_ROWS = 192
@@ -81,6 +90,100 @@ def _fitted(tile: TritonTile, head_size: int, shared_memory: int) -> TritonTile:
         stages -= 1
         tile = TritonTile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=stages)
     return tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardTiles:
+    """Shapes of the programs of the backward pass.
+
+    Attributes:
+        queries: of the kernel for dq: a tile of `rows` queries in steps of `keys` keys.
+        keys: of the kernel for dk and dv: a tile of `keys` keys in steps of `rows` queries.
+    """
+
+    queries: TritonTile
+    keys: TritonTile
+
+
+# (largest head size, rows of the tile) -> tile. Not measured: chosen by compiling, so that no
+# accumulator spills.
+_DQ_SM90 = MappingProxyType(
+    {
+        (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=3),
+        (64, 128): TritonTile(rows=128, keys=64, warps=8, stages=3),
+        (128, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        (128, 128): TritonTile(rows=128, keys=64, warps=8, stages=3),
+        (256, 64): TritonTile(rows=64, keys=32, warps=8, stages=2),
+        (256, 128): TritonTile(rows=64, keys=32, warps=8, stages=2),
+    }
+)
+_DKV_SM90 = MappingProxyType(
+    {
+        (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=3),
+        (64, 128): TritonTile(rows=64, keys=128, warps=8, stages=3),
+        (128, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        (128, 128): TritonTile(rows=64, keys=128, warps=8, stages=3),
+        (256, 64): TritonTile(rows=32, keys=64, warps=8, stages=2),
+        (256, 128): TritonTile(rows=32, keys=64, warps=8, stages=2),
+    }
+)
+_DQ_OTHER = MappingProxyType(
+    {
+        (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        (64, 128): TritonTile(rows=128, keys=64, warps=8, stages=2),
+        (128, 64): TritonTile(rows=64, keys=32, warps=4, stages=2),
+        (128, 128): TritonTile(rows=128, keys=32, warps=8, stages=2),
+        (256, 64): TritonTile(rows=64, keys=32, warps=8, stages=1),
+        (256, 128): TritonTile(rows=64, keys=32, warps=8, stages=1),
+    }
+)
+_DKV_OTHER = MappingProxyType(
+    {
+        (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        (64, 128): TritonTile(rows=64, keys=128, warps=8, stages=2),
+        (128, 64): TritonTile(rows=32, keys=64, warps=8, stages=2),
+        (128, 128): TritonTile(rows=32, keys=128, warps=8, stages=2),
+        (256, 64): TritonTile(rows=32, keys=64, warps=8, stages=1),
+        (256, 128): TritonTile(rows=32, keys=64, warps=8, stages=1),
+    }
+)
+
+
+@cache
+def backward_tiles(
+    *,
+    head_size: int,
+    q_size: int,
+    kv_size: int,
+    capability: tuple[int, int] | None,
+    shared_memory: int,
+) -> BackwardTiles:
+    """Return the tiles for a plan's block sizes, with as many stages as memory allows.
+
+    Args:
+        head_size: D, at most 256.
+        q_size: rows of a query block.
+        kv_size: keys of a key block.
+        capability: compute capability of the GPU, or None where it has none.
+        shared_memory: bytes a program may use.
+    """
+    sm90 = capability is not None and capability >= (9, 0)
+    largest = next(size for size in (64, 128, 256) if head_size <= size)
+    dq = (_DQ_SM90 if sm90 else _DQ_OTHER)[largest, 64 if q_size <= 64 else 128]
+    dkv = (_DKV_SM90 if sm90 else _DKV_OTHER)[largest, 64 if kv_size <= 64 else 128]
+    return BackwardTiles(
+        queries=_fitted_backward(dq, dq.rows, dq.keys, largest, shared_memory),
+        keys=_fitted_backward(dkv, dkv.keys, dkv.rows, largest, shared_memory),
+    )
+
+
+def _fitted_backward(
+    tile: TritonTile, own: int, step: int, head_size: int, shared_memory: int
+) -> TritonTile:
+    """Take stages away until two tiles of `own` rows, and two of `step` rows a stage, fit."""
+    room = shared_memory - 4 * head_size * own
+    stages = max(min(tile.stages, room // (4 * head_size * step)), 1)
+    return dataclasses.replace(tile, stages=stages)
 
 
 # (largest head size, narrow) -> tile of the pooled tail. Not measured: chosen by compiling, so that

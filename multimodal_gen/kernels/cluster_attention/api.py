@@ -59,7 +59,8 @@ def cluster_attention(
         out: [B, Sq, H, D]; rows of queries in `queries.order` are written.
         scale: factor of the scores.
         kernel: what must run of the block-sparse kernels, "auto" for the fastest that can, or what
-            was selected for a layer. In place of gluon, a kernel for clusters runs where it can.
+            was selected for a layer. In place of gluon, a kernel for clusters runs where it can and
+            no gradient is recorded.
         pieces: `query_pieces(queries)`, where it is known already.
         num_pooled: of so many of the first clusters of keys, those that a cluster of queries does
             not attend to count by the means of their keys and values.
@@ -71,13 +72,14 @@ def cluster_attention(
     _validate(q, k, queries, keys, keep)
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
-    kernel = _chosen(sorted_q, sorted_k, sorted_v, kernel)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    kernel = _chosen(sorted_q, sorted_k, sorted_v, kernel, backward=recorded)
     if num_pooled:
         found = _with_tail(
             sorted_q, sorted_k, sorted_v, queries, keys, keep, num_pooled,
             scale=scale, kernel=kernel,
         )  # fmt: skip
-    elif kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS:
+    elif kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS and not recorded:
         from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
         pieces = pieces or query_pieces(queries)
@@ -122,7 +124,9 @@ def query_pieces(queries: Groups) -> Pieces:
     return cut(queries, TILE_ROWS, multiple=TILE_ROWS // 3)
 
 
-def _chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: KernelChoice) -> str:
+def _chosen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: KernelChoice, *, backward: bool
+) -> str:
     platform, capability = place_of(q.device)
     request = Request(
         platform=platform,
@@ -133,7 +137,7 @@ def _chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: KernelCho
         kv_size=ROWS,
         ragged=True,
         unaligned=not all(map(loadable, (q, k, v))),
-        backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        backward=backward,
         device=q.device.index,
     )
     return choose(BLOCK_SPARSE, kernel, request)

@@ -19,6 +19,7 @@ from multimodal_gen.testing.inputs import make_qkv
 
 PLAN = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
 Q, K, V = make_qkv(2, 20, 4, 8, num_keys=30, num_kv_heads=2)
+HOPPER = {"triton": "3.6.0", "flash-attn-4": "4.0.0"}
 H100 = Request(
     platform="cuda",
     capability=(9, 0),
@@ -107,7 +108,6 @@ def with_triton() -> Iterator[None]:
         ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
         ({"head_size": 320}, "needs head size <= 256, got 320"),
         ({"capability": (7, 5)}, "needs compute capability >= 8.0, this GPU has 7.5"),
-        ({"backward": True}, "has no backward pass, and an input requires grad"),
         ({"platform": "mps", "capability": None}, "needs platform cuda or rocm, this is mps"),
     ],
 )
@@ -126,13 +126,25 @@ def test_triton_is_not_offered_where_it_is_not_installed() -> None:
         choose(BLOCK_SPARSE, "triton", H100)
 
 
-@pytest.mark.usefixtures("with_triton")
 def test_a_gradient_through_a_kernel_without_backward_is_refused() -> None:
-    q = Q.half().requires_grad_()
-    with pytest.raises(
-        UnsupportedBackendError, match="has no backward pass, and an input requires"
+    q = torch.zeros(1, 128, 2, 128, dtype=torch.bfloat16, requires_grad=True)
+    plan = BlockPlan.dense(Blocks.regular(128, 128), Blocks.regular(128, 128), "cpu")
+    with (
+        machine_with(HOPPER),
+        pytest.raises(
+            UnsupportedBackendError, match="has no backward pass, and an input requires grad"
+        ),
     ):
-        block_sparse_attention(q, K.half(), V.half(), PLAN, kernel="triton")
+        block_sparse_attention(q, q, q, plan, kernel="fa4")
+
+
+def test_gradients_are_left_to_a_kernel_that_has_a_backward_pass() -> None:
+    training = H100._replace(backward=True)
+    with machine_with(HOPPER):
+        assert choose(BLOCK_SPARSE, "auto", training) == "gluon"
+        assert choose(BLOCK_SPARSE, SelectedKernel("fa4"), training) == "gluon"
+        assert choose(BLOCK_SPARSE, "auto", training._replace(causal=True)) == "triton"
+        assert choose(BLOCK_SPARSE, "auto", training._replace(dtype=torch.float32)) == "reference"
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -193,7 +205,6 @@ def gluon_reasons(request: Request, triton: str = "3.6.0") -> tuple[str, ...]:
         ({"head_size": 36}, "needs head size <= 128, multiple of 8, got 36"),
         ({"causal": True}, "has no causal variant"),
         ({"unaligned": True}, "needs q, k and v in rows of 16 bytes"),
-        ({"backward": True}, "has no backward pass, and an input requires grad"),
         ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
     ],
 )
@@ -235,9 +246,6 @@ def test_what_the_copy_engine_can_read_is_recognised(make: object, aligned: bool
     q = make()  # type: ignore[operator]
     plan = BlockPlan.dense(Blocks.regular(5, 5), Blocks.regular(5, 5), "cpu")
     assert request_for(q, q, q, plan, backward=False).unaligned is not aligned
-
-
-HOPPER = {"triton": "3.6.0", "flash-attn-4": "4.0.0"}
 
 
 def test_a_kernel_that_was_selected_runs_where_it_can() -> None:

@@ -14,7 +14,11 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from multimodal_gen.testing.tolerance import (
+    assert_gradients_within_error_budget,
+    assert_within_error_budget,
+)
+from tests.kernels.cases import with_slow
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -213,3 +217,99 @@ def test_causality_is_aligned_to_the_last_query_and_key(queries: int, keys: int,
     plan = BlockPlan.dense(q_blocks, kv_blocks, "cpu", causal=True)
     q, k, v = make_qkv(2, queries, 4, 64, num_keys=keys, num_kv_heads=2, dtype=torch.bfloat16)
     check(plan, q, k, v, 0.125)
+
+
+def check_gradients(plan: BlockPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Assert that the gradients of the Triton provider, lse's among them, are within budget."""
+    batch, _, heads, head_size = q.shape
+    scale = head_size**-0.5
+    assert_gradients_within_error_budget(
+        lambda *x: block_sparse_attention(*x, plan, scale=scale, return_lse=True, kernel="triton"),
+        q,
+        k,
+        v,
+        scale=scale,
+        mask=dense_mask(plan, batch, heads),
+    )
+
+
+GRADIENTS = [
+    (form, row_bits, kv_heads)
+    for form in FORMS
+    for row_bits in (False, True)
+    for kv_heads in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "row_bits", "kv_heads"), with_slow(GRADIENTS, [("ragged", True, 1)])
+)
+def test_gradients_of_every_form_of_plan_are_right(
+    form: str, row_bits: bool, kv_heads: int
+) -> None:
+    shape = PlanShape(
+        heads=2, num_kv=3, q_size=50, kv_size=80, q_form=form, kv_form=form, row_bits=row_bits
+    )
+    plan = random_plan(shape, seed=3)
+    sizes = {"num_keys": plan.kv.total, "num_kv_heads": kv_heads}
+    check_gradients(plan, *make_qkv(1, plan.q.total, 2, 32, dtype=torch.float16, **sizes))
+
+
+@pytest.mark.slow
+@given(SHAPES, st.integers(0, 2**16), st.sampled_from([1, 2, 4]))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_gradients_of_drawn_plans_are_right(shape: PlanShape, seed: int, kv_heads: int) -> None:
+    plan = random_plan(shape, seed=seed)
+    sizes = {"num_keys": plan.kv.total, "num_kv_heads": kv_heads, "seed": seed}
+    qkv = make_qkv(shape.batch, plan.q.total, 4, 32, dtype=torch.bfloat16, **sizes)
+    check_gradients(plan, *qkv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_size", [40, 64, 96, 128, 256])
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_of_every_head_size_are_right(head_size: int, size: int) -> None:
+    plan = random_plan(PlanShape(q_size=size, kv_size=size), seed=2)
+    sizes = {"num_keys": plan.kv.total, "dtype": torch.float16}
+    check_gradients(plan, *make_qkv(1, plan.q.total, 1, head_size, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), with_slow([(130, 200), (200, 70), (128, 128)], [(130, 200)])
+)
+def test_causal_gradients_are_right(queries: int, keys: int) -> None:
+    q_blocks, kv_blocks = Blocks.regular(queries, 64), Blocks.regular(keys, 64)
+    plan = BlockPlan.dense(q_blocks, kv_blocks, "cpu", causal=True)
+    check_gradients(plan, *make_qkv(1, queries, 1, 32, num_keys=keys, dtype=torch.bfloat16))
+
+
+def test_a_plan_is_transposed_once() -> None:
+    from multimodal_gen.kernels.block_sparse.backward_kernel import transposed
+
+    plan = random_plan(PlanShape(heads=2, num_q=150, num_kv=3, q_size=1, kv_size=1), seed=6)
+    turned = transposed(plan)
+    assert transposed(plan) is turned
+    assert (turned.q, turned.kv) == (plan.kv, plan.q)
+    wanted = dense_mask(plan, 1, 2).transpose(2, 3)
+    assert torch.equal(dense_mask(turned.check(), 1, 2), wanted)
+
+
+def test_gradients_of_padding_are_zero_whatever_it_holds() -> None:
+    lengths = torch.tensor([64, 3, 0], dtype=torch.int32)
+    blocks = Blocks.padded(lengths, 64)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    padding = (torch.arange(64) >= lengths.view(3, 1)).flatten()
+    found = []
+    for filler in (0.0, torch.nan):
+        upstream = torch.ones(1, 192, 1, 32).half()
+        tensors = [x.clone() for x in (*make_qkv(1, 192, 1, 32, dtype=torch.float16), upstream)]
+        for tensor in tensors:
+            tensor[:, padding] = filler
+        q, k, v, upstream = tensors
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = block_sparse_attention(*leaves, plan, kernel="triton")
+        found.append(torch.autograd.grad(out, leaves, upstream))
+    for clean, dirty in zip(*found, strict=True):
+        assert torch.equal(clean, dirty)
+        assert not dirty[:, padding].any()
+        assert dirty[:, ~padding].any()

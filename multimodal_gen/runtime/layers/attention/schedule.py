@@ -494,7 +494,9 @@ class ScheduleEntry:
                 f"attention backend {selection.label} must not get inputs that require grad: it "
                 f"has no backward; call it under torch.no_grad() or choose another backend"
             )
-        lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))}"
+        lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))} unless it is named"
+        if not missing & _declared(selection, request):
+            lacks = lacks.removesuffix(" unless it is named")
         reason = f"{selection.label} {lacks}"
         loses_sparsity = _was_named(selection) and selection.backend.is_sparse
         if loses_sparsity and self._strict:
@@ -588,6 +590,9 @@ def _construct(
     cls = find_backend(selection.backend, request.environment.platform)
     variant = next(v for v in cls.variants if v.name == selection.variant)
     same_backend = selection.asked.backend is selection.backend
+    features = variant.features
+    if not _was_named(selection) and cls.reasons_against_auto(request.with_needs(Feature.BACKWARD)):
+        features -= {Feature.BACKWARD}  # others train faster
     impl = cls.get_impl_cls()(
         geometry.num_heads,
         geometry.head_size,
@@ -600,7 +605,12 @@ def _construct(
         projection=geometry.projection,
         warnings=geometry.warnings,
     )
-    return BoundBackend(selection, variant.features, impl)
+    return BoundBackend(selection, features, impl)
+
+
+def _declared(selection: Selection, request: AttentionRequest) -> frozenset[Feature]:
+    cls = find_backend(selection.backend, request.environment.platform)
+    return next(v.features for v in cls.variants if v.name == selection.variant)
 
 
 def _bind_first_that_imports(

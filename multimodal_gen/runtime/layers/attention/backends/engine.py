@@ -95,6 +95,7 @@ def engine_variants(
     roles: frozenset[AttentionRole] = SELF_ONLY,
     plans: Iterable[str] = (),
     kernels: Iterable[str] | None = None,
+    trains: bool = True,
 ) -> tuple[Variant, ...]:
     """Return what an engine's kernels declare, fastest first.
 
@@ -105,20 +106,25 @@ def engine_variants(
         plans: what all plans of the method are, as fields of a kernel's request: other kernels
             are left out.
         kernels: the kernels to take; all when None.
+        trains: whether gradients flow through what the method does beside the engine.
     """
     names = operation.names if kernels is None else kernels
     return tuple(
-        _variant(kernel, frozenset(features), roles)
+        _variant(kernel, frozenset(features), roles, trains=trains)
         for kernel in operation.kernels
         if kernel.name in names and kernel.serves >= set(plans)
     )
 
 
 def _variant(
-    kernel: KernelDeclaration, features: frozenset[Feature], roles: frozenset[AttentionRole]
+    kernel: KernelDeclaration,
+    features: frozenset[Feature],
+    roles: frozenset[AttentionRole],
+    *,
+    trains: bool,
 ) -> Variant:
     refused = set() if "causal" in kernel.serves else {Feature.CAUSAL}
-    backward = {Feature.BACKWARD} if "backward" in kernel.serves else set()
+    backward = {Feature.BACKWARD} if trains and "backward" in kernel.serves else set()
     names = map(str, PlatformEnum) if kernel.platforms is None else kernel.platforms
     return Variant(
         name=kernel.name,

@@ -103,6 +103,8 @@ class TritonAttentionBackend(AttentionBackend):
         if variant is None:
             return ()
         reasons = []
+        if Feature.BACKWARD in request.needs:
+            reasons.append("its backward pass is not the fastest")
         if variant.name != "gluon":
             reasons.append("its kernel for compute capability 9.0 cannot serve this layer")
         if request.role is not AttentionRole.SELF:

@@ -212,6 +212,8 @@ class SLAImpl(SparseImpl[_ParametersT]):
         tell_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=moved)
         pooled = blocks.num_video if call.tail else 0
         out: torch.Tensor = self.sparse_branch(q, k, v, plan, means=branch.means, num_pooled=pooled)
+        if layout.text and out.requires_grad:
+            out = out.clone()  # the backward pass of the sparse branch reads what it gave
         attend_text(call, out)
         return branch.add(out, q, k, v, plan, layout.video).to(call.query.dtype)
 

@@ -152,7 +152,10 @@ class SVG2Backend(AttentionBackend):
     config_cls: ClassVar[type[SVG2Config]] = SVG2Config
     packages: ClassVar[tuple[PackageProbe, ...]] = (FLASH_KMEANS,)
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("ragged",)),
+        # Clusters of tokens that training moves are of no use a step later.
+        *engine_variants(
+            BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("ragged",), trains=False
+        ),
         upstream_variant(
             UPSTREAM, _SVG, head_sizes=(64, 128, 256), capability=Capability(minimum=(8, 0))
         ),

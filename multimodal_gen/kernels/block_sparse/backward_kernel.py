@@ -1,0 +1,654 @@
+"""The backward pass of block-sparse attention in portable Triton, without atomics.
+
+With p = exp(scale * q k^T - lse) and delta = rowsum(dO o O) - dL, over the kept pairs:
+
+    ds = p (dO v^T - delta);   dq = scale ds k;   dk = scale ds^T q;   dv = p^T dO
+
+One kernel computes dq from the lists of a plan, another dk and dv from those of the plan that is
+transposed: for every key block, the query blocks that attend to it. Nobody adds to what another
+program writes, so two runs agree bit by bit.
+
+As in the forward pass, main loops have no mask, and where a step lies is read one step ahead.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.plan import (
+    BlockPlan,
+    Blocks,
+    launch_order,
+    unit_stride,
+)
+from multimodal_gen.kernels.block_sparse.steps_kernel import Steps, make_lists, make_steps
+from multimodal_gen.kernels.block_sparse.triton_kernel import (
+    describe,
+    dot,
+    lists_of,
+    partial_step,
+    row_choice,
+)
+from multimodal_gen.kernels.block_sparse.tuning import BackwardTiles, TritonTile
+from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import interpreted, locate, next_power_of_2
+
+LISTED = 128  # entries of a list that a program looks at together
+PREPARED = 64  # rows that a program prepares
+
+
+@triton.jit(do_not_specialize=["num_q", "heads", "num_kv"])
+def _transpose_kernel(
+    index_ptr, count_ptr, map_ptr,
+    index_b, index_h, index_q, index_j, count_b, count_h, count_q, num_q, heads, num_kv,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid [B|1 * H|1 * Nq]: mark query block i in the rows of the key blocks that it lists."""
+    row = tl.program_id(0)
+    i = (row % num_q).to(tl.int64)
+    h = (row // num_q % heads).to(tl.int64)
+    b = (row // num_q // heads).to(tl.int64)
+    index_ptr += b * index_b + h * index_h + i * index_q
+    map_ptr += (b * heads + h) * num_kv * num_q + i
+    count = tl.load(count_ptr + b * count_b + h * count_h + i * count_q)
+    for first in range(0, count, CHUNK):
+        e = first + tl.arange(0, CHUNK)
+        block = tl.load(index_ptr + e * index_j, mask=e < count, other=0)
+        one = tl.full([CHUNK], 1, tl.uint8)
+        tl.store(map_ptr + block.to(tl.int64) * num_q, one, mask=e < count)
+
+
+@triton.jit(do_not_specialize=["total", "heads"])
+def _prepare_kernel(
+    out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, level_ptr, delta_ptr,
+    out_b, out_s, out_h, out_d, grad_b, grad_s, grad_h, grad_d,
+    lse_b, lse_h, lse_s, grad_lse_b, grad_lse_h, grad_lse_s, total, heads,
+    BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GRAD_LSE: tl.constexpr,
+):  # fmt: skip
+    """Grid [ceil(Sq / BM), B * H]: write delta, and the level log2(e) lse that scores fall below.
+
+    Rows without keys get the level inf, so that all their weights are 0.
+    """
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    real = row < total
+    both = real[:, None] & (d < D)[None, :]
+    out_ptr += b * out_b + h * out_h
+    grad_ptr += b * grad_b + h * grad_h
+    out = tl.load(out_ptr + row[:, None] * out_s + d[None, :] * out_d, mask=both, other=0.0)
+    grad = tl.load(grad_ptr + row[:, None] * grad_s + d[None, :] * grad_d, mask=both, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + b * lse_b + h * lse_h + row * lse_s, mask=real, other=0.0)
+    if GRAD_LSE:
+        grad_lse_ptr += b * grad_lse_b + h * grad_lse_h
+        delta -= tl.load(grad_lse_ptr + row * grad_lse_s, mask=real, other=0.0)
+    nothing = lse == float("-inf")
+    level = tl.where(nothing, float("inf"), lse * 1.4426950408889634)
+    at = (b * heads + h) * total + row
+    tl.store(level_ptr + at, level, mask=real)
+    tl.store(delta_ptr + at, tl.where(nothing, 0.0, delta), mask=real)
+
+
+@triton.jit
+def _load_rows(
+    x, tile, b, h, start, stride, mask,
+    ROWS: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Return [ROWS, DP] from row `start` on; through the copy engine `x` is a descriptor."""
+    if TMA:
+        rows = x.load([b.to(tl.int32), h.to(tl.int32), start.to(tl.int32), 0]).reshape(ROWS, DP)
+        if MASKED:
+            rows = tl.where(mask, rows, 0.0)
+    elif MASKED:
+        rows = tl.load(x + start * stride + tile, mask=mask, other=0.0)
+    else:
+        rows = tl.load(x + start * stride + tile)
+    return rows
+
+
+@triton.jit
+def _number_of_steps(
+    list_ptr, list_j, count, tail_count_ptr, at, last, tail,
+    SUB: tl.constexpr, STEP: tl.constexpr, RAGGED_END: tl.constexpr,
+):  # fmt: skip
+    """Return how many whole and partial steps a list has; see the forward kernel for SUB."""
+    num_full = count
+    if SUB > 0:
+        num_full = count * SUB
+        num_tail = num_full * 0
+        if RAGGED_END:
+            end = tl.load(list_ptr + (count - 1) * list_j, mask=count > 0, other=-1)
+            num_full = tl.where(end == last, (count - 1) * SUB + tail // STEP, num_full)
+            num_tail = ((end == last) & (tail % STEP > 0)).to(tl.int32)
+    else:
+        num_tail = tl.load(tail_count_ptr + at, mask=count >= 0, other=0)
+    return num_full, num_tail
+
+
+@triton.jit
+def _query_step(
+    q, grad, k, v, level, delta, dq, keep, scale_log2, MASKED: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Add what a step of keys gives to dq of a tile of queries, but for the scale."""
+    s = dot(q, tl.trans(k), UPCAST)
+    p = tl.exp2(s * scale_log2 - level[:, None])
+    ds = p * (dot(grad, tl.trans(v), UPCAST) - delta[:, None])
+    if MASKED:
+        ds = tl.where(keep, ds, 0.0)
+    return dq + dot(ds.to(k.dtype), k, UPCAST)
+
+
+@triton.jit
+def _key_step(
+    q, grad, k, v, level, delta, dk, dv, keep, scale_log2,
+    MASKED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add what a step of queries gives to dk, but for the scale, and dv of a tile of keys."""
+    s = dot(k, tl.trans(q), UPCAST)
+    p = tl.exp2(s * scale_log2 - level[None, :])
+    if MASKED:
+        p = tl.where(keep, p, 0.0)
+    dp = dot(v, tl.trans(grad), UPCAST)
+    dv += dot(p.to(q.dtype), grad, UPCAST)
+    ds = p * (dp - delta[None, :])
+    dk += dot(ds.to(q.dtype), q, UPCAST)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "q_size", "q_total",
+        "list_b", "list_h", "list_q", "count_b", "count_h", "count_q", "room", "tail_room",
+    ]
+)  # fmt: skip
+def _query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, level_ptr, delta_ptr, dq_ptr,
+    list_ptr, count_ptr, block_ptr, tail_count_ptr, tail_length_ptr,
+    q_start_ptr, q_length_ptr, order_ptr, bits_ptr,
+    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, grad_b, grad_s, grad_h, grad_d,
+    dq_b, dq_s, dq_h, level_b, level_h,
+    list_b, list_h, list_q, list_j, count_b, count_h, count_q,
+    q_start_b, q_start_h, q_length_b, q_length_h, bits_b, bits_h, bits_s, bits_w,
+    rows, rep_h, num_q, plan_h, group, q_size, q_total, kv_last, kv_tail, room, tail_room, scale,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    QSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
+    Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr, ORDERED: tl.constexpr, BITS: tl.constexpr,
+    STAGES: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Grid [B * H * Nq * QSUB]; tiles and lists are those of the forward kernel."""
+    b, h, i, sub = locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
+    row_of_list = b * list_b + h * list_h + i * list_q
+    list_ptr += row_of_list
+    at = b * count_b + h * count_h + i * count_q
+    count = tl.load(count_ptr + at)
+    begin = (i * q_size).to(tl.int32)
+    if Q_STARTS:
+        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + i)
+    length = tl.minimum(q_total - begin, q_size)
+    if Q_LENGTHS:
+        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + i)
+    num_full, num_tail = _number_of_steps(
+        list_ptr, list_j, count, tail_count_ptr, at, kv_last, kv_tail, SUB, BN, RAGGED_END
+    )
+    if Q_LENGTHS:
+        num_full = tl.where(sub * BM < length, num_full, 0)
+        num_tail = tl.where(sub * BM < length, num_tail, 0)
+
+    d = tl.arange(0, DP)
+    n = tl.arange(0, BN)
+    in_tile = tl.arange(0, BM)
+    inside = sub * BM + in_tile
+    real = inside < length
+    real_d = (d < D)[None, :]
+    first_row = begin.to(tl.int64) + sub * BM
+    kv_h = h // group
+    if TMA:
+        q_base, grad_base, k_base, v_base = q_ptr, grad_ptr, k_ptr, v_ptr
+    else:
+        q_base = q_ptr + b * q_b + h * q_h
+        grad_base = grad_ptr + b * grad_b + h * grad_h
+        k_base = k_ptr + b * k_b + kv_h * k_h
+        v_base = v_ptr + b * v_b + kv_h * v_h
+    q_tile = in_tile[:, None] * q_s + d[None, :] * q_d
+    grad_tile = in_tile[:, None] * grad_s + d[None, :] * grad_d
+    k_tile = n[:, None] * k_s + d[None, :] * k_d
+    v_tile = n[:, None] * v_s + d[None, :] * v_d
+    own = real[:, None] & real_d
+    q = _load_rows(q_base, q_tile, b, h, first_row, q_s, own, BM, DP, not TMA, TMA)
+    grad = _load_rows(grad_base, grad_tile, b, h, first_row, grad_s, own, BM, DP, not TMA, TMA)
+    at_rows = b * level_b + h * level_h + first_row + in_tile
+    level = tl.load(level_ptr + at_rows, mask=real, other=float("inf"))
+    delta = tl.load(delta_ptr + at_rows, mask=real, other=0.0)
+    if BITS:
+        bits_ptr += b * bits_b + h * bits_h + first_row * bits_s
+    if CAUSAL:
+        kv_total = kv_last * SUB * BN + kv_tail
+        last = begin + sub * BM + kv_total - q_total  # the last key that the first row sees
+        last_key = last + in_tile
+        num_full = tl.minimum(num_full, tl.maximum(last + 1, 0) // BN)
+        num_tail = tl.cdiv(tl.minimum(tl.maximum(last + BM, 0), kv_total), BN) - num_full
+
+    scale_log2 = scale * 1.4426950408889634
+    dq = tl.zeros([BM, DP], tl.float32)
+    entry = tl.load(list_ptr, mask=num_full > 0, other=0)
+    for step in tl.range(0, num_full, num_stages=STAGES):
+        block = entry
+        if SUB > 0:
+            start = (entry * SUB + step % SUB) * BN
+            at_next = (step + 1) // SUB
+        else:
+            start = entry
+            at_next = step + 1
+            if BITS:
+                block = tl.load(block_ptr + row_of_list + step)
+        entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
+        keep = True
+        if BITS:
+            keep = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
+        start = start.to(tl.int64)
+        k = _load_rows(k_base, k_tile, b, kv_h, start, k_s, real_d, BN, DP, D < DP and not TMA, TMA)
+        v = _load_rows(v_base, v_tile, b, kv_h, start, v_s, real_d, BN, DP, D < DP and not TMA, TMA)
+        dq = _query_step(q, grad, k, v, level, delta, dq, keep, scale_log2, BITS, UPCAST)
+
+    for tail in tl.range(0, num_tail, num_stages=1):
+        start, length_n, block = partial_step(
+            tail, list_ptr, block_ptr, tail_length_ptr, row_of_list, at * tail_room, room,
+            num_full, kv_last, kv_tail, SUB, BN, BITS, CAUSAL,
+        )  # fmt: skip
+        real_n = n < length_n
+        keep = real_n[None, :]
+        if CAUSAL:
+            keep = keep & (start + n[None, :] <= last_key[:, None])
+        if BITS:
+            keep = keep & row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
+        both = real_n[:, None] & real_d
+        k = _load_rows(k_base, k_tile, b, kv_h, start, k_s, both, BN, DP, True, TMA)
+        v = _load_rows(v_base, v_tile, b, kv_h, start, v_s, both, BN, DP, True, TMA)
+        dq = _query_step(q, grad, k, v, level, delta, dq, keep, scale_log2, True, UPCAST)
+
+    owned = real
+    if Q_LENGTHS and not Q_STARTS:
+        owned = inside < q_size  # the padding of a block is its own, and is set to zero
+    dq = tl.where(real[:, None], dq * scale, 0.0)
+    dq_ptrs = dq_ptr + b * dq_b + h * dq_h + (first_row + in_tile[:, None]) * dq_s + d[None, :]
+    tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=owned[:, None] & real_d)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "rep_h", "num_kv", "plan_h", "q_last", "q_tail", "q_total", "kv_size", "kv_total",
+        "list_b", "list_h", "list_n", "count_b", "count_h", "count_n", "room", "tail_room",
+    ]
+)  # fmt: skip
+def _key_gradients_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, level_ptr, delta_ptr, dk_ptr, dv_ptr,
+    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr,
+    kv_start_ptr, kv_length_ptr, order_ptr, bits_ptr,
+    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, grad_b, grad_s, grad_h, grad_d,
+    dk_b, dk_s, dk_h, level_b, level_h,
+    list_b, list_h, list_n, list_j, count_b, count_h, count_n,
+    kv_start_b, kv_start_h, kv_length_b, kv_length_h, bits_b, bits_h, bits_s, bits_w,
+    rows, rep_h, num_kv, plan_h, group, kv_size, kv_total, q_last, q_tail, q_total, room,
+    tail_room, scale,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    KSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
+    KV_STARTS: tl.constexpr, KV_LENGTHS: tl.constexpr, ORDERED: tl.constexpr, BITS: tl.constexpr,
+    STAGES: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Grid [B * H * Nk * KSUB]; KSUB tiles of BN keys per key block, steps of BM queries.
+
+    The lists are those of the transposed plan. dk and dv are of query heads. CAUSAL: every query
+    block is listed, and steps are counted instead.
+    """
+    b, h, j, sub = locate(order_ptr, rows, rep_h, num_kv, plan_h, KSUB, ORDERED)
+    list_ptr += b * list_b + h * list_h + j * list_n
+    at = b * count_b + h * count_h + j * count_n
+    count = tl.load(count_ptr + at)
+    begin = (j * kv_size).to(tl.int32)
+    if KV_STARTS:
+        begin = tl.load(kv_start_ptr + b * kv_start_b + h * kv_start_h + j)
+    length = tl.minimum(kv_total - begin, kv_size)
+    if KV_LENGTHS:
+        length = tl.load(kv_length_ptr + b * kv_length_b + h * kv_length_h + j)
+    first = 0
+    num_full, num_tail = _number_of_steps(
+        list_ptr, list_j, count, tail_count_ptr, at, q_last, q_tail, SUB, BM, RAGGED_END
+    )
+    first_tail = num_full
+    if CAUSAL:
+        first_key = begin + sub * BN
+        earliest = first_key + q_total - kv_total  # the first query that sees the first key
+        num_full = q_total // BM
+        first_tail = tl.minimum(tl.maximum(earliest, 0) // BM, num_full)
+        first = tl.minimum(tl.cdiv(tl.maximum(earliest + BN - 1, 0), BM), num_full)
+        num_tail = first - first_tail + (q_total % BM > 0).to(tl.int32)
+    num_full = tl.where(sub * BN < length, num_full, 0)
+    num_tail = tl.where(sub * BN < length, num_tail, 0)
+
+    d = tl.arange(0, DP)
+    m = tl.arange(0, BM)
+    in_tile = tl.arange(0, BN)
+    inside = sub * BN + in_tile
+    real = inside < length
+    real_d = (d < D)[None, :]
+    first_row = begin.to(tl.int64) + sub * BN
+    kv_h = h // group
+    if TMA:
+        q_base, grad_base, k_base, v_base = q_ptr, grad_ptr, k_ptr, v_ptr
+    else:
+        q_base = q_ptr + b * q_b + h * q_h
+        grad_base = grad_ptr + b * grad_b + h * grad_h
+        k_base = k_ptr + b * k_b + kv_h * k_h
+        v_base = v_ptr + b * v_b + kv_h * v_h
+    q_tile = m[:, None] * q_s + d[None, :] * q_d
+    grad_tile = m[:, None] * grad_s + d[None, :] * grad_d
+    k_tile = in_tile[:, None] * k_s + d[None, :] * k_d
+    v_tile = in_tile[:, None] * v_s + d[None, :] * v_d
+    own = real[:, None] & real_d
+    k = _load_rows(k_base, k_tile, b, kv_h, first_row, k_s, own, BN, DP, not TMA, TMA)
+    v = _load_rows(v_base, v_tile, b, kv_h, first_row, v_s, own, BN, DP, not TMA, TMA)
+    level_ptr += b * level_b + h * level_h
+    delta_ptr += b * level_b + h * level_h
+    if BITS:
+        bits_ptr += b * bits_b + h * bits_h
+
+    scale_log2 = scale * 1.4426950408889634
+    dk = tl.zeros([BN, DP], tl.float32)
+    dv = tl.zeros([BN, DP], tl.float32)
+    entry = tl.load(list_ptr, mask=num_full > 0, other=0)
+    for step in tl.range(first, num_full, num_stages=STAGES):
+        if CAUSAL:
+            start = tl.full([], BM, tl.int64) * step
+        else:
+            start = entry.to(tl.int64)
+            at_next = step + 1
+            if SUB > 0:
+                start = (start * SUB + step % SUB) * BM
+                at_next = (step + 1) // SUB
+            entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
+        keep = True
+        if BITS:
+            keep = row_choice(bits_ptr, j, bits_s, bits_w, start + m, m < BM)[None, :]
+        level = tl.load(level_ptr + start + m)
+        delta = tl.load(delta_ptr + start + m)
+        q = _load_rows(q_base, q_tile, b, h, start, q_s, real_d, BM, DP, D < DP and not TMA, TMA)
+        grad = _load_rows(
+            grad_base, grad_tile, b, h, start, grad_s, real_d, BM, DP, D < DP and not TMA, TMA
+        )
+        dk, dv = _key_step(
+            q, grad, k, v, level, delta, dk, dv, keep, scale_log2, BITS, UPCAST
+        )  # fmt: skip
+
+    for tail in tl.range(0, num_tail, num_stages=1):
+        if CAUSAL:
+            at_step = tl.where(first_tail + tail < first, first_tail + tail, q_total // BM)
+            start = at_step.to(tl.int64) * BM
+            length_m = tl.minimum(q_total - start, BM)
+        elif SUB > 0:
+            start = (q_last * SUB + q_tail // BM).to(tl.int64) * BM
+            length_m = q_tail % BM
+        else:
+            start = tl.load(list_ptr + room - 1 - tail).to(tl.int64)
+            length_m = tl.load(tail_length_ptr + at * tail_room + tail)
+        real_m = m < length_m
+        keep = real_m[None, :]
+        if CAUSAL:
+            last_key = start + m + kv_total - q_total
+            keep = keep & (first_row + in_tile[:, None] <= last_key[None, :])
+        if BITS:
+            keep = keep & row_choice(bits_ptr, j, bits_s, bits_w, start + m, real_m)[None, :]
+        level = tl.load(level_ptr + start + m, mask=real_m, other=float("inf"))
+        delta = tl.load(delta_ptr + start + m, mask=real_m, other=0.0)
+        both = (real_m & (level < float("inf")))[:, None] & real_d
+        q = _load_rows(q_base, q_tile, b, h, start, q_s, both, BM, DP, True, TMA)
+        grad = _load_rows(grad_base, grad_tile, b, h, start, grad_s, both, BM, DP, True, TMA)
+        dk, dv = _key_step(q, grad, k, v, level, delta, dk, dv, keep, scale_log2, True, UPCAST)
+
+    owned = real
+    if KV_LENGTHS and not KV_STARTS:
+        owned = inside < kv_size  # the padding of a block is its own, and is set to zero
+    dk = tl.where(real[:, None], dk * scale, 0.0)
+    dv = tl.where(real[:, None], dv, 0.0)
+    at_out = b * dk_b + h * dk_h + (first_row + in_tile[:, None]) * dk_s + d[None, :]
+    tl.store(dk_ptr + at_out, dk.to(dk_ptr.dtype.element_ty), mask=owned[:, None] & real_d)
+    tl.store(dv_ptr + at_out, dv.to(dv_ptr.dtype.element_ty), mask=owned[:, None] & real_d)
+
+
+_launch_transpose = Launcher(_transpose_kernel)
+_launch_prepare = Launcher(_prepare_kernel)
+_launch_query_gradient = Launcher(_query_gradient_kernel)
+_launch_key_gradients = Launcher(_key_gradients_kernel)
+
+
+def prepare_backward(plan: BlockPlan, tiles: BackwardTiles) -> None:
+    """Derive from a plan, once, what its backward pass reads; does not wait for the device."""
+    queries, keys = tiles.queries, tiles.keys
+    steps = _steps(plan, queries.keys)
+    launch_order(plan, lists_of(plan, steps)[1])
+    turned = transposed(plan)
+    steps = _steps(turned, keys.rows)
+    launch_order(turned, lists_of(turned, steps)[1])
+
+
+def transposed(plan: BlockPlan) -> BlockPlan:
+    """Return the plan in which keys attend to the queries that attend to them.
+
+    Made once per plan, on the device, without waiting for it. It has no row bits and no causality:
+    both are of rows of queries.
+    """
+    known = plan.cache.get("transposed")
+    if known is None:
+        known = plan.remember("transposed", _transposed(plan))
+    assert isinstance(known, BlockPlan)
+    return known
+
+
+def _transposed(plan: BlockPlan) -> BlockPlan:
+    indices, counts = plan.indices, plan.counts
+    batch, heads, num_q = counts.shape
+    marks = torch.zeros(
+        (batch, heads, plan.kv.num, num_q), dtype=torch.uint8, device=indices.device
+    )
+    _launch_transpose(
+        (counts.numel(),), indices, counts, marks, *indices.stride(), *counts.stride(),
+        num_q, heads, plan.kv.num, CHUNK=LISTED, num_warps=1,
+    )  # fmt: skip
+    by_key, numbers = make_lists(marks.view(torch.bool))
+    return BlockPlan(indices=by_key, counts=numbers, q=plan.kv, kv=plan.q)
+
+
+def _steps(plan: BlockPlan, step: int) -> Steps | None:
+    """Return the steps of a plan's lists, or None where its blocks are whole steps."""
+    direct = plan.kv.is_regular and plan.kv.size % step == 0
+    return None if direct else make_steps(plan, step)
+
+
+def attend_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    *,
+    scale: float,
+    tiles: BackwardTiles,
+    copy_engine: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v.
+
+    Args:
+        q: [B, Sq, H, D], any strides.
+        k: [B, Sk, Hkv, D], any strides.
+        v: [B, Sk, Hkv, D], any strides.
+        plan: the pairs, on the same device.
+        out: what the forward pass gave, [B, Sq, H, D].
+        lse: likewise, fp32 [B, H, Sq].
+        grad_out: gradient of out, any strides.
+        grad_lse: gradient of lse, fp32, any strides; None for zero.
+        scale: factor of the scores.
+        tiles: shapes of the programs.
+        copy_engine: load through tensor descriptors, see the forward kernel.
+
+    Raises:
+        UsageError: the plan is causal, and its key blocks are not whole steps.
+    """
+    batch, total, heads, head_size = q.shape
+    level, delta = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
+    width = next_power_of_2(max(head_size, 16))
+    given = lse if grad_lse is None else grad_lse
+    _launch_prepare(
+        (-(-total // PREPARED), batch * heads), out, grad_out, lse, given, level, delta,
+        *out.stride(), *grad_out.stride(), *lse.stride(), *given.stride(), total, heads,
+        BM=PREPARED, D=head_size, DP=width, GRAD_LSE=grad_lse is not None, num_warps=4,
+    )  # fmt: skip
+    make = torch.empty if plan.q.starts is None else torch.zeros
+    dq = make(q.shape, dtype=q.dtype, device=q.device)
+    group = heads // k.shape[2]
+    # Key blocks are of query heads: those that share keys may cut them differently.
+    make = torch.empty if plan.kv.starts is None else torch.zeros
+    shape = (batch, k.shape[1], heads, head_size)
+    dtype = k.dtype if group == 1 else torch.float32
+    dk, dv = (make(shape, dtype=dtype, device=k.device) for _ in range(2))
+    inputs = (q, k, v, grad_out)
+    _query_gradient(
+        inputs, plan, level, delta, dq, scale=scale, tile=tiles.queries, copy_engine=copy_engine
+    )
+    _key_gradients(
+        inputs, plan, level, delta, dk, dv, scale=scale, tile=tiles.keys, copy_engine=copy_engine
+    )
+    if group > 1:
+        dk, dv = (x.unflatten(2, (-1, group)).sum(3).to(k.dtype) for x in (dk, dv))
+    return dq, dk, dv
+
+
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _query_gradient(
+    inputs: _Inputs,
+    plan: BlockPlan,
+    level: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    *,
+    scale: float,
+    tile: TritonTile,
+    copy_engine: bool,
+) -> None:
+    q, k, _, _ = inputs
+    batch, _, heads, head_size = q.shape
+    steps = _steps(plan, tile.keys)
+    if plan.causal and steps is not None:
+        raise UsageError(
+            f"`plan` must have key blocks of a multiple of {tile.keys} keys to be causal, "
+            f"got {plan.kv.size}"
+        )
+    lists, counts, blocks = lists_of(plan, steps)
+    _, plan_h, num_q = counts.shape
+    order = launch_order(plan, counts)
+    lists, blocks = lists.expand(batch, heads, -1, -1), blocks.expand(batch, heads, -1, -1)
+    every_count = counts.expand(batch, heads, -1)
+    bits = _bits(plan, batch, heads)
+    starts, lengths = _bounds(plan, plan.q, batch, heads)
+    tiles_of_block = -(-plan.q.size // tile.rows)
+    kv_last = plan.kv.num - 1
+    kv_tail = plan.kv.total - kv_last * plan.kv.size
+    _launch_query_gradient(
+        (batch * heads * num_q * tiles_of_block,),
+        *_loaded(inputs, (tile.rows, tile.keys, tile.keys, tile.rows), copy_engine),
+        level, delta, dq, lists, every_count, blocks,
+        counts if steps is None else steps.num_tail,
+        counts if steps is None else steps.tail_lengths,
+        starts, lengths, counts if order is None else order, bits,
+        *(s for x in inputs for s in x.stride()), *dq.stride()[:3], *level.stride()[:2],
+        *lists.stride(), *every_count.stride(), *starts.stride()[:2], *lengths.stride()[:2],
+        *bits.stride(),
+        counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
+        plan.q.size, plan.q.total, kv_last, kv_tail, lists.shape[3], plan.indices.shape[3], scale,
+        BM=tile.rows, BN=tile.keys, D=head_size, DP=next_power_of_2(max(head_size, 16)),
+        QSUB=tiles_of_block, SUB=plan.kv.size // tile.keys if steps is None else 0,
+        RAGGED_END=steps is None and kv_tail != plan.kv.size,
+        Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
+        ORDERED=order is not None, BITS=plan.row_bits is not None,
+        STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine, CAUSAL=plan.causal,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _key_gradients(
+    inputs: _Inputs,
+    plan: BlockPlan,
+    level: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    *,
+    scale: float,
+    tile: TritonTile,
+    copy_engine: bool,
+) -> None:
+    q, k, _, _ = inputs
+    batch, _, heads, head_size = q.shape
+    turned = transposed(plan)
+    steps = _steps(turned, tile.rows)
+    lists, counts, _ = lists_of(turned, steps)
+    _, plan_h, num_kv = counts.shape
+    # Under causality the first keys, which start first, are seen by the most queries.
+    order = None if plan.causal else launch_order(turned, counts)
+    lists, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
+    bits = _bits(plan, batch, heads)
+    starts, lengths = _bounds(plan, plan.kv, batch, heads)
+    tiles_of_block = -(-plan.kv.size // tile.keys)
+    q_last = plan.q.num - 1
+    q_tail = plan.q.total - q_last * plan.q.size
+    _launch_key_gradients(
+        (batch * heads * num_kv * tiles_of_block,),
+        *_loaded(inputs, (tile.rows, tile.keys, tile.keys, tile.rows), copy_engine),
+        level, delta, dk, dv, lists, every_count,
+        counts if steps is None else steps.num_tail,
+        counts if steps is None else steps.tail_lengths,
+        starts, lengths, counts if order is None else order, bits,
+        *(s for x in inputs for s in x.stride()), *dk.stride()[:3], *level.stride()[:2],
+        *lists.stride(), *every_count.stride(), *starts.stride()[:2], *lengths.stride()[:2],
+        *bits.stride(),
+        counts.numel(), heads // plan_h, num_kv, plan_h, heads // k.shape[2],
+        plan.kv.size, plan.kv.total, q_last, q_tail, plan.q.total, lists.shape[3],
+        turned.indices.shape[3], scale,
+        BM=tile.rows, BN=tile.keys, D=head_size, DP=next_power_of_2(max(head_size, 16)),
+        KSUB=tiles_of_block, SUB=plan.q.size // tile.rows if steps is None else 0,
+        RAGGED_END=steps is None and q_tail != plan.q.size,
+        KV_STARTS=plan.kv.starts is not None, KV_LENGTHS=plan.kv.lengths is not None,
+        ORDERED=order is not None, BITS=plan.row_bits is not None,
+        STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine, CAUSAL=plan.causal,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _loaded(
+    inputs: _Inputs, rows: tuple[int, int, int, int], copy_engine: bool
+) -> tuple[object, ...]:
+    """Return what kernels load q, k, v and the gradient from: tensors, or their descriptors."""
+    if not copy_engine:
+        return inputs
+    width = next_power_of_2(max(inputs[0].shape[3], 16))
+    return tuple(describe(x, n, width) for x, n in zip(inputs, rows, strict=True))
+
+
+def _bits(plan: BlockPlan, batch: int, heads: int) -> torch.Tensor:
+    bits = plan.counts.unsqueeze(-1) if plan.row_bits is None else plan.row_bits
+    return bits.expand(batch, heads, -1, -1)
+
+
+def _bounds(
+    plan: BlockPlan, blocks: Blocks, batch: int, heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return starts and lengths of blocks; where there are none, something to point at."""
+    given = (blocks.starts, blocks.lengths)
+    starts, lengths = (plan.counts if t is None else unit_stride(t) for t in given)
+    return starts.expand(batch, heads, -1), lengths.expand(batch, heads, -1)
