@@ -25,6 +25,7 @@ from multimodal_gen.runtime.layers.attention.call import (
     check_places,
     check_sizes,
     current_watch,
+    device_type,
 )
 from multimodal_gen.runtime.layers.attention.custom_ops import (
     attention_op,
@@ -317,8 +318,9 @@ class AttentionLayer(nn.Module):
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         """Serve a call on this process; the heads may be a share of the layer's."""
         query, key, value = call[:3]
-        if call.autocasts:
-            with torch.autocast(query.device.type, enabled=False):  # methods choose their precision
+        kind = device_type(query.device)  # `call.autocasts`, spelled out
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):  # methods choose their precision
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
         context = current_forward_context()
@@ -350,7 +352,7 @@ class AttentionLayer(nn.Module):
         # What `forced_backend` returns, spelled out, because it is part of every call.
         forced = FORCED.get()
         in_force = FORCED_IN_PROCESS[0] if forced is None else forced[0]
-        last = (query.dtype, query.device.type)
+        last = (query.dtype, device_type(query.device))
         key = (in_force, *last)
         schedule = self._schedules.get(key) or self._bind(key)
         self._last[0] = last

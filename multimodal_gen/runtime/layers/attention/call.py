@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -35,6 +36,7 @@ __all__ = [
     "check_split",
     "check_tokens",
     "current_watch",
+    "device_type",
     "join_tokens",
     "watching",
 ]
@@ -42,6 +44,7 @@ __all__ = [
 
 _MOST_CHANNELS = 1 << 20  # beyond all use, and within all integers of kernels
 _MOST_SCALE = sys.float_info.max
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +138,12 @@ class AttentionCall(NamedTuple):
             and (gate is None or isinstance(gate, torch.Tensor))
         ):
             return _no_tensor({"query": q, "key": k, "value": v}, {"attn_mask": mask, "gate": gate})
-        plain = q.layout is k.layout is v.layout is torch.strided
-        if not plain or q.is_nested or k.is_nested or v.is_nested:
+        if not q.layout is k.layout is v.layout is _STRIDED:
             return _not_dense(query=q, key=k, value=v)
-        query, key, value = q.shape, k.shape, v.shape
+        try:
+            query, key, value = q.shape, k.shape, v.shape
+        except RuntimeError:  # of nested tensors alone
+            return _not_dense(query=q, key=k, value=v)
         if (
             len(query) == len(key) == len(value) == 4
             and query[3] == key[3] == geometry.head_size
@@ -221,6 +226,12 @@ class AttentionCall(NamedTuple):
             or (self.mask is not None and self.mask.requires_grad)
             or (self.gate is not None and self.gate.requires_grad)
         )
+
+
+@lru_cache(maxsize=64)
+def device_type(device: torch.device) -> str:
+    """Return `device.type`, kept because torch builds the text anew whenever it is asked."""
+    return device.type
 
 
 Watch: TypeAlias = Callable[
