@@ -70,6 +70,7 @@ class Request(NamedTuple):
         unaligned: whether a tensor has another stride than 1 along D, or other strides or an
             address that are no multiples of 16 bytes, as the copy engine needs.
         backward: whether a gradient will be asked for.
+        skip_below: whether products are left out that cannot count for much.
         e4m3: whether weights and values are rounded to e4m3 numbers.
         device: which of the GPUs, where a kernel is checked on each; None for the current one.
     """
@@ -86,6 +87,7 @@ class Request(NamedTuple):
     masked: bool = False
     unaligned: bool = False
     backward: bool = False
+    skip_below: bool = False
     e4m3: bool = False
     device: int | None = None
 
@@ -100,6 +102,7 @@ _REFUSALS = MappingProxyType(
         "causal": "has no causal variant, and the plan is causal",
         "masked": "leaves no tokens out, and some are masked",
         "unaligned": "needs q, k and v in rows of 16 bytes; call .contiguous() on them",
+        "skip_below": "leaves no products out, and `skip_below` asks for it",
         "backward": "has no backward pass, and an input requires grad",
     }
 )
@@ -485,7 +488,7 @@ BLOCK_SPARSE = Operation(
             capability=_HOPPER,
             dtypes=_HALF,
             head_sizes=HeadSizes(maximum=128, multiple_of=8),
-            serves=frozenset({"ragged", "row_bits", "backward"}),
+            serves=frozenset({"ragged", "row_bits", "backward", "skip_below"}),
             packages=(TRITON_WITH_GLUON,),
             check="multimodal_gen.kernels.gluon_check:block_sparse",
         ),
@@ -505,7 +508,9 @@ BLOCK_SPARSE = Operation(
             capability=_SM80,
             dtypes=_HALF,
             head_sizes=HeadSizes(maximum=256),
-            serves=frozenset({"ragged", "row_bits", "causal", "unaligned", "backward"}),
+            serves=frozenset(
+                {"ragged", "row_bits", "causal", "unaligned", "backward", "skip_below"}
+            ),
             packages=(TRITON,),
             interpreted=True,
         ),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse import fa4
 from multimodal_gen.kernels.block_sparse.plan import (
     BlockPlan,
@@ -22,6 +23,7 @@ from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
     attention_reference_backward,
 )
+from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import (
     PooledTail,
     add_tail,
@@ -76,6 +78,7 @@ class Call(NamedTuple):
     return_lse: bool
     deterministic: bool
     request: Request
+    skip: Skip | None = None
 
 
 def block_sparse_attention(
@@ -89,6 +92,7 @@ def block_sparse_attention(
     kernel: KernelChoice = AUTO,
     deterministic: bool = False,
     tail: PooledTail | None = None,
+    skip: Skip | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention over the pairs of `plan`.
 
@@ -105,6 +109,8 @@ def block_sparse_attention(
         kernel: what must run, "auto" for the fastest that can, or what was selected for a layer.
         deterministic: whether two runs must agree bit by bit; costs speed in some kernels.
         tail: lets the blocks that a row does not keep count by their means; None drops them.
+        skip: leaves out what lies far below the scores seen so far; None leaves nothing out. Not
+            under `torch.compile`, and not where a gradient is asked for.
 
     Returns:
         out [B, Sq, H, D] in q's dtype, contiguous; with `return_lse` also lse [B, H, Sq], fp32,
@@ -118,9 +124,14 @@ def block_sparse_attention(
     check_arguments(q, k, v, plan, scale)
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    if skip is not None and (backward or torch.compiler.is_compiling()):
+        raise UsageError(
+            "`skip` must be None where a gradient is asked for or a graph is traced, which do not "
+            "know what a kernel leaves out; call it under torch.no_grad() and outside of the graph"
+        )
     if tail is not None:
         results = _with_tail(
-            q, k, v, plan, tail, scale=scale, kernel=kernel, deterministic=deterministic
+            q, k, v, plan, tail, scale=scale, kernel=kernel, deterministic=deterministic, skip=skip
         )
         return results if return_lse else results[0]
     if q.shape[0] == 0:
@@ -128,10 +139,12 @@ def block_sparse_attention(
         return (q.clone(), lse) if return_lse else q.clone()
     if not torch.compiler.is_compiling():
         request = request_for(q, k, v, plan, backward=backward)
+        if skip is not None:
+            request = request._replace(skip_below=True)
         kernel = choose(BLOCK_SPARSE, kernel, request)
         if _is_plain(q):
             # Past the operator, whose plan would be another object every time, without a cache.
-            call = Call(q, k, v, plan, scale, return_lse, deterministic, request)
+            call = Call(q, k, v, plan, scale, return_lse, deterministic, request, skip)
             if backward:
                 out, found = _Attention.apply(q, k, v, call, kernel)  # type: ignore[no-untyped-call]
                 return (out, found.float()) if return_lse else out
@@ -169,11 +182,20 @@ def _with_tail(
     scale: float,
     kernel: KernelChoice,
     deterministic: bool,
+    skip: Skip | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse over what the plan keeps, and the means of what it does not."""
     num = tail.blocks_of(plan)
     out, lse = block_sparse_attention(
-        q, k, v, plan, scale=scale, return_lse=True, kernel=kernel, deterministic=deterministic
+        q,
+        k,
+        v,
+        plan,
+        scale=scale,
+        return_lse=True,
+        kernel=kernel,
+        deterministic=deterministic,
+        skip=skip,
     )
     if not num:
         return out, lse
@@ -260,10 +282,11 @@ def _run_gluon(call: Call) -> _Results:
         kv_size=plan.kv.size,
         regular=plan.kv.is_regular,
         row_bits=plan.row_bits is not None,
-        fast=q.dtype == torch.bfloat16,
+        fast=q.dtype == torch.bfloat16 and call.skip is None,
         deterministic=call.deterministic,
+        skips=call.skip is not None,
     )
-    attend(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile)
+    attend(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile, skip=call.skip)
     return out, lse
 
 
@@ -295,7 +318,18 @@ def _run_triton(call: Call) -> _Results:
         shared_memory=shared_memory,
     )
     engine = capability is not None and capability >= (9, 0) and not call.request.unaligned
-    attend(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile, copy_engine=engine)
+    attend(
+        q,
+        call.k,
+        call.v,
+        plan,
+        out,
+        lse,
+        scale=call.scale,
+        tile=tile,
+        copy_engine=engine,
+        skip=call.skip,
+    )
     return out, lse
 
 
@@ -313,7 +347,9 @@ def _limits(index: int) -> tuple[tuple[int, int] | None, int]:
 
 
 def _run_reference(call: Call) -> _Results:
-    out, lse = attention_reference(call.q, call.k, call.v, call.plan, scale=call.scale)
+    out, lse = attention_reference(
+        call.q, call.k, call.v, call.plan, scale=call.scale, skip=call.skip
+    )
     if call.request.backward:
         return out, lse  # in the precision that gradients need
     return out, lse.float() if call.return_lse else None

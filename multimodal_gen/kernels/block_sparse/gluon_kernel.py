@@ -15,6 +15,10 @@ Where rows choose among the blocks of their list, a step of a block that a row d
 reference infinity in that row, which makes its weights 0.
 
 OWN: every consumer has its own query block, ring and producer warp; else all consumers share one.
+
+SKIP: where the scores of a step lie so many powers of two below m in all 64 rows of a consumer, its
+weights are not added, and its product P V does not run. It takes the exact or the lazy kernel; the
+lazy one's m may be up to SLACK below the largest score, which then skips less.
 """
 
 import dataclasses
@@ -34,11 +38,19 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     Plan,
     Rings,
     Shape,
+    block_ahead,
+    block_of,
+    choices,
     find_work,
     first_turn,
+    infinity,
+    lost,
     step_start,
+    store_rows,
+    tail_keys,
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
+from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.gluon_compat import async_load, of_tensor
@@ -148,63 +160,24 @@ def _rescale(acc, alpha, C: gl.constexpr):
 
 
 @gluon.jit
-def _tail_keys(work, tail, C: gl.constexpr):
-    """Return how many keys of a partial step are real."""
-    keys = work.tail_keys
-    if C.sub == 0:
-        keys = gl.load(keys + tail)
-    return keys
-
-
-@gluon.jit
-def _block(work, step, C: gl.constexpr):
-    """Return the block of a step."""
-    whole = step
-    if C.ragged:
-        whole = step - gl.minimum(work.num_tail, 1)
-    is_whole = (whole >= 0) & (whole < work.num_full)
-    tail = gl.maximum(step - work.num_full, 0)
-    return gl.load(work.blocks + gl.where(is_whole, whole, work.tail - tail))
-
-
-@gluon.jit
-def _block_ahead(work, step, C: gl.constexpr):
-    """Return the block of the step after `step`, or of the last one, where rows choose."""
-    block = step
+def _nearest(m_step, m, words, block, work, ROW: gl.constexpr, C: gl.constexpr):
+    """Return how far above its reference the highest score of a step lies, of all rows; []."""
+    seen = ROW + gl.arange(0, 64, m.type.layout) < work.real
     if C.bits:
-        block = _block(work, gl.minimum(step + 1, work.num_full + work.num_tail - 1), C)
-    return block
-
-
-@gluon.jit
-def _words(work, first_row, block, layout: gl.constexpr, C: gl.constexpr):
-    """Return the words of 64 rows that hold their choice of a block."""
-    rows = first_row + gl.arange(0, 64, layout)
-    return gl.load(work.bits + rows * work.words + block // 32, mask=rows < work.real, other=0)
-
-
-@gluon.jit
-def _lost(words, block):
-    """Return 0 for rows that keep a block, -1 for others."""
-    return ((words >> (block % 32)) & 1) - 1
-
-
-@gluon.jit
-def _infinity(words, block):
-    """Return 0 for rows that keep a block, infinity for others; the predicates are needed."""
-    return (_lost(words, block) & 0x7F800000).to(gl.float32, bitcast=True)
+        seen = seen & (lost(words, block) == 0)
+    return gl.max(gl.where(seen, m_step - m, LOWEST), 0)
 
 
 @gluon.jit
 def _advance(
     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST: gl.constexpr,
     ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr, block=None,
-    words=None,
+    words=None, nearest=0.0, PENDING: gl.constexpr = True,
 ):  # fmt: skip
-    """Scores of `step` while P V of the step before is in flight; then its softmax.
+    """Scores of `step` while P V of the step before is in flight, if PENDING; then its softmax.
 
     Where rows choose, `block` is that of the step, and `words` their choices if one word holds
-    each.
+    each. Where steps are skipped, `nearest` is made that of the step.
     """
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
@@ -216,14 +189,17 @@ def _advance(
     slot = FIRST + step % C.stages
     slot_v = FIRST + (step - 1) % C.stages
     if C.bits and not C.one_word:
-        words = _words(work, ROW, block, gl.SliceLayout(1, s_layout), C)
+        words = choices(work, ROW, block, gl.SliceLayout(1, s_layout), C)
     mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
     k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
     s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
     mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
-    v_tile = rings.v.index(slot_v).reshape([BN, D])
-    o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
-    s = hopper.warpgroup_mma_wait(1, deps=[s_token])
+    if PENDING:
+        v_tile = rings.v.index(slot_v).reshape([BN, D])
+        o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
+        s = hopper.warpgroup_mma_wait(1, deps=[s_token])
+    else:
+        s = hopper.warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(rings.k_empty.index(slot))
     if MASKED:
         columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
@@ -232,11 +208,13 @@ def _advance(
     if not C.fast:
         m_step = gl.max(s, 1) * scale_log2
         if C.bits:
-            m_step = gl.where(_lost(words, block) == 0, m_step, LOWEST)
+            m_step = gl.where(lost(words, block) == 0, m_step, LOWEST)
+        if C.skip > 0:
+            nearest = _nearest(m_step, m, words, block, work, ROW, C)
         m_new = gl.where(m_step > m + SLACK, m_step, m) if C.lazy else gl.maximum(m, m_step)
     reference = m_new
     if C.bits:
-        reference = m_new + _infinity(words, block)
+        reference = m_new + infinity(words, block)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
     following = weights
     if not C.fast:
@@ -244,7 +222,11 @@ def _advance(
     if C.lazy:
         sums_rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
         sums = sums * gl.expand_dims(gl.convert_layout(alpha, sums_rows), 1)
-    if C.fast or C.lazy:
+    if C.skip > 0:
+        added = _partial_sums(p, C) if C.lazy else gl.sum(p, 1)
+        added = gl.where(nearest > -C.skip, added, gl.zeros_like(added))
+        sums = sums + added if C.lazy else sums * alpha + added
+    elif C.fast or C.lazy:
         sums += _partial_sums(p, C)
     else:
         sums = sums * alpha + gl.sum(p, 1)
@@ -255,33 +237,50 @@ def _advance(
     if C.fast and C.bits:
         # And so must the next ones, to be ready before it where that pays.
         acc, weights, following = hopper.warpgroup_mma_wait(0, deps=[o_token, weights, following])
-    else:
+    elif PENDING:
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
     mbarrier.arrive(rings.v_empty.index(slot_v))
     if not C.fast:
         following = gl.convert_layout(p.to(dtype), weights.type.layout)
         factor, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(alpha, rows_o), 1), acc)
         acc = _rescale(acc, factor, C) if C.lazy else acc * factor
-    return acc, sums, m_new, following
+    return acc, sums, m_new, following, nearest
 
 
 @gluon.jit
-def _store(values, lse, work, first_row, C: gl.constexpr):
-    """Write 64 rows of out and lse, those that the query block owns."""
-    layout: gl.constexpr = values.type.layout
-    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    channel = gl.arange(0, C.head_size, gl.SliceLayout(0, layout))
-    ptrs = work.out + (gl.expand_dims(rows * work.out_s, 1) + gl.expand_dims(channel, 0))
-    if C.q_lengths:
-        values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
-    mask = gl.expand_dims(rows < work.owned, 1)
-    if C.channels < C.head_size:
-        mask = mask & gl.expand_dims(channel < C.channels, 0)
-    gl.store(ptrs, values, mask=mask)
-    if C.lse:
-        rows = first_row + gl.arange(0, 64, lse.type.layout)
-        lse = gl.where(rows < work.real, lse, float("-inf"))
-        gl.store(work.lse + rows, lse, mask=rows < work.owned)
+def _advance_or_skip(
+    q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST: gl.constexpr,
+    ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr, block, words,
+    nearest, skipped,
+):  # fmt: skip
+    """`_advance`, without P V of the step before where that one was skipped; counts those."""
+    if C.skip > 0:
+        if nearest > -C.skip:
+            acc, sums, m, weights, nearest = _advance(
+                q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, MASKED,
+                dtype, C, block, words, nearest, True,
+            )  # fmt: skip
+        else:
+            skipped += (nearest > LOWEST).to(gl.int32)
+            acc, sums, m, weights, nearest = _advance(
+                q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, MASKED,
+                dtype, C, block, words, nearest, False,
+            )  # fmt: skip
+    else:
+        acc, sums, m, weights, nearest = _advance(
+            q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, MASKED,
+            dtype, C, block, words, nearest,
+        )  # fmt: skip
+    return acc, sums, m, weights, nearest, skipped
+
+
+@gluon.jit
+def _last_product(acc, weights, rings, slot, C: gl.constexpr):
+    """Return `acc` with P V of the last step."""
+    v_tile = rings.v.index(slot).reshape([C.keys, C.head_size])
+    o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
+    acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
+    return acc
 
 
 @gluon.jit
@@ -307,7 +306,7 @@ def _consumer(
     steps = work.num_full + work.num_tail
     if steps == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
-        _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
+        store_rows(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
         q_tile = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
@@ -316,8 +315,8 @@ def _consumer(
             q = q_tile.load(q_layout)
         words = None
         if C.bits:
-            block = _block(work, 0, C)
-            words = _words(work, ROW, block, rows_s, C)
+            block = block_of(work, 0, C)
+            words = choices(work, ROW, block, rows_s, C)
         mbarrier.wait(rings.k_full.index(FIRST), 0)
         k_t = rings.k.index(FIRST).reshape([BN, D]).permute((1, 0))
         zero = gl.zeros([64, BN], gl.float32, s_layout)
@@ -327,45 +326,54 @@ def _consumer(
         if C.ragged:
             keys = gl.to_tensor(BN)
             if work.num_tail > 0:
-                keys = _tail_keys(work, 0, C)
+                keys = tail_keys(work, 0, C)
             columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
             s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
         m = gl.max(s, 1) * scale_log2
         reference = m
         if C.bits:
-            reference = m + _infinity(words, block)
+            reference = m + infinity(words, block)
             if not C.fast:
-                m = gl.where(_lost(words, block) == 0, m, LOWEST)
+                m = gl.where(lost(words, block) == 0, m, LOWEST)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
         sums = _partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([64, D], gl.float32, o_layout)
+        nearest = scale_log2 * 0  # of the first step, which counts
+        skipped = steps * 0
         last = work.num_full
         if C.ragged:
             last += gl.minimum(work.num_tail, 1)
         # Blocks are looked up a step ahead, so that no product waits for them.
-        ahead = _block_ahead(work, 0, C)
+        ahead = block_ahead(work, 0, C)
         for step in range(1, last):
             block = ahead
-            ahead = _block_ahead(work, step, C)
-            acc, sums, m, weights = _advance(
+            ahead = block_ahead(work, step, C)
+            acc, sums, m, weights, nearest, skipped = _advance_or_skip(
                 q, rings, acc, sums, m, weights, BN, step, work, scale_log2, FIRST, ROW, False,
-                dtype, C, block, words,
+                dtype, C, block, words, nearest, skipped,
             )  # fmt: skip
         if C.sub == 0:  # a regular plan has one partial step at most
             for step in range(last, steps):
-                keys = _tail_keys(work, step - work.num_full, C)
+                keys = tail_keys(work, step - work.num_full, C)
                 block = ahead
-                ahead = _block_ahead(work, step, C)
-                acc, sums, m, weights = _advance(
+                ahead = block_ahead(work, step, C)
+                acc, sums, m, weights, nearest, skipped = _advance_or_skip(
                     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, True,
-                    dtype, C, block, words,
+                    dtype, C, block, words, nearest, skipped,
                 )  # fmt: skip
         slot = FIRST + (steps - 1) % C.stages
         mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
-        v_tile = rings.v.index(slot).reshape([BN, D])
-        o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
-        acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
+        if C.skip > 0:
+            if nearest > -C.skip:
+                acc = _last_product(acc, weights, rings, slot, C)
+            else:
+                skipped += (nearest > LOWEST).to(gl.int32)
+            if work.real > ROW:
+                gl.atomic_add(flags, skipped.to(gl.int64))
+                gl.atomic_add(flags + 1, steps.to(gl.int64))
+        else:
+            acc = _last_product(acc, weights, rings, slot, C)
 
         row_sum = sums
         if C.fast or C.lazy:
@@ -386,7 +394,7 @@ def _consumer(
         o = acc * gl.expand_dims(gl.convert_layout(inverse, rows_o), 1)
         q_tile.store(o.to(dtype))
         staged = q_tile.load(store_layout)
-        _store(staged, lse, work, ROW, C)
+        store_rows(staged, lse, work, ROW, C)
 
 
 @gluon.jit
@@ -522,6 +530,7 @@ def attend(
     *,
     scale: float,
     tile: GluonTile,
+    skip: Skip | None = None,
 ) -> None:
     """Launch the kernel, and the redo of the tiles it flags; writes `out` and `lse`.
 
@@ -533,20 +542,24 @@ def attend(
         out: contiguous [B, Sq, H, D]; only rows that belong to a query block are written.
         lse: contiguous fp32 [B, H, Sq], or None.
         scale: factor of the scores.
-        tile: shape of a program, as `hopper_tile` chooses it.
+        tile: shape of a program, as `gluon_tile` chooses it; not `fast` where steps are skipped.
+        skip: leaves out steps of `tile.keys` keys; see `Skip`.
     """
-    key = ("hopper", tile, q.shape, k.shape[2], lse is None)
+    below = 0.0 if skip is None else skip.octaves
+    key = ("hopper", tile, q.shape, k.shape[2], lse is None, below)
     prepared = plan.cache.get(key)
     if prepared is None:
-        prepared = plan.remember(key, _prepare(q, k, plan, tile, out, lse))
+        prepared = plan.remember(key, _prepare(q, k, plan, tile, out, lse, below))
     size, rows = prepared.head_size, prepared.num_flags
     # One allocation, whose second part begins at a multiple of 16 bytes like the first.
     marks = prepared.counts.new_zeros(rows + prepared.num_sweeps)
     sweep = marks[rows:] if prepared.num_sweeps else marks
+    # Where steps are skipped nothing is flagged, and they are counted in that place.
+    flags = marks if skip is None else skip.counts_on(q.device)
     prepared.launch(
         (
             describe(q, 64, size), describe(k, tile.keys, size), describe(v, tile.keys, size),
-            out, out if lse is None else lse, marks, sweep,
+            out, out if lse is None else lse, flags, sweep,
         ),
         scale / math.log(2.0),
     )  # fmt: skip
@@ -583,7 +596,10 @@ def _prepare(
     tile: GluonTile,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    below: float,
 ) -> _Prepared:
+    """Return what launches on a plan have in common; `below` as octaves, 0 to skip nothing."""
+    assert not (tile.fast and below), "the fast kernel knows no maxima"
     batch, _, heads, channels = q.shape
     kv = plan.kv
     whole = kv.is_regular and kv.size % tile.keys == 0 and plan.row_bits is None
@@ -602,7 +618,9 @@ def _prepare(
     total = batch * heads * num_q
     num_tiles = -(-total // tile.consumers) if tile.own else total * _q_tiles(plan, tile)
     kv_tail = kv.total - (kv.num - 1) * kv.size
-    shape = _shape(plan, tile, channels, sub, ordered=order is not None, lse=lse is not None)
+    shape = _shape(
+        plan, tile, channels, sub, ordered=order is not None, lse=lse is not None, below=below
+    )
     q_bounds = [
         counts if t is None else unit_stride(t).expand(batch, heads, -1)
         for t in (plan.q.starts, plan.q.lengths)
@@ -634,7 +652,14 @@ def _q_tiles(plan: BlockPlan, tile: GluonTile) -> int:
 
 
 def _shape(
-    plan: BlockPlan, tile: GluonTile, channels: int, sub: int, *, ordered: bool, lse: bool
+    plan: BlockPlan,
+    tile: GluonTile,
+    channels: int,
+    sub: int,
+    *,
+    ordered: bool,
+    lse: bool,
+    below: float,
 ) -> Shape:
     """Return the compile-time shape of the kernel."""
     kv_tail = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
@@ -658,6 +683,7 @@ def _shape(
         bits=plan.row_bits is not None,
         one_word=plan.row_bits is not None and plan.row_bits.shape[3] == 1,
         lse=lse,
+        skip=below,
         redo=False,
         registers=tile.registers,
         producer_registers=tile.producer_registers,

@@ -1,4 +1,4 @@
-"""What a program of the SM90 kernel works on: its tile, its list of steps, and what it is told."""
+"""What a program of the SM90 kernel works on: its tile, its steps, and where results go."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -128,6 +128,7 @@ class Shape:
         bits: whether rows choose among the blocks of their list; the list then holds steps.
         one_word: whether the choice of a row is a single word.
         lse: whether lse is wanted.
+        skip: how many powers of two below the reference a step is left out; 0 for none.
         redo: whether only flagged tiles are computed.
         registers: registers of a consumer thread.
         producer_registers: registers of a producer thread.
@@ -152,6 +153,7 @@ class Shape:
     bits: bool
     one_word: bool
     lse: bool
+    skip: float
     redo: bool
     registers: int
     producer_registers: int
@@ -229,6 +231,54 @@ def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
 
 
 @gluon.jit
+def tail_keys(work, tail, C: gl.constexpr):
+    """Return how many keys of a partial step are real."""
+    keys = work.tail_keys
+    if C.sub == 0:
+        keys = gl.load(keys + tail)
+    return keys
+
+
+@gluon.jit
+def block_of(work, step, C: gl.constexpr):
+    """Return the block of a step."""
+    whole = step
+    if C.ragged:
+        whole = step - gl.minimum(work.num_tail, 1)
+    is_whole = (whole >= 0) & (whole < work.num_full)
+    tail = gl.maximum(step - work.num_full, 0)
+    return gl.load(work.blocks + gl.where(is_whole, whole, work.tail - tail))
+
+
+@gluon.jit
+def block_ahead(work, step, C: gl.constexpr):
+    """Return the block of the step after `step`, or of the last one, where rows choose."""
+    block = step
+    if C.bits:
+        block = block_of(work, gl.minimum(step + 1, work.num_full + work.num_tail - 1), C)
+    return block
+
+
+@gluon.jit
+def choices(work, first_row, block, layout: gl.constexpr, C: gl.constexpr):
+    """Return the words of 64 rows that hold their choice of a block."""
+    rows = first_row + gl.arange(0, 64, layout)
+    return gl.load(work.bits + rows * work.words + block // 32, mask=rows < work.real, other=0)
+
+
+@gluon.jit
+def lost(words, block):
+    """Return 0 for rows that keep a block, -1 for others."""
+    return ((words >> (block % 32)) & 1) - 1
+
+
+@gluon.jit
+def infinity(words, block):
+    """Return 0 for rows that keep a block, infinity for others; the predicates are needed."""
+    return (lost(words, block) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def step_start(work, step, turn, C: gl.constexpr):
     """Return the first key of a step: a partial step if any, the whole ones, other partial ones.
 
@@ -265,3 +315,22 @@ def first_turn(work, key, C: gl.constexpr):
         value = gl.load(work.row_list + e, mask=e < entries, other=0) * KEYS
         before += gl.sum(((value < key) & (e < entries)).to(gl.int32), 0)
     return gl.where(before < entries, before * UNIT, 0)
+
+
+@gluon.jit
+def store_rows(values, lse, work, first_row, C: gl.constexpr):
+    """Write 64 rows of out and lse, those that the query block owns."""
+    layout: gl.constexpr = values.type.layout
+    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, C.head_size, gl.SliceLayout(0, layout))
+    ptrs = work.out + (gl.expand_dims(rows * work.out_s, 1) + gl.expand_dims(channel, 0))
+    if C.q_lengths:
+        values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
+    mask = gl.expand_dims(rows < work.owned, 1)
+    if C.channels < C.head_size:
+        mask = mask & gl.expand_dims(channel < C.channels, 0)
+    gl.store(ptrs, values, mask=mask)
+    if C.lse:
+        rows = first_row + gl.arange(0, 64, lse.type.layout)
+        lse = gl.where(rows < work.real, lse, float("-inf"))
+        gl.store(work.lse + rows, lse, mask=rows < work.owned)

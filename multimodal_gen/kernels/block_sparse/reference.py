@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan
+from multimodal_gen.kernels.block_sparse.skip import Skip
 
 __all__ = ["attention_reference", "attention_reference_backward"]
 
@@ -111,6 +112,22 @@ def _weights(
     return weights, lse.squeeze(-1)
 
 
+def _near(
+    query: torch.Tensor, key: torch.Tensor, keep: torch.Tensor, size: int, scale: float, skip: Skip
+) -> torch.Tensor:
+    """Return which keys are in blocks that are not left out, bool [B, H, 1, L]; counts them."""
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~keep, float("-inf"))
+    highest = scores.view(*scores.shape[:3], -1, size).amax(-1)  # [B, H, R, blocks]
+    # A block that is left out never raises the maximum.
+    before = highest.cummax(-1).values.roll(1, -1)
+    before[..., 0] = float("-inf")
+    near = ((highest > before - skip.nats) & (highest > float("-inf"))).any(2)
+    if skip.counts is not None:
+        listed = (highest > float("-inf")).any(2)
+        skip.counts.add_(torch.stack(((listed & ~near).sum(), listed.sum())))
+    return near.repeat_interleave(size, dim=-1).unsqueeze(2)
+
+
 def _gather(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: _Tile
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,7 +144,13 @@ def _gather(
 
 @_outside_autocast
 def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, *, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    skip: Skip | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the attention of `plan`; differentiable.
 
@@ -137,6 +160,8 @@ def attention_reference(
         v: [B, Sk, Hkv, D].
         plan: the pairs.
         scale: factor of the scores.
+        skip: leaves out key blocks, in the order of the lists, whose scores lie far below those
+            before them for every row of a query block.
 
     Returns:
         out [B, Sq, H, D] in q's dtype, and lse [B, H, Sq], natural logarithm, fp32 (fp64 for
@@ -150,7 +175,10 @@ def attention_reference(
     h = torch.arange(heads, device=q.device).view(1, -1, 1)
     for tile in _tiles(plan, batch, heads):
         query, key, value = _gather(q, k, v, tile)
-        weights, tile_lse = _weights(query, key, tile.keep, scale)
+        keep = tile.keep
+        if skip is not None:
+            keep = keep & _near(query, key, keep, plan.kv.size, scale, skip)
+        weights, tile_lse = _weights(query, key, keep, scale)
         tile_out = weights @ value
         real = tile.real_rows
         at_b, at_h, at_r = (t.expand_as(tile.rows)[real] for t in (b, h, tile.rows))

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
+from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.steps_kernel import Steps, make_steps
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launcher import Launcher
@@ -34,12 +35,9 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _update(q, k_t, v, acc, total, m, keep, scale_log2, MASKED: tl.constexpr, UPCAST: tl.constexpr):
-    """One step of the online softmax."""
-    s = dot(q, k_t, UPCAST)
-    if MASKED:
-        s = tl.where(keep, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+def _add(s, highest, v, acc, total, m, scale_log2, MASKED: tl.constexpr, UPCAST: tl.constexpr):
+    """Add the weights of a step, and their product with V."""
+    m_new = tl.maximum(m, highest)
     reference = m_new
     if MASKED:
         # A row that has seen no key yet has m = -inf, and -inf - -inf is a NaN.
@@ -49,6 +47,29 @@ def _update(q, k_t, v, acc, total, m, keep, scale_log2, MASKED: tl.constexpr, UP
     total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None] + dot(p.to(v.dtype), v, UPCAST)
     return acc, total, m_new
+
+
+@triton.jit
+def _update(
+    q, k_t, v, acc, total, m, keep, scale_log2, real, below, skipped,
+    MASKED: tl.constexpr, UPCAST: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax; SKIP: none where all of it lies `below` what was seen."""
+    s = dot(q, k_t, UPCAST)
+    if MASKED:
+        s = tl.where(keep, s, float("-inf"))
+    highest = tl.max(s, 1) * scale_log2
+    if SKIP:
+        seen = real & (highest > float("-inf"))
+        gap = tl.where(seen, highest - tl.where(seen, m, 0.0), float("-inf"))
+        nearest = tl.max(gap, 0)
+        if nearest > -below:
+            acc, total, m = _add(s, highest, v, acc, total, m, scale_log2, MASKED, UPCAST)
+        else:
+            skipped += (nearest > float("-inf")).to(tl.int32)
+    else:
+        acc, total, m = _add(s, highest, v, acc, total, m, scale_log2, MASKED, UPCAST)
+    return acc, total, m, skipped
 
 
 @triton.jit
@@ -105,6 +126,29 @@ def partial_step(
     return start.to(tl.int64), length, block
 
 
+@triton.jit
+def _num_steps(
+    list_ptr, list_j, count, tail_count_ptr, has_rows, kv_last, kv_tail,
+    BN: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr, Q_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Return how many whole and how many partial steps a list has."""
+    if SUB > 0:
+        num_full = count * SUB
+        num_tail = 0
+        if RAGGED_END:
+            end = tl.load(list_ptr + (count - 1) * list_j, mask=count > 0, other=-1)
+            if end == kv_last:
+                num_full = (count - 1) * SUB + kv_tail // BN
+                num_tail = (kv_tail % BN > 0).to(tl.int32)
+    else:
+        num_full = count
+        num_tail = tl.load(tail_count_ptr)
+        num_tail = tl.where(count >= 0, num_tail, 0)
+        if Q_LENGTHS:
+            num_tail = tl.where(has_rows, num_tail, 0)
+    return num_full, num_tail
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "q_size", "q_total",
@@ -120,12 +164,12 @@ def _attention_kernel(
     list_b, list_h, list_q, list_j, count_b, count_h, count_q,
     q_start_b, q_start_h, q_length_b, q_length_h, bits_b, bits_h, bits_s, bits_w,
     rows, rep_h, num_q, plan_h, group, q_size, q_total, kv_last, kv_tail, room, tail_room,
-    scale_log2,
+    scale_log2, skip_ptr, below,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
     ORDERED: tl.constexpr, BITS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    UPCAST: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * H * Nq * QSUB]; QSUB tiles of BM rows per query block.
 
@@ -172,21 +216,10 @@ def _attention_kernel(
     if BITS:
         bits_ptr += b * bits_b + h * bits_h + first_row * bits_s
 
-    if SUB > 0:
-        num_full = count * SUB
-        num_tail = 0
-        if RAGGED_END:
-            end = tl.load(list_ptr + (count - 1) * list_j, mask=count > 0, other=-1)
-            if end == kv_last:
-                num_full = (count - 1) * SUB + kv_tail // BN
-                num_tail = (kv_tail % BN > 0).to(tl.int32)
-    else:
-        num_full = count
-        num_tail = tl.load(tail_count_ptr + at)
-        num_tail = tl.where(count >= 0, num_tail, 0)
-        if Q_LENGTHS:
-            num_tail = tl.where(sub * BM < length, num_tail, 0)
-
+    num_full, num_tail = _num_steps(
+        list_ptr, list_j, count, tail_count_ptr + at, sub * BM < length, kv_last, kv_tail,
+        BN, SUB, RAGGED_END, Q_LENGTHS,
+    )  # fmt: skip
     if CAUSAL:
         kv_total = kv_last * SUB * BN + kv_tail
         last = begin + sub * BM + kv_total - q_total  # the last key that the first row sees
@@ -196,6 +229,7 @@ def _attention_kernel(
     acc = tl.zeros([BM, DP], tl.float32)
     total = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
+    skipped = tl.full([], 0, tl.int32)
     entry = tl.load(list_ptr, mask=num_full > 0, other=0)
     for step in tl.range(0, num_full, num_stages=STAGES):
         block = entry
@@ -215,7 +249,9 @@ def _attention_kernel(
             k_base, v_base, k_tile, v_tile, b, kv_h, start.to(tl.int64), k_s, v_s,
             real_d[:, None], real_d[None, :], BN, DP, D < DP and not TMA, TMA,
         )  # fmt: skip
-        acc, total, m = _update(q, k_t, v, acc, total, m, keep, scale_log2, BITS, UPCAST)
+        acc, total, m, skipped = _update(
+            q, k_t, v, acc, total, m, keep, scale_log2, real, below, skipped, BITS, UPCAST, SKIP
+        )
 
     for tail in tl.range(0, num_tail, num_stages=1):
         start, length_n, block = partial_step(
@@ -232,8 +268,13 @@ def _attention_kernel(
             k_base, v_base, k_tile, v_tile, b, kv_h, start, k_s, v_s,
             real_n[None, :] & real_d[:, None], real_n[:, None] & real_d[None, :], BN, DP, True, TMA,
         )  # fmt: skip
-        acc, total, m = _update(q, k_t, v, acc, total, m, keep, scale_log2, True, UPCAST)
+        acc, total, m, skipped = _update(
+            q, k_t, v, acc, total, m, keep, scale_log2, real, below, skipped, True, UPCAST, SKIP
+        )
 
+    if SKIP:
+        tl.atomic_add(skip_ptr, skipped.to(tl.int64))
+        tl.atomic_add(skip_ptr + 1, (num_full + num_tail).to(tl.int64))
     nothing = (total == 0.0) | (inside >= length)
     total = tl.where(nothing, 1.0, total)
     out = acc / total[:, None]
@@ -263,6 +304,7 @@ def attend(
     scale: float,
     tile: TritonTile,
     copy_engine: bool = False,
+    skip: Skip | None = None,
 ) -> None:
     """Launch the kernel; writes `out` [B, Sq, H, D] and `lse` [B, H, Sq].
 
@@ -277,6 +319,7 @@ def attend(
         tile: shape of a program, as `portable_tile` chooses it.
         copy_engine: load through tensor descriptors, which needs SM90 or later, stride 1 along D
             and all other strides and addresses multiples of 16 bytes.
+        skip: leaves out steps of `tile.keys` keys; see `Skip`.
     """
     batch, _, heads, head_size = q.shape
     direct = plan.kv.is_regular and plan.kv.size % tile.keys == 0
@@ -321,12 +364,14 @@ def attend(
         counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
         plan.q.size, plan.q.total, kv_last, kv_tail, lists.shape[3], plan.indices.shape[3],
         scale * LOG2E,
+        None if skip is None else skip.counts_on(q.device), None if skip is None else skip.octaves,
         BM=tile.rows, BN=tile.keys, D=head_size, DP=width,
         QSUB=tiles_of_block, SUB=plan.kv.size // tile.keys if direct else 0,
         RAGGED_END=direct and kv_tail != plan.kv.size,
         Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
         ORDERED=order is not None, BITS=plan.row_bits is not None, LSE=lse is not None,
         STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine, CAUSAL=plan.causal,
+        SKIP=skip is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

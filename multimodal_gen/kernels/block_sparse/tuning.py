@@ -289,6 +289,7 @@ def gluon_tile(
     fast: bool,
     deterministic: bool,
     row_bits: bool = False,
+    skips: bool = False,
 ) -> GluonTile:
     """Return the tile for a plan's block sizes.
 
@@ -300,6 +301,7 @@ def gluon_tile(
         deterministic: whether the order of summation must be fixed.
         row_bits: whether rows choose, and so need to know the block of every step and where it
             lies in the list.
+        skips: whether steps are left out, which three consumers have no registers for; not `fast`.
     """
     regular = regular and not row_bits
     deterministic = deterministic or row_bits
@@ -307,7 +309,7 @@ def gluon_tile(
         pattern = "narrow"
     elif q_size % 192 == 0 and row_bits and fast:
         pattern = "wide bits"
-    elif q_size % 192 == 0 and (kv_size % 64 == 0 if regular else fast):
+    elif q_size % 192 == 0 and not skips and (kv_size % 64 == 0 if regular else fast):
         pattern = "wide"
     elif not regular or kv_size % 128:
         # Also because partial steps of 128 keys do not fit into the registers.

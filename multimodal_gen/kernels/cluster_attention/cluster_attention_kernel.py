@@ -21,10 +21,9 @@ from multimodal_gen.kernels.block_sparse.gluon_kernel import (
     OVERFLOW,
     _advance,
     _partial_sums,
-    _store,
     describe,
 )
-from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape, store_rows
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, Pieces
@@ -249,12 +248,12 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
     acc = gl.zeros([64, D], gl.float32, o_layout)
     last = work.num_full + gl.minimum(work.num_tail, 1)
     for step in range(1, last):
-        acc, sums, m, weights = _advance(
+        acc, sums, m, weights, _ = _advance(
             q, rings, acc, sums, m, weights, BN, step, work, scale_log2, 0, 0, False, dtype, C
         )
     for step in range(last, steps):
         limits = _limits(work, step - work.num_full, columns, C)
-        acc, sums, m, weights = _advance(
+        acc, sums, m, weights, _ = _advance(
             q, rings, acc, sums, m, weights, limits, step, work, scale_log2, 0, 0, True, dtype, C
         )
     slot = (steps - 1) % C.stages
@@ -272,7 +271,7 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
             gl.store(flag, wrong)
     o = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, rows_o), 1)
     q_tile.store(o.to(dtype))
-    _store(q_tile.load(store_layout), m, work, W * 64, C)
+    store_rows(q_tile.load(store_layout), m, work, W * 64, C)
 
 
 @gluon.jit
@@ -284,7 +283,7 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
         _give_back(work, rings, C)
     elif work.num_full + work.num_tail == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
-        _store(nothing, 0.0, work, W * 64, C)
+        store_rows(nothing, 0.0, work, W * 64, C)
     else:
         _attend(work, rings, flag, scale_log2, W, dtype, C)
 
@@ -448,6 +447,7 @@ def _shape(tile: GluonTile, channels: int, *, redo: bool) -> Shape:
         bits=False,
         one_word=False,
         lse=False,
+        skip=0.0,
         redo=redo,
         registers=tile.registers,
         producer_registers=tile.producer_registers,

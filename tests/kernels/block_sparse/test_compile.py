@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile, gluon_tile, triton_tile
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from tests.kernels.cases import with_slow
@@ -80,7 +81,7 @@ class Case:
         marks += ["lse"] * self.lse + ["deterministic"] * self.deterministic
         return "-".join([*map(str, self.sizes), *marks])
 
-    def tile(self) -> GluonTile:
+    def tile(self, *, skips: bool = False) -> GluonTile:
         return gluon_tile(
             q_size=self.sizes[0],
             kv_size=self.sizes[1],
@@ -88,16 +89,19 @@ class Case:
             fast=self.fast,
             deterministic=self.deterministic,
             row_bits=self.form == "bits",
+            skips=skips,
         )
 
-    def launch(self) -> None:
+    def launch(self, skip: Skip | None = None) -> None:
         from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
 
         plan = plan_of(self.form, *self.sizes)
         dtype = torch.bfloat16 if self.fast else torch.float16
         q, k, v, out = tensors_for(plan, self.head_size, dtype)
         lse = torch.empty(2, 4, plan.q.total) if self.lse else None
-        attend(q, k, v, plan, out, lse, scale=0.1, tile=self.tile())
+        attend(
+            q, k, v, plan, out, lse, scale=0.1, tile=self.tile(skips=skip is not None), skip=skip
+        )
 
 
 WIDE, SQUARE, SHORT, NARROW = (384, 384), (128, 128), (128, 64), (64, 64)
@@ -143,6 +147,40 @@ def test_every_tile_of_sm90_compiles_without_spills_or_warnings(
     case.launch()
     assert "attention_kernel" in compiler.names
     assert_clean(compiler.kernels)
+    assert not any(counts(kernel.ptx) for kernel in compiler.kernels)
+
+
+def counts(ptx: str) -> bool:
+    """Whether a kernel adds up in memory, as it does for the steps that it skips."""
+    return "atom.global" in ptx or "red.global" in ptx or "atom.relaxed" in ptx
+
+
+SKIPPING = [
+    Case(sizes, form, fast=False, head_size=head_size)
+    for sizes, form, head_size in (
+        (SQUARE, "regular", 128),
+        (NARROW, "ragged", 128),
+        (WIDE, "regular", 128),
+        (SHORT, "ragged", 128),
+        (NARROW, "bits", 128),
+        (SQUARE, "bits", 64),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if with_oldest() and i == 0 else pytest.mark.slow)
+        for i, case in enumerate(SKIPPING)
+    ],
+    ids=str,
+)
+def test_skipping_steps_compiles_without_spills_or_warnings(compiler: Compiler, case: Case) -> None:
+    case.launch(Skip(below=30.0))
+    assert_clean(compiler.kernels)
+    (kernel,) = (kernel for kernel in compiler.kernels if kernel.name == "attention_kernel")
+    assert counts(kernel.ptx)
 
 
 @pytest.mark.slow
@@ -169,7 +207,12 @@ def test_no_tile_and_no_choice_is_left_to_the_slow_cases() -> None:
 
 
 def launch_portable(
-    compiler: Compiler, capability: int, form: str, q_size: int, head_size: int
+    compiler: Compiler,
+    capability: int,
+    form: str,
+    q_size: int,
+    head_size: int,
+    skip: Skip | None = None,
 ) -> None:
     """Launch the portable kernel, through the copy engine on SM90."""
     from multimodal_gen.kernels.block_sparse.triton_kernel import attend
@@ -185,7 +228,8 @@ def launch_portable(
         shared_memory=SHARED_MEMORY[capability],
     )
     lse = torch.empty(2, 4, plan.q.total)
-    attend(q, k, v, plan, out, lse, scale=0.1, tile=tile, copy_engine=capability >= 90)
+    engine = capability >= 90
+    attend(q, k, v, plan, out, lse, scale=0.1, tile=tile, copy_engine=engine, skip=skip)
 
 
 FORMS = ("dense", "regular", "ragged", "bits", "causal")
@@ -227,6 +271,21 @@ def test_the_portable_kernel_does_not_spill_on_sm90(
     compiler: Compiler, form: str, q_size: int, head_size: int
 ) -> None:
     launch_portable(compiler, 90, form, q_size, head_size)
+    assert "attention_kernel" in compiler.names
+    compiler.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("form", "q_size", "head_size"),
+    with_slow(
+        [("regular", 64, 128), ("regular", 128, 128), ("ragged", 64, 64), ("dense", 128, 64)],
+        [("regular", 64, 128)] if with_oldest() else [],
+    ),
+)
+def test_leaving_products_out_does_not_spill_on_sm90(
+    compiler: Compiler, form: str, q_size: int, head_size: int
+) -> None:
+    launch_portable(compiler, 90, form, q_size, head_size, Skip(below=30.0))
     assert "attention_kernel" in compiler.names
     compiler.assert_clean()
 

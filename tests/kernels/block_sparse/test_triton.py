@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.skipping import peaked_inputs
 from multimodal_gen.testing.tolerance import (
     assert_gradients_within_error_budget,
     assert_within_error_budget,
@@ -313,3 +315,37 @@ def test_gradients_of_padding_are_zero_whatever_it_holds() -> None:
         assert torch.equal(clean, dirty)
         assert not dirty[:, padding].any()
         assert dirty[:, ~padding].any()
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("form", ["regular", "last one short", "row bits"])
+def test_steps_far_below_are_left_out_as_the_reference_leaves_blocks_out(
+    rows: int, form: str
+) -> None:
+    size, num = 64 if rows == 64 else 128, 5  # blocks are the kernel's steps
+    total = num * size - (17 if form == "last one short" else 0)
+    sizes = Blocks(num=-(-total // rows), size=rows, total=total)
+    indices = torch.arange(num, dtype=torch.int32).expand(1, 1, sizes.num, num).contiguous()
+    plan = BlockPlan(
+        indices=indices,
+        counts=torch.full((1, 1, sizes.num), num, dtype=torch.int32),
+        q=sizes,
+        kv=Blocks(num=num, size=size, total=total),
+        row_bits=None if form != "row bits" else torch.full((1, 1, total, 1), 0b11101).int(),
+    )
+    q, k, v = peaked_inputs(total, 2, 32, size, dtype=torch.float16)
+    found = {}
+    for kernel in ("triton", "reference"):
+        skip = Skip(below=15.0, counts=torch.zeros(2, dtype=torch.int64))
+        found[kernel] = (
+            *block_sparse_attention(q, k, v, plan, return_lse=True, kernel=kernel, skip=skip),
+            skip.counts.tolist(),
+        )
+    (out, lse, counts), (expected, expected_lse, steps) = found["triton"], found["reference"]
+    assert (out - expected).abs().max() <= 5e-3
+    assert (lse - expected_lse).abs().max() <= 5e-3  # nothing lies at the limit
+    assert counts[0] == steps[0] > 0
+    assert counts[1] == 2 * sizes.num * num
+    exact = block_sparse_attention(q, k, v, plan, kernel="triton")
+    none = block_sparse_attention(q, k, v, plan, kernel="triton", skip=Skip(below=1e4))
+    assert torch.equal(exact, none)

@@ -65,6 +65,7 @@ class ReportEntry:
 
     Attributes:
         steps: denoising steps it serves, e.g. "0-9"; None for every (other) step.
+        skipped: share of the kernel's steps over keys that `skip_below` left out, or None.
         sigma: how they were named, where by their noise levels and a run told those.
         selection: what runs and why.
         calls: how often it ran.
@@ -78,6 +79,7 @@ class ReportEntry:
     densities: tuple[tuple[int, float], ...] = ()
     shapes: tuple[str, ...] = ()
     sigma: SigmaSteps | None = None
+    skipped: float | None = None
 
     @property
     def density(self) -> float | None:
@@ -93,6 +95,8 @@ class ReportEntry:
             **selection_as_dict(self.selection),
             "calls": self.calls,
         }
+        if self.skipped is not None:
+            data["skipped"] = self.skipped
         if self.sigma is not None:
             data["sigma"] = self.sigma.as_dict()
         if self.densities:
@@ -260,6 +264,7 @@ class Group:
         density: for sparse methods, the least and the most dense layer's share of pairs attended
             to, each the mean over its steps.
         density_by_step: the share at each step, as a mean over the layers.
+        skipped: share of the kernel's steps that `skip_below` left out, as a mean over the layers.
     """
 
     component: str
@@ -271,6 +276,7 @@ class Group:
     count: int
     density: tuple[float, float] | None = None
     density_by_step: tuple[tuple[int, float], ...] = ()
+    skipped: float | None = None
 
     @property
     def layers_text(self) -> str:
@@ -342,12 +348,15 @@ def grouped(report: "AttentionReport") -> list[Group]:
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
     densities: dict[tuple[Any, ...], list[float]] = {}
     by_step: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+    skipped: dict[tuple[Any, ...], list[float]] = {}
     for layer in report.layers:
         where = (layer.component or "-", str(layer.role))
         # Without a schedule there may be several entries too: forcing adds one.
         rest = "other" if any(entry.steps for entry in layer.entries) else "all"
         for entry in layer.entries:
-            key = (*where, entry.steps or rest, replace(entry, densities=()), False)
+            key = (*where, entry.steps or rest, replace(entry, densities=(), skipped=None), False)
+            if entry.skipped is not None:
+                skipped.setdefault(key, []).append(entry.skipped)
             found.setdefault(key, []).append(layer)
             if entry.density is not None:
                 densities.setdefault(key, []).append(entry.density)
@@ -365,6 +374,7 @@ def grouped(report: "AttentionReport") -> list[Group]:
             count=len(layers),
             density_by_step=_mean_by_step(by_step.get(key, ())),
             density=(min(densities[key]), max(densities[key])) if key in densities else None,
+            skipped=sum(skipped[key]) / len(skipped[key]) if key in skipped else None,
         )
         for key, layers in found.items()
     ]
@@ -413,6 +423,8 @@ def summary(report: "AttentionReport") -> list[str]:
         detour = "detour to " if group.detour else ""
         selection, calls = group.entry.selection, group.entry.calls
         density = f"{group.density_text}, " if group.density else ""
+        if group.skipped is not None:
+            density += f"{100 * group.skipped:.1f} % of them skipped (`skip_below`), "
         shapes = f"{_shapes_text(group.entry.shapes)}, " if group.entry.shapes else ""
         because = _once(footnotes.reason(selection), said)
         lines.append(

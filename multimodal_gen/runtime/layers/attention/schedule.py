@@ -444,6 +444,7 @@ class ScheduleEntry:
             calls=calls,
             densities=tuple(sorted(densities.items())),
             sigma=self._named,
+            skipped=self.primary.impl.share_skipped(),
             shapes=tuple(self._shapes),
         )
         return entry, detours

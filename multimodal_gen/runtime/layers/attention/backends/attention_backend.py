@@ -270,6 +270,10 @@ class AttentionImpl(ABC):
     def check_run(self, context: ForwardContext) -> None:  # noqa: B027 - most demand nothing
         """Raise an error of this package for a run that the configuration does not fit."""
 
+    def share_skipped(self) -> float | None:
+        """Return the share of a kernel's steps that were left out, or None where none can be."""
+        return None
+
     def end_request(self, request_id: str) -> None:  # noqa: B027 - optional
         """Drop what is kept for a request that is over; others may still run.
 

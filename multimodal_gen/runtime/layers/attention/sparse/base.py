@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -90,6 +91,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         super().__init__(*args, **kwargs)
         cls: Any = self.declaration.config_cls
         self.config = self.config if isinstance(self.config, cls) else cls()
+        self._skip: Skip | None = None
         self._has_schedules = bool(varying(self.config))
         self.varies_by_step = self.varies_by_step or self._has_schedules
         self.label = str(self.declaration.backend)
@@ -166,7 +168,26 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             gate=gate,
             first_head=first_head,
             tail=self.pools_tail,
+            skip=self._skip_on(query.device),
         )
+
+    def _skip_on(self, device: torch.device) -> Skip | None:
+        """Return what `skip_below` asks for, counted on a device; None where it is not given."""
+        below = getattr(self.config, "skip_below", None)
+        if below is None:
+            return None
+        if self._skip is None or self._skip.counts is None or self._skip.counts.device != device:
+            with torch.inference_mode(False):
+                counts = torch.zeros(2, dtype=torch.int64, device=device)
+            self._skip = Skip(below=below, counts=counts)
+        return self._skip
+
+    def share_skipped(self) -> float | None:
+        """See `AttentionImpl.share_skipped`; waits for the device."""
+        if self._skip is None or self._skip.counts is None:
+            return None
+        skipped, steps = self._skip.counts.tolist()
+        return float(skipped) / steps if steps else None
 
     @property
     def pools_tail(self) -> bool:

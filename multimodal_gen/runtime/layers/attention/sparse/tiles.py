@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, PooledTail
 from multimodal_gen.kernels.engine import AUTO, SelectedKernel
 from multimodal_gen.kernels.static_cache import static_cache
@@ -129,6 +130,7 @@ class SparseCall:
         first_head: index of the first of `query`'s heads among those of the layer.
         tail: whether blocks of video that a query does not keep count by their means.
         first_order: whether values then follow keys inside of blocks.
+        skip: what leaves out products that cannot count for much; None leaves nothing out.
     """
 
     query: torch.Tensor
@@ -142,6 +144,7 @@ class SparseCall:
     first_head: int = 0
     tail: bool = False
     first_order: bool = False
+    skip: Skip | None = None
 
     def tail_of(self, num_blocks: int) -> PooledTail | None:
         """Return the tail over the first so many blocks of keys, where there is one."""
@@ -463,7 +466,7 @@ def attend_tiled(
         if LISTENER.get() is not None:
             tell_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
         tiled = block_sparse_attention(
-            q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail
+            q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail, skip=call.skip
         )
         assert isinstance(tiled, torch.Tensor)
         scatter_tokens(tiled, queries.index, out[:, :, q_slice])
@@ -503,6 +506,7 @@ def _attend_in_order(
         scale=call.scale,
         kernel=call.kernel,
         tail=call.tail_of(num_tiles),
+        skip=call.skip,
     )
     assert isinstance(found, torch.Tensor)
     rest = [attend_rows(query[:, span], key, value, None, call.scale) for span in queries.rest]
@@ -551,7 +555,9 @@ def attend_densely(call: SparseCall) -> torch.Tensor:
         return attend_rows(query, key, value, call.keep, call.scale)
     sizes = (query.shape[1], key.shape[1], _DENSE_BLOCK, _DENSE_BLOCK)
     plan = dense_plan(*sizes, False, query.device)
-    out = block_sparse_attention(query, key, value, plan, scale=call.scale, kernel=call.kernel)
+    out = block_sparse_attention(
+        query, key, value, plan, scale=call.scale, kernel=call.kernel, skip=call.skip
+    )
     assert isinstance(out, torch.Tensor)
     return out
 

@@ -98,6 +98,9 @@ class SlidingTileConfig(SparseConfig):
         tile_size: tokens per tile along (time, height, width).
         target_density: share of the attention matrix the tuning modes aim at; None for the least
             loss per head.
+        skip_below: products of weights and values are left out where all weights of a step of the
+            kernel lie so many decibels below the largest ones so far; 30 is a thousandth. None
+            leaves nothing out.
         tail: what becomes of tiles outside of a window: `none` drops them, as the paper does;
             `pooled` counts each by the mean of its keys and values. Searches and tuning find other
             windows with it.
@@ -125,6 +128,9 @@ class SlidingTileConfig(SparseConfig):
     target_density: float | None = option(
         None, "share of the attention matrix tuning aims at", ge=0, le=1
     )
+    skip_below: float | None = option(
+        None, "decibels below the largest weight so far at which products are left out", ge=1
+    )
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal[
         "auto", "gluon", "fa4", "triton", "reference", "st_attn", "fastvideo_kernel"
@@ -133,6 +139,11 @@ class SlidingTileConfig(SparseConfig):
     def check(self) -> None:
         """Each mode has exactly the sources it reads; only tuning has a target."""
         refuse_foreign_tail("sliding_tile_attn", self.tail, self.kernel, *UPSTREAM)
+        if self.skip_below is not None and self.kernel in UPSTREAM:
+            raise ConfigError(
+                f"`skip_below` of sliding_tile_attn must not be given with kernel {self.kernel}, "
+                f"which leaves no products out, got {self.skip_below}; remove one"
+            )
         file, window, mode = self.mask_strategy_file_path, self.window, self.sta_mode
         inference, tuning = mode == "STA_inference", mode.startswith("STA_tuning")
         if inference and file is None and window is None:
@@ -250,6 +261,8 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
         """See `AttentionImpl.ring_reason`."""
         if self._searches:
             return "STA_searching compares whole heads, and strategies serve any number of GPUs"
+        if self.config.skip_below is not None:
+            return "skip_below compares the scores of a row over all keys in one pass"
         return whole_tiles_only(self.kernel)
 
     def forward_ring(

@@ -84,6 +84,9 @@ class VideoSparseConfig(SparseConfig):
         topk_convention: what `sparsity` is a share of when the number of kept tiles is computed:
             `tiles` of the grid, ragged ones included, or `tokens` / tokens per tile.
         tile_size: tokens per tile along (time, height, width): 64, 128 or 256 in all.
+        skip_below: products of weights and values are left out where all weights of a step of the
+            kernel lie so many decibels below the largest ones so far; 30 is a thousandth. None
+            leaves nothing out.
         tail: what becomes of tiles that a query tile does not keep: `none` drops them, as the paper
             does; `pooled` counts each by the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
@@ -99,6 +102,9 @@ class VideoSparseConfig(SparseConfig):
     tile_size: tuple[int, ...] = option(
         (4, 4, 4), "tokens per tile along time, height, width", ge=1, length=3
     )
+    skip_below: float | None = option(
+        None, "decibels below the largest weight so far at which products are left out", ge=1
+    )
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal["auto", "gluon", "fa4", "triton", "reference", "vsa", "fastvideo_kernel"] = (
         option("auto", "kernel that runs")
@@ -107,6 +113,11 @@ class VideoSparseConfig(SparseConfig):
     def check(self) -> None:
         """The budget is given once, and the tile is one the kernels have."""
         refuse_foreign_tail("video_sparse_attn", self.tail, self.kernel, *UPSTREAM)
+        if self.skip_below is not None and self.kernel in UPSTREAM:
+            raise ConfigError(
+                f"`skip_below` of video_sparse_attn must not be given with kernel {self.kernel}, "
+                f"which leaves no products out, got {self.skip_below}; remove one"
+            )
         if self.topk is not None and self.sparsity != 0:
             raise ConfigError(
                 f"`topk` of video_sparse_attn must not be given with `sparsity`, got topk "
@@ -226,6 +237,8 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
+        if self.config.skip_below is not None:
+            return "skip_below compares the scores of a row over all keys in one pass"
         return whole_tiles_only(self.kernel)
 
     def forward_ring(
