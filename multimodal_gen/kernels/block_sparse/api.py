@@ -57,6 +57,7 @@ __all__ = [
     "block_sparse_attention_op",
     "kernel_for",
     "loadable",
+    "refresh_plan",
     "request_for",
     "rows_for_choice",
 ]
@@ -201,6 +202,18 @@ def _with_tail(
         return out, lse
     pooled = tail.pooled or pool_blocks(k, v, plan.kv, num, first_order=tail.first_order)
     return add_tail(out, lse, q, pooled, kept_map(plan, num), plan.q, scale=scale, kernel=kernel)
+
+
+def refresh_plan(plan: BlockPlan) -> None:
+    """Bring what kernels derived from a plan up to date after its lists were changed in place.
+
+    The same tensors are written, so that a CUDA graph that was captured replays on the new lists.
+    For plans whose shapes stay and whose counts remain `uniform`; does not wait for the device.
+    """
+    if any(key[0] == "steps" for key in plan.cache):
+        from multimodal_gen.kernels.block_sparse.steps_kernel import refresh_steps
+
+        refresh_steps(plan)
 
 
 def kernel_for(

@@ -231,17 +231,29 @@ def make_steps(plan: BlockPlan, step: int) -> Steps:
     return known
 
 
-def _make_steps(plan: BlockPlan, step: int) -> Steps:
+def refresh_steps(plan: BlockPlan) -> None:
+    """Cut the lists anew into the steps there are, after they were changed in place."""
+    for key, known in plan.cache.items():
+        if isinstance(known, Steps):
+            _make_steps(plan, key[1], into=known)
+
+
+def _make_steps(plan: BlockPlan, step: int, into: Steps | None = None) -> Steps:
     kv, indices, counts = plan.kv, plan.indices, plan.counts
     leading = broadcast_leading(counts, *kv.tensors())
     num_q, longest = indices.shape[2:]
     # Blocks are disjoint, so whole steps cannot outnumber those of all keys.
     room = min(longest * -(-kv.size // step), kv.total // step + longest)
     merge = plan.row_bits is None
-    starts = indices.new_empty((*leading, num_q, room))
-    blocks = starts if merge else torch.empty_like(starts)
-    tail_lengths = indices.new_empty((*leading, num_q, longest))
-    num_full, num_tail = (indices.new_empty((*leading, num_q)) for _ in range(2))
+    if into is None:
+        starts = indices.new_empty((*leading, num_q, room))
+        into = Steps(
+            starts=starts,
+            tail_lengths=indices.new_empty((*leading, num_q, longest)),
+            num_full=indices.new_empty((*leading, num_q)),
+            num_tail=indices.new_empty((*leading, num_q)),
+            blocks=None if merge else torch.empty_like(starts),
+        )
     indices, counts = indices.expand(*leading, -1, -1), counts.expand(*leading, -1)
     kv_starts, kv_lengths = (
         indices if t is None else unit_stride(t).expand(*leading, -1)
@@ -249,16 +261,16 @@ def _make_steps(plan: BlockPlan, step: int) -> Steps:
     )
     chunk = min(max(next_power_of_2(longest), 16), CHUNK)
     _launch_steps(
-        (num_full.numel(),),
+        (into.num_full.numel(),),
         indices,
         counts,
         kv_starts,
         kv_lengths,
-        starts,
-        blocks,
-        tail_lengths,
-        num_full,
-        num_tail,
+        into.starts,
+        into.starts if into.blocks is None else into.blocks,
+        into.tail_lengths,
+        into.num_full,
+        into.num_tail,
         *indices.stride(),
         *counts.stride(),
         *kv_starts.stride()[:2],
@@ -277,10 +289,4 @@ def _make_steps(plan: BlockPlan, step: int) -> Steps:
         CHUNK=chunk,
         num_warps=max(chunk // 32, 1),
     )
-    return Steps(
-        starts=starts,
-        tail_lengths=tail_lengths,
-        num_full=num_full,
-        num_tail=num_tail,
-        blocks=None if merge else blocks,
-    )
+    return into

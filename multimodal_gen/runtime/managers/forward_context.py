@@ -93,6 +93,8 @@ class ForwardContext:
         request_id: identifies the generation, so that caches of two requests never mix; without
             one, nothing is carried from step to step.
         call_number: the denoiser's calls of this request before this one, or None when unknown.
+        kv_cache: the `CausalCache` of the running chunk, for self-attention layers that have a
+            number and are given no cache; None without.
         exchanges: counts the exchanges of layers with other ranks in this call.
         cache: what the layers of this call derive from tensors they share.
 
@@ -114,6 +116,7 @@ class ForwardContext:
     component: str | None = None
     request_id: str | None = None
     call_number: int | None = None
+    kv_cache: Any = field(default=None, compare=False, repr=False)
     exchanges: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     cache: TensorCache = field(default_factory=TensorCache, compare=False, repr=False)
 
@@ -175,6 +178,7 @@ def set_forward_context(
     component: str | None = None,
     request_id: str | None = None,
     call_number: int | None = None,
+    kv_cache: Any = None,
 ) -> Iterator[ForwardContext]:
     """Describe the denoiser call that runs inside the `with` block.
 
@@ -194,6 +198,7 @@ def set_forward_context(
         component=component,
         request_id=request_id,
         call_number=call_number,
+        kv_cache=kv_cache,
     )
     with use_forward_context(context):
         yield context

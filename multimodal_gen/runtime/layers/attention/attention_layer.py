@@ -32,6 +32,12 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
     outside_graphs,
     register_layer,
 )
+from multimodal_gen.runtime.layers.attention.listed_calls import (
+    EngineCalls,
+    attend_listed,
+    refusal,
+    with_cache,
+)
 from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
     KeyMask,
@@ -156,6 +162,7 @@ class AttentionLayer(nn.Module):
         )
         # By forced backend, dtype and device type.
         self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
+        self._on_the_engine = EngineCalls()
         self._layer_id = register_layer(self)
         # Dtype and device type of the last call; a list, which a call can change cheaply.
         self._last = [(compute_dtype or torch.get_default_dtype(), current_platform().device_type)]
@@ -218,7 +225,10 @@ class AttentionLayer(nn.Module):
             role=self.site.role,
             layer=self.site.layer,
             entries=tuple(entry for entries, _ in parts for entry in entries),
-            detours=tuple(detour for _, detours in parts for detour in detours),
+            detours=(
+                *(detour for _, detours in parts for detour in detours),
+                *self._on_the_engine.entries(),
+            ),
         )
 
     def end_request(self, request_id: str) -> None:
@@ -247,6 +257,9 @@ class AttentionLayer(nn.Module):
         if self.prepare is not None:
             call = self.prepare(self, call)
         misfit = call.misfit(self.geometry)
+        if misfit is None:
+            call = with_cache(call, self.geometry)
+            misfit = refusal(call, self.geometry) if call.is_listed else None
         if misfit is not None:
             raise self._refused(call, misfit)
         front, _, keys_in_front = call.replicated
@@ -326,6 +339,8 @@ class AttentionLayer(nn.Module):
         context = current_forward_context()
         if call.off_grid and entry.primary.selection.backend.is_sparse:
             entry, call = entry.off_grid(call.off_grid), call._replace(gate=None)
+        if call.is_listed:
+            return attend_listed(entry, call, self.geometry, self._on_the_engine)
         if entry.varies:
             entry = entry.at(call, context)
         if call.gate is not None:
@@ -368,7 +383,7 @@ class AttentionLayer(nn.Module):
         # Here too: the traced operator's output has the dtype of the query it is given.
         if call.autocasts:
             call = call.autocast()
-        if call.wants_gradient:
+        if call.wants_gradient or call.is_listed:
             return _attend_outside_the_graph(self, call)
         return attention_op(
             call.query,
@@ -512,7 +527,8 @@ class AttentionLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
-        return {**self.__dict__, "_schedules": {}, "_layer_id": None}
+        state = {**self.__dict__, "_schedules": {}, "_layer_id": None}
+        return {**state, "_on_the_engine": EngineCalls()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -602,7 +618,7 @@ def _packing(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
 
 @outside_graphs
 def _attend_outside_the_graph(layer: AttentionLayer, call: AttentionCall) -> torch.Tensor:
-    """Attend where gradients are needed: autograd cannot look into the opaque operator."""
+    """Attend where gradients are needed, or caches change: neither looks into the operator."""
     return layer.attend(call)
 
 

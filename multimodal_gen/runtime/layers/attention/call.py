@@ -10,16 +10,21 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
+from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.plain_values import short
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "AttentionCall",
@@ -82,9 +87,9 @@ class LayerGeometry:
 class AttentionCall(NamedTuple):
     """One call of a layer, from its `forward` to an implementation.
 
-    What a caller gives are the first five, `mask_meta`, `replicated`, `seq_lens`, `exchange` and
-    `some_heads`; the others are set on the way. While `torch.compile` traces, a packing is not
-    carried along: it is made again.
+    What a caller gives are the first five, `mask_meta`, `replicated`, `seq_lens`, `exchange`,
+    `some_heads`, `cache`, `lists` and `sink_logits`; the others are set on the way. While
+    `torch.compile` traces, a packing is not carried along: it is made again.
 
     Attributes:
         query: [B, Sq, H, D].
@@ -105,6 +110,12 @@ class AttentionCall(NamedTuple):
         zero_rows: rows of zeros that the output has behind those of `query`.
         spare_gate: computes the gate, as `gate`, of a layer that has no coarse branch, for those
             who look at its calls; None where there is none.
+        cache: the layer's part of a cache of chunks, of which `key` and `value` are the running
+            one; None without.
+        lists: which blocks are attended to, in place of `mask`: a `BlockPlan`, or FlexAttention's
+            `BlockMask`, of the whole sequence also where tokens are split over ranks; or None.
+        sink_logits: [H] logit of a key without a value that every query of a head sees, of all
+            heads of the layer; or None.
     """
 
     query: torch.Tensor
@@ -122,6 +133,14 @@ class AttentionCall(NamedTuple):
     first_head: int = 0
     zero_rows: int = 0
     spare_gate: Callable[[], torch.Tensor] | None = None
+    cache: LayerCache | None = None
+    lists: "BlockPlan | BlockMask | None" = None
+    sink_logits: torch.Tensor | None = None
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether it has a cache, lists of blocks or sink logits."""
+        return self.cache is not None or self.lists is not None or self.sink_logits is not None
 
     def misfit(self, geometry: LayerGeometry) -> UsageError | None:
         """Return why the tensors do not belong together or to the layer, or None.

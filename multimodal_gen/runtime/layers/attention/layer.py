@@ -5,10 +5,12 @@ one, where replicated tokens are part of the sequence and nothing is exchanged.
 """
 
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
@@ -20,6 +22,8 @@ from multimodal_gen.runtime.layers.attention.call import (
     check_split,
     join_tokens,
 )
+from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
+from multimodal_gen.runtime.layers.attention.listed_calls import lists_or_mask
 from multimodal_gen.runtime.layers.attention.masks import (
     VarlenMaskMeta,
     build_varlen_mask_meta,
@@ -33,6 +37,9 @@ from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
     tokens_are_split,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "LocalAttention",
@@ -101,7 +108,10 @@ class LocalAttention(AttentionLayer):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: "torch.Tensor | BlockPlan | BlockMask | None" = None,
+        *,
+        cache: LayerCache | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of `q` over `k` and `v`.
 
@@ -111,12 +121,18 @@ class LocalAttention(AttentionLayer):
             v: [B, Sk, Hkv, Dv].
             attn_mask: [B, Sk] key padding (masked queries come back as zeros in self-attention),
                 [B, Sq, Sk], or 4-D broadcastable to [B, H, Sq, Sk]; bool and integer masks keep
-                where non-zero, floating ones are added to the scores.
+                where non-zero, floating ones are added to the scores. Or FlexAttention's
+                `BlockMask`, or a `BlockPlan`.
+            cache: the layer's part of a `CausalCache`, whose running chunk `k` and `v` are; it is
+                written, and `q` sees what the cache shows of the past too.
+            sink_logits: [H] logit per head of a key that every query sees and that has no value.
 
         Returns:
             [B, Sq, H, Dv].
         """
-        return self.attend(AttentionCall(q, k, v, attn_mask))
+        mask, lists = lists_or_mask(attn_mask)
+        call = AttentionCall(q, k, v, mask, cache=cache, lists=lists, sink_logits=sink_logits)
+        return self.attend(call)
 
 
 class UlyssesAttention(SequenceParallelLayer):
@@ -172,6 +188,9 @@ class UlyssesAttention(SequenceParallelLayer):
         replicated_k: torch.Tensor | None = None,
         replicated_v: torch.Tensor | None = None,
         seq_lens: list[int] | None = None,
+        *,
+        cache: LayerCache | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return attention of the sharded tokens, with replicated ones joined at the end.
 
@@ -183,6 +202,9 @@ class UlyssesAttention(SequenceParallelLayer):
             replicated_k: [B, R, Hkv, D].
             replicated_v: [B, R, Hkv, D].
             seq_lens: tokens per device when they differ; not together with replicated tokens.
+            cache: the layer's part of a `CausalCache` with this device's share of the key heads
+                (`key_heads_of_rank`), whose running chunk the tokens of all devices are.
+            sink_logits: [H] logit per head of a key that every query sees and that has no value.
 
         Returns:
             The output [B, S, H, D], and that of the replicated tokens [B, R, H, D] or None.
@@ -199,9 +221,14 @@ class UlyssesAttention(SequenceParallelLayer):
         except MultimodalGenError as error:
             raise self.announced(error, split=split) from None
         if replicated is None:
-            return self.attend(AttentionCall(q, k, v, seq_lens=seq_lens)), None
+            call = AttentionCall(q, k, v, seq_lens=seq_lens, cache=cache, sink_logits=sink_logits)
+            return self.attend(call), None
         suffix = (0, replicated[0].shape[1], 0)
-        out = self.attend(AttentionCall(query, key, value, replicated=suffix))
+        out = self.attend(
+            AttentionCall(
+                query, key, value, replicated=suffix, cache=cache, sink_logits=sink_logits
+            )
+        )
         return out[:, : q.shape[1]], out[:, q.shape[1] :]
 
 
@@ -314,7 +341,7 @@ class USPAttention(SequenceParallelLayer):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: "torch.Tensor | BlockPlan | BlockMask | None" = None,
         num_replicated_prefix: int = 0,
         num_replicated_suffix: int = 0,
         num_replicated_kv_prefix: int = 0,
@@ -325,6 +352,9 @@ class USPAttention(SequenceParallelLayer):
         q_prefix: torch.Tensor | None = None,
         k_prefix: torch.Tensor | None = None,
         v_prefix: torch.Tensor | None = None,
+        *,
+        cache: LayerCache | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of this device's tokens.
 
@@ -333,7 +363,7 @@ class USPAttention(SequenceParallelLayer):
             k: [B, Sk, Hkv, D].
             v: [B, Sk, Hkv, Dv].
             attn_mask: as `LocalAttention.forward` takes it; where tokens are split over ranks
-                [B, Sk] or [B, 1, 1, Sk], this device's part.
+                [B, Sk] or [B, 1, 1, Sk], this device's part, or a mask of blocks of the whole.
             num_replicated_prefix: leading tokens of q, k and v that every device holds.
             num_replicated_suffix: trailing tokens of q, k and v that every device holds.
             num_replicated_kv_prefix: leading tokens of k and v alone that every device holds.
@@ -344,6 +374,9 @@ class USPAttention(SequenceParallelLayer):
             q_prefix: [B, P, H, D] tokens put in front of q, on one device; all three or none.
             k_prefix: [B, P, Hkv, D].
             v_prefix: [B, P, Hkv, Dv].
+            cache: the layer's part of a `CausalCache` with this device's share of the key heads
+                (`key_heads_of_rank`), whose running chunk the tokens of all devices are.
+            sink_logits: [H] logit per head of a key that every query sees and that has no value.
 
         Returns:
             [B, P + S, H, Dv].
@@ -351,6 +384,7 @@ class USPAttention(SequenceParallelLayer):
         Raises:
             UsageError: arguments exclude each other, or sizes do not fit.
         """
+        mask, lists = lists_or_mask(attn_mask)
         skip = self.skip_sequence_parallel or skip_sequence_parallel_override
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
@@ -367,7 +401,7 @@ class USPAttention(SequenceParallelLayer):
                     for name, front, x in zip("qkv", prefix, (q, k, v), strict=True)
                 )
                 replicated = (prefix[0].shape[1] + num_replicated_prefix, *replicated[1:])
-            check_mask_meta(attn_mask_meta, attn_mask, k)
+            check_mask_meta(attn_mask_meta, mask, k)
         except MultimodalGenError as error:
             raise self.announced(error, split=split) from None
         return self.attend(
@@ -375,12 +409,15 @@ class USPAttention(SequenceParallelLayer):
                 q,
                 k,
                 v,
-                attn_mask,
+                mask,
                 mask_meta=attn_mask_meta,
                 replicated=replicated,
                 seq_lens=seq_lens,
                 exchange=not skip,
                 some_heads=qkv_pre_all_to_all,
+                cache=cache,
+                lists=lists,
+                sink_logits=sink_logits,
             )
         )
 

@@ -97,7 +97,7 @@ class SequenceParallelLayer(AttentionLayer):
             RankError: another rank refuses its call, or makes none.
             UnsupportedBackendError: no backend can honour the call.
         """
-        refusal = _mask_refusal(call, groups)
+        refusal = _mask_refusal(call, groups) or _ring_refusal(call, groups)
         if refusal is not None:
             raise self._refused(call, refusal)
         if call.autocasts:
@@ -126,7 +126,8 @@ class SequenceParallelLayer(AttentionLayer):
     ) -> torch.Tensor:
         if split.groups.ring.size > 1:
             return self._attend_in_ring(split, call)
-        if call.mask is None and call.gate is None and not call.wants_gradient:
+        plain = call.mask is None and call.gate is None and not call.is_listed
+        if plain and not call.wants_gradient:
             count = num_head_groups(split, entry)
             if count > 1:
                 return attend_in_head_groups(entry.primary, split, call, count)
@@ -139,6 +140,9 @@ class SequenceParallelLayer(AttentionLayer):
             gate,
             off_grid=call.off_grid,
             first_head=split.heads[0],
+            cache=call.cache,
+            lists=call.lists,
+            sink_logits=call.sink_logits,
         )
         with attending(q.device):
             out = super()._attend(heads)
@@ -178,6 +182,9 @@ class SequenceParallelLayer(AttentionLayer):
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
             "gradients": call.wants_gradient,
             "guidance branch": _branch(),
+            "cache": "none" if call.cache is None else str(call.cache.cache.running),
+            "mask of blocks": type(call.lists).__name__,
+            "sink_logits": call.sink_logits is not None,
         }
         counts = handshake(
             groups,
@@ -221,6 +228,16 @@ def _mask_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | N
             f"1 for masks that are added to the scores"
         )
     return None
+
+
+def _ring_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | None:
+    """Return why calls with a cache, lists of blocks or sink logits cannot be part of a ring."""
+    if groups.ring.size == 1 or not call.is_listed:
+        return None
+    return UsageError(
+        f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, got "
+        f"a ring of {groups.ring.size}; use --ring-degree 1 and more Ulysses ranks"
+    )
 
 
 def _video() -> str:

@@ -1,0 +1,175 @@
+"""Plans of causal video models, made from the lengths of their chunks and never from a mask.
+
+A token sees whole chunks or nothing of them, so queries and keys are cut where chunks end, and a
+small table says which chunks see which. It costs one entry per pair of chunks and one list per
+query block, where a mask costs one per pair of tokens.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+
+__all__ = [
+    "QUERY_ROWS",
+    "chunk_causal_plan",
+    "frame_causal_plan",
+    "segment_plan",
+    "teacher_forcing_plan",
+]
+
+QUERY_ROWS = 384
+"""Rows of a query block: whole tiles of 192 rows on compute capability 9.0, of 128 elsewhere."""
+
+
+def segment_plan(
+    queries: Sequence[int],
+    keys: Sequence[int],
+    keep: torch.Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    query_rows: int = QUERY_ROWS,
+) -> BlockPlan:
+    """Return the plan of segments that see each other as wholes.
+
+    Args:
+        queries: tokens of each segment of the queries, in order.
+        keys: tokens of each segment of the keys, in order.
+        keep: bool [segments of the queries, segments of the keys], True where one sees the other;
+            with [B|1, H|1] in front where samples or heads differ.
+        device: where the plan is used.
+        query_rows: rows of a query block at most.
+
+    Returns:
+        A plan whose key blocks are the segments, and whose query blocks never cross one.
+
+    Raises:
+        UsageError: a segment is empty, or `keep` is not a bool table of the segments.
+    """
+    for name, lengths in (("queries", queries), ("keys", keys)):
+        if not lengths or min(lengths) < 1:
+            raise UsageError(f"`{name}` must hold one length >= 1 per segment, got {lengths}")
+    wanted = (len(queries), len(keys))
+    if keep.dtype != torch.bool or keep.dim() not in (2, 4) or tuple(keep.shape[-2:]) != wanted:
+        raise UsageError(
+            f"`keep` must be bool {list(wanted)}, or have two sizes more in front, got "
+            f"{keep.dtype} {list(keep.shape)}"
+        )
+    owner, starts, lengths = [], [], []
+    for segment, (length, end) in enumerate(zip(queries, accumulate(queries), strict=True)):
+        for begin in range(end - length, end, query_rows):
+            owner.append(segment)
+            starts.append(begin)
+            lengths.append(min(query_rows, end - begin))
+    q = Blocks.ragged(
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        total=sum(queries),
+        size=query_rows,
+    )
+    ends = list(accumulate(keys))
+    kv = Blocks.ragged(
+        torch.tensor([0, *ends[:-1]], dtype=torch.int32),
+        torch.tensor(keys, dtype=torch.int32),
+        total=ends[-1],
+        size=max(keys),
+    )
+    rows = keep.cpu()[..., torch.tensor(owner), :]
+    rows = rows[None, None] if rows.dim() == 2 else rows
+    return BlockPlan.from_map(rows, q, kv).longest_first().to(device)
+
+
+def chunk_causal_plan(
+    chunks: Sequence[int],
+    *,
+    window: int | None = None,
+    sink: int = 0,
+    device: torch.device | str = "cpu",
+    query_rows: int = QUERY_ROWS,
+) -> BlockPlan:
+    """Return the plan in which chunk k sees the chunks j <= k, and all of its own.
+
+    Args:
+        chunks: tokens of each chunk, in order.
+        window: how many chunks one sees, itself included: those with j > k - window; None for all.
+        sink: how many first chunks every later one sees beside its window.
+        device: where the plan is used.
+        query_rows: rows of a query block at most.
+
+    Raises:
+        UsageError: a chunk is empty, `window` is below 1, or `sink` below 0.
+    """
+    keep = _seen(len(chunks), window, sink)
+    return segment_plan(chunks, chunks, keep, device=device, query_rows=query_rows)
+
+
+def frame_causal_plan(
+    num_frames: int,
+    tokens_per_frame: int,
+    *,
+    window: int | None = None,
+    sink: int = 0,
+    device: torch.device | str = "cpu",
+    query_rows: int = QUERY_ROWS,
+) -> BlockPlan:
+    """Return `chunk_causal_plan` of frames: a token sees its frame and those before it.
+
+    Args:
+        num_frames: latent frames.
+        tokens_per_frame: tokens of each.
+        window: how many frames one sees, itself included; None for all.
+        sink: how many first frames every later one sees beside its window.
+        device: where the plan is used.
+        query_rows: rows of a query block at most.
+
+    Raises:
+        UsageError: a size is below 1, or `sink` below 0.
+    """
+    frames = [tokens_per_frame] * num_frames
+    return chunk_causal_plan(frames, window=window, sink=sink, device=device, query_rows=query_rows)
+
+
+def teacher_forcing_plan(
+    chunks: Sequence[int],
+    *,
+    window: int | None = None,
+    sink: int = 0,
+    device: torch.device | str = "cpu",
+    query_rows: int = QUERY_ROWS,
+) -> BlockPlan:
+    """Return the plan of a sequence of clean chunks followed by the noisy ones of the same video.
+
+    Clean chunk k sees the clean chunks of `chunk_causal_plan`. Noisy chunk k sees itself, and of
+    the clean chunks those that clean chunk k sees without its own. Nothing else sees noise.
+
+    Args:
+        chunks: tokens of each chunk, in order; the sequence is twice as long.
+        window: as in `chunk_causal_plan`.
+        sink: as in `chunk_causal_plan`.
+        device: where the plan is used.
+        query_rows: rows of a query block at most.
+
+    Raises:
+        UsageError: a chunk is empty, `window` is below 1, or `sink` below 0.
+    """
+    clean = _seen(len(chunks), window, sink)
+    own = torch.eye(len(chunks), dtype=torch.bool)
+    keep = torch.cat(
+        (torch.cat((clean, own.new_zeros(own.shape)), 1), torch.cat((clean & ~own, own), 1))
+    )
+    both = [*chunks, *chunks]
+    return segment_plan(both, both, keep, device=device, query_rows=query_rows)
+
+
+def _seen(num: int, window: int | None, sink: int) -> torch.Tensor:
+    """Return bool [num, num]: True where chunk k (rows) sees chunk j."""
+    if window is not None and window < 1:
+        raise UsageError(f"`window` must be at least 1, the chunk itself, or None, got {window}")
+    if sink < 0:
+        raise UsageError(f"`sink` must be at least 0, got {sink}")
+    k, j = torch.arange(num)[:, None], torch.arange(num)[None, :]
+    recent = j > k - (num if window is None else window)
+    return (j <= k) & (recent | (j < sink))

@@ -1,0 +1,228 @@
+"""FlexAttention's block masks as plans of the engine, made once per mask.
+
+A block mask lists which blocks are seen wholly and which in part, and has a function that tells the
+latter token by token. That function is evaluated on the partial blocks alone, never on all pairs.
+
+Where tokens can be cut into few segments that see each other as wholes, as chunks and documents
+can, the plan is that of the segments, without any mask. Where they cannot, as in windows that move
+token by token, whole blocks are one plan and the partial ones another, in which every row chooses
+among runs of keys by its bits; the two are merged by their log-sum-exps.
+
+Shapes: B batch, H heads, Sq and Sk tokens, Nq and Nk blocks.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.layouts import segment_plan
+from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["Plans", "forget_plans", "is_block_mask", "plans_of"]
+
+Plans: TypeAlias = tuple[BlockPlan, ...]
+
+_PLANS = "_multimodal_gen_plans"
+_MOST_PAIRS = 1 << 24  # that the function of a mask is evaluated on at a time
+_MOST_BITS = 8 << 30  # of rows that choose: 1 GiB
+
+
+def is_block_mask(mask: object) -> bool:
+    """Whether a mask is FlexAttention's `BlockMask`, without importing that where it is not."""
+    if isinstance(mask, torch.Tensor) or type(mask).__name__ != "BlockMask":
+        return False
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return isinstance(mask, BlockMask)
+
+
+def plans_of(mask: "BlockMask", num_queries: int, num_keys: int) -> Plans:
+    """Return the plans whose parts together are what a block mask keeps; disjoint, one or two.
+
+    They are kept with the mask, so that all layers and steps that are given it share them. What
+    its function reads must stay as it is, or `forget_plans` be called. The first call waits for
+    the device.
+
+    Args:
+        mask: the mask; broadcast over samples and heads where it has one of them.
+        num_queries: Sq.
+        num_keys: Sk.
+
+    Raises:
+        UsageError: the mask is for other lengths, or rows would choose among too many keys.
+    """
+    given = tuple(getattr(mask, "seq_lengths", (num_queries, num_keys)))
+    if given != (num_queries, num_keys):
+        raise UsageError(
+            f"attn_mask must be a BlockMask for [Sq, Sk] = {[num_queries, num_keys]}, got one for "
+            f"{list(given)}; make it with create_block_mask(..., Q_LEN, KV_LEN)"
+        )
+    if _PLANS not in vars(mask):
+        vars(mask)[_PLANS] = _compile(mask, num_queries, num_keys)
+    plans: Plans = vars(mask)[_PLANS]
+    return plans
+
+
+def forget_plans(mask: "BlockMask") -> None:
+    """Let the next call make the plans of a mask anew, whose function reads what has changed."""
+    vars(mask).pop(_PLANS, None)
+
+
+class _Tiles(NamedTuple):
+    """A block mask in maps: bool [B|1, H|1, Nq, Nk], whole and partial, and what cuts it."""
+
+    mask: "BlockMask"
+    whole: torch.Tensor
+    partial: torch.Tensor
+    sizes: tuple[int, int]
+    totals: tuple[int, int]
+
+    def see(
+        self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what the function of the mask says of pairs, in the shape they broadcast to."""
+        q, k = (x.clamp_max(n - 1) for x, n in zip((q, k), self.totals, strict=True))
+        every = torch.ones_like(b + h + q + k, dtype=torch.bool)
+        return self.mask.mask_mod(b, h, q, k).bool() & every
+
+    def partial_tiles(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield first query [P], first key [P] and bool [P, rows, keys] of the partial blocks."""
+        rows, keys = (torch.arange(size, device=self.partial.device) for size in self.sizes)
+        found = self.partial.nonzero()
+        at_a_time = max(1, _MOST_PAIRS // (self.sizes[0] * self.sizes[1]))
+        for some in torch.split(found, at_a_time):
+            b, h, i, j = (x.view(-1, 1, 1) for x in some.unbind(1))
+            q, k = i * self.sizes[0] + rows.view(1, -1, 1), j * self.sizes[1] + keys.view(1, 1, -1)
+            yield some[:, 2] * self.sizes[0], some[:, 3] * self.sizes[1], self.see(b, h, q, k)
+
+
+def _compile(mask: "BlockMask", num_queries: int, num_keys: int) -> Plans:
+    rows, keys = mask.BLOCK_SIZE
+    shape = (-(-num_queries // rows), -(-num_keys // keys))
+    partial = _map_of(mask.kv_num_blocks, mask.kv_indices, shape)
+    whole = torch.zeros_like(partial)
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        whole = _map_of(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
+    whole, partial = whole.expand_as(partial | whole), partial.expand_as(partial | whole)
+    tiles = _Tiles(mask, whole, partial & ~whole, (rows, keys), (num_queries, num_keys))
+    query_cuts, key_cuts = _cuts(tiles)
+    if len(query_cuts) <= 4 * shape[0] and len(key_cuts) <= 4 * shape[1]:
+        return (_segments(tiles, query_cuts, key_cuts),)
+    return _whole_and_partial(tiles, key_cuts)
+
+
+def _map_of(counts: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return lists as a map, bool [B, H, Nq, Nk]; entries past a count are arbitrary."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    slots = torch.where(listed, indices, shape[1]).long()
+    found = torch.zeros(*counts.shape[:-1], shape[0], shape[1] + 1, device=indices.device)
+    found[..., : counts.shape[-1], :].scatter_(-1, slots, 1.0)
+    return found[..., :-1].bool()
+
+
+def _cuts(tiles: _Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return first rows and first keys of runs in which no partial block tells tokens apart."""
+    found = []
+    for total, size in zip(tiles.totals, tiles.sizes, strict=True):
+        cut = torch.zeros(total + size, dtype=torch.bool, device=tiles.partial.device)
+        cut[:total:size] = True
+        found.append(cut)
+    for q, k, kept in tiles.partial_tiles():
+        for first, cut, axis in ((q, found[0], 1), (k, found[1], 2)):
+            differs = kept.diff(dim=axis).any(3 - axis)  # between each row or key and the next
+            tile, place = differs.nonzero().unbind(1)
+            cut[first[tile] + place + 1] = True
+    query, key = (
+        cut[:total].nonzero().flatten() for cut, total in zip(found, tiles.totals, strict=True)
+    )
+    return query, key
+
+
+def _segments(tiles: _Tiles, query_cuts: torch.Tensor, key_cuts: torch.Tensor) -> BlockPlan:
+    """Return the plan of the runs, those that see and are seen alike joined to segments."""
+    device = tiles.partial.device
+    b, h = (torch.arange(n, device=device) for n in tiles.partial.shape[:2])
+    at = query_cuts // tiles.sizes[0], key_cuts // tiles.sizes[1]
+    seen = tiles.see(
+        b.view(-1, 1, 1, 1), h.view(-1, 1, 1), query_cuts.view(-1, 1), key_cuts.view(1, -1)
+    )
+    partial, whole = (x[:, :, at[0]][..., at[1]] for x in (tiles.partial, tiles.whole))
+    keep = (seen & partial) | whole
+    new_row = (keep[..., 1:, :] != keep[..., :-1, :]).any(-1).any(1).any(0)
+    new_key = (keep[..., 1:] != keep[..., :-1]).any(2).any(1).any(0)
+    one = new_row.new_ones(1)
+    rows, keys = (torch.cat((one, new)).nonzero().flatten() for new in (new_row, new_key))
+    return segment_plan(
+        _lengths(query_cuts[rows], tiles.totals[0]),
+        _lengths(key_cuts[keys], tiles.totals[1]),
+        keep[:, :, rows][..., keys],
+        device=device,
+    )
+
+
+def _lengths(starts: torch.Tensor, total: int) -> list[int]:
+    ends = torch.cat((starts[1:], starts.new_tensor([total])))
+    return [int(n) for n in (ends - starts).tolist()]
+
+
+def _whole_and_partial(tiles: _Tiles, key_cuts: torch.Tensor) -> Plans:
+    """Return a plan of the whole blocks, if any, and one of the partial ones by rows' bits."""
+    q = Blocks.regular(tiles.totals[0], tiles.sizes[0])
+    plans = []
+    if bool(tiles.whole.any()):
+        kv = Blocks.regular(tiles.totals[1], tiles.sizes[1])
+        plans.append(BlockPlan.from_map(tiles.whole, q, kv).longest_first())
+    block = key_cuts // tiles.sizes[1]
+    lengths = torch.tensor(_lengths(key_cuts, tiles.totals[1]), dtype=torch.int32)
+    kv = Blocks.ragged(
+        key_cuts.int(), lengths.to(key_cuts.device), total=tiles.totals[1], size=int(lengths.max())
+    )
+    listed = BlockPlan.from_map(tiles.partial[..., block], q, kv)
+    bits = _row_bits(tiles, key_cuts, block)
+    most = max(1, int(listed.counts.max()))
+    # A copy, so that the map's room is not kept.
+    indices = listed.indices[..., :most].contiguous()
+    partial = BlockPlan(indices=indices, counts=listed.counts, q=q, kv=kv, row_bits=bits)
+    return (*plans, partial.longest_first())
+
+
+def _row_bits(tiles: _Tiles, key_cuts: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Return which runs of keys each row keeps of its partial blocks: int32 [B, H, Sq, words]."""
+    batch, heads, num_q, _ = tiles.partial.shape
+    num_words = -(-len(key_cuts) // WORD_BITS)
+    needed = batch * heads * tiles.totals[0] * num_words * WORD_BITS
+    if needed > _MOST_BITS:
+        raise UsageError(
+            f"attn_mask must tell apart fewer runs of keys: {batch} x {heads} x {tiles.totals[0]} "
+            f"rows that choose among {len(key_cuts)} runs take {needed / 8 / 2**30:.1f} GiB, got "
+            f"more than {_MOST_BITS >> 33} GiB; give samples and heads one mask, or use "
+            f"torch.nn.attention.flex_attention itself"
+        )
+    device = key_cuts.device
+    words = torch.zeros(batch, heads, tiles.totals[0], num_words, dtype=torch.int32, device=device)
+    shifts = torch.arange(WORD_BITS, device=device)
+    b, h = (torch.arange(n, device=device) for n in (batch, heads))
+    for i in range(num_q):
+        # The runs of the partial blocks of these rows alone.
+        mine = tiles.partial[:, :, i][..., block]  # [B, H, runs]
+        runs = mine.any(1).any(0).nonzero().flatten()
+        if not len(runs):
+            continue
+        first = i * tiles.sizes[0]
+        rows = torch.arange(first, min(first + tiles.sizes[0], tiles.totals[0]), device=device)
+        kept = tiles.see(
+            b.view(-1, 1, 1, 1), h.view(-1, 1, 1), rows.view(-1, 1), key_cuts[runs].view(1, -1)
+        )
+        every = torch.zeros(
+            batch, heads, len(rows), num_words * WORD_BITS, dtype=torch.bool, device=device
+        )
+        every[..., runs] = kept & mine[:, :, None, runs]
+        bits = every.view(batch, heads, len(rows), num_words, WORD_BITS).long() << shifts
+        packed = bits.sum(-1)
+        words[:, :, rows] = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+    return words

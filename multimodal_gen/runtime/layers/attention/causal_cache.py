@@ -1,0 +1,578 @@
+"""Keys and values of past chunks, for models that make a video chunk by chunk.
+
+A chunk lies in a fixed slot of rows for as long as it is kept, and the next one overwrites the slot
+of the chunk that left the window: nothing is moved, joined or gathered. Softmax is a sum, and a key
+after its rotary embedding carries its position, so the order of the slots has no influence.
+
+    slots:   | sink 0 .. sink n-1 |  chunks c with (c - sink) % window = 0 .. window-1  |
+
+Chunk c sees the chunks c' <= c that are in the sink (c' < sink) or in its window (c' > c - window).
+What differs from chunk to chunk (rows to write, lists of slots) lies in tensors that are changed in
+place, so that a captured CUDA graph replays on the next chunk.
+
+Shapes: B batch, S tokens, H key heads, D head size; L layers, N slots, C tokens of a slot.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.kernels.block_sparse.api import refresh_plan
+from multimodal_gen.kernels.block_sparse.layouts import QUERY_ROWS
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
+from multimodal_gen.runtime.distributed.groups import parallel_groups
+
+__all__ = ["CacheSize", "CausalCache", "LayerCache", "Rotate", "Visible", "key_heads_of_rank"]
+
+Rotate: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
+"""Gives keys [B, S, H, D] their rotary embedding, the first of them at a position in tokens."""
+
+_LEVELS = 127.0  # of a signed byte, in either direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    """What a cache holds, and so how much memory it takes.
+
+    Attributes:
+        num_layers: L, attention layers of the model.
+        batch: B.
+        num_kv_heads: H on this rank; see `key_heads_of_rank`.
+        head_size: D, of keys and of values.
+        chunk_tokens: C, tokens of the longest chunk.
+        window: chunks that one sees, itself included, beside the sink.
+        sink: first chunks that every later one sees.
+        dtype: of the keys and values that layers bring.
+        before_rope: whether keys come without their rotary embedding; rotated ones are kept beside.
+        bits: 8 to keep chunks as bytes with a scale per token and head; 16 as they come.
+
+    Raises:
+        ConfigError: a size is below 1, `sink` below 0, or bits are neither 8 nor 16.
+    """
+
+    num_layers: int
+    batch: int
+    num_kv_heads: int
+    head_size: int
+    chunk_tokens: int
+    window: int
+    sink: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    before_rope: bool = False
+    bits: Literal[8, 16] = 16
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "batch", "num_kv_heads", "head_size", "chunk_tokens", "window")
+        for name in (*sizes, "sink"):
+            value, least = getattr(self, name), 0 if name == "sink" else 1
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
+        if self.bits not in (8, 16):
+            raise ConfigError(f"bits must be 8, or 16 for what layers bring, got {self.bits!r}")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype must be a floating torch.dtype, got {self.dtype!r}")
+        if self.bits == 8 and self.before_rope:
+            raise ConfigError(
+                "before_rope must be False where bits are 8: a chunk's place changes while it is "
+                "kept, and bytes cannot be rotated in place; keep keys after their rotary "
+                "embedding, or 16 bits"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """N, chunks that are kept at a time."""
+        return self.sink + self.window
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values; the lists of slots, a few kilobytes, come on top."""
+        return sum(count * width for _, count, width in self._parts())
+
+    def arithmetic(self) -> str:
+        """Return how `num_bytes` comes about."""
+        parts = (f"{count:,} {what} x {width} B" for what, count, width in self._parts())
+        rows = (
+            f"{self.num_layers} layers x {self.batch} samples x {self.num_slots} slots x "
+            f"{self.chunk_tokens} tokens x {self.num_kv_heads} heads x {self.head_size} channels"
+        )
+        return f"{' + '.join(parts)} = {self.num_bytes / 2**30:.2f} GiB, for {rows}"
+
+    def _parts(self) -> tuple[tuple[str, int, int], ...]:
+        rows = self.batch * self.num_slots * self.chunk_tokens * self.num_kv_heads
+        layer, width = rows * self.head_size, self.dtype.itemsize
+        every = self.num_layers * layer
+        if self.bits == 8:
+            scales = 2 * self.num_layers * rows
+            bytes_and_scales = (("codes", 2 * every, 1), ("scales", scales, 4))
+            return (*bytes_and_scales, ("values of one layer that is read", 2 * layer, width))
+        rotated = (("rotated keys", every, width),) if self.before_rope else ()
+        return (("keys and values", 2 * every, width), *rotated)
+
+
+def key_heads_of_rank(num_heads: int, num_kv_heads: int) -> int:
+    """Return how many key heads a layer has on this rank once tokens were exchanged for heads.
+
+    Args:
+        num_heads: query heads of the layer, over all ranks.
+        num_kv_heads: key heads, over all ranks.
+    """
+    groups = parallel_groups()
+    if groups is None or groups.ulysses.size == 1:
+        return num_kv_heads
+    shares, me = partition_heads(num_heads, num_kv_heads, groups.ulysses.size), groups.ulysses.index
+    first, stop = shares.keys[me]
+    # Only where they divide evenly among the query heads; else there is one for each of those.
+    return shares.arrange_keys(torch.empty(0, 0, stop - first, 0), me).shape[2]
+
+
+class _Chunk(NamedTuple):
+    """What a slot holds: the chunk's number, its first token in the video, and its tokens."""
+
+    number: int
+    start: int
+    tokens: int
+
+
+class Visible(NamedTuple):
+    """What the running chunk sees.
+
+    Attributes:
+        keys: [B, N * C, H, D], of all slots.
+        values: the same.
+        stretch: first row and number of rows, where what is seen lies in one piece; else None.
+        plan: the lists of slots, for as many queries as the chunk has tokens.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    stretch: tuple[int, int] | None
+    plan: BlockPlan
+
+
+class _Slots:
+    """The lists of the slots that are seen, for one sink and window; changed in place."""
+
+    def __init__(self, size: CacheSize, device: torch.device) -> None:
+        self.stretch: tuple[int, int] | None = None
+        self._size, num = size, size.num_slots
+        self._plans: dict[int, BlockPlan] = {}
+        self._indices = torch.zeros(1, 1, 1, num, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(num, dtype=torch.int32, device=device)
+        self._starts = torch.arange(num, dtype=torch.int32, device=device) * size.chunk_tokens
+
+    def update(self, seen: dict[int, _Chunk]) -> None:
+        """Write which slots are seen, by slot, and what was derived from the lists so far."""
+        size, slots = self._size, sorted(seen)
+        lengths = [seen[slot].tokens if slot in seen else 0 for slot in range(size.num_slots)]
+        rest = [0] * (size.num_slots - len(slots))
+        self._indices.view(-1).copy_(torch.tensor([*slots, *rest], dtype=torch.int32))
+        self._counts.fill_(len(slots))
+        self._lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        full = all(seen[slot].tokens == size.chunk_tokens for slot in slots[:-1])
+        in_one_piece = full and slots == list(range(slots[0], slots[-1] + 1))
+        first = slots[0] * size.chunk_tokens
+        self.stretch = (first, sum(lengths)) if in_one_piece else None
+        for plan in self._plans.values():
+            refresh_plan(plan)
+
+    def plan(self, tokens: int) -> BlockPlan:
+        """Return the plan of as many queries: each of them sees every slot that is listed."""
+        if tokens not in self._plans:
+            q = Blocks.regular(tokens, QUERY_ROWS)
+            total = self._size.num_slots * self._size.chunk_tokens
+            self._plans[tokens] = BlockPlan(
+                indices=self._indices.expand(1, 1, q.num, -1),
+                counts=self._counts.expand(1, 1, q.num),
+                q=q,
+                kv=Blocks.ragged(
+                    self._starts, self._lengths, total=total, size=self._size.chunk_tokens
+                ),
+                uniform=True,
+            )
+        return self._plans[tokens]
+
+
+class CausalCache:
+    """The keys and values that a causal video model keeps, of all its layers.
+
+    `begin` places a chunk before its first forward; layers then write it and see it, as often as
+    there are denoising steps; `commit` makes it past. One cache serves one video and one guidance
+    branch (or both, as two samples of the batch).
+
+    Args:
+        size: what it holds; `size.num_bytes` are allocated here, and nothing later on.
+        device: where.
+        rotate: gives keys their rotary embedding; demanded and allowed where `size.before_rope`.
+        positions: of keys that come without: "start", their place in the video, or "window", their
+            place among what is seen, which stays bounded however long the video is.
+        limit_bytes: refuse to be larger; default: the free memory of a CUDA device.
+
+    Raises:
+        UsageError: it does not fit, or `rotate` is missing or too much.
+    """
+
+    def __init__(
+        self,
+        size: CacheSize,
+        device: torch.device | str = "cpu",
+        *,
+        rotate: Rotate | None = None,
+        positions: Literal["start", "window"] = "start",
+        limit_bytes: int | None = None,
+    ) -> None:
+        if (rotate is not None) != size.before_rope:
+            raise UsageError(
+                "rotate must be given exactly where the cache keeps keys before their rotary "
+                f"embedding, got before_rope={size.before_rope} and rotate={rotate!r}"
+            )
+        if positions not in ("start", "window"):
+            raise UsageError(f'positions must be "start" or "window", got {positions!r}')
+        self.size = size
+        self.device = torch.device(device)
+        _refuse_what_does_not_fit(size, self.device, limit_bytes)
+        self._rotate, self._positions = rotate, positions
+        self._store = _Store(size, self.device)
+        self._rows = torch.arange(size.chunk_tokens, dtype=torch.int64, device=self.device)
+        self._rows_of_slot_0 = self._rows.clone()
+        self._views: dict[tuple[int, int], _Slots] = {}
+        self.layers = tuple(LayerCache(cache=self, layer=i) for i in range(size.num_layers))
+        self.reset()
+
+    def reset(self, start: int = 0) -> None:
+        """Forget every chunk; the next one begins at token `start` of the video."""
+        self._slots: dict[int, _Chunk] = {}
+        self._next, self._end = 0, start
+        self._running: _Chunk | None = None
+        self._is_new = False  # whether the running chunk was never committed
+        # By slot: the position that its rotated keys have, of chunks that are past.
+        self._rotated: dict[int, int] = {}
+
+    @property
+    def running(self) -> _Chunk:
+        """The chunk that was begun: its number, its first token in the video, and its tokens.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self._running is None:
+            raise UsageError("a chunk must be running, got none; call begin(start, tokens) first")
+        return self._running
+
+    @property
+    def position(self) -> int:
+        """Where the queries of the running chunk are, in tokens, as `positions` counts."""
+        return self._places()[self._slot_of(self.running.number)]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What a CUDA graph of a chunk depends on; chunks of one kind replay the same graph."""
+        chunk = self.running
+        seen = tuple((view, slots.stretch) for view, slots in sorted(self._views.items()))
+        return chunk.tokens, self.position if self._rotate else None, seen
+
+    def begin(self, start: int, tokens: int) -> None:
+        """Make a chunk the running one: a new one, or one that is kept and shall be written anew.
+
+        A new chunk takes the slot of the one that leaves the window. To be called once per chunk,
+        or once per denoising step; outside of CUDA graphs, whose lists it changes.
+
+        Args:
+            start: the chunk's first token in the video: where the last one ends, or the start of a
+                chunk that is kept.
+            tokens: its tokens, at most `size.chunk_tokens`.
+
+        Raises:
+            UsageError: the chunk is too long, neither follows the last one nor is kept, or the
+                running one was neither committed nor discarded.
+        """
+        if self._running is not None:
+            if self._running[1:] == (start, tokens):
+                return
+            raise UsageError(
+                f"the chunk at token {self._running.start} must be finished before another begins, "
+                f"got {tokens} tokens at {start}; call commit(), or discard() to drop it"
+            )
+        if not 1 <= tokens <= self.size.chunk_tokens:
+            raise UsageError(f"tokens must be in [1, {self.size.chunk_tokens}], got {tokens}")
+        kept = {chunk.start: chunk for chunk in self._slots.values()}
+        chunk = kept.get(start) or _Chunk(self._next, start, tokens)
+        if (start not in kept and start != self._end) or chunk.tokens != tokens:
+            there = ", ".join(f"{c.start} ({c.tokens})" for c in kept.values())
+            raise UsageError(
+                f"a chunk must follow the last one, at token {self._end}, or be one that is kept, "
+                f"with its length: {there or 'none'}; got {tokens} tokens at {start}"
+            )
+        slot = self._slot_of(chunk.number)
+        self._slots[slot] = self._running = chunk
+        self._is_new = chunk.number == self._next
+        self._next, self._end = max(self._next, chunk.number + 1), max(self._end, start + tokens)
+        torch.add(self._rows_of_slot_0, slot * self.size.chunk_tokens, out=self._rows)
+        for view, slots in self._views.items():
+            slots.update(self._seen(*view))
+        self._rotate_past(slot)
+
+    def commit(self) -> None:
+        """Make the running chunk past, as its last forward wrote it."""
+        chunk = self.running
+        self._rotated[self._slot_of(chunk.number)] = self.position
+        self._running = None
+
+    def discard(self) -> None:
+        """Drop the running chunk, and what its slot held before; the next one takes its place.
+
+        Raises:
+            UsageError: it is one that was committed before, whose slot was written anew.
+        """
+        chunk = self.running
+        if not self._is_new:
+            raise UsageError(
+                f"the chunk at token {chunk.start} must be committed again, because its slot was "
+                "written anew; call commit()"
+            )
+        del self._slots[self._slot_of(chunk.number)]
+        self._next, self._end = chunk.number, chunk.start
+        self._rotated.pop(self._slot_of(chunk.number), None)
+        self._running = None
+
+    def recache(self, *, sink: bool = True) -> Iterator[tuple[int, int]]:
+        """Yield start and tokens of every chunk that is kept, oldest first, each of them running.
+
+        For what changes the past, such as a new prompt: whoever iterates lets the model forward
+        each chunk once more. It sees what is before it, written anew already.
+
+        Args:
+            sink: whether the chunks of the sink are among them.
+
+        Raises:
+            UsageError: a chunk is running.
+        """
+        if self._running is not None:
+            raise UsageError(
+                f"no chunk must be running, got the one at token {self._running.start}; call "
+                "commit() or discard()"
+            )
+        for chunk in sorted(self._slots.values()):
+            if sink or chunk.number >= self.size.sink:
+                self.begin(chunk.start, chunk.tokens)
+                yield chunk.start, chunk.tokens
+                self.commit()
+
+    def _slot_of(self, number: int) -> int:
+        sink = self.size.sink
+        return number if number < sink else sink + (number - sink) % self.size.window
+
+    def _seen(self, sink: int, window: int) -> dict[int, _Chunk]:
+        """Return what the running chunk sees of the slots, by slot."""
+        now = self.running.number
+        return {
+            slot: chunk
+            for slot, chunk in self._slots.items()
+            if chunk.number <= now and (chunk.number < sink or chunk.number > now - window)
+        }
+
+    def _slots_of(self, sink: int, window: int) -> _Slots:
+        """Return the lists of a view, which are kept up to date from its first use on."""
+        if (sink, window) not in self._views:
+            self._views[sink, window] = _Slots(self.size, self.device)
+            self._views[sink, window].update(self._seen(sink, window))
+        return self._views[sink, window]
+
+    def _places(self) -> dict[int, int]:
+        """Return the position of every slot that the running chunk sees."""
+        seen = self._seen(self.size.sink, self.size.window)
+        if self._positions == "start":
+            return {slot: chunk.start for slot, chunk in seen.items()}
+        places, before = {}, 0
+        for slot, chunk in sorted(seen.items(), key=lambda item: item[1]):
+            places[slot] = before
+            before += chunk.tokens
+        return places
+
+    def _rotate_past(self, running: int) -> None:
+        """Rotate the kept chunks whose positions changed, once per chunk."""
+        if self._rotate is None:
+            return
+        for slot, position in self._places().items():
+            if slot != running and self._rotated.get(slot) != position:
+                first, tokens = slot * self.size.chunk_tokens, self._slots[slot].tokens
+                for raw, rotated in zip(self._store.raw, self._store.keys, strict=True):
+                    keys = raw[:, first : first + tokens]
+                    rotated[:, first : first + tokens].copy_(self._rotate(keys, position))
+                self._rotated[slot] = position
+
+
+class _Store:
+    """The memory of a cache: `keys` and `values` are what attention reads, [L, B, N * C, H, D].
+
+    Where keys come before their rotary embedding, `raw` holds those. With 8 bits `codes` and
+    `scales` hold keys and values, [2, L, B, N * C, H, D | 1], and what attention reads is that of
+    one layer, made anew at each read.
+    """
+
+    def __init__(self, size: CacheSize, device: torch.device) -> None:
+        rows = (size.batch, size.num_slots * size.chunk_tokens, size.num_kv_heads)
+        eight = size.bits == 8
+        shape = (1 if eight else size.num_layers, *rows, size.head_size)
+        # Zeros, because kernels read rows of no chunk beside others.
+        self.keys, self.values = (
+            torch.zeros(shape, dtype=size.dtype, device=device) for _ in range(2)
+        )
+        self.raw = torch.zeros_like(self.keys) if size.before_rope else self.keys
+        both = (2, size.num_layers, *rows) if eight else (2, 0, *rows)
+        self.codes = torch.zeros((*both, size.head_size), dtype=torch.int8, device=device)
+        self.scales = torch.zeros((*both, 1), dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerCache:
+    """What one layer has of a cache; `cache.layers[i]` are those of a model.
+
+    Attributes:
+        cache: whose part it is.
+        layer: index of the layer.
+        sink: how many chunks of the sink the layer sees; all when None.
+        window: how many chunks its window has; all when None.
+        samples: first and last + 1 of the samples of the batch that calls have; all when None.
+        heads: the same for the key heads.
+    """
+
+    cache: CausalCache = field(repr=False)
+    layer: int
+    sink: int | None = None
+    window: int | None = None
+    samples: Span | None = None
+    heads: Span | None = None
+
+    def view(self, sink: int | None = None, window: int | None = None) -> "LayerCache":
+        """Return the same, for a layer that sees less of what is kept.
+
+        Args:
+            sink: chunks of the sink; all by default.
+            window: chunks of the window, the running one included; all by default.
+
+        Raises:
+            UsageError: the cache keeps fewer.
+        """
+        size = self.cache.size
+        for name, value, least, most in (
+            ("sink", sink, 0, size.sink),
+            ("window", window, 1, size.window),
+        ):
+            if value is not None and not least <= value <= most:
+                raise UsageError(
+                    f"{name} must be in [{least}, {most}], what the cache keeps, got {value}"
+                )
+        return replace(self, sink=sink, window=window)
+
+    def part(self, *, samples: Span | None = None, heads: Span | None = None) -> "LayerCache":
+        """Return the same, for calls that have some samples of the batch, or some key heads.
+
+        Args:
+            samples: first and last + 1 of them; all by default.
+            heads: the same for the key heads.
+
+        Raises:
+            UsageError: the cache has fewer.
+        """
+        size = self.cache.size
+        for name, span, most in (
+            ("samples", samples, size.batch),
+            ("heads", heads, size.num_kv_heads),
+        ):
+            if span is not None and not 0 <= span[0] < span[1] <= most:
+                raise UsageError(f"{name} must lie in [0, {most}], got {span}")
+        return replace(self, samples=samples, heads=heads)
+
+    def append(self, key: torch.Tensor, value: torch.Tensor, start: int | None = None) -> None:
+        """Write the running chunk, over what an earlier denoising step wrote.
+
+        Args:
+            key: [B, S, H, D], S the tokens of the chunk.
+            value: [B, S, H, D].
+            start: the chunk's first token in the video, to begin it here; None where it runs.
+
+        Raises:
+            UsageError: the tensors are not those of the running chunk, or see `CausalCache.begin`.
+        """
+        cache = self.cache
+        if start is not None:
+            cache.begin(start, key.shape[1])
+        chunk, store = cache.running, cache._store
+        self._check(key, value, chunk.tokens)
+        rows = cache._rows[: chunk.tokens]
+        if cache.size.bits == 8:
+            for codes, scales, x in zip(store.codes, store.scales, (key, value), strict=True):
+                scale, code = _quantised(x)
+                self._of(codes[self.layer]).index_copy_(1, rows, code)
+                self._of(scales[self.layer]).index_copy_(1, rows, scale)
+            self._dequantise()
+        elif cache._rotate is not None:
+            self._of(store.raw[self.layer]).index_copy_(1, rows, key)
+            key = cache._rotate(key, cache.position)
+        at = 0 if cache.size.bits == 8 else self.layer
+        self._of(store.keys[at]).index_copy_(1, rows, key)
+        self._of(store.values[at]).index_copy_(1, rows, value)
+
+    def visible(self) -> Visible:
+        """Return what the running chunk sees, in the last `append` of this layer itself."""
+        cache = self.cache
+        at = 0 if cache.size.bits == 8 else self.layer
+        slots = cache._slots_of(
+            cache.size.sink if self.sink is None else self.sink,
+            cache.size.window if self.window is None else self.window,
+        )
+        keys, values = (self._of(x[at]) for x in (cache._store.keys, cache._store.values))
+        return Visible(keys, values, slots.stretch, slots.plan(cache.running.tokens))
+
+    def _of(self, x: torch.Tensor) -> torch.Tensor:
+        for axis, span in ((0, self.samples), (2, self.heads)):
+            if span is not None:
+                x = x.narrow(axis, span[0], span[1] - span[0])
+        return x
+
+    def _dequantise(self) -> None:
+        """Read the layer's chunks, the running one too, into what attention reads."""
+        store = self.cache._store
+        pairs = zip(store.codes, store.scales, (store.keys, store.values), strict=True)
+        for codes, scales, read in pairs:
+            x, scale = self._of(codes[self.layer]), self._of(scales[self.layer])
+            torch.mul(x, scale, out=self._of(read[0]))
+
+    def _check(self, key: torch.Tensor, value: torch.Tensor, tokens: int) -> None:
+        like = self._of(self.cache._store.keys[0])
+        wanted = (like.shape[0], tokens, *like.shape[2:])
+        for name, x in (("key", key), ("value", value)):
+            if tuple(x.shape) != wanted or x.dtype != like.dtype or x.device != like.device:
+                raise UsageError(
+                    f"{name} must be {list(wanted)} {like.dtype} on {like.device}, the running "
+                    f"chunk of the cache, got {list(x.shape)} {x.dtype} on {x.device}"
+                )
+
+
+def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fp32 scales [B, S, H, 1] and codes int8 [B, S, H, D]: x = code * scale, rounded."""
+    scale = x.abs().amax(-1, keepdim=True).float() / _LEVELS
+    safe = torch.where(scale > 0, scale, 1.0)
+    return scale, (x / safe).round().clamp(-_LEVELS, _LEVELS).to(torch.int8)
+
+
+def _refuse_what_does_not_fit(
+    size: CacheSize, device: torch.device, limit_bytes: int | None
+) -> None:
+    whose = "the limit"
+    if limit_bytes is None:
+        if device.type != "cuda":
+            return
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        limit_bytes, whose = free + unused, f"what is free on {device}"
+    if size.num_bytes > limit_bytes:
+        raise UsageError(
+            f"the cache must fit into {limit_bytes / 2**30:.2f} GiB, {whose}, got "
+            f"{size.arithmetic()}; take a smaller window or sink, bits=8, or more Ulysses ranks"
+        )

@@ -1,0 +1,291 @@
+"""Calls whose keys are chosen before they come: by a cache of chunks, or by lists of blocks.
+
+A cache whose chunks lie in one piece is a plain tensor, which the layer's own backend attends to.
+Everything else runs on the block-sparse engine, and the report says so. Sink logits, which only
+make a head's weights smaller, are applied by the log-sum-exp of either:
+
+    out' = out * Z / (Z + exp(sink)) = out * sigmoid(lse - sink),   Z = exp(lse)
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.api import (
+    block_sparse_attention,
+    kernel_for,
+    loadable,
+)
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.part_merge.api import merge_two
+from multimodal_gen.kernels.part_merge.reference import merge_two_reference
+from multimodal_gen.runtime.layers.attention.backends.block_masks import (
+    Plans,
+    is_block_mask,
+    plans_of,
+)
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.causal_cache import CausalCache, LayerCache
+from multimodal_gen.runtime.layers.attention.report import ReportEntry
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
+from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
+from multimodal_gen.runtime.layers.attention.selector import Selection
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["EngineCalls", "Lists", "attend_listed", "lists_or_mask", "refusal", "with_cache"]
+
+Lists: TypeAlias = "BlockPlan | BlockMask"
+"""What a layer takes as a mask of blocks."""
+
+_IN_PIECES = "what a chunk sees lies in pieces of the cache"
+_BY_BLOCKS = "the mask is one of blocks"
+_OF_SEVERAL = "keys in a cache are those of several calls"
+
+
+class EngineCalls:
+    """How many calls of a layer the engine served in place of its backend, for the report."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Selection, str, str]] = Counter()
+
+    def count(self, selection: Selection, kernel: str, why: str) -> None:
+        """Note one call that `selection` was bound for and `kernel` of the engine served."""
+        self._counts[selection, kernel, why] += 1
+
+    def entries(self) -> tuple[ReportEntry, ...]:
+        """Return them as detours."""
+        return tuple(
+            ReportEntry(
+                steps=None,
+                selection=replace(
+                    selection,
+                    backend=AttentionBackendEnum.TRITON_ATTN,
+                    variant=kernel,
+                    reason=f"{selection.label} takes no lists of blocks, and {why}",
+                ),
+                calls=calls,
+            )
+            for (selection, kernel, why), calls in self._counts.items()
+        )
+
+
+def lists_or_mask(
+    attn_mask: "torch.Tensor | Lists | None",
+) -> "tuple[torch.Tensor | None, Lists | None]":
+    """Return what a layer is given as its mask, apart: a tensor, or lists of blocks."""
+    if isinstance(attn_mask, BlockPlan) or is_block_mask(attn_mask):
+        return None, attn_mask  # type: ignore[return-value]  # told apart by name
+    return attn_mask, None  # type: ignore[return-value]
+
+
+def with_cache(call: AttentionCall, geometry: LayerGeometry) -> AttentionCall:
+    """Return a call with the cache of the running denoiser call, if it has one for the layer.
+
+    Raises:
+        UsageError: the layer has no number among those of the cache.
+    """
+    context = current_forward_context()
+    cache = None if context is None else context.kv_cache
+    if cache is None or call.cache is not None or geometry.site.role is not AttentionRole.SELF:
+        return call
+    if not isinstance(cache, CausalCache):
+        raise UsageError(f"kv_cache must be a CausalCache or None, got a {type(cache).__name__}")
+    layer = geometry.site.layer
+    if layer is None or layer >= len(cache.layers):
+        raise UsageError(
+            f"a layer must have a number below {len(cache.layers)} to find its part of the "
+            f"context's cache, got {layer}; pass cache=cache.layers[i], or prefix= to the layer"
+        )
+    return call._replace(cache=cache.layers[layer])
+
+
+def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
+    """Return why a call cannot have the cache, the lists or the sink logits it has, or None."""
+    cache, lists, logits = call.cache, call.lists, call.sink_logits
+    what = " and ".join(
+        name
+        for name, x in (("a cache", cache), ("a mask of blocks", lists), ("sink_logits", logits))
+        if x is not None
+    )
+    beside = (
+        ("attn_mask", call.mask is not None),
+        ("a gate", call.gate is not None),
+        ("replicated tokens", any(call.replicated)),
+        ("both a cache and a mask of blocks", cache is not None and lists is not None),
+        ("gradients", call.wants_gradient and (cache is not None or logits is not None)),
+        ("causal=True", geometry.causal and (cache is not None or lists is not None)),
+        ("cross-attention", cache is not None and geometry.site.role is AttentionRole.CROSS),
+    )
+    for name, given in beside:
+        if given:
+            return UsageError(f"a call with {what} must come without {name}; leave one of them out")
+    if cache is not None and not isinstance(cache, LayerCache):
+        return UsageError(
+            f"cache must be a layer's part of a CausalCache, got a {type(cache).__name__}; pass "
+            f"cache.layers[i]"
+        )
+    if logits is None or (
+        isinstance(logits, torch.Tensor)
+        and logits.shape == (geometry.num_heads,)
+        and logits.is_floating_point()
+        and logits.device == call.query.device
+    ):
+        return None
+    got = (
+        f"{list(logits.shape)} {logits.dtype} on {logits.device}"
+        if isinstance(logits, torch.Tensor)
+        else f"a {type(logits).__name__}"
+    )
+    return UsageError(
+        f"sink_logits must be a floating tensor of one logit per head, [{geometry.num_heads}] on "
+        f"{call.query.device}, got {got}"
+    )
+
+
+def attend_listed(
+    entry: ScheduleEntry, call: AttentionCall, geometry: LayerGeometry, served: EngineCalls
+) -> torch.Tensor:
+    """Return attention of a call with a cache, lists of blocks, or sink logits.
+
+    Sparse methods choose their keys themselves: such calls of theirs run dense.
+
+    Args:
+        entry: what serves the layer at the running step.
+        call: the call; `refusal` has nothing against it.
+        geometry: what the layer is.
+        served: told of calls that the engine serves.
+
+    Returns:
+        [B, Sq, H, Dv].
+
+    Raises:
+        UsageError: the tensors are not those of the running chunk, or of the lists.
+        UnsupportedBackendError: the layer's method is sparse, and fallbacks are refused.
+    """
+    why, off_grid = "", ""
+    plans: Plans = ()
+    if call.cache is not None:
+        call.cache.append(call.key, call.value)
+        seen = call.cache.visible()
+        why, off_grid = _IN_PIECES, _OF_SEVERAL
+        key, value = seen.keys, seen.values
+        if seen.stretch is None:
+            plans = (seen.plan,)
+        else:
+            key, value = (x.narrow(1, *seen.stretch) for x in (key, value))
+        call = call._replace(key=key, value=value)
+    elif call.lists is not None:
+        plans, why, off_grid = _plans(call), _BY_BLOCKS, _BY_BLOCKS
+    if off_grid and entry.primary.selection.backend.is_sparse:
+        entry = entry.off_grid(off_grid)
+    logits = call.sink_logits
+    if plans:
+        kernel, out, lse = _on_the_engine(call, plans, geometry, lse=logits is not None)
+        served.count(entry.primary.selection, kernel, why)
+    else:
+        out, lse = _on_its_backend(entry, call)
+    if logits is None:
+        return out
+    assert lse is not None, "it was asked for"
+    own = logits[call.first_head : call.first_head + call.query.shape[2]]
+    kept = torch.sigmoid(lse - own[:, None].to(lse.dtype))  # [B, H, Sq]
+    return (out * kept.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
+
+
+def _on_its_backend(
+    entry: ScheduleEntry, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if call.sink_logits is not None:
+        bound = entry.with_features(Feature.LSE)
+        bound.calls += 1
+        return bound.impl.forward_lse(call.query, call.key, call.value)
+    context = current_forward_context()
+    if entry.varies:
+        entry = entry.at(call, context)
+    bound = entry.primary
+    bound.calls += 1
+    heads = bound.heads_from(call.first_head)
+    return bound.forward(call.query, call.key, call.value, context, **heads), None
+
+
+def _on_the_engine(
+    call: AttentionCall, plans: Plans, geometry: LayerGeometry, *, lse: bool
+) -> tuple[str, torch.Tensor, torch.Tensor | None]:
+    """Return the kernel that ran, the output, and the lse if it is wanted."""
+    query, key, value = (x if loadable(x) else x.contiguous() for x in call[:3])
+    parts = []
+    for plan in plans:
+        found = block_sparse_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=geometry.softmax_scale,
+            return_lse=lse or len(plans) > 1,
+        )
+        parts.append((found, None) if isinstance(found, torch.Tensor) else found)
+    kernel = kernel_for(query, key, value, plans[-1])
+    out, out_lse = parts[0]
+    for more, more_lse in parts[1:]:
+        assert out_lse is not None
+        assert more_lse is not None
+        merge = merge_two if not call.wants_gradient else _merge_with_gradient
+        out, out_lse = merge(out, out_lse, more, more_lse, dtype=query.dtype)
+    return kernel, out, out_lse
+
+
+def _merge_with_gradient(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    more: torch.Tensor,
+    more_lse: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return merge_two_reference(out, lse, more, more_lse, dtype)
+
+
+def _plans(call: AttentionCall) -> Plans:
+    """Return the plans of a call's lists, for the heads that it has."""
+    lists, (num_queries, heads) = call.lists, call.query.shape[1:3]
+    if isinstance(lists, BlockPlan):
+        plans: Plans = (lists,)
+    else:
+        assert lists is not None, "callers know"
+        plans = plans_of(lists, num_queries, call.key.shape[1])
+    first = call.first_head
+    return tuple(_of_heads(plan, slice(first, first + heads)) for plan in plans)
+
+
+def _of_heads(plan: BlockPlan, heads: slice) -> BlockPlan:
+    """Return a plan for some of its heads; itself where it is the same for all of them."""
+    if all(x.dim() == 1 or x.shape[1] in (1, heads.stop - heads.start) for x in plan.tensors()):
+        return plan
+
+    def of(x: torch.Tensor | None) -> torch.Tensor | None:
+        return x if x is None or x.shape[1] == 1 else x[:, heads]
+
+    def cut(blocks: Blocks) -> Blocks:
+        return replace(blocks, starts=of(blocks.starts), lengths=of(blocks.lengths))
+
+    indices, counts = of(plan.indices), of(plan.counts)
+    assert indices is not None
+    assert counts is not None
+    return replace(
+        plan,
+        indices=indices,
+        counts=counts,
+        q=cut(plan.q),
+        kv=cut(plan.kv),
+        row_bits=of(plan.row_bits),
+        order=None,
+    )

@@ -1,0 +1,166 @@
+"""FlexAttention's block masks, and plans of blocks, as masks of a layer."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+)
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
+from multimodal_gen.runtime.layers.attention.backends import block_masks
+from multimodal_gen.runtime.layers.attention.backends.block_masks import forget_plans, plans_of
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.reference import reference_attention
+
+BATCH, TOKENS, HEADS, SIZE, BLOCK = 2, 187, 4, 8, 32
+SCALE = SIZE**-0.5
+DOCUMENTS = torch.tensor([0] * 50 + [1] * 17 + [2] * 120)
+CHUNKS = torch.arange(TOKENS) // 40
+
+# Name -> function of the mask, whether samples and heads differ, number of plans.
+MASKS = {
+    "chunks": (lambda b, h, q, k: CHUNKS[q] >= CHUNKS[k], False, False, 1),
+    "documents": (lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k], False, False, 1),
+    "heads": (lambda b, h, q, k: q // (40 + 8 * h) >= k // (40 + 8 * h), False, True, 1),
+    "everything": (noop_mask, False, False, 1),
+    "nothing": (lambda b, h, q, k: q < 0, False, False, 1),
+    "tokens": (lambda b, h, q, k: q >= k, False, False, 2),
+    "window": (lambda b, h, q, k: (q - k).abs() < 7, False, False, 1),
+    "lengths": (lambda b, h, q, k: (k <= q) & (k < 90 + 50 * b), True, False, 2),
+}
+
+
+def block_mask(name: str) -> BlockMask:
+    function, by_sample, by_head, _ = MASKS[name]
+    sizes = (BATCH if by_sample else None, HEADS if by_head else None, TOKENS, TOKENS)
+    return create_block_mask(function, *sizes, device="cpu", BLOCK_SIZE=BLOCK)
+
+
+@pytest.fixture
+def qkv():
+    return make_qkv(BATCH, TOKENS, HEADS, SIZE, num_kv_heads=2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_block_mask_keeps_what_its_function_says(name, qkv):
+    mask = block_mask(name)
+    plans = plans_of(mask, TOKENS, TOKENS)
+    assert len(plans) == MASKS[name][3]
+    for plan in plans:
+        plan.check()
+    layer = LocalAttention(HEADS, SIZE, 2)
+    out = layer(*qkv, mask)
+    dense = create_mask(MASKS[name][0], BATCH, HEADS, TOKENS, TOKENS, device="cpu")
+    want, _ = reference_attention(*qkv, scale=SCALE, mask=dense)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-13 if len(plans) == 1 else 2e-6)
+    (detour,) = layer.report().detours
+    assert detour.selection.label == "triton_attn (reference)"
+    assert detour.selection.reason.endswith(
+        "takes no lists of blocks, and the mask is one of blocks"
+    )
+
+
+def test_whole_blocks_have_no_bits_and_are_never_evaluated():
+    asked = []
+
+    def function(b, h, q, k):
+        asked.append(torch.broadcast_shapes(q.shape, k.shape))
+        return q >= k
+
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, "cpu", BLOCK)
+    mask.mask_mod = function
+    whole, partial = plans_of(mask, 256, 256)
+    assert whole.row_bits is None
+    assert int(whole.counts.sum()) == 8 * 7 // 2
+    assert partial.row_bits is not None
+    # The 8 blocks of the diagonal, once to find where they are cut and once for the bits.
+    pairs = [shape.numel() for shape in asked]
+    assert sum(pairs) == 2 * 8 * BLOCK**2
+
+
+def test_chunks_become_lists_of_whole_chunks():
+    (plan,) = plans_of(block_mask("chunks"), TOKENS, TOKENS)
+    assert plan.row_bits is None
+    assert plan.kv.lengths.flatten().tolist() == [40, 40, 40, 40, 27]
+    assert plan.counts.flatten().tolist() == [1, 2, 3, 4, 5]
+
+
+def test_plans_are_kept_with_the_mask_until_they_are_forgotten(qkv):
+    lengths = torch.tensor([50, 120])
+    mask = create_block_mask(
+        lambda b, h, q, k: k < lengths[b], BATCH, None, TOKENS, TOKENS, device="cpu"
+    )
+    layer = LocalAttention(HEADS, SIZE, 2)
+    first = layer(*qkv, mask)
+    plans = plans_of(mask, TOKENS, TOKENS)
+    assert plans_of(mask, TOKENS, TOKENS) is plans
+    lengths[0] = 60
+    assert torch.equal(layer(*qkv, mask), first)
+    forget_plans(mask)
+    mask = mask.to("cpu")
+    out = layer(*qkv, mask)
+    keep = (torch.arange(TOKENS) < lengths[:, None])[:, None, None]
+    torch.testing.assert_close(out, reference_attention(*qkv, scale=SCALE, mask=keep)[0])
+
+
+@pytest.mark.parametrize("name", ["chunks", "tokens"])
+def test_gradients_flow_through_block_masks(name):
+    qkv = make_qkv(1, 64, 2, SIZE, dtype=torch.float64, requires_grad=True)
+    function = MASKS[name][0]
+    mask = create_block_mask(function, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    out = LocalAttention(2, SIZE)(*qkv, mask)
+    dense = create_mask(function, 1, 1, 64, 64, device="cpu")
+    want, _ = reference_attention(*qkv, scale=SCALE, mask=dense)
+    upstream = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0))
+    for mine, theirs in zip(
+        torch.autograd.grad(out, qkv, upstream),
+        torch.autograd.grad(want, qkv, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_plan_is_a_mask_too(qkv):
+    plan = chunk_causal_plan([40, 40, 40, 40, 27], window=2, sink=1)
+    k, q = CHUNKS[None, :], CHUNKS[:, None]
+    keep = (k <= q) & ((k > q - 2) | (k < 1))
+    layer = USPAttention(HEADS, SIZE, 2)
+    want, _ = reference_attention(*qkv, scale=SCALE, mask=keep)
+    torch.testing.assert_close(layer(*qkv, plan), want, rtol=0, atol=1e-13)
+    logits = torch.zeros(HEADS)
+    _, lse = reference_attention(*qkv, scale=SCALE, mask=keep)
+    weighed = want * torch.sigmoid(lse).transpose(1, 2).unsqueeze(-1)
+    torch.testing.assert_close(layer(*qkv, plan, sink_logits=logits), weighed, rtol=0, atol=1e-6)
+
+
+def test_masks_of_other_lengths_and_too_many_bits_are_refused(qkv, monkeypatch):
+    layer = LocalAttention(HEADS, SIZE, 2)
+    mask = block_mask("tokens")
+    with pytest.raises(UsageError, match=r"BlockMask for \[Sq, Sk\] = \[187, 186\], got one for"):
+        layer(qkv.query, qkv.key[:, 1:], qkv.value[:, 1:], mask)
+    monkeypatch.setattr(block_masks, "_MOST_BITS", 1 << 10)
+    with pytest.raises(UsageError, match="attn_mask must tell apart fewer runs of keys: 1 x 1 x"):
+        layer(*qkv, mask)
+    with pytest.raises(UsageError, match="a call with a mask of blocks must come without causal"):
+        LocalAttention(HEADS, SIZE, 2, causal=True)(*qkv, mask)
+
+
+def test_a_plan_is_cut_to_the_heads_of_a_call(qkv):
+    (plan,) = plans_of(block_mask("heads"), TOKENS, TOKENS)
+    assert isinstance(plan, BlockPlan)
+    dense = create_mask(MASKS["heads"][0], BATCH, HEADS, TOKENS, TOKENS, device="cpu")
+    from multimodal_gen.runtime.layers.attention.listed_calls import _of_heads
+
+    half = _of_heads(plan, slice(2, 4)).check()
+    out = LocalAttention(2, SIZE, 1)(
+        qkv.query[:, :, 2:], qkv.key[:, :, 1:], qkv.value[:, :, 1:], half
+    )
+    want, _ = reference_attention(*qkv, scale=SCALE, mask=dense)
+    torch.testing.assert_close(out, want[:, :, 2:], rtol=0, atol=1e-13)
+    assert _of_heads(plan, slice(0, 4)) is plan

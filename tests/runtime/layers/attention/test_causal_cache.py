@@ -1,0 +1,494 @@
+"""A cache of chunks against attention over the whole past, computed anew in float64."""
+
+import gc
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention, USPAttention
+from multimodal_gen.runtime.layers.attention.causal_cache import (
+    CacheSize,
+    CausalCache,
+    key_heads_of_rank,
+)
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.reference import reference_attention
+
+BATCH, HEADS, KV_HEADS, SIZE, TOKENS = 2, 4, 2, 8, 6
+SCALE = SIZE**-0.5
+
+
+def size_of(**fields) -> CacheSize:
+    given = {
+        "num_layers": 1,
+        "batch": BATCH,
+        "num_kv_heads": KV_HEADS,
+        "head_size": SIZE,
+        "chunk_tokens": TOKENS,
+        "window": 3,
+        "sink": 1,
+        "dtype": torch.float64,
+    }
+    return CacheSize(**{**given, **fields})
+
+
+def draw(tokens: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(BATCH, tokens, heads, SIZE, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+
+def rotate(x: torch.Tensor, position: int) -> torch.Tensor:
+    """Give tokens from `position` on their rotary embedding."""
+    places = torch.arange(position, position + x.shape[1], dtype=torch.float64)
+    rates = 100.0 ** -torch.linspace(0, 1, x.shape[3] // 2, dtype=torch.float64)
+    turn = torch.polar(torch.ones(()).double(), 0.0 * places[:, None] + places[:, None] * rates)
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn[:, None]
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def seen_by(number: int, past: list, window: int, sink: int):
+    """Return the chunks that one sees of `past`, whose last is itself."""
+    return [x for i, x in enumerate(past) if i < sink or i > number - window]
+
+
+def lengths_of(count: int, last: int) -> list[int]:
+    return [*[TOKENS] * (count - 1), last]
+
+
+@pytest.fixture
+def layer():
+    return LocalAttention(HEADS, SIZE, KV_HEADS)
+
+
+@pytest.mark.parametrize("sink", [0, 1, 2, 3])
+@pytest.mark.parametrize("window", [1, 2, 5, 12])
+def test_every_step_of_30_chunks_sees_the_past_that_the_model_says(layer, window, sink):
+    cache = CausalCache(size_of(window=window, sink=sink))
+    past, start = [], 0
+    for number, tokens in enumerate(lengths_of(30, last=4)):
+        cache.begin(start, tokens)
+        for step in range(2):
+            q, k, v = draw(tokens, seed=100 * number + step)
+            q, k = rotate(q, start), rotate(k, start)
+            out = layer(q, k, v, cache=cache.layers[0])
+            seen = seen_by(number, [*past, (k, v)], window, sink)
+            keys, values = (torch.cat(x, dim=1) for x in zip(*seen, strict=True))
+            want, _ = reference_attention(q, keys, values, scale=SCALE)
+            torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+        past.append((k, v))
+        cache.commit()
+        start += tokens
+
+
+@pytest.mark.parametrize("positions", ["start", "window"])
+def test_keys_before_their_rotary_embedding_get_it_where_they_are_seen(layer, positions):
+    cache = CausalCache(size_of(before_rope=True), rotate=rotate, positions=positions)
+    past, start = [], 0
+    for number, tokens in enumerate([2, *lengths_of(29, last=5)]):
+        cache.begin(start, tokens)
+        q, k, v = draw(tokens, seed=number)
+        seen = seen_by(number, [*past, (start, k, v)], 3, 1)
+        places = [x[0] for x in seen]
+        if positions == "window":
+            places = [sum(x[1].shape[1] for x in seen[:i]) for i in range(len(seen))]
+        assert cache.position == places[-1]
+        q = rotate(q, cache.position)
+        out = layer(q, k, v, cache=cache.layers[0])
+        keys = torch.cat([rotate(x[1], p) for x, p in zip(seen, places, strict=True)], dim=1)
+        values = torch.cat([x[2] for x in seen], dim=1)
+        want, _ = reference_attention(q, keys, values, scale=SCALE)
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+        past.append((start, k, v))
+        cache.commit()
+        start += tokens
+
+
+@pytest.mark.parametrize(("sink", "window"), [(0, 1), (0, 3), (1, 2), (2, 4)])
+def test_a_layer_may_see_less_than_is_kept(layer, sink, window):
+    cache = CausalCache(size_of(window=4, sink=2))
+    part = cache.layers[0].view(sink, window)
+    past = []
+    for number, tokens in enumerate(lengths_of(12, last=3)):
+        q, k, v = draw(tokens, seed=number)
+        cache.begin(number * TOKENS, tokens)
+        out = layer(q, k, v, cache=part)
+        past.append((k, v))
+        seen = seen_by(number, past, window, sink)
+        keys, values = (torch.cat(x, dim=1) for x in zip(*seen, strict=True))
+        want, _ = reference_attention(q, keys, values, scale=SCALE)
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-6)  # merged by an lse in fp32
+        cache.commit()
+
+
+def test_past_chunks_in_8_bits_err_as_their_rounding_lets_them(layer):
+    """Errors of 1/254 of a row's largest entry, in K through the weights and in V themselves."""
+    cache = CausalCache(size_of(bits=8, window=5))
+    past = []
+    for number in range(14):
+        q, k, v = draw(TOKENS, seed=number)
+        cache.begin(number * TOKENS, TOKENS)
+        out = layer(q, k, v, cache=cache.layers[0])
+        past.append((k, v))
+        keys, values = (torch.cat(x, dim=1) for x in zip(*seen_by(number, past, 5, 1), strict=True))
+        want, _ = reference_attention(q, keys, values, scale=SCALE)
+        off = SCALE * q.abs().sum(-1).max() * keys.abs().max() / 254
+        budget = (math.exp(2 * off) - 1) * values.abs().max() + values.abs().max() / 254
+        error = (out - want).abs().max()
+        assert error <= budget < 0.5
+        assert (error > 1e-9) == (number > 0)  # the running chunk itself is exact
+        cache.commit()
+
+
+def test_the_bytes_are_known_in_advance_and_what_does_not_fit_is_refused():
+    size = size_of(num_layers=3, dtype=torch.bfloat16)
+    assert size.num_bytes == 3 * 2 * BATCH * 4 * TOKENS * KV_HEADS * SIZE * 2
+    held = vars(CausalCache(size)._store).values()
+    unique = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    assert sum(unique.values()) == size.num_bytes
+    eight = size_of(num_layers=30, dtype=torch.bfloat16, bits=8)
+    held = vars(CausalCache(eight)._store).values()
+    unique = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    assert sum(unique.values()) == eight.num_bytes
+    CausalCache(size, limit_bytes=size.num_bytes)
+    with pytest.raises(UsageError, match=r"must fit into .* the limit, got .* = .* GiB, for 3 lay"):
+        CausalCache(size, limit_bytes=size.num_bytes - 1)
+    rotated = size_of(dtype=torch.bfloat16, before_rope=True)
+    assert rotated.num_bytes == size.num_bytes // 2
+
+
+class Written(TorchDispatchMode):
+    """Notes every operator that gives something as large as a chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() >= BATCH * TOKENS * KV_HEADS * SIZE:
+            self.names.append(str(func))
+        return out
+
+
+def test_evictions_touch_no_keys_and_values():
+    cache = CausalCache(size_of(window=2, sink=1))
+    _, k, v = draw(TOKENS, seed=0)
+    for number in range(8):
+        with Written() as begun:
+            cache.begin(number * TOKENS, TOKENS)
+        cache.layers[0].append(k, v)
+        with Written() as seen:
+            cache.layers[0].visible()
+            cache.commit()
+        assert begun.names == []
+        assert {name for name in seen.names if "select" not in name} == set()
+    with Written() as written:
+        cache.layers[0].append(k, v, start=8 * TOKENS)
+    assert [name for name in written.names if "select" not in name] == [
+        "aten.index_copy_.default"
+    ] * 2
+
+
+def test_a_thousand_chunks_take_the_memory_of_ten(layer):
+    cache = CausalCache(size_of())
+    q, k, v = draw(TOKENS, seed=0)
+    counts = {}
+    for number in range(1000):
+        cache.begin(number * TOKENS, TOKENS)
+        layer(q, k, v, cache=cache.layers[0])
+        cache.commit()
+        if number in (10, 999):
+            gc.collect()
+            counts[number] = sum(type(x) is torch.Tensor for x in gc.get_objects())
+    assert counts[10] == counts[999]
+    assert len(layer.report().detours) == 0
+
+
+def test_what_a_graph_depends_on_is_the_same_for_all_chunks_of_a_full_cache(layer):
+    cache = CausalCache(size_of())
+    kinds = []
+    for number in range(9):
+        cache.begin(number * TOKENS, TOKENS)
+        layer(*draw(TOKENS, seed=number), cache=cache.layers[0])
+        kinds.append(cache.kind)
+        cache.commit()
+    assert len(set(kinds[3:])) == 1
+    assert len(set(kinds[:4])) == 4
+
+
+def test_recaching_writes_the_past_anew_oldest_first(layer):
+    cache = CausalCache(size_of())
+    for number in range(7):
+        cache.layers[0].append(*draw(TOKENS, seed=number)[1:], start=number * TOKENS)
+        cache.commit()
+    past = []
+    for start, tokens in cache.recache():
+        q, k, v = draw(tokens, seed=1000 + start)
+        past.append((k, v))
+        out = layer(q, k, v, cache=cache.layers[0])
+        keys, values = (torch.cat(x, dim=1) for x in zip(*past, strict=True))
+        want, _ = reference_attention(q, keys, values, scale=SCALE)
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
+    assert len(past) == 4
+    q, k, v = draw(TOKENS, seed=8)
+    cache.begin(7 * TOKENS, TOKENS)
+    out = layer(q, k, v, cache=cache.layers[0])
+    keys, values = (torch.cat(x, dim=1) for x in zip(past[0], *past[2:], (k, v), strict=True))
+    want, _ = reference_attention(q, keys, values, scale=SCALE)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    cache.commit()
+    assert [start for start, _ in cache.recache(sink=False)] == [TOKENS * n for n in (5, 6, 7)]
+
+
+def test_a_discarded_chunk_is_not_seen_and_another_takes_its_place(layer):
+    cache = CausalCache(size_of(window=2, sink=0))
+    first, second = draw(TOKENS, seed=0), draw(TOKENS, seed=1)
+    layer_cache = cache.layers[0]
+    layer_cache.append(*first[1:], start=0)
+    cache.commit()
+    layer_cache.append(*draw(TOKENS, seed=9)[1:], start=TOKENS)
+    cache.discard()
+    cache.begin(TOKENS, TOKENS)
+    out = layer(*second, cache=layer_cache)
+    keys, values = (torch.cat(x, dim=1) for x in zip(first[1:], second[1:], strict=True))
+    want, _ = reference_attention(second[0], keys, values, scale=SCALE)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    cache.commit()
+    cache.reset(start=600)
+    cache.begin(600, TOKENS)
+    want, _ = reference_attention(*second, scale=SCALE)
+    torch.testing.assert_close(layer(*second, cache=layer_cache), want, rtol=0, atol=1e-13)
+
+
+def test_parts_of_a_cache_serve_some_samples_and_heads():
+    cache = CausalCache(size_of())
+    q, k, v = draw(TOKENS, seed=0)
+    cache.begin(0, TOKENS)
+    whole = LocalAttention(HEADS, SIZE, KV_HEADS)(q, k, v, cache=cache.layers[0])
+    half = LocalAttention(HEADS // 2, SIZE, KV_HEADS // 2)
+    part = cache.layers[0].part(samples=(1, 2), heads=(1, 2))
+    out = half(q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:], cache=part)
+    torch.testing.assert_close(out, whole[1:, :, 2:])
+    with pytest.raises(UsageError, match=r"heads must lie in \[0, 2\], got \(1, 3\)"):
+        cache.layers[0].part(heads=(1, 3))
+    with pytest.raises(
+        UsageError, match=r"window must be in \[1, 3\], what the cache keeps, got 4"
+    ):
+        cache.layers[0].view(window=4)
+
+
+def test_layers_find_their_part_in_the_context():
+    cache = CausalCache(size_of(num_layers=2))
+    q, k, v = draw(TOKENS, seed=0)
+    layers = [UlyssesAttention(HEADS, SIZE, KV_HEADS, prefix=f"blocks.{i}.attn") for i in (0, 1)]
+    across = USPAttention(HEADS, SIZE, KV_HEADS, prefix="blocks.0.x", is_cross_attention=True)
+    for number in range(3):
+        cache.begin(number * TOKENS, TOKENS)
+        with set_forward_context(0, kv_cache=cache):
+            outs = [layer(q, (1 + i) * k, v)[0] for i, layer in enumerate(layers)]
+            text = across(q, k[:, :2], v[:, :2])
+        cache.commit()
+    for i, out in enumerate(outs):
+        keys, values = torch.cat([(1 + i) * k] * 3, dim=1), torch.cat([v] * 3, dim=1)
+        torch.testing.assert_close(out, reference_attention(q, keys, values, scale=SCALE)[0])
+    want, _ = reference_attention(q, k[:, :2], v[:, :2], scale=SCALE)
+    torch.testing.assert_close(text, want)
+    cache.begin(3 * TOKENS, TOKENS)
+    unnumbered = USPAttention(HEADS, SIZE, KV_HEADS)
+    with (
+        set_forward_context(0, kv_cache=cache),
+        pytest.raises(UsageError, match="a layer must have a number below 2"),
+    ):
+        unnumbered(q, k, v)
+    with (
+        set_forward_context(0, kv_cache=cache.layers[0]),
+        pytest.raises(UsageError, match="kv_cache must be a CausalCache or None, got a LayerCache"),
+    ):
+        layers[0](q, k, v)
+    assert key_heads_of_rank(HEADS, KV_HEADS) == KV_HEADS
+
+
+@pytest.mark.parametrize("kept", [None, (0, 2)])
+def test_sink_logits_weigh_a_key_without_a_value(layer, kept):
+    logits = torch.tensor([0.3, -1.0, 2.0, -torch.inf], dtype=torch.float64)
+    cache = CausalCache(size_of(window=3, sink=1))
+    q, k, v = draw(TOKENS, seed=0)
+    for number in range(6):
+        cache.begin(number * TOKENS, TOKENS)
+        part = cache.layers[0] if kept is None else cache.layers[0].view(*kept)
+        out = layer(q, k, v, cache=part, sink_logits=logits)
+        cache.commit()
+    times = 4 if kept is None else 2
+    scores, values = q.transpose(1, 2) @ k.repeat_interleave(2, 2).permute(0, 2, 3, 1), v
+    scores = torch.cat([scores * SCALE] * times, dim=-1)
+    sink = logits.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+    values = torch.cat([v] * times, dim=1).repeat_interleave(2, 2).transpose(1, 2)
+    torch.testing.assert_close(out, (weights @ values).transpose(1, 2), rtol=0, atol=1e-6)
+    plain = layer(q, k, v, sink_logits=torch.full((HEADS,), -torch.inf))
+    torch.testing.assert_close(plain, layer(q, k, v), rtol=0, atol=1e-6)
+
+
+def sparse_layer(*, strict: bool = False) -> LocalAttention:
+    asked = BackendPreference(
+        source=Source.SETTINGS, backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN
+    )
+    return LocalAttention(
+        HEADS,
+        SIZE,
+        KV_HEADS,
+        scope=SelectionScope(default=asked, strict=strict),
+        compute_dtype=torch.float32,
+    )
+
+
+def test_the_report_says_what_ran_in_place_of_the_layers_backend(layer):
+    cache = CausalCache(size_of(dtype=torch.float32))
+    q, k, v = (x.float() for x in draw(TOKENS, seed=0))
+    cache.begin(0, TOKENS)
+    layer(q, k, v, cache=cache.layers[0])
+    assert [(e.selection.label, e.calls) for e in layer.report().entries] == [("torch_sdpa", 1)]
+    cache.commit()
+    cache.begin(TOKENS, TOKENS)
+    for _ in range(3):
+        layer(q, k, v, cache=cache.layers[0].view(0, 1))
+    cache.commit()
+    assert layer.report().entries[0].calls == 4  # one chunk is always in one piece
+    for number in range(2, 5):
+        cache.begin(number * TOKENS, TOKENS)
+        layer(q, k, v, cache=cache.layers[0].view(0, 2))
+        cache.commit()
+    (detour,) = layer.report().detours
+    assert (detour.selection.label, detour.calls) == ("triton_attn (reference)", 1)
+    assert detour.selection.reason == (
+        "torch_sdpa takes no lists of blocks, and what a chunk sees lies in pieces of the cache"
+    )
+
+
+def test_sparse_methods_run_dense_over_a_cache_and_say_so():
+    cache = CausalCache(size_of(dtype=torch.float32))
+    q, k, v = (x.float() for x in draw(TOKENS, seed=0))
+    layer = sparse_layer()
+    cache.begin(0, TOKENS)
+    with set_forward_context(0, latent_grid=(1, 2, 3)):
+        out = layer(q, k, v, cache=cache.layers[0])
+    want, _ = reference_attention(q, k, v, scale=SCALE)
+    torch.testing.assert_close(out, want.float())
+    (detour,) = layer.report().detours
+    assert detour.selection.label == "torch_sdpa"
+    assert "keys in a cache are those of several calls" in detour.selection.reason
+    with (
+        set_forward_context(0, latent_grid=(1, 2, 3)),
+        pytest.raises(UnsupportedBackendError, match="keys in a cache are those of several calls"),
+    ):
+        sparse_layer(strict=True)(q, k, v, cache=cache.layers[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window": 0}, "window must be a whole number >= 1, got 0"),
+        ({"sink": -1}, "sink must be a whole number >= 0, got -1"),
+        ({"batch": True}, "batch must be a whole number >= 1, got True"),
+        ({"bits": 4}, "bits must be 8, or 16 for what layers bring, got 4"),
+        ({"dtype": torch.int8}, "dtype must be a floating torch.dtype, got torch.int8"),
+        ({"bits": 8, "before_rope": True}, "before_rope must be False where bits are 8"),
+    ],
+)
+def test_sizes_that_make_no_cache_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        size_of(**fields)
+
+
+def test_misuse_gets_one_clear_error(layer):
+    with pytest.raises(UsageError, match="rotate must be given exactly where"):
+        CausalCache(size_of(before_rope=True))
+    with pytest.raises(UsageError, match='positions must be "start" or "window", got \'end\''):
+        CausalCache(size_of(before_rope=True), rotate=rotate, positions="end")
+    cache = CausalCache(size_of())
+    q, k, v = draw(TOKENS, seed=0)
+    with pytest.raises(UsageError, match="a chunk must be running, got none; call begin"):
+        layer(q, k, v, cache=cache.layers[0])
+    with pytest.raises(UsageError, match=r"tokens must be in \[1, 6\], got 7"):
+        cache.begin(0, 7)
+    with pytest.raises(UsageError, match=r"a chunk must follow the last one, at token 0, .* none;"):
+        cache.begin(5, 6)
+    cache.begin(0, TOKENS)
+    cache.begin(0, TOKENS)  # the next denoising step
+    with pytest.raises(UsageError, match="the chunk at token 0 must be finished before another"):
+        cache.begin(TOKENS, TOKENS)
+    with pytest.raises(UsageError, match=r"key must be \[2, 6, 2, 8\] torch.float64 on cpu"):
+        layer(q.float(), k.float(), v.float(), cache=cache.layers[0])
+    with pytest.raises(UsageError, match="no chunk must be running, got the one at token 0"):
+        next(cache.recache())
+    cache.commit()
+    with pytest.raises(UsageError, match=r"with its length: 0 \(6\); got 3 tokens at 0"):
+        cache.begin(0, 3)
+    cache.begin(0, TOKENS)
+    with pytest.raises(UsageError, match="must be committed again, because its slot was written"):
+        cache.discard()
+
+
+def test_what_a_cache_cannot_be_combined_with_is_refused(layer):
+    cache = CausalCache(size_of())
+    cache.begin(0, TOKENS)
+    q, k, v = draw(TOKENS, seed=0)
+    part = cache.layers[0]
+    with pytest.raises(UsageError, match="a call with a cache must come without attn_mask"):
+        layer(q, k, v, torch.ones(BATCH, TOKENS, dtype=torch.bool), cache=part)
+    with pytest.raises(UsageError, match="must come without gradients"):
+        layer(q.requires_grad_(), k, v, cache=part)
+    q = q.detach()
+    with pytest.raises(UsageError, match="must come without causal=True"):
+        LocalAttention(HEADS, SIZE, KV_HEADS, causal=True)(q, k, v, cache=part)
+    across = LocalAttention(HEADS, SIZE, KV_HEADS, is_cross_attention=True)
+    with pytest.raises(UsageError, match="must come without cross-attention"):
+        across(q, k, v, cache=part)
+    with pytest.raises(UsageError, match="must come without replicated tokens"):
+        UlyssesAttention(HEADS, SIZE, KV_HEADS)(q, k, v, q, k, v, cache=part)
+    with pytest.raises(UsageError, match=r"cache must be a layer's part .* got a CausalCache"):
+        layer(q, k, v, cache=cache)
+    with pytest.raises(
+        UsageError, match=r"one logit per head, \[4\] on cpu, got \[2\] torch.float"
+    ):
+        layer(q, k, v, sink_logits=torch.zeros(2))
+    site = LayerSite(name="", component=None, role=layer.site.role, layer=7)
+    numbered = LocalAttention(HEADS, SIZE, KV_HEADS, site=site)
+    with (
+        set_forward_context(0, kv_cache=cache),
+        pytest.raises(UsageError, match=r"a layer must have a number below 1 .* got 7"),
+    ):
+        numbered(q, k, v)
+
+
+def test_a_compiled_model_writes_its_cache():
+    cache = CausalCache(size_of())
+    layer = LocalAttention(HEADS, SIZE, KV_HEADS)
+
+    def model(q, k, v):
+        return layer(2 * q, k, v, cache=cache.layers[0]) + 1
+
+    compiled = torch.compile(model, backend="eager")
+    past = []
+    for number in range(3):
+        cache.begin(number * TOKENS, TOKENS)
+        q, k, v = draw(TOKENS, seed=number)
+        out = compiled(q, k, v)
+        past.append((k, v))
+        keys, values = (torch.cat(x, dim=1) for x in zip(*past, strict=True))
+        want, _ = reference_attention(2 * q, keys, values, scale=SCALE)
+        torch.testing.assert_close(out, want + 1, rtol=0, atol=1e-13)
+        cache.commit()
