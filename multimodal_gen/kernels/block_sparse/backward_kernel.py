@@ -516,10 +516,10 @@ def attend_backward(
     dtype = k.dtype if group == 1 else torch.float32
     dk, dv = (make(shape, dtype=dtype, device=k.device) for _ in range(2))
     inputs = (q, k, v, grad_out)
-    _query_gradient(
+    query_gradient(
         inputs, plan, level, delta, dq, scale=scale, tile=tiles.queries, copy_engine=copy_engine
     )
-    _key_gradients(
+    key_gradients(
         inputs, plan, level, delta, dk, dv, scale=scale, tile=tiles.keys, copy_engine=copy_engine
     )
     if group > 1:
@@ -530,7 +530,7 @@ def attend_backward(
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _query_gradient(
+def query_gradient(
     inputs: _Inputs,
     plan: BlockPlan,
     level: torch.Tensor,
@@ -541,6 +541,7 @@ def _query_gradient(
     tile: TritonTile,
     copy_engine: bool,
 ) -> None:
+    """Write dq; `inputs` are q, k, v and the gradient of out, and level and delta [B, H, Sq]."""
     q, k, _, _ = inputs
     batch, _, heads, head_size = q.shape
     steps = _steps(plan, tile.keys)
@@ -581,7 +582,7 @@ def _query_gradient(
     )  # fmt: skip
 
 
-def _key_gradients(
+def key_gradients(
     inputs: _Inputs,
     plan: BlockPlan,
     level: torch.Tensor,
@@ -593,6 +594,7 @@ def _key_gradients(
     tile: TritonTile,
     copy_engine: bool,
 ) -> None:
+    """Write dk and dv, [B, Sk, H, D] of query heads; see `query_gradient`."""
     q, k, _, _ = inputs
     batch, _, heads, head_size = q.shape
     turned = transposed(plan)

@@ -1,0 +1,439 @@
+"""Forward and backward of the engine, dense and over random lists, beside torch and others.
+
+Gradients of one head are checked first, against float64 by the definition: they may err at most
+twice as much as plain PyTorch code in bfloat16 does. What is wrong is not timed, and makes the
+script fail at the end. With `--tiles`, the two kernels of the backward pass are timed alone, in
+other shapes of their programs, which processes of their own compile first.
+
+    python3 scripts/bench/backward.py --commit HASH [--only wan] [--rounds 7] [--quick] [--tiles]
+    python3 scripts/bench/backward.py --commit HASH --smoke    # a tiny case, on any machine
+"""
+
+import argparse
+import importlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from _harness import (
+    DEVICE,
+    Row,
+    interleave,
+    make_parser,
+    relative_error,
+    rows_of,
+    version_of,
+    write_rows,
+)
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+
+DENSITY = 0.1
+CHUNK = 1024
+COMPILE_SECONDS = 200
+FORWARD_FLOP, BACKWARD_FLOP = "4*H*D*kept pairs", "10*H*D*kept pairs"
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One self-attention of a model."""
+
+    name: str
+    tokens: int
+    heads: int
+    head_size: int = 128
+
+    @property
+    def shape(self) -> str:
+        """What rows say."""
+        return f"B1 H{self.heads} S{self.tokens} D{self.head_size} bf16"
+
+
+CASES = (
+    Case(name="vsa training 1034", tokens=40_768, heads=16),
+    Case(name="wan 1.3B 480p 81f", tokens=32_760, heads=12),
+)
+SMOKE = (Case(name="smoke", tokens=300, heads=2, head_size=32),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """An attention under test.
+
+    Attributes:
+        attend: the attention.
+        plan: the pairs it keeps.
+        version: of the package it comes from.
+    """
+
+    attend: Attend
+    plan: BlockPlan
+    version: str = ""
+
+
+def random_lists(case: Case, size: int) -> BlockPlan:
+    """Return lists of random blocks, of which each row keeps its share."""
+    blocks = Blocks.regular(case.tokens, size)
+    kept = max(1, round(DENSITY * blocks.num))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    draws = torch.rand(1, case.heads, blocks.num, blocks.num, device=DEVICE, generator=generator)
+    indices = draws.topk(kept, dim=-1).indices.sort(-1).values.int()
+    counts = indices.new_full(indices.shape[:3], kept)
+    return BlockPlan(indices=indices, counts=counts, q=blocks, kv=blocks, uniform=True)
+
+
+def dense_lists(case: Case) -> BlockPlan:
+    """Return the plan of dense attention, as the dense backend makes it."""
+    blocks = Blocks.regular(case.tokens, 384)
+    return BlockPlan.dense(blocks, blocks, DEVICE)
+
+
+def lists_of(case: Case, blocks: str) -> BlockPlan:
+    """Return the plan that contenders call "dense", "128x128" or "64x64"."""
+    return dense_lists(case) if blocks == "dense" else random_lists(case, int(blocks.split("x")[0]))
+
+
+def kept_blocks(plan: BlockPlan) -> torch.Tensor:
+    """Return which blocks a plan of equal counts keeps, of the first head: bool [Nq, Nk]."""
+    keep = torch.zeros(plan.q.num, plan.kv.num, dtype=torch.bool, device=plan.device)
+    return keep.scatter_(1, plan.indices[0, 0].long(), True)
+
+
+def head_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, upstream: torch.Tensor, plan: BlockPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of one head, [S, D] each, in the dtype of the inputs, by chunks of rows.
+
+    Sums over chunks are taken in float32 or better.
+    """
+    scale = q.shape[1] ** -0.5
+    keep = kept_blocks(plan)
+    columns = torch.arange(len(k), device=k.device) // plan.kv.size
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(k, dtype=wide) for _ in range(2))
+    for first in range(0, len(q), CHUNK):
+        rows = slice(first, first + CHUNK)
+        blocks = torch.arange(len(q), device=q.device)[rows] // plan.q.size
+        scores = (q[rows] @ k.T * scale).masked_fill_(~keep[blocks][:, columns], -torch.inf)
+        weights = scores.softmax(-1)
+        dp = upstream[rows] @ v.T
+        ds = weights * (dp - (dp * weights).sum(-1, keepdim=True)) * scale
+        dq[rows] = ds @ k
+        dk += ds.T @ q[rows]
+        dv += weights.T @ upstream[rows]
+    return dq, dk, dv
+
+
+def engine(plan: BlockPlan) -> Contender:
+    """Return this package's kernels."""
+    return Contender(attend=lambda q, k, v: block_sparse_attention(q, k, v, plan), plan=plan)
+
+
+def torchs_own(backend: SDPBackend, plan: BlockPlan) -> Contender:
+    """Return one of the kernels of `scaled_dot_product_attention`."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return out.transpose(1, 2)
+
+    return Contender(attend=attend, plan=plan, version=version_of("torch"))
+
+
+def flash_attention_4(plan: BlockPlan) -> Contender:
+    """Return flash-attn-4's dense attention."""
+    function = importlib.import_module("flash_attn.cute").flash_attn_func
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = function(q, k, v)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Contender(attend=attend, plan=plan, version=version_of("flash-attn-4"))
+
+
+def flex(plan: BlockPlan) -> Contender:
+    """Return FlexAttention over the lists of a plan."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    keep = torch.zeros((*plan.indices.shape[:3], plan.kv.num), dtype=torch.bool, device=DEVICE)
+    keep = keep.scatter_(-1, plan.indices.long(), True)
+    counts = keep.sum(-1, dtype=torch.int32)
+    indices = keep.byte().argsort(dim=-1, descending=True, stable=True).int()
+    size = plan.q.size
+
+    def kept(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return keep[0, h, i // size, j // size]
+
+    mask = BlockMask.from_kv_blocks(
+        torch.zeros_like(counts),
+        indices,
+        counts,
+        indices,
+        BLOCK_SIZE=size,
+        mask_mod=kept,
+        seq_lengths=(plan.q.total, plan.kv.total),
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(*heads_first, block_mask=mask).transpose(1, 2)
+
+    return Contender(attend=attend, plan=plan, version=version_of("torch"))
+
+
+def contenders_of(case: Case, *, quick: bool) -> dict[str, Contender]:
+    """Return what is measured of a case, by name; says what is left out."""
+    dense, r128, r64 = (lists_of(case, blocks) for blocks in ("dense", "128x128", "64x64"))
+    makers: dict[str, Callable[[], Contender]] = {
+        "engine dense": partial(engine, dense),
+        "engine 128x128": partial(engine, r128),
+        "engine 64x64": partial(engine, r64),
+    }
+    if DEVICE == "cpu":
+        makers["sdpa dense"] = partial(torchs_own, SDPBackend.MATH, dense)
+    else:
+        makers["cudnn dense"] = partial(torchs_own, SDPBackend.CUDNN_ATTENTION, dense)
+        makers["flash dense"] = partial(torchs_own, SDPBackend.FLASH_ATTENTION, dense)
+        makers["fa4 dense"] = partial(flash_attention_4, dense)
+        if not quick:
+            makers["flex 128x128"] = partial(flex, r128)
+    found = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+        except Exception as error:  # a broken package fails in many ways
+            print(f"left out of {case.name}: {name}, {type(error).__name__}: {error}", flush=True)
+    return found
+
+
+def gradients_of(
+    contender: Contender, inputs: tuple[torch.Tensor, ...], upstream: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Return what runs the backward pass alone, again and again."""
+    out = contender.attend(*inputs)
+    return partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
+
+
+def errors_of(
+    found: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
+    upstream: torch.Tensor,
+    plan: BlockPlan,
+) -> tuple[float, float]:
+    """Return the largest error of the three gradients of the first head, and the largest excess.
+
+    The excess is the error as a share of what is allowed.
+    """
+    head = [x[0, :, 0].detach() for x in (*inputs, upstream)]
+    exact = head_gradients(*(x.double() for x in head), plan)
+    plain = head_gradients(*head, plan)
+    errors = [relative_error(x[0, :, 0], y) for x, y in zip(found, exact, strict=True)]
+    allowed = [2 * relative_error(x, y) for x, y in zip(plain, exact, strict=True)]
+    return max(errors), max(e / a for e, a in zip(errors, allowed, strict=True))
+
+
+def measure(case: Case, options: argparse.Namespace) -> list[str]:
+    """Check, time and write a case; returns the names of what was wrong."""
+    torch.manual_seed(0)
+    shape = (1, case.tokens, case.heads, case.head_size)
+    *given, upstream = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(4))
+    inputs = tuple(x.requires_grad_() for x in given)
+    forward: dict[str, Callable[[], object]] = {}
+    backward: dict[str, Callable[[], object]] = {}
+    errors, flops, versions, wrong = {}, {}, {}, []
+    for name, contender in contenders_of(case, quick=options.quick).items():
+        try:
+            run = gradients_of(contender, inputs, upstream)
+            errors[name], excess = errors_of(run(), inputs, upstream, contender.plan)
+        except Exception as error:  # one contender must not end the others
+            print(f"FAILED {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            wrong += [name] if name.startswith("engine") else []
+            continue
+        if not excess <= 1:
+            print(f"WRONG {name}: error {errors[name]:.2e}, {excess:.2f} of what is allowed")
+            wrong.append(name)
+            continue
+        forward[name], backward[name] = partial(contender.attend, *inputs), run
+        pairs = contender.plan.pairs()
+        flops[name] = float(pairs.sum()) * case.heads / pairs.numel() * case.head_size
+        versions[name] = contender.version
+    for kind, runs, factor, formula in (
+        ("forward", forward, 4.0, FORWARD_FLOP),
+        ("backward", backward, 10.0, BACKWARD_FLOP),
+    ):
+        times = interleave(runs, rounds=options.rounds, block_ms=80.0)
+        write(case, kind, times, {n: factor * f for n, f in flops.items()}, formula, options,
+              errors=errors, versions=versions)  # fmt: skip
+    return wrong
+
+
+def write(
+    case: Case,
+    kind: str,
+    times: dict[str, list[float]],
+    flops: dict[str, float],
+    formula: str,
+    options: argparse.Namespace,
+    *,
+    errors: dict[str, float],
+    versions: dict[str, str],
+) -> None:
+    """Write rows whose contenders differ in what they compute."""
+    rows: list[Row] = []
+    best: dict[str, float] = {}
+    for name, samples in times.items():
+        group = name.rpartition(" ")[2]
+        best[group] = min(best.get(group, float("inf")), statistics.median(samples))
+    for name, samples in times.items():
+        (row,) = rows_of(
+            {name: samples},
+            commit=options.commit,
+            benchmark=f"backward: {kind}",
+            case=case.name,
+            shape=case.shape,
+            flop=flops[name],
+            flop_formula=formula,
+            errors=errors,
+            versions=versions,
+        )
+        ratio = row.median_ms / best[name.rpartition(" ")[2]]
+        rows.append(replace(row, ratio_to_best=round(ratio, 4)))
+    print(f"-- {case.name}, {kind}")
+    write_rows(options.out / "backward.csv", rows)
+
+
+def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, TritonTile]:
+    return {
+        f"{rows}x{keys} w{warps} s{stages}": TritonTile(
+            rows=rows, keys=keys, warps=warps, stages=stages
+        )
+        for rows, keys, warps, stages in shapes
+    }
+
+
+# Other shapes of the programs: (blocks, kernel) -> tiles of rows x keys, by name.
+WIDE_DQ = _tiles(
+    (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+    (64, 128, 4, 2), (128, 32, 8, 4),
+)  # fmt: skip
+WIDE_DKV = _tiles(
+    (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3),
+    (32, 64, 4, 3), (128, 128, 8, 1),
+)  # fmt: skip
+NARROW_DQ = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 1), (64, 32, 4, 3), (64, 64, 8, 2))
+NARROW_DKV = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 1), (32, 64, 4, 3), (64, 64, 8, 2))
+TILES = {
+    ("dense", "dq"): WIDE_DQ,
+    ("dense", "dkv"): WIDE_DKV,
+    ("128x128", "dq"): WIDE_DQ,
+    ("128x128", "dkv"): WIDE_DKV,
+    ("64x64", "dq"): NARROW_DQ,
+    ("64x64", "dkv"): NARROW_DKV,
+}
+
+
+def tile_run(
+    case: Case, blocks: str, kernel: str, tile: TritonTile
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Return what launches one kernel of the backward pass in a shape."""
+    from multimodal_gen.kernels.block_sparse.backward_kernel import key_gradients, query_gradient
+
+    plan = lists_of(case, blocks)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    shape = (1, case.tokens, case.heads, case.head_size)
+    inputs = tuple(
+        torch.randn(shape, device=DEVICE, generator=generator).bfloat16() for _ in range(4)
+    )
+    # Any level and delta take as long; these keep weights small.
+    level = torch.full((1, case.heads, case.tokens), 12.0, device=DEVICE)
+    delta = torch.zeros_like(level)
+    results = [torch.empty_like(inputs[0]) for _ in range(1 if kernel == "dq" else 2)]
+    launch = query_gradient if kernel == "dq" else key_gradients
+    options = {"scale": case.head_size**-0.5, "tile": tile, "copy_engine": True}
+
+    def run() -> tuple[torch.Tensor, ...]:
+        launch(inputs, plan, level, delta, *results, **options)
+        return tuple(results)
+
+    return run
+
+
+def compile_apart(blocks: str, kernel: str, name: str) -> None:
+    """Fill Triton's cache in a process of its own, or say why it could not."""
+    command = [sys.executable, __file__, "--commit", "-", "--compile", blocks, kernel, name]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"{blocks} {kernel} {name}: more than {COMPILE_SECONDS} s", flush=True)
+        return
+    if result.returncode:
+        print(f"{blocks} {kernel} {name}: {result.stderr.strip()[-300:]}", flush=True)
+
+
+def measure_tiles(case: Case, options: argparse.Namespace) -> None:
+    """Time the two kernels in other shapes."""
+    jobs = [(*key, name) for key, tiles in TILES.items() for name in tiles]
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda job: compile_apart(*job), jobs))
+    for (blocks, kernel), tiles in TILES.items():
+        runs, errors, first = {}, {}, None
+        for name, tile in tiles.items():
+            run = tile_run(case, blocks, kernel, tile)
+            try:
+                found = [x.clone() for x in run()]
+                torch.cuda.synchronize()
+            except Exception as error:  # one shape must not end the others
+                print(f"FAILED {blocks} {kernel} {name}: {str(error)[:200]}", flush=True)
+                continue
+            first = first or found
+            label = f"{kernel} {name} {blocks}"
+            errors[label] = max(relative_error(x, y) for x, y in zip(found, first, strict=True))
+            if errors[label] < 1e-2:
+                runs[label] = run
+            else:
+                print(f"WRONG {label}: {errors[label]:.2e} from the first", flush=True)
+        pairs = lists_of(case, blocks).pairs().double().mean()
+        flop = float(pairs) * case.heads * case.head_size
+        flop *= 6.0 if kernel == "dq" else 8.0
+        times = interleave(runs, rounds=options.rounds, block_ms=40.0)
+        formula = f"{6 if kernel == 'dq' else 8}*H*D*kept pairs"
+        write(case, f"{kernel} alone", times, dict.fromkeys(runs, flop), formula, options,
+              errors=errors, versions={})  # fmt: skip
+
+
+def main() -> int:
+    """Measure, print and append the rows."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--quick", action="store_true", help="leave out what compiles for long")
+    parser.add_argument("--tiles", action="store_true", help="try other shapes of the kernels too")
+    parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
+    parser.add_argument("--compile", nargs=3, default=None, help="compile one shape, then stop")
+    options = parser.parse_args()
+    if options.compile:
+        blocks, kernel, name = options.compile
+        tile_run(CASES[0], blocks, kernel, TILES[blocks, kernel][name])()
+        return 0
+    wrong: list[str] = []
+    for case in SMOKE if options.smoke else CASES:
+        if options.only in case.name:
+            wrong += measure(case, options)
+    if options.tiles and not options.smoke:
+        measure_tiles(CASES[0], options)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

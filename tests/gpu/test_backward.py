@@ -1,0 +1,266 @@
+"""Gradients of the block-sparse engine and of the methods on it, on a GPU, against float64."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    LayerSite,
+    SelectionScope,
+    Source,
+)
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.testing.block_plans import PlanShape, dense_mask, random_plan
+from multimodal_gen.testing.inputs import QKV, make_qkv
+from multimodal_gen.testing.tolerance import assert_gradients_within_error_budget
+
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's compiler uses what torch deprecates.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PLANS = {
+    "regular 64": PlanShape(heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64),
+    "regular 128, batch 3": PlanShape(batch=3, heads=4, num_q=3, num_kv=7, q_size=128, kv_size=128),
+    "128x64": PlanShape(heads=4, num_q=3, num_kv=9, q_size=128, kv_size=64),
+    "tiles of 384": PlanShape(heads=1, num_q=3, num_kv=4, q_size=384, kv_size=384, keep=0.6),
+    "padded 64": PlanShape(
+        heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64, q_form="padded", kv_form="padded"
+    ),
+    "ragged": PlanShape(
+        batch=3, heads=4, num_q=5, num_kv=60, q_size=128, kv_size=50, q_form="ragged",
+        kv_form="ragged",
+    ),
+    "empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=64, kv_size=64, keep=0.0),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["gluon", "triton"])
+def kernel(request: pytest.FixtureRequest) -> str:
+    """Each provider that this machine can run, and that has a backward pass."""
+    q = torch.zeros(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    plan = BlockPlan.dense(Blocks.regular(64, 64), Blocks.regular(64, 64), "cuda")
+    try:
+        return kernel_for(q, q, q, plan, request.param)
+    except UnsupportedBackendError as error:
+        pytest.skip(str(error))
+
+
+def inputs_for(
+    plan: BlockPlan, *, head_size: int = 128, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 2
+) -> QKV:
+    return make_qkv(
+        3,
+        plan.q.total,
+        4,
+        head_size,
+        num_keys=plan.kv.total,
+        num_kv_heads=kv_heads,
+        dtype=dtype,
+        device="cuda",
+    )
+
+
+def check(kernel: str, plan: BlockPlan, inputs: QKV) -> None:
+    """Assert that the gradients, those of lse among them, stay within their budgets."""
+    batch, _, heads, head_size = inputs.query.shape
+    scale = head_size**-0.5
+    assert_gradients_within_error_budget(
+        lambda *x: block_sparse_attention(*x, plan, scale=scale, return_lse=True, kernel=kernel),
+        *inputs,
+        scale=scale,
+        mask=dense_mask(plan, batch, heads),
+    )
+
+
+@pytest.mark.parametrize("row_bits", [False, True], ids=["blocks", "rows choose"])
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_of_every_form_of_plan_are_right(kernel: str, name: str, row_bits: bool) -> None:
+    shape = dataclasses.replace(PLANS[name], row_bits=row_bits)
+    plan = random_plan(shape, seed=1, device="cuda")
+    check(kernel, plan, inputs_for(plan))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["ragged", "padded 64"])
+def test_gradients_of_many_draws_are_right(kernel: str, name: str, seed: int) -> None:
+    shape = dataclasses.replace(PLANS[name], keep=(0.1, 0.5, 1.0)[seed % 3])
+    plan = random_plan(shape, seed=seed, device="cuda")
+    check(kernel, plan, inputs_for(plan, dtype=torch.float16, kv_heads=4))
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 256])
+@pytest.mark.parametrize("name", ["regular 64", "regular 128, batch 3"])
+def test_gradients_of_head_sizes_are_right(kernel: str, head_size: int, name: str) -> None:
+    if kernel == "gluon" and head_size > 128:
+        pytest.skip("gluon serves head sizes up to 128")
+    plan = random_plan(PLANS[name], seed=2, device="cuda")
+    check(kernel, plan, inputs_for(plan, head_size=head_size))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(500, 900), (900, 500), (512, 512)])
+def test_causal_gradients_are_right(queries: int, keys: int) -> None:
+    q, kv = Blocks.regular(queries, 128), Blocks.regular(keys, 128)
+    plan = BlockPlan.dense(q, kv, "cuda", causal=True)
+    check("triton", plan, inputs_for(plan))
+
+
+def test_inputs_in_odd_places_have_the_same_gradients() -> None:
+    """Neither tensors that the copy engine cannot read nor an expanded gradient are wrong."""
+    plan = random_plan(PLANS["regular 64"], seed=4, device="cuda")
+    q, k, v = inputs_for(plan, head_size=100)
+    check("triton", plan, QKV(q, k, v))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = block_sparse_attention(*leaves, plan)
+    found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    wanted = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def leaves_of(plan: BlockPlan) -> list[torch.Tensor]:
+    return [x.requires_grad_() for x in inputs_for(plan, kv_heads=4)]
+
+
+def test_two_runs_agree_bit_by_bit_and_wait_for_nothing() -> None:
+    shape = dataclasses.replace(PLANS["ragged"], row_bits=True)
+    plan = random_plan(shape, seed=1, device="cuda")
+    leaves = leaves_of(plan)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        fresh = dataclasses.replace(plan)  # without what was derived from it
+        out = block_sparse_attention(*leaves, fresh, deterministic=True)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    first = run()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compiled_and_checkpointed_calls_have_the_same_gradients() -> None:
+    plan = random_plan(PLANS["regular 64"], seed=3, device="cuda")
+    leaves = leaves_of(plan)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return block_sparse_attention(q * 2, k, v, plan, deterministic=True)
+
+    compiled = torch.compile(attend, fullgraph=True)
+    found = [
+        torch.autograd.grad(out.square().sum(), leaves)
+        for out in (
+            attend(*leaves),
+            compiled(*leaves),
+            checkpoint(attend, *leaves, use_reentrant=False),
+        )
+    ]
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+GRID, TEXT, HEADS = (6, 12, 16), 77, 4
+METHODS: dict[str, dict[str, object]] = {
+    "sliding_tile_attn": {"window": (1, 3, 3), "tile_size": (2, 4, 4), "skip_time_steps": 0},
+    "video_sparse_attn": {"sparsity": 0.7},
+    "sla_attn": {"topk_ratio": 0.3},
+    "vmoba_attn": {
+        "temporal_chunk_size": 2,
+        "spatial_layer": 0,
+        "st_layer": 0,
+        "first_full_step": 0,
+        "moba_select_mode": "topk",
+        "temporal_topk": 2,
+    },
+    "triton_attn": {},
+}
+
+
+def method_layer(method: str, kernel: str) -> LocalAttention | UlyssesAttention_VSA:
+    backend, config = AttentionBackendEnum(method), None
+    if backend.is_sparse:
+        cls = find_backend(backend, PlatformEnum.CUDA)
+        given = {**METHODS[method], "kernel": kernel, "dense_above": 1.0}
+        config = build_config(cls.config_cls, given, backend=method)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
+    cls = UlyssesAttention_VSA if method == "video_sparse_attn" else LocalAttention
+    return cls(
+        HEADS,
+        128,
+        compute_dtype=torch.bfloat16,
+        site=LayerSite(name="blocks.0.attn1", layer=0),
+        scope=SelectionScope(default=asked, strict=True),
+    )
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gate or projection"])
+@pytest.mark.parametrize("text", [0, TEXT])
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_have_the_gradients_of_the_reference(method: str, text: int, gated: bool) -> None:
+    if gated and method not in ("video_sparse_attn", "sla_attn"):
+        pytest.skip("has no trained part")
+    tokens = GRID[0] * GRID[1] * GRID[2]
+    leaves = list(make_qkv(1, tokens + text, HEADS, 128, dtype=torch.bfloat16, device="cuda"))
+    if gated and method == "video_sparse_attn":
+        leaves.append(torch.randn_like(leaves[0]))
+    span = TextSpan(start=tokens, length=text) if text else None
+    torch.manual_seed(0)
+    upstream = torch.randn_like(leaves[0])
+    found = {}
+    for kernel in ("auto", "reference"):
+        if kernel == "reference" and method == "triton_attn":
+            continue
+        layer = method_layer(method, kernel)
+        inputs = [x.detach().requires_grad_() for x in leaves]
+        if gated and method == "sla_attn":
+            torch.manual_seed(1)
+            projection = torch.nn.Linear(128, 128, device="cuda")
+            layer.set_projection(projection)
+            inputs += list(projection.parameters())
+        with set_forward_context(0, latent_grid=GRID, text_span=span, num_steps=1):
+            given = {"gate_compress": inputs[3]} if "video" in method and gated else {}
+            out = layer(*inputs[:3], **given)
+        found[kernel] = torch.autograd.grad(out, inputs, upstream)
+        assert not layer.report().detours
+    if method == "triton_attn":
+        q, k, v = (x.detach().double().transpose(1, 2).requires_grad_() for x in leaves)
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        wanted = torch.autograd.grad(exact, (q, k, v), upstream.double())
+        found["reference"] = tuple(x.transpose(1, 2) for x in wanted)
+    for mine, other in zip(found["auto"], found["reference"], strict=True):
+        error = float((mine.double() - other.double()).norm() / other.double().norm())
+        assert error < 2e-2, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("method", ["sparse_video_gen_2_attn", "sage_sla_attn"])
+def test_methods_without_a_backward_pass_say_so(method: str) -> None:
+    backend = AttentionBackendEnum(method)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend)
+    layer = LocalAttention(
+        HEADS, 128, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
+    )
+    q, k, v = make_qkv(1, 64, HEADS, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    with (
+        set_forward_context(30, latent_grid=(1, 8, 8), num_steps=50),
+        pytest.raises(UnsupportedBackendError, match="it has no backward; call it under"),
+    ):
+        layer(q, k, v)
