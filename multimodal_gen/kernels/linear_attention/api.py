@@ -80,8 +80,7 @@ def key_state(
 
         k, v = _channels_last(key), _channels_last(value)
         return linear_attention_kernel.key_state(k, v, blocks, feature_map)
-    means = key_means_reference(key.detach(), blocks)
-    return means, key_state_reference(key, value, blocks, feature_map)
+    return key_means(key, blocks), key_state_reference(key, value, blocks, feature_map)
 
 
 def add_linear(

@@ -6,6 +6,8 @@ tokens that `index` names at these positions. So one set of tiles serves tensors
 in the order they came in.
 """
 
+from typing import Any
+
 import torch
 
 from multimodal_gen.errors import UsageError
@@ -59,15 +61,81 @@ def pool_tiles(
     _check_tiles(tensors[0], starts, lengths, size, index)
     if keep is not None:
         _check_keep(tensors, keep)
-    if runs_triton(tensors, _TRITON_DTYPES, gradients=tensors):
+    arguments = (starts, lengths, index, size, keep, dtype)
+    return tuple(
+        _Pooled.apply(x, *arguments)  # type: ignore[no-untyped-call]
+        if x.requires_grad and torch.is_grad_enabled()
+        else _pool(x, *arguments)
+        for x in tensors
+    )
+
+
+def _pool(
+    tensor: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    index: torch.Tensor | None,
+    size: int,
+    keep: torch.Tensor | None,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    if runs_triton([tensor], _TRITON_DTYPES):
         from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
-        return tuple(
-            tile_pool_kernel.pool_tiles(x, starts, lengths, index, keep, dtype) for x in tensors
-        )
-    return tuple(
-        pool_tiles_reference(x, starts, lengths, index, size, keep, dtype) for x in tensors
-    )
+        return tile_pool_kernel.pool_tiles(tensor, starts, lengths, index, keep, dtype)
+    return pool_tiles_reference(tensor, starts, lengths, index, size, keep, dtype)
+
+
+def _tile_of_tokens(
+    num_tokens: int,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    index: torch.Tensor | None,
+    size: int,
+) -> torch.Tensor:
+    """Return the tile of every token, int64 [S], N where it is in none; does not wait."""
+    offset = torch.arange(size, device=starts.device)
+    position = starts.unsqueeze(1) + offset
+    if index is not None:
+        position = index[position.clamp_max(len(index) - 1).long()]
+    token = torch.where(offset < lengths.unsqueeze(1), position, num_tokens).long()
+    number = torch.arange(len(starts), device=starts.device).unsqueeze(1).expand(token.shape)
+    tile = torch.full((num_tokens + 1,), len(starts), device=starts.device)
+    return tile.scatter_(0, token.flatten(), number.flatten())[:num_tokens]
+
+
+def _of_tokens(tiles: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
+    """Return the value of every token's tile: [B, S, H, D] of [B, H, N, D]; 0 in no tile."""
+    rows = torch.nn.functional.pad(tiles.transpose(1, 2), (0, 0, 0, 0, 0, 1))
+    return rows.index_select(1, tile)
+
+
+class _Pooled(torch.autograd.Function):
+    """Means of tiles, whose gradient every token of a tile gets an equal share of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, *rest: Any
+    ) -> torch.Tensor:
+        index, size, keep, _ = rest
+        ctx.save_for_backward(starts, lengths, index, keep)
+        ctx.size, ctx.shape, ctx.dtype = size, tensor.shape, tensor.dtype
+        return _pool(tensor, starts, lengths, *rest)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        starts, lengths, index, keep = ctx.saved_tensors
+        tile = _tile_of_tokens(ctx.shape[1], starts, lengths, index, ctx.size)
+        counts = lengths.view(1, 1, -1, 1)
+        if keep is not None:
+            counts = torch.zeros(len(keep), len(lengths) + 1, dtype=torch.int32, device=keep.device)
+            counts = counts.index_add_(1, tile, keep.int())[:, None, :-1, None]
+        wide = grad.to(torch.promote_types(ctx.dtype, torch.float32))
+        shares = _of_tokens((wide / counts.clamp_min(1)).to(ctx.dtype), tile)
+        if keep is not None:
+            shares = shares.masked_fill(~keep[..., None, None], 0.0)
+        return (shares, *[None] * 6)
 
 
 def pool_cells(
@@ -295,12 +363,51 @@ def add_gated(
             f"`coarse` must be {list(wanted)} on {out.device}, got {list(coarse.shape)} on "
             f"{coarse.device}"
         )
-    inputs = (out, gate, coarse)
-    if runs_triton(inputs, _TRITON_DTYPES, gradients=inputs):
+    arguments = (out, gate, coarse, starts, lengths, index, size)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (out, gate, coarse)):
+        found: torch.Tensor = _Gated.apply(*arguments)  # type: ignore[no-untyped-call]
+        return found
+    return _add_gated(*arguments)
+
+
+def _add_gated(
+    out: torch.Tensor,
+    gate: torch.Tensor,
+    coarse: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    index: torch.Tensor | None,
+    size: int,
+) -> torch.Tensor:
+    if runs_triton((out, gate, coarse), _TRITON_DTYPES):
         from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
         return tile_pool_kernel.add_gated(out, gate, coarse, starts, lengths, index)
     return add_gated_reference(out, gate, coarse, starts, lengths, index, size)
+
+
+class _Gated(torch.autograd.Function):
+    """The gated sum, on a copy of `out`, and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, gate: torch.Tensor, coarse: torch.Tensor, *tiles: Any
+    ) -> torch.Tensor:
+        starts, lengths, index, ctx.size = tiles
+        ctx.save_for_backward(gate, coarse, starts, lengths, index)
+        return _add_gated(out.clone(), gate, coarse, *tiles)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, coarse, starts, lengths, index = ctx.saved_tensors
+        tile = _tile_of_tokens(grad.shape[1], starts, lengths, index, ctx.size)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        of_gate = (grad * _of_tokens(coarse, tile)).to(gate.dtype)
+        weighed = grad.to(wide) * gate
+        means = _pool(weighed, starts, lengths, index, ctx.size, None, wide)
+        of_coarse = (means * lengths.view(-1, 1)).to(coarse.dtype)
+        return (grad, of_gate, of_coarse, *[None] * 4)
 
 
 def _check_pooled(tensors: tuple[torch.Tensor, ...]) -> None:

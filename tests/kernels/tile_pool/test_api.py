@@ -5,6 +5,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.kernels.tile_pool.reference import pool_tiles_reference
 from tests.kernels.tile_pool.naive import (
     assert_best,
     naive_best,
@@ -167,6 +168,21 @@ def test_pooling_and_the_gated_sum_are_differentiable() -> None:
         return add_gated(x, gate, coarse, starts, lengths, size=3, index=index)
 
     assert torch.autograd.gradcheck(run, (x, gate))
+
+
+def test_gradients_of_means_reach_tokens_that_count_alone() -> None:
+    starts, lengths, index = ragged_tiles([3, 2])
+    x = random(2, 7, 2, 4).double().requires_grad_()
+    keep = torch.ones(2, 7, dtype=torch.bool)
+    keep[0, int(index[0])] = keep[1, index[3:].long()] = False
+    arguments = (starts, lengths, index, 3, keep)
+    upstream = random(2, 2, 2, 4, seed=2).double()
+    (found,) = pool_tiles((x,), starts, lengths, size=3, index=index, keep=keep)
+    wanted = pool_tiles_reference(x, *arguments)
+    torch.testing.assert_close(found, wanted)
+    (grad,) = torch.autograd.grad(found, x, upstream)
+    (expected,) = torch.autograd.grad(wanted, x, upstream)
+    torch.testing.assert_close(grad, expected)
 
 
 X = torch.zeros(1, 6, 2, 4)

@@ -383,7 +383,7 @@ class AttentionLayer(nn.Module):
         # Here too: the traced operator's output has the dtype of the query it is given.
         if call.autocasts:
             call = call.autocast()
-        if call.wants_gradient or call.is_listed:
+        if call.wants_gradient or call.is_listed or self.geometry.projection.wants_gradient:
             return _attend_outside_the_graph(self, call)
         return attention_op(
             call.query,

@@ -60,6 +60,15 @@ class ProjectionSlot:
             )
         self.linear = linear
 
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether autograd records what goes through the projection."""
+        if self.linear is None or not torch.is_grad_enabled():
+            return False
+        return any(
+            x is not None and x.requires_grad for x in (self.linear.weight, self.linear.bias)
+        )
+
 
 class AttentionImpl(ABC):
     """The attention of one layer on one backend.

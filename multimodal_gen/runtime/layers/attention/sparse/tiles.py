@@ -426,7 +426,8 @@ def attend_tiled(
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, block-sparse attention, and back.
 
-    Works on a share of the heads at a time, which bounds the memory of the copies.
+    Works on a share of the heads at a time, which bounds the memory of the copies, unless gradients
+    are recorded: they need the copies later.
 
     Args:
         call: the call.
@@ -475,10 +476,12 @@ def attend_tiled(
         out[:, span] = attend_rows(query[:, span], key, value, keep, call.scale)
 
     calls = [*(partial(attend_to_all, span) for span in queries.rest)]
-    for part in head_slices(query, out, kv_heads):
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    shares = [slice(0, kv_heads)] if recorded else head_slices(query, out, kv_heads)
+    for part in shares:
         now = partial(attend, part)
         plan = plan_of(slice(part.start * group, part.stop * group)) if cached_plans else None
-        use = (query.shape, kv_heads, query.dtype, call.kernel.name)
+        use = (query.shape, kv_heads, query.dtype, call.kernel.name, recorded)
         if plan is not None and keep is None and _is_new(plan, use):
             now()
         else:

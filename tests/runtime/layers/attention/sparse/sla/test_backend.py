@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import warn_once
@@ -38,7 +39,10 @@ from multimodal_gen.testing.sparse import (
     token_mask,
     video_tokens,
 )
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from multimodal_gen.testing.tolerance import (
+    assert_gradients_within_error_budget,
+    assert_within_error_budget,
+)
 from tests.kernels.linear_attention.naive import assert_added, naive_linear
 
 METHOD = SparseMethod(backend=AttentionBackendEnum.SLA_ATTN, config_cls=SLAConfig)
@@ -345,6 +349,49 @@ def test_gradients_flow_through_both_branches(branch):
         return exact + total @ weight.mT
 
     assert_same_gradients(attend, definition, *qkv, weight)
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_gradients_of_text_are_those_of_dense_attention(where):
+    text = TEXTS[where]
+    qkv, attention = inputs(RAGGED, text=text, batch=1), layer(topk_ratio=1.0)
+    assert_gradients_within_error_budget(
+        lambda *x: run(attention, QKV(*x), RAGGED, text=text), *qkv, scale=SCALE
+    )
+
+
+def test_a_projection_that_is_trained_alone_gets_its_gradient_under_compile():
+    qkv, linear = inputs(WHOLE, batch=1), projection().requires_grad_()
+    attention = layer(projection=linear, topk_ratio=0.4)
+    found = []
+    for call in (attention, torch.compile(attention, backend="eager")):
+        out = run(call, qkv, WHOLE).square().sum()
+        found.append(torch.autograd.grad(out, list(linear.parameters())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_layer_has_the_same_gradients_under_autocast(reentrant):
+    qkv, linear = inputs(WHOLE, batch=1), projection().requires_grad_()
+    attention = layer(projection=linear, topk_ratio=0.4)
+    leaves = [x.requires_grad_() for x in qkv]
+    found = []
+
+    def attend(*qkv):
+        return run(attention, qkv, WHOLE)
+
+    for call in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=reentrant)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call(*leaves)
+        assert out.dtype == torch.bfloat16
+        weights = [*leaves, *linear.parameters()]
+        for x in weights:
+            x.grad = None
+        out.float().square().sum().backward()
+        found.append([x.grad for x in weights])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_report_has_the_density_of_every_step():
