@@ -236,9 +236,10 @@ class CausalCache:
         self.device = torch.device(device)
         _refuse_what_does_not_fit(size, self.device, limit_bytes)
         self._rotate, self._positions = rotate, positions
-        self._store = _Store(size, self.device)
-        self._rows = torch.arange(size.chunk_tokens, dtype=torch.int64, device=self.device)
-        self._rows_of_slot_0 = self._rows.clone()
+        with torch.inference_mode(False):  # whoever makes it, all may write to it
+            self._store = _Store(size, self.device)
+            self._rows = torch.arange(size.chunk_tokens, dtype=torch.int64, device=self.device)
+            self._rows_of_slot_0 = self._rows.clone()
         self._views: dict[tuple[int, int], _Slots] = {}
         self.layers = tuple(LayerCache(cache=self, layer=i) for i in range(size.num_layers))
         self.reset()
@@ -378,7 +379,8 @@ class CausalCache:
     def _slots_of(self, sink: int, window: int) -> _Slots:
         """Return the lists of a view, which are kept up to date from its first use on."""
         if (sink, window) not in self._views:
-            self._views[sink, window] = _Slots(self.size, self.device)
+            with torch.inference_mode(False):
+                self._views[sink, window] = _Slots(self.size, self.device)
             self._views[sink, window].update(self._seen(sink, window))
         return self._views[sink, window]
 

@@ -1,0 +1,652 @@
+"""A causal video transformer chunk by chunk: a cache that never moves against shifted ones.
+
+A Wan-shaped 1.3B transformer with random bf16 weights at 480p: 3 latent frames (4,680 tokens) a
+chunk, a window of 21 frames of which 3 are a sink, 4 denoising steps and a clean pass. Contenders
+differ in the self-attention and in how the past is kept alone:
+
+* clone-and-shift: keys and values of the window in order; every chunk moves them by its length;
+* cache: `CausalCache`, read by a layer of ours on the backend that is named; `in pieces` sees one
+  chunk less, so that its slots are lists on the block-sparse engine; `graph` replays a CUDA graph.
+
+Outputs of all are compared after the window has been filled and has moved; then whole chunks are
+timed in turns, and one attention call by itself. `chunk 1000` is the same after 1,000 chunks were
+begun and committed, of which only the last ones were computed.
+
+    python3 scripts/bench/streaming.py --commit HASH [--only chunk] [--rounds 5]
+    python3 scripts/bench/streaming.py --commit HASH --smoke    # a tiny model, on any machine
+"""
+
+import importlib.util
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from _harness import (
+    DEVICE,
+    Row,
+    event_ms,
+    interleave,
+    make_parser,
+    relative_error,
+    rows_of,
+    shuffled_rounds,
+    synchronize,
+    version_of,
+    write_rows,
+)
+from torch import nn
+
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.causal_cache import (
+    CacheSize,
+    CausalCache,
+    LayerCache,
+)
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    SelectionScope,
+    Source,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+BOUND = 5e-2
+BOUND_OF_8_BITS = 0.2
+FORWARDS = 5  # four denoising steps and a clean pass
+FRAMES_OF_LATENT = 4
+FLOP = "4*L*H*D*queries*keys of the self-attention, per forward"
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingRow(Row):
+    """One line of `streaming.csv`.
+
+    Attributes:
+        frames_per_second: of the video, from whole chunks; nan for single calls.
+        rate_to_fa3: FLOP/s of a single call over FlashAttention 3's in the same run; nan for
+            chunks.
+        cache_gib: what keys and values of the past take.
+        peak_gib: the most memory of the contender's chunk, all caches of the run included.
+    """
+
+    frames_per_second: float
+    rate_to_fa3: float
+    cache_gib: float
+    peak_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and its chunks.
+
+    Attributes:
+        grid: (frames, height, width) of a chunk, after patching.
+        window: chunks that one sees, itself included, beside the sink.
+        sink: first chunks that are always seen.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    ffn: int
+    grid: tuple[int, int, int]
+    window: int
+    sink: int
+    head_size: int = 128
+    text: int = 512
+
+    @property
+    def width(self) -> int:
+        """Channels."""
+        return self.heads * self.head_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a chunk."""
+        return math.prod(self.grid)
+
+    @property
+    def keys(self) -> int:
+        """Keys that a chunk sees."""
+        return (self.window + self.sink) * self.tokens
+
+    def flop(self, keys: int) -> float:
+        """FLOP of one layer's self-attention."""
+        return 4.0 * self.width * self.tokens * keys
+
+
+WAN = Case(name="1.3B 480p", layers=30, heads=12, ffn=8960, grid=(3, 30, 52), window=6, sink=1)
+SMOKE = Case(
+    name="smoke", layers=2, heads=2, ffn=64, grid=(1, 3, 5), window=2, sink=1, head_size=16, text=4
+)
+
+
+class Block(nn.Module):
+    """A transformer block: self-attention, attention to text, feed-forward, all modulated."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        width = case.width
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.text_q, self.text_kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.text_out = nn.Linear(width, width)
+        self.ffn = nn.Sequential(
+            nn.Linear(width, case.ffn), nn.GELU(approximate="tanh"), nn.Linear(case.ffn, width)
+        )
+        self.modulation = nn.Parameter(torch.zeros(6, width))
+
+    def forward(
+        self, x: torch.Tensor, time: torch.Tensor, text: torch.Tensor, attend: Callable[..., object]
+    ) -> torch.Tensor:
+        """Return [1, S, C]; `attend` is given q, k and v [1, S, H, D]."""
+        heads, width = (self.case.heads, self.case.head_size), self.case.width
+        shift, scale, gate, shift_2, scale_2, gate_2 = (self.modulation + time).unbind(0)
+        y = F.layer_norm(x, (width,)) * (1 + scale) + shift
+        q, k, v = self.qkv(y).chunk(3, dim=-1)
+        q, k = (F.rms_norm(z, (width,)).unflatten(-1, heads) for z in (q, k))
+        x = x + gate * self.out(attend(q, k, v.unflatten(-1, heads)).flatten(2))
+        q = F.rms_norm(self.text_q(x), (width,)).unflatten(-1, heads)
+        k, v = (z.unflatten(-1, heads) for z in self.text_kv(text).chunk(2, dim=-1))
+        y = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)))
+        x = x + self.text_out(y.transpose(1, 2).flatten(2))
+        y = F.layer_norm(x, (width,)) * (1 + scale_2) + shift_2
+        return x + gate_2 * self.ffn(y)
+
+
+class CausalModel(nn.Module):
+    """Blocks, with rotary embeddings at the place of the running chunk in the video."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.blocks = nn.ModuleList(Block(case) for _ in range(case.layers))
+        # Static, so that a captured graph reads what the next chunk writes.
+        self.turns = [
+            torch.zeros(1, case.tokens, 1, case.head_size, device=DEVICE) for _ in range(2)
+        ]
+
+    def place(self, number: int) -> None:
+        """Write the rotary factors of a chunk."""
+        frames, height, width = self.case.grid
+        half = self.case.head_size // 2
+        parts = (half - 2 * (half // 3), half // 3, half // 3)
+        starts = (number * frames, 0, 0)
+        axes = []
+        for start, size, count in zip(starts, self.case.grid, parts, strict=True):
+            rates = 1e4 ** -torch.linspace(0, 1, count, device=DEVICE, dtype=torch.float64)
+            axes.append((start + torch.arange(size, device=DEVICE)).double()[:, None] * rates)
+        t, h, w = axes
+        shape = (frames, height, width, -1)
+        angles = torch.cat(
+            (
+                t[:, None, None].expand(shape),
+                h[None, :, None].expand(shape),
+                w[None, None].expand(shape),
+            ),
+            dim=-1,
+        ).flatten(0, 2)
+        for turn, of in zip(self.turns, (angles.cos(), angles.sin()), strict=True):
+            turn.copy_(torch.cat((of, of), dim=-1)[None, :, None])
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [1, S, H, D] with its rotary embedding."""
+        cos, sin = (turn.to(x.dtype) for turn in self.turns)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def forward(
+        self, x: torch.Tensor, time: torch.Tensor, text: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Return [1, S, C]; `attend` is given the layer, q, k and v."""
+        for i, block in enumerate(self.blocks):
+
+            def past_too(
+                q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int = i
+            ) -> torch.Tensor:
+                return attend(layer, self.rotated(q), self.rotated(k), v)
+
+            x = block(x, time, text, past_too)
+        return x
+
+
+class ShiftedPast:
+    """Keys and values in order; a chunk that does not fit moves those behind the sink."""
+
+    def __init__(self, case: Case) -> None:
+        shape = (case.layers, 1, case.keys, case.heads, case.head_size)
+        self.case = case
+        self.keys, self.values = (
+            torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
+        )
+        self.end = 0
+
+    def begin(self, number: int) -> None:
+        """Make room for a chunk, and take it."""
+        del number
+        tokens, first = self.case.tokens, self.case.sink * self.case.tokens
+        if self.end + tokens > self.case.keys:
+            for past in (self.keys, self.values):
+                for layer in past:
+                    layer[:, first:-tokens] = layer[:, first + tokens :].clone()
+            self.end -= tokens
+        self.end += tokens
+
+    def commit(self) -> None:
+        """Do nothing."""
+
+    def attend(self, attention: Callable[..., torch.Tensor]) -> Attend:
+        """Return what writes the chunk and attends to what is seen."""
+
+        def run(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            rows = slice(self.end - self.case.tokens, self.end)
+            self.keys[layer, :, rows], self.values[layer, :, rows] = k, v
+            return attention(q, self.keys[layer, :, : self.end], self.values[layer, :, : self.end])
+
+        return run
+
+
+class SlottedPast:
+    """A `CausalCache` of the package."""
+
+    def __init__(self, case: Case, *, bits: int = 16) -> None:
+        self.case = case
+        size = CacheSize(
+            num_layers=case.layers,
+            batch=1,
+            num_kv_heads=case.heads,
+            head_size=case.head_size,
+            chunk_tokens=case.tokens,
+            window=case.window,
+            sink=case.sink,
+            bits=8 if bits == 8 else 16,
+        )
+        self.cache = CausalCache(size, DEVICE)
+
+    def begin(self, number: int) -> None:
+        """Place a chunk."""
+        self.cache.begin(number * self.case.tokens, self.case.tokens)
+
+    def commit(self) -> None:
+        """Make the chunk past."""
+        self.cache.commit()
+
+    def attend(self, layer: LocalAttention, *, window: int | None = None) -> Attend:
+        """Return what lets a layer write the chunk and attend to what is seen."""
+        parts: list[LayerCache] = [x.view(window=window) for x in self.cache.layers]
+        return lambda i, q, k, v: layer(q, k, v, cache=parts[i])
+
+
+@cache
+def fa3() -> Callable[..., torch.Tensor] | None:
+    """Return FlashAttention 3, or None where it is not installed."""
+    if DEVICE != "cuda" or importlib.util.find_spec("fa3_fwd_interface") is None:
+        return None
+    from fa3_fwd_interface import flash_attn_func
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_func(q, k, v)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own."""
+    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    return out.transpose(1, 2)
+
+
+class Flex:
+    """FlexAttention, compiled for a full window, with a block mask; PyTorch's own until then."""
+
+    def __init__(self, case: Case) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        self.run = torch.compile(flex_attention, dynamic=False)
+        self.keys = case.keys
+        self.mask = create_block_mask(
+            lambda b, h, q, k: k < case.keys, None, None, case.tokens, case.keys, device=DEVICE
+        )
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return attention of q over k and v."""
+        if k.shape[1] != self.keys:
+            return sdpa(q, k, v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return self.run(q, k, v, block_mask=self.mask).transpose(1, 2)
+
+
+def layer_of(case: Case, backend: str | None) -> LocalAttention:
+    """Return a layer of ours on a backend, or the automatic choice."""
+    scope = SelectionScope()
+    if backend is not None:
+        asked = BackendPreference(source=Source.SETTINGS, backend=AttentionBackendEnum(backend))
+        scope = SelectionScope(default=asked, strict=True)
+    return LocalAttention(case.heads, case.head_size, scope=scope, compute_dtype=torch.bfloat16)
+
+
+Past = ShiftedPast | SlottedPast
+
+
+def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, LocalAttention]]:
+    """Return past and attention by name, and the layers of ours among them."""
+    shifted, slotted, bytes_ = ShiftedPast(case), SlottedPast(case), SlottedPast(case, bits=8)
+    found: dict[str, tuple[Past, Attend]] = {}
+    flash = fa3()
+    if flash is not None:
+        found["fa3, clone-and-shift"] = (shifted, shifted.attend(flash))
+    found["sdpa, clone-and-shift"] = (shifted, shifted.attend(sdpa))
+    if DEVICE == "cuda":
+        found["flex, clone-and-shift"] = (shifted, shifted.attend(Flex(case)))
+    layers = {"cache, auto": layer_of(case, None), "cache, in pieces": layer_of(case, None)}
+    if DEVICE == "cuda":
+        layers["cache, triton_attn"] = layer_of(case, "triton_attn")
+        layers["cache, sage_attn"] = layer_of(case, "sage_attn")
+        if flash is not None:
+            layers["cache, fa"] = layer_of(case, "fa")
+    for name, layer in layers.items():
+        window = case.window - 1 if name == "cache, in pieces" else None
+        found[name] = (slotted, slotted.attend(layer, window=window))
+    layers["cache, 8 bits"] = layer_of(case, None)
+    found["cache, 8 bits"] = (bytes_, bytes_.attend(layers["cache, 8 bits"]))
+    return found, layers
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A video that is made chunk by chunk, by contenders that take turns."""
+
+    case: Case
+    model: CausalModel
+    found: dict[str, tuple[Past, Attend]]
+    text: torch.Tensor
+    time: torch.Tensor
+    noise: torch.Tensor
+    numbers: dict[int, int]
+
+    def chunk(self, name: str, *, forwards: int = FORWARDS) -> torch.Tensor:
+        """Make the next chunk of the contender's past."""
+        past, attend = self.found[name]
+        number = self.numbers.setdefault(id(past), 0)
+        past.begin(number)
+        self.model.place(number)
+        out = self.noise
+        for _ in range(forwards):
+            out = self.model(self.noise, self.time, self.text, attend)
+        past.commit()
+        self.numbers[id(past)] = number + 1
+        return out
+
+    def video(self, name: str, chunks: int) -> torch.Tensor:
+        """Start anew, and return the last of some chunks, each of one forward on its own noise."""
+        past, _ = self.found[name]
+        if isinstance(past, SlottedPast):
+            past.cache.reset()
+        else:
+            past.end = 0
+        self.numbers[id(past)] = 0
+        for seed in range(chunks):
+            generator = torch.Generator(DEVICE).manual_seed(seed)
+            self.noise.normal_(generator=generator)
+            out = self.chunk(name, forwards=1)
+        return out
+
+
+def prepare(case: Case) -> tuple[Run, dict[str, LocalAttention]]:
+    """Return a model with random weights and its contenders."""
+    with torch.device(DEVICE):
+        model = CausalModel(case).to(torch.bfloat16).eval()
+    model.turns = [x.float() for x in model.turns]
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for parameter in model.parameters():
+        # Outputs of unit variance, so that what attention adds is not small beside the noise.
+        parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+    found, layers = contenders(case)
+    drawn = {"device": DEVICE, "dtype": torch.bfloat16, "generator": generator}
+    run = Run(
+        case=case,
+        model=model,
+        found=found,
+        text=torch.randn(1, case.text, case.width, **drawn),
+        time=torch.randn(6, case.width, **drawn),
+        noise=torch.randn(1, case.tokens, case.width, **drawn),
+        numbers={},
+    )
+    return run, layers
+
+
+def check(run: Run) -> tuple[dict[str, float], list[str]]:
+    """Return relative errors after the window has moved, and who is wrong and so is not timed.
+
+    Errors are NaN for those that see less by design.
+    """
+    chunks = run.case.window + run.case.sink + 3
+    expected: torch.Tensor | None = None
+    errors, wrong = {}, []
+    for name in list(run.found):
+        out = run.video(name, chunks) - run.noise
+        expected = out if expected is None else expected
+        error = relative_error(out, expected)
+        sees_less = name == "cache, in pieces"
+        errors[name] = math.nan if sees_less else error
+        print(f"{name:24} relative error {error:.2e}{', sees less' if sees_less else ''}")
+        bound = BOUND_OF_8_BITS if name in ("cache, 8 bits", "cache, sage_attn") else BOUND
+        if not out.isfinite().all() or not (sees_less or error < bound):
+            wrong.append(name)
+            del run.found[name]
+    return errors, wrong
+
+
+def captured(run: Run, name: str) -> Callable[[], torch.Tensor]:
+    """Return what makes a chunk by replaying a graph of one forward; slots are its data."""
+    past, attend = run.found[name]
+    run.chunk(name, forwards=1)
+    number = run.numbers[id(past)]
+    past.begin(number)
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run.model(run.noise, run.time, run.text, attend)
+    graph.replay()
+    past.commit()
+    run.numbers[id(past)] = number + 1
+
+    def chunk() -> torch.Tensor:
+        number = run.numbers[id(past)]
+        past.begin(number)
+        run.model.place(number)
+        for _ in range(FORWARDS):
+            graph.replay()
+        past.commit()
+        run.numbers[id(past)] = number + 1
+        return out
+
+    return chunk
+
+
+def check_graph(run: Run, name: str, chunk: Callable[[], torch.Tensor]) -> None:
+    """Stop unless replays give what plain calls give, two chunks on."""
+    past, _ = run.found[name]
+    assert isinstance(past, SlottedPast)
+    for _ in range(2):
+        out = chunk().clone()
+        number = run.numbers[id(past)] - 1
+        past.begin(number)  # the chunk that is kept, written anew
+        attend = run.found[name][1]
+        plain = run.model(run.noise, run.time, run.text, attend)
+        past.commit()
+        error = relative_error(out, plain)
+        if not error < BOUND:
+            raise SystemExit(f"{name}, graph is wrong: relative error {error:.2e}")
+
+
+def time_chunks(
+    run: Run, chunks: dict[str, Callable[[], torch.Tensor]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return milliseconds of whole chunks, and the most memory, by contender."""
+    times: dict[str, list[float]] = {name: [] for name in chunks}
+    peaks = dict.fromkeys(chunks, math.nan)
+    for name in chunks:
+        run.noise.normal_()
+        chunks[name]()
+    for name in shuffled_rounds(chunks, rounds):
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times[name].append(event_ms(chunks[name]))
+        if DEVICE == "cuda":
+            peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+    return times, peaks
+
+
+def jump(run: Run, past: SlottedPast, number: int) -> None:
+    """Let chunks pass that are not computed: what they would have written stays what it was."""
+    for skipped in range(run.numbers[id(past)], number):
+        past.begin(skipped)
+        past.commit()
+    run.numbers[id(past)] = number
+
+
+def cache_gib(past: Past) -> float:
+    """Return what a past takes."""
+    if isinstance(past, SlottedPast):
+        return past.cache.size.num_bytes / 2**30
+    return 2 * past.keys.numel() * 2 / 2**30
+
+
+def bench_chunks(
+    run: Run, commit: str, rounds: int, errors: dict[str, float]
+) -> list[StreamingRow]:
+    """Time whole chunks of all contenders, and chunk 1,000 of ours."""
+    chunks = {name: (lambda name=name: run.chunk(name)) for name in run.found}
+    if DEVICE == "cuda":
+        chunks["cache, auto, graph"] = captured(run, "cache, auto")
+        check_graph(run, "cache, auto", chunks["cache, auto, graph"])
+    rows: list[StreamingRow] = []
+    for case, wanted in (("chunk 30", None), ("chunk 1000", "cache, auto")):
+        some = {n: c for n, c in chunks.items() if wanted is None or n.startswith(wanted)}
+        for past in {id(past): past for past, _ in run.found.values()}.values():
+            if isinstance(past, SlottedPast):
+                jump(run, past, 1000 if wanted else 30)
+        times, peaks = time_chunks(run, some, rounds)
+        pasts = {n: run.found[n.removesuffix(", graph")][0] for n in some}
+        rows += streaming_rows(run, commit, case, times, errors, pasts, peaks)
+    return rows
+
+
+def streaming_rows(
+    run: Run,
+    commit: str,
+    case: str,
+    times: dict[str, list[float]],
+    errors: dict[str, float],
+    pasts: dict[str, Past],
+    peaks: dict[str, float],
+) -> list[StreamingRow]:
+    """Return rows of whole chunks."""
+    c = run.case
+    frames = c.grid[0] * FRAMES_OF_LATENT
+    plain = rows_of(
+        times,
+        commit=commit,
+        benchmark="streaming",
+        case=f"{c.name}, {case}, {FORWARDS} forwards",
+        shape=f"B1 H{c.heads} S{c.tokens} K{c.keys} D{c.head_size} L{c.layers} bf16",
+        flop=FORWARDS * c.layers * c.flop(c.keys),
+        flop_formula=FLOP,
+        errors=errors,
+        versions={},
+    )
+    return [
+        StreamingRow(
+            **asdict(row),
+            frames_per_second=round(1e3 * frames / row.median_ms, 2),
+            rate_to_fa3=math.nan,
+            cache_gib=round(cache_gib(pasts[row.contender]), 3),
+            peak_gib=round(peaks[row.contender], 2),
+        )
+        for row in plain
+    ]
+
+
+def bench_attention(run: Run, commit: str, rounds: int) -> list[StreamingRow]:
+    """Time one layer's attention over a full window, writing the chunk included."""
+    c, rows = run.case, []
+    drawn = {"device": DEVICE, "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(1, c.tokens, c.heads, c.head_size, **drawn) for _ in range(3))
+    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    pasts = {id(past): past for past, _ in run.found.values()}
+    for key, past in pasts.items():
+        past.begin(run.numbers[key])
+    for name, (_, attend) in run.found.items():
+        calls[name] = lambda attend=attend: attend(0, q, k, v)
+    flash = fa3()
+    if flash is not None:
+        keys, values = (torch.randn(1, c.keys, c.heads, c.head_size, **drawn) for _ in range(2))
+        calls["fa3 dense"] = lambda: flash(q, keys, values)
+    times = interleave(calls, rounds=rounds, block_ms=60.0)
+    for key, past in pasts.items():
+        past.commit()
+        run.numbers[key] += 1
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    for name in times:
+        seen = c.keys - (c.tokens if name == "cache, in pieces" else 0)
+        (row,) = rows_of(
+            {name: times[name]},
+            commit=commit,
+            benchmark="streaming",
+            case=f"{c.name}, one call",
+            shape=f"B1 H{c.heads} S{c.tokens} K{seen} D{c.head_size} bf16",
+            flop=c.flop(seen),
+            flop_formula="4*H*D*queries*keys",
+            errors={},
+            versions={"fa3 dense": version_of("fa3-fwd")},
+        )
+        fastest = medians.get("fa3 dense", math.nan) / c.flop(c.keys)
+        given = asdict(row) | {"ratio_to_best": round(row.median_ms / min(medians.values()), 4)}
+        rows.append(
+            StreamingRow(
+                **given,
+                frames_per_second=math.nan,
+                rate_to_fa3=round(fastest / (row.median_ms / c.flop(seen)), 3),
+                cache_gib=math.nan,
+                peak_gib=math.nan,
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Check, time, and append to `streaming.csv`."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
+    arguments = parser.parse_args()
+    run, layers = prepare(SMOKE if arguments.smoke else WAN)
+    path = arguments.out / "streaming.csv"
+    with torch.inference_mode():
+        errors, wrong = check(run)
+        if arguments.only in "one call":
+            single = bench_attention(run, arguments.commit, arguments.rounds)
+            write_rows(path, single)
+            for row in single:
+                print(f"{row.contender:24} {row.rate_to_fa3:.3f} of fa3's rate", flush=True)
+        if arguments.only in "chunk":
+            rows = bench_chunks(run, arguments.commit, arguments.rounds, errors)
+            write_rows(path, rows)
+            for row in rows:
+                print(f"{row.case:30} {row.contender:24} {row.frames_per_second:7.2f} fps")
+    for name, layer in layers.items():
+        report = layer.report()
+        ran = [e for e in (*report.entries, *report.detours) if e.calls]
+        print(name, [(e.selection.label, e.calls) for e in ran], flush=True)
+    if wrong:
+        raise SystemExit(f"wrong, and not timed: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""A cache of chunks and masks of blocks on a GPU: against float64, in graphs, what they copy."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.profiler import ProfilerActivity, profile
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan, teacher_forcing_plan
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
+from multimodal_gen.testing.block_plans import dense_mask
+from multimodal_gen.testing.inputs import make_qkv
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BATCH, HEADS, KV_HEADS, SIZE, TOKENS = 2, 4, 2, 128, 420
+SCALE = SIZE**-0.5
+# Sink and window of a layer in a cache with a sink of 2 and a window of 4: in one piece, and not.
+VIEWS = {"in one piece": (2, 4), "in pieces": (1, 3), "no sink": (0, 2), "itself": (0, 1)}
+
+
+def cache_of(**fields) -> CausalCache:
+    given = {
+        "num_layers": 1,
+        "batch": BATCH,
+        "num_kv_heads": KV_HEADS,
+        "head_size": SIZE,
+        "chunk_tokens": TOKENS,
+        "window": 4,
+        "sink": 2,
+    }
+    return CausalCache(CacheSize(**{**given, **fields}), "cuda")
+
+
+def draw(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16):
+    return make_qkv(
+        BATCH, tokens, HEADS, SIZE, num_kv_heads=KV_HEADS, dtype=dtype, device="cuda", seed=seed
+    )
+
+
+def past_of(chunks: list, sink: int, window: int):
+    """Return keys and values of the chunks that the last one sees."""
+    last = len(chunks) - 1
+    seen = [x for i, x in enumerate(chunks) if i < sink or i > last - window]
+    return tuple(torch.cat(x, dim=1) for x in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+def test_chunks_see_the_past_within_the_error_budget(view, dtype):
+    cache, layer = cache_of(dtype=dtype), LocalAttention(HEADS, SIZE, KV_HEADS)
+    chunks = []
+    for number in range(14):
+        tokens = TOKENS if number < 13 else 100
+        q, k, v = draw(tokens, number, dtype)
+        cache.begin(number * TOKENS, tokens)
+        out = layer(q, k, v, cache=cache.layers[0].view(*VIEWS[view]))
+        chunks.append((k, v))
+        keys, values = past_of(chunks, *VIEWS[view])
+        assert_within_error_budget(out, q, keys, values, scale=SCALE)
+        cache.commit()
+
+
+@pytest.mark.parametrize("view", ["in one piece", "in pieces"])
+def test_a_graph_of_one_chunk_replays_on_those_that_follow(view):
+    cache, layer = cache_of(), LocalAttention(HEADS, SIZE, KV_HEADS)
+    part = cache.layers[0].view(*VIEWS[view])
+    logits = torch.linspace(-1, 1, HEADS, device="cuda")
+    qkv, chunks, kinds = draw(TOKENS, 0), [], set()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        for number in range(18):
+            cache.begin(number * TOKENS, TOKENS)
+            for x, new in zip(qkv, draw(TOKENS, number), strict=True):
+                x.copy_(new)
+            if number < 8:
+                out = layer(*qkv, cache=part, sink_logits=logits)
+            else:
+                kinds.add(cache.kind)
+                if number == 8:
+                    with torch.cuda.graph(graph):
+                        out = layer(*qkv, cache=part, sink_logits=logits)
+                graph.replay()
+            q, k, v = (x.clone() for x in qkv)
+            chunks.append((k, v))
+            keys, values = past_of(chunks, *VIEWS[view])
+            want, lse = reference_attention(q, keys, values, scale=SCALE)
+            want = want * torch.sigmoid(lse - logits[:, None]).transpose(1, 2).unsqueeze(-1)
+            torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+            cache.commit()
+    assert len(kinds) == 1
+
+
+def kernels_of(cache: CausalCache, number: int) -> list[str]:
+    """Return the kernels and copies on the device that placing a chunk takes."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        cache.begin(number * TOKENS, TOKENS)
+        cache.commit()
+        torch.cuda.synchronize()
+    return sorted(
+        event.name
+        for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+
+
+def test_an_eviction_runs_the_same_few_kernels_whatever_is_kept():
+    counts = {}
+    for window, layers in ((2, 1), (12, 8)):
+        cache, layer = cache_of(window=window, num_layers=layers), LocalAttention(HEADS, SIZE, 2)
+        for number in range(window + 4):
+            q, k, v = draw(TOKENS, 0)
+            cache.begin(number * TOKENS, TOKENS)
+            for part in cache.layers:
+                layer(q, k, v, cache=part)
+            cache.commit()
+        names = kernels_of(cache, window + 4)
+        counts[window] = len(names)
+        assert not [name for name in names if "DtoD" in name or "Cat" in name], names
+    assert 0 < counts[2] == counts[12] < 12
+
+
+def test_a_thousand_chunks_take_no_memory():
+    cache, layer = cache_of(), LocalAttention(HEADS, SIZE, KV_HEADS)
+    q, k, v = draw(TOKENS, 0)
+    held = {}
+    for number in range(1000):
+        cache.begin(number * TOKENS, TOKENS)
+        if number % 10 == 0 or number > 990:
+            layer(q, k, v, cache=cache.layers[0])
+        cache.commit()
+        if number in (20, 999):
+            torch.cuda.synchronize()
+            held[number] = torch.cuda.memory_allocated()
+    assert held[20] == held[999]
+
+
+def test_what_does_not_fit_into_the_gpu_is_refused_before_it_is_allocated():
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(UsageError, match=r"free on cuda, got .* GiB, for 4000 layers"):
+        cache_of(num_layers=4000, window=400)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_8_bits_stay_near():
+    cache, layer = cache_of(bits=8), LocalAttention(HEADS, SIZE, KV_HEADS)
+    chunks = []
+    for number in range(9):
+        q, k, v = draw(TOKENS, number)
+        cache.begin(number * TOKENS, TOKENS)
+        out = layer(q, k, v, cache=cache.layers[0])
+        chunks.append((k, v))
+        cache.commit()
+    keys, values = past_of(chunks, 2, 4)
+    assert_within_error_budget(out, q, keys, values, scale=SCALE, quantised=True)
+
+
+MASKS = {
+    "chunks": lambda b, h, q, k: q // 250 >= k // 250,
+    "tokens": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q - k).abs() < 90,
+    "heads": lambda b, h, q, k: q // (200 + 50 * h) >= k // (200 + 50 * h),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_block_masks_are_what_flex_attention_takes_them_for(name):
+    heads = HEADS if name == "heads" else None
+    mask = create_block_mask(MASKS[name], None, heads, 1200, 1200, device="cuda")
+    q, k, v = draw(1200, 0)
+    layer = LocalAttention(HEADS, SIZE, KV_HEADS)
+    out = layer(q, k, v, mask)
+    dense = create_mask(MASKS[name], 1, HEADS, 1200, 1200, device="cuda")
+    assert_within_error_budget(out, q, k, v, scale=SCALE, mask=dense)
+    (detour,) = layer.report().detours
+    assert detour.selection.variant in ("gluon", "triton")
+
+
+@pytest.mark.parametrize("make", [chunk_causal_plan, teacher_forcing_plan])
+def test_layouts_run_on_the_engine(make):
+    plan = make([100, 300, 300, 250], window=2, sink=1, device="cuda")
+    q, k, v = draw(plan.q.total, 0)
+    out = LocalAttention(HEADS, SIZE, KV_HEADS)(q, k, v, plan)
+    mask = dense_mask(plan.to("cpu"), 1, 1).cuda()
+    assert_within_error_budget(out, q, k, v, scale=SCALE, mask=mask)

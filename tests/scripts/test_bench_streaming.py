@@ -1,0 +1,56 @@
+"""The benchmark of streaming, on a model that takes no time."""
+
+import csv
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+
+
+@pytest.fixture
+def streaming(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    for name in ("_harness", "streaming"):
+        sys.modules.pop(name, None)
+    yield importlib.import_module("streaming")
+    for name in ("_harness", "streaming"):
+        sys.modules.pop(name, None)
+
+
+def arguments(tmp_path):
+    return ["x.py", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
+
+
+def test_every_way_to_keep_the_past_is_compared_and_timed(streaming, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", arguments(tmp_path))
+    monkeypatch.setattr(streaming, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
+    streaming.main()
+    with (tmp_path / "streaming.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    chunks = {row["contender"]: row for row in rows if "chunk 30" in row["case"]}
+    assert set(chunks) == {
+        "sdpa, clone-and-shift", "cache, auto", "cache, in pieces", "cache, 8 bits"
+    }  # fmt: skip
+    assert all(float(row["frames_per_second"]) > 0 for row in chunks.values())
+    assert float(chunks["cache, 8 bits"]["relative_error"]) < 1e-2
+    (last,) = [row for row in rows if "chunk 1000" in row["case"]]
+    assert last["contender"] == "cache, auto"
+
+
+def test_what_is_wrong_is_told_and_not_timed(streaming, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [*arguments(tmp_path), "--only", "one call"])
+    monkeypatch.setattr(streaming, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
+    attend = streaming.SlottedPast.attend
+
+    def broken(past, layer, **options):
+        run = attend(past, layer, **options)
+        return lambda i, q, k, v: run(i, q, k, v) if past.cache.size.bits == 16 else 0 * q
+
+    monkeypatch.setattr(streaming.SlottedPast, "attend", broken)
+    with pytest.raises(SystemExit, match="wrong, and not timed: cache, 8 bits"):
+        streaming.main()
+    with (tmp_path / "streaming.csv").open() as file:
+        assert "cache, 8 bits" not in {row["contender"] for row in csv.DictReader(file)}
