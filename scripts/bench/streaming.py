@@ -309,9 +309,9 @@ class Flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         self.run = torch.compile(flex_attention, dynamic=False)
-        self.keys = case.keys
+        keys = self.keys = case.keys
         self.mask = create_block_mask(
-            lambda b, h, q, k: k < case.keys, None, None, case.tokens, case.keys, device=DEVICE
+            lambda b, h, q, k: k < keys, None, None, case.tokens, keys, device=DEVICE
         )
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
@@ -349,3 +349,25 @@ def test_steps_far_below_are_left_out_as_the_reference_leaves_blocks_out(
     exact = block_sparse_attention(q, k, v, plan, kernel="triton")
     none = block_sparse_attention(q, k, v, plan, kernel="triton", skip=Skip(below=1e4))
     assert torch.equal(exact, none)
+
+
+def test_lists_that_change_in_place_are_cut_into_the_steps_there_are() -> None:
+    """As slots of a cache are: lists and lengths change, their tensors and what graphs read not."""
+    slots, tokens = 4, 72
+    starts = torch.arange(slots, dtype=torch.int32) * tokens
+    lengths = torch.full((slots,), tokens, dtype=torch.int32)
+    lists, counts = torch.zeros(1, 1, 1, slots, dtype=torch.int32), torch.zeros(1, 1, 1).int()
+    q = Blocks.regular(40, 384)
+    kv = Blocks.ragged(starts, lengths, total=slots * tokens, size=tokens)
+    plan = BlockPlan(indices=lists, counts=counts, q=q, kv=kv, uniform=True)
+    qkv = make_qkv(1, 40, 2, 32, num_keys=slots * tokens, dtype=torch.bfloat16)
+    steps = set()
+    for seen, last in (([0], tokens), ([0, 1, 2], tokens), ([1, 3], 10), ([0, 1, 2, 3], tokens)):
+        lists[..., : len(seen)] = torch.tensor(seen)
+        counts.fill_(len(seen))
+        lengths[seen[-1]] = last
+        refresh_plan(plan)
+        check(plan, *qkv, scale=0.2)
+        steps |= {known.starts.data_ptr() for key, known in plan.cache.items() if key[0] == "steps"}
+        lengths.fill_(tokens)
+    assert len(steps) == 1
