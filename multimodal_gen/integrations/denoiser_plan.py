@@ -11,7 +11,7 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.checkpoint_files import find_checkpoint
 from multimodal_gen.integrations.components import Component, compute_dtype
-from multimodal_gen.integrations.forward_hooks import DenoiserHooks
+from multimodal_gen.integrations.forward_hooks import DenoiserHooks, forget_checkpoints
 from multimodal_gen.integrations.guidance_branch import note_branch_names
 from multimodal_gen.integrations.hooks import StandIn, untraced_hook
 from multimodal_gen.integrations.models.adapter import ModelAdapter, adapter_of
@@ -217,6 +217,7 @@ class DenoiserPlan:
         self._tracker.when_ended.append(self._end_request)
         undo.callback(self._tracker.when_ended.remove, self._end_request)
         undo.callback(self._hooks.end_context)
+        undo.callback(forget_checkpoints, model)
         self._parallel.install_outside(undo)
         again = model.register_forward_pre_hook(untraced_hook(self._take_over_again))
         undo.callback(again.remove)

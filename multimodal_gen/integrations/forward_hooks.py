@@ -8,7 +8,7 @@ behind ends with the next call or with the hooks.
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,7 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.denoiser_context import DenoiserContext, current_denoiser_context
 from multimodal_gen.integrations.guidance_branch import branch_name
-from multimodal_gen.integrations.hooks import own_method, replace_method, untraced_hook
+from multimodal_gen.integrations.hooks import (
+    StandIn,
+    own_method,
+    replace_method,
+    untraced_hook,
+)
 from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
@@ -30,6 +35,7 @@ from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
     replace_forward_context,
+    use_forward_context,
 )
 
 _BATCHED = "cond_uncond"
@@ -42,6 +48,47 @@ _KEEPS_ONE_BRANCH = "PyramidAttentionBroadcastConfig"
 
 # What the forward methods of diffusers call their timestep.
 _TIMESTEPS = ("timestep", "timesteps", "t", "timestep_ratio")
+
+
+class _Checkpointing(StandIn):
+    """A model's function for gradient checkpointing, which recomputes in the context of the call.
+
+    The call has ended by then, and autograd recomputes in a thread of its own.
+
+    Attributes:
+        own: the model's function.
+    """
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.own(function, *args, **kwargs)
+        context = current_forward_context()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with use_forward_context(context):
+                return function(*args, **kwargs)
+
+        return self.own(run, *args, **kwargs)
+
+    def in_copies(self) -> Callable[..., Any]:
+        return self.own
+
+
+def _checkpointing_parts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of a model of diffusers that recompute, and the functions they do it by."""
+    for part in model.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            yield part, getattr(part, "_gradient_checkpointing_func", None)
+
+
+def forget_checkpoints(model: nn.Module) -> None:
+    """Give a model back the functions it recomputes by."""
+    for part, function in _checkpointing_parts(model):
+        if isinstance(function, _Checkpointing):
+            part._gradient_checkpointing_func = function.own
 
 
 class DenoiserHooks:
@@ -113,6 +160,10 @@ class DenoiserHooks:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the context; a forward pre-hook with keyword arguments."""
         self.end_context()
+        if torch.is_grad_enabled():
+            for part, function in _checkpointing_parts(module):
+                if function is not None and not isinstance(function, _Checkpointing):
+                    part._gradient_checkpointing_func = _Checkpointing(function)
         self._look_at_cache(module)
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)

@@ -36,6 +36,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
     dense_for,
     resolve,
+    trainable,
     warn_of_fallback,
 )
 from multimodal_gen.runtime.layers.attention.selectors import SigmaSelector, StepSet
@@ -491,10 +492,7 @@ class ScheduleEntry:
         if not missing:
             return _construct(selection, request, geometry)
         if Feature.BACKWARD in missing and _was_named(selection):
-            raise UnsupportedBackendError(
-                f"attention backend {selection.label} must not get inputs that require grad: it "
-                f"has no backward; call it under torch.no_grad() or choose another backend"
-            )
+            return _construct(trainable(selection, request, *needs), request, geometry)
         lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))} unless it is named"
         if not missing & _declared(selection, request):
             lacks = lacks.removesuffix(" unless it is named")

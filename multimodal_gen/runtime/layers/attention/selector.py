@@ -59,6 +59,7 @@ __all__ = [
     "global_force_attn_backend_context_manager",
     "prefer_supported",
     "resolve",
+    "trainable",
     "warn_of_fallback",
 ]
 
@@ -298,6 +299,31 @@ def dense_for(
     """
     fuller = request.with_needs(*needs)
     return _because(_automatic(fuller, asked, ()), reason)
+
+
+def trainable(selection: Selection, request: AttentionRequest, *needs: Feature) -> Selection:
+    """Return the backend that was asked for, on a kernel that has a backward pass.
+
+    Args:
+        selection: what runs without gradients.
+        request: the layer's request.
+        *needs: features the call needs on top of the request's.
+
+    Raises:
+        UnsupportedBackendError: no kernel that may be taken has one; says what to do.
+    """
+    cls = find_backend(selection.backend, request.environment.platform)
+    fuller, config = request.with_needs(*needs), selection.asked.config
+    if cls.choose_variant(fuller, config) is not None:
+        why = f"{selection.label} has no backward"
+        return _chosen(cls, fuller, selection.asked, why, config=config)
+    remedy = f"train with {cls.trained_by}" if cls.trained_by else "choose another backend"
+    if cls.choose_variant(fuller) is not None:
+        remedy = "leave out `kernel`"
+    raise UnsupportedBackendError(
+        f"attention backend {selection.label} must not get inputs that require grad: it has no "
+        f"backward; call it under torch.no_grad() or {remedy}"
+    )
 
 
 def _look(

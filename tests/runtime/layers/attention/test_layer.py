@@ -1,6 +1,7 @@
 """Layers on one device: what selects, what runs, what is reported."""
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
@@ -247,6 +248,19 @@ class TestGradients:
         with torch.no_grad():
             layer(*inputs, mask)
         assert served(layer) == [("fa", 1)]
+
+    def test_a_named_backend_trains_on_its_kernel_that_has_a_backward(self, use_backends):
+        backend = fake_backend("fa", features=self.FORWARD_ONLY)
+        other = dataclasses.replace(backend.variants[0], name="slower", features=ALL_FEATURES)
+        backend.variants = (*backend.variants, other)
+        use_backends(backend, fake_backend("torch_sdpa"))
+        layer = LocalAttention(2, 8, scope=SelectionScope(default=asked(FA)))
+        q, k, v = make_qkv(1, 3, 2, 8, requires_grad=True)
+        layer(q, k, v).sum().backward()
+        assert v.grad.abs().sum() > 0
+        (detour,) = layer.report().detours
+        assert (detour.selection.variant, detour.calls) == ("slower", 1)
+        assert detour.selection.reason == "fa has no backward"
 
     @pytest.mark.parametrize("mask", [None, torch.ones(1, 3).bool(), torch.ones(1, 3, 3).bool()])
     def test_an_automatic_choice_without_backward_takes_a_detour(self, mask):

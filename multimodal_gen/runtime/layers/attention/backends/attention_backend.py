@@ -344,6 +344,7 @@ class AttentionBackend(ABC):
         config_cls: its configuration dataclass.
         packages: packages that its configuration may demand, beside those of the variants.
         never_unasked: why nobody gets it who did not ask for it, however fast; "" for others.
+        trained_by: the backend whose training serves it, where it has no backward pass.
     """
 
     backend: ClassVar[AttentionBackendEnum]
@@ -352,6 +353,7 @@ class AttentionBackend(ABC):
     config_cls: ClassVar[type[BackendConfig]] = BackendConfig
     packages: ClassVar[tuple[PackageProbe, ...]] = ()
     never_unasked: ClassVar[str] = ""
+    trained_by: ClassVar[str] = ""
 
     @classmethod
     def get_enum(cls) -> AttentionBackendEnum:

@@ -74,6 +74,7 @@ class SageSLABackend(QuantizedBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_SLA_ATTN
     summary: ClassVar[str] = "Sparse-Linear Attention: 8-bit scores, and 16-bit values by default"
     config_cls: ClassVar[type[SageSLAConfig]] = SageSLAConfig
+    trained_by: ClassVar[str] = "sla_attn, whose block map and projection it shares"
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants(QUANTIZED, _FEATURES),
         SPAS_SAGE_VARIANT,

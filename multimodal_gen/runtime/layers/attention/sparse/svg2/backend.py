@@ -150,6 +150,7 @@ class SVG2Backend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
     summary: ClassVar[str] = "Sparse VideoGen 2: clusters of queries attend to clusters of keys"
     config_cls: ClassVar[type[SVG2Config]] = SVG2Config
+    trained_by: ClassVar[str] = "a dense backend: it is made for models as they were trained"
     packages: ClassVar[tuple[PackageProbe, ...]] = (FLASH_KMEANS,)
     variants: ClassVar[tuple[Variant, ...]] = (
         # Clusters of tokens that training moves are of no use a step later.
