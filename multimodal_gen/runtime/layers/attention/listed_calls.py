@@ -29,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.backends.block_masks import (
     is_block_mask,
     plans_of,
 )
+from multimodal_gen.runtime.layers.attention.backends.flex_attn import FlexAttentionImpl
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.causal_cache import CausalCache, LayerCache
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
@@ -184,7 +185,8 @@ def attend_listed(
             key, value = (x.narrow(1, *seen.stretch) for x in (key, value))
         call = call._replace(key=key, value=value)
     elif call.lists is not None:
-        plans, why, off_grid = _plans(call), _BY_BLOCKS, _BY_BLOCKS
+        plans = () if _flex_with_mask(entry, call) else _plans(call)
+        why = off_grid = _BY_BLOCKS
     if off_grid and entry.primary.selection.backend.is_sparse:
         entry = entry.off_grid(off_grid)
     logits = call.sink_logits
@@ -201,9 +203,29 @@ def attend_listed(
     return (out * kept.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
 
 
+def _flex_with_mask(
+    entry: ScheduleEntry, call: AttentionCall
+) -> "tuple[FlexAttentionImpl, BlockMask] | None":
+    """Return FlexAttention and the block mask of a call, where it is asked for and can take it."""
+    impl, lists = entry.primary.impl, call.lists
+    fits = (
+        isinstance(impl, FlexAttentionImpl)
+        and lists is not None
+        and not isinstance(lists, BlockPlan)
+        and lists.kv_indices.shape[1] in (1, call.query.shape[2])
+        and (not call.wants_gradient or Feature.BACKWARD in entry.primary.features)
+    )
+    return (impl, lists) if fits else None  # type: ignore[return-value]  # narrowed above
+
+
 def _on_its_backend(
     entry: ScheduleEntry, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    flex = _flex_with_mask(entry, call)
+    if flex is not None:
+        entry.primary.calls += 1
+        impl, mask = flex
+        return impl.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
     if call.sink_logits is not None:
         bound = entry.with_features(Feature.LSE)
         bound.calls += 1

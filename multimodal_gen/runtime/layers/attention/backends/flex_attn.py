@@ -83,11 +83,28 @@ class FlexAttentionImpl(AlignedImpl):
         if self.causal:
             blocks = _causal_blocks(query.shape[1], key.shape[1], query.device)
             options = {"block_mask": blocks, **options}
-        result: Any = self._flex(query, key, value, **options)
-        if not lse:
-            return result.transpose(1, 2), None
-        out, extra = result
-        return out.transpose(1, 2), extra if isinstance(extra, torch.Tensor) else extra.lse
+        return _results(self._flex(query, key, value, **options), lse=lse)
+
+    def forward_blocks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: "BlockMask",
+        *,
+        lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return attention under a block mask of its own, and the log-sum-exp if it is wanted.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, Dv].
+            blocks: for these lengths and heads.
+            lse: whether the log-sum-exp is wanted, natural, fp32 [B, H, Sq].
+        """
+        options: dict[str, Any] = {"block_mask": blocks, **(_lse_options() if lse else {})}
+        return _results(self._flex(query, key, value, id(blocks.mask_mod), **options), lse=lse)
 
     def _flex(
         self,
@@ -112,6 +129,14 @@ class FlexAttentionImpl(AlignedImpl):
             out = _compiled()(q, k, v, **options)
         self._compiled_for.add(kind)
         return out
+
+
+def _results(found: Any, *, lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what FlexAttention gave as [B, Sq, H, Dv], and the log-sum-exp if it was asked for."""
+    if not lse:
+        return found.transpose(1, 2), None
+    out, extra = found
+    return out.transpose(1, 2), extra if isinstance(extra, torch.Tensor) else extra.lse
 
 
 class FlexAttentionBackend(AttentionBackend):

@@ -15,6 +15,12 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends import block_masks
 from multimodal_gen.runtime.layers.attention.backends.block_masks import forget_plans, plans_of
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    SelectionScope,
+    Source,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
 
@@ -164,3 +170,20 @@ def test_a_plan_is_cut_to_the_heads_of_a_call(qkv):
     want, _ = reference_attention(*qkv, scale=SCALE, mask=dense)
     torch.testing.assert_close(out, want[:, :, 2:], rtol=0, atol=1e-13)
     assert _of_heads(plan, slice(0, 4)) is plan
+
+
+def test_flex_attention_runs_its_own_masks_where_it_is_asked_for(qkv):
+    asked = BackendPreference(source=Source.SETTINGS, backend=AttentionBackendEnum.FLEX_ATTN)
+    scope = SelectionScope(default=asked, strict=True)
+    layer = LocalAttention(HEADS, SIZE, 2, scope=scope, compute_dtype=torch.float32)
+    qkv = [x.float() for x in qkv]
+    logits = torch.zeros(HEADS)
+    outs = [layer(*qkv, block_mask("tokens"), sink_logits=sink) for sink in (None, logits)]
+    dense = create_mask(MASKS["tokens"][0], 1, 1, TOKENS, TOKENS, device="cpu")
+    want, lse = reference_attention(*qkv, scale=SCALE, mask=dense)
+    weighed = want * torch.sigmoid(lse).transpose(1, 2).unsqueeze(-1)
+    for out, expected in zip(outs, (want, weighed), strict=True):
+        torch.testing.assert_close(out, expected.float(), rtol=0, atol=1e-5)
+    report = layer.report()
+    assert [(e.selection.label, e.calls) for e in report.entries] == [("flex_attn (unfused)", 2)]
+    assert report.detours == ()
