@@ -56,6 +56,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return RanksTogether(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let tests of the node run in a real ComfyUI, which no registry has as a package."""
+    parser.addoption("--comfyui", metavar="CHECKOUT", help="a clone of ComfyUI to run nodes in")
+    parser.addoption("--comfyui-python", metavar="PYTHON", help="one with its requirements")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest first: files that need ranks, then those that start a process."""
     with_ranks = {path for path in {item.path for item in items} if needs_ranks(path)}

@@ -140,6 +140,7 @@ class DenoiserContext(ForwardContext):
         split: how ranks share the tokens, or None where they stay together.
         batch: samples that the model was called with, or None when unknown.
         described: what the user said of its tokens, where the grid is known from that alone.
+        no_grid: why the latent grid is unknown, where it is.
         ran: names of the attention modules that ran so far.
         hooks: the hooks that set this context.
         outer: the context around it, or None.
@@ -149,6 +150,7 @@ class DenoiserContext(ForwardContext):
     split: TokenSplit | None = None
     batch: int | None = None
     described: DescribedTokens | None = None
+    no_grid: str = "this call of the model has none"
     ran: set[str] = field(default_factory=set, compare=False, repr=False)
     hooks: object = None
     outer: ForwardContext | None = None

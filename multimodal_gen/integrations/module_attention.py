@@ -100,7 +100,7 @@ def _on_grid(call: AttentionCall, context: DenoiserContext) -> AttentionCall:
     """Return a call that says so if its tokens are not those of the denoiser call's latent grid."""
     grid, span = context.latent_grid, context.text_span
     if grid is None:
-        return call._replace(off_grid="this call of the model has none")
+        return call._replace(off_grid=context.no_grid)
     if context.described is not None:
         return _as_described(call, context, context.described)
     if context.split is not None and context.split.share is not None:

@@ -23,11 +23,12 @@ PAGES = (
     "README.md",
     "multimodal_gen/runtime/layers/attention/README.md",
     "multimodal_gen/runtime/comparison/README.md",
+    "multimodal_gen/integrations/comfyui/README.md",
 )
 CODE_PAGES = (*PAGES, "multimodal_gen/integrations/README.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands of other programs, which are not ours to check.
-FOREIGN = {"pip", "python", "python3", "git", "cd", "source", "cat", "ls", "echo"}
+FOREIGN = {"pip", "python", "python3", "git", "cd", "source", "cat", "ls", "ln", "echo"}
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -111,8 +111,9 @@ def test_every_module_imports(repository: Path, package: Path) -> None:
     names = [
         ".".join(path.relative_to(repository).with_suffix("").parts).removesuffix(".__init__")
         for path in sorted(package.rglob("*.py"))
-        # Running __main__ is its import; the others may need a Triton this machine lacks.
-        if not path.name.endswith(("__main__.py", "_kernel.py", "gluon_compat.py"))
+        # Running __main__ is its import, and nodes are made of what ComfyUI has; the others may
+        # need a Triton this machine lacks.
+        if not path.name.endswith(("__main__.py", "_kernel.py", "gluon_compat.py", "node.py"))
     ]
     assert len(names) > 20
     result = _run(
