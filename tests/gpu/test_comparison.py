@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 def test_recomputed_rows_agree_with_every_exact_kernel_of_this_gpu() -> None:
     q, k, v = (torch.randn(1, 3000, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    layer, rows = LocalAttention(4, 128), sample_rows(3000, seed=0)
+    layer, rows = LocalAttention(4, 128), sample_rows(3000, seed=0, device="cuda")
     (truth,) = exact_rows(layer, AttentionCall(q, k, v), rows, (v,))
     l1, l2, cosine = row_errors(layer(q, k, v)[:, rows.cuda()], truth)
     assert truth.dtype == torch.float64

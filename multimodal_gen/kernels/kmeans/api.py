@@ -219,10 +219,15 @@ def similarity_order(centroids: torch.Tensor) -> torch.Tensor:
 
 
 def _principal_direction(x: torch.Tensor) -> torch.Tensor:
-    """Return about the principal direction of [N, M, D], by power iteration: [N, D, 1]."""
+    """Return about the principal direction of [N, M, D], by power iteration: [N, D, 1].
+
+    Its length is any. Of x^T x with a trace of 1 the greatest eigenvalue lies in [1 / D, 1], so
+    that a few rounds neither overflow nor vanish, and need no scaling between them.
+    """
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     direction = x.square().sum(1, keepdim=True).transpose(1, 2)
     for _ in range(_ROUNDS):
-        direction = F.normalize(x.transpose(1, 2) @ (x @ direction), dim=1)
+        direction = x.transpose(1, 2) @ (x @ direction)
     return direction
 
 

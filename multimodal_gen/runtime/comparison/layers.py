@@ -157,7 +157,7 @@ class Replay:
     ) -> None:
         call = share.call
         seed = 1_000 * context.current_timestep + (layer.site.layer or 0)
-        rows = sample_rows(call.query.shape[1], seed).to(call.query.device)
+        rows = sample_rows(call.query.shape[1], seed, device=call.query.device)
         (truth,) = exact_rows(layer, call, rows, (call.value,))
         errors = row_errors(share.out[:, rows], truth)
         ran = _served(layer).selection.label

@@ -41,13 +41,17 @@ ROWS = 64
 _BYTES_AT_ONCE = 256 << 20
 
 
-def sample_rows(num_rows: int, seed: int, count: int = ROWS) -> torch.Tensor:
-    """Return `count` of `num_rows` rows, or all where they are fewer: int64, in order, on the CPU.
+def sample_rows(
+    num_rows: int, seed: int, count: int = ROWS, *, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return `count` of `num_rows` rows, or all where they are fewer: int64, in order.
 
-    Rows are drawn, not spaced evenly: the tiles of sparse methods are spaced evenly, too.
+    Rows are drawn, not spaced evenly: the tiles of sparse methods are spaced evenly, too. Which
+    they are does not depend on the device, and nothing waits for it.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randperm(num_rows, generator=generator, device="cpu")[:count].sort().values
+    drawn = torch.randperm(num_rows, generator=generator, device="cpu")[:count].sort().values
+    return drawn.to(device, non_blocking=True)
 
 
 def exact_rows(
@@ -61,14 +65,13 @@ def exact_rows(
     Args:
         layer: whose call it is.
         call: the call, as it is served.
-        rows: int64 [R], which queries.
+        rows: int64 [R], which queries, on the call's device.
         values: what to attend to instead of the call's values, each [B, Sk, Hkv, D].
 
     Returns:
         [B, R, H, D] for each of `values`: fp64, or fp32 on devices without it. Rows that see no key
         are zero.
     """
-    rows = rows.to(call.query.device)
     dtype = _exact_dtype(call.query.device)
     mask = _mask_of(layer, call)
     if isinstance(mask, KeyMask):  # what masked keys hold, even NaN, has no influence
@@ -173,9 +176,9 @@ class AttentionCheck:
         if step is not None and step not in done:
             with torch.no_grad():
                 seen = call.autocast() if call.autocasts else call
-                rows = sample_rows(call.query.shape[1], seed=step)
+                rows = sample_rows(call.query.shape[1], seed=step, device=out.device)
                 (truth,) = exact_rows(layer, seen, rows, (seen.value,))
-                done[step] = row_errors(out[:, rows.to(out.device)], truth)
+                done[step] = row_errors(out[:, rows], truth)
         return out
 
     def _step(self, layer: AttentionLayer, call: AttentionCall) -> int | None:
