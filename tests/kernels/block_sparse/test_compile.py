@@ -241,13 +241,8 @@ EVERY_PORTABLE_SM90 = [
     if case != ("ragged", 128, 256)
 ]
 PORTABLE_SM90 = [
-    ("dense", 128, 96),
     ("regular", 64, 128),
-    ("ragged", 64, 64),
-    ("ragged", 128, 128),
     ("bits", 128, 128),
-    ("causal", 64, 256),
-    ("causal", 128, 128),
 ]
 # From 96 channels on, partial steps take more registers than SM80 has: they spill.
 EVERY_PORTABLE_SM80 = [
@@ -257,9 +252,7 @@ EVERY_PORTABLE_SM80 = [
 ]
 PORTABLE_SM80 = [
     ("ragged", 64, 64),
-    ("causal", 128, 64),
     ("dense", 128, 128),
-    ("dense", 64, 256),
 ]
 
 

@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.chunk_select.reference import Rule
+from tests.kernels.cases import with_slow
 from tests.kernels.compiling import Compiler, assert_clean, needs_triton
 
 pytestmark = needs_triton
 
 RULES = (Rule(topk=2), Rule(threshold=0.25))
-# Every number of chunks, each head size with either rule.
-QUICK = list(zip((7, 24, 40, 72), (64, 64, 128, 128), (*RULES, *RULES), strict=True))
+# As V-MoBA's settings have it; the others are slow.
+QUICK = [(40, 128, RULES[0])]
 
 
-@pytest.mark.parametrize(("head_size", "indexed"), [(64, True), (128, False), (256, True)])
+@pytest.mark.parametrize(
+    ("head_size", "indexed"), with_slow([(64, True), (128, False), (256, True)], [(128, False)])
+)
 def test_means_do_not_spill(compiler: Compiler, head_size: int, indexed: bool) -> None:
     from multimodal_gen.kernels.chunk_select.chunk_select_kernel import chunk_means
 

@@ -15,9 +15,9 @@ pytestmark = needs_triton
 @pytest.mark.parametrize(
     ("head_size", "dtype"),
     [
-        (64, torch.float32),
+        pytest.param(64, torch.float32, marks=pytest.mark.slow),
         (128, torch.float16),
-        (256, torch.bfloat16),
+        pytest.param(256, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(128, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(256, torch.float32, marks=pytest.mark.slow),
     ],

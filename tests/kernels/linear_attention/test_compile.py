@@ -32,11 +32,7 @@ def projection(head_size: int) -> Projection:
     return Projection(weight=torch.zeros(head_size, head_size), bias=torch.zeros(head_size))
 
 
-# Every head size and every feature map, with either kind of blocks.
-QUICK = [
-    (head_size, FEATURE_MAPS[i % len(FEATURE_MAPS)], i % 2 == 1)
-    for i, head_size in enumerate(HEAD_SIZES)
-]
+QUICK = [(128, "softmax", True)]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +62,7 @@ def test_both_passes_do_not_spill(
     assert_clean(compiler.kernels[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "dtype"), list(zip((64, 128), HALVES, strict=True)))
 def test_other_blocks_and_means_alone_do_not_spill(
     compiler: Compiler, size: int, dtype: torch.dtype
@@ -82,7 +79,11 @@ def test_other_blocks_and_means_alone_do_not_spill(
 
 @pytest.mark.parametrize(
     ("head_size", "q_size"),
-    [(64, 128), (128, 64), pytest.param(128, 128, marks=pytest.mark.slow)],
+    [
+        pytest.param(64, 128, marks=pytest.mark.slow),
+        (128, 64),
+        pytest.param(128, 128, marks=pytest.mark.slow),
+    ],
 )
 def test_the_pass_over_unselected_blocks_does_not_spill(
     compiler: Compiler, head_size: int, q_size: int

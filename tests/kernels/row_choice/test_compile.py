@@ -7,13 +7,14 @@ test_children.py runs these tests in a process of their own.
 import pytest
 import torch
 
+from tests.kernels.cases import with_slow
 from tests.kernels.compiling import Compiler, needs_triton
 
 pytestmark = needs_triton
 
 
 @pytest.mark.parametrize(
-    ("head_size", "size"), [(64, 4), pytest.param(128, 6, marks=pytest.mark.slow), (128, 8)]
+    ("head_size", "size"), with_slow([(64, 4), (128, 6), (128, 8)], [(128, 8)])
 )
 def test_the_sort_and_the_merge_do_not_spill(compiler: Compiler, head_size: int, size: int) -> None:
     from multimodal_gen.kernels.row_choice.row_choice_kernel import (

@@ -9,13 +9,17 @@ import itertools
 import pytest
 import torch
 
+from tests.kernels.cases import with_slow
 from tests.kernels.compiling import Compiler, needs_triton
 
 pytestmark = needs_triton
 
 
 @pytest.mark.parametrize(
-    ("head_size", "dtype"), [(64, torch.float32), (128, torch.bfloat16), (256, torch.float32)]
+    ("head_size", "dtype"),
+    with_slow(
+        [(64, torch.float32), (128, torch.bfloat16), (256, torch.float32)], [(128, torch.bfloat16)]
+    ),
 )
 def test_pooling_and_the_gated_sum_do_not_spill(
     compiler: Compiler, head_size: int, dtype: torch.dtype
@@ -42,8 +46,7 @@ INPUTS = (
     (128, torch.float32),
     (256, torch.float32),
 )
-# Every number of tiles, every head size and every dtype.
-QUICK = list(zip(KEYS, (INPUTS[i] for i in (0, 3, 4, 5, 6)), strict=True))
+QUICK = [(300, INPUTS[1]), (1800, INPUTS[1])]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,10 @@ def test_selection_does_not_spill(
     compiler.assert_clean()
 
 
-@pytest.mark.parametrize("head_size", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "head_size",
+    [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)],
+)
 def test_scores_of_cells_do_not_spill(compiler: Compiler, head_size: int) -> None:
     from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_cells
 
