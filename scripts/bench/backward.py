@@ -35,11 +35,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile, TritonTile
 
 DENSITY = 0.1
 CHUNK = 1024
-COMPILE_SECONDS = 200
+COMPILE_SECONDS = 70
 FORWARD_FLOP, BACKWARD_FLOP = "4*H*D*kept pairs", "10*H*D*kept pairs"
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -315,7 +315,19 @@ def write(
     write_rows(options.out / "backward.csv", rows)
 
 
-def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, TritonTile]:
+Tile = TritonTile | GluonBackwardTile
+
+
+def _sm90(*shapes: tuple[int, int, int], own: bool = False) -> dict[str, Tile]:
+    return {
+        f"sm90 {consumers}x64x{step} s{stages}": GluonBackwardTile(
+            consumers=consumers, step=step, stages=stages, own=own
+        )
+        for consumers, step, stages in shapes
+    }
+
+
+def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, Tile]:
     return {
         f"{rows}x{keys} w{warps} s{stages}": TritonTile(
             rows=rows, keys=keys, warps=warps, stages=stages
@@ -335,21 +347,22 @@ WIDE_DKV = _tiles(
 )  # fmt: skip
 NARROW_DQ = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 1), (64, 32, 4, 3), (64, 64, 8, 2))
 NARROW_DKV = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 1), (32, 64, 4, 3), (64, 64, 8, 2))
-TILES = {
-    ("dense", "dq"): WIDE_DQ,
-    ("dense", "dkv"): WIDE_DKV,
-    ("128x128", "dq"): WIDE_DQ,
-    ("128x128", "dkv"): WIDE_DKV,
-    ("64x64", "dq"): NARROW_DQ,
-    ("64x64", "dkv"): NARROW_DKV,
+PAIR, OWN = _sm90((2, 64, 4), (2, 64, 3), (2, 64, 2)), _sm90((2, 64, 2), (2, 32, 4), own=True)
+TILES: dict[tuple[str, str], dict[str, Tile]] = {
+    ("dense", "dq"): {**WIDE_DQ, **PAIR},
+    ("dense", "dkv"): {**WIDE_DKV, **PAIR},
+    ("128x128", "dq"): {**WIDE_DQ, **PAIR},
+    ("128x128", "dkv"): {**WIDE_DKV, **PAIR},
+    ("64x64", "dq"): {**NARROW_DQ, **OWN},
+    ("64x64", "dkv"): {**NARROW_DKV, **OWN},
 }
 
 
 def tile_run(
-    case: Case, blocks: str, kernel: str, tile: TritonTile
+    case: Case, blocks: str, kernel: str, tile: Tile
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Return what launches one kernel of the backward pass in a shape."""
-    from multimodal_gen.kernels.block_sparse.backward_kernel import key_gradients, query_gradient
+    from multimodal_gen.kernels.block_sparse import backward_kernel as portable
 
     plan = lists_of(case, blocks)
     generator = torch.Generator(DEVICE).manual_seed(1)
@@ -357,47 +370,57 @@ def tile_run(
     inputs = tuple(
         torch.randn(shape, device=DEVICE, generator=generator).bfloat16() for _ in range(4)
     )
+    of_keys, scale = kernel == "dkv", case.head_size**-0.5
+    results = torch.empty((1 + of_keys, *shape), device=DEVICE, dtype=torch.bfloat16)
     # Any level and delta take as long; these keep weights small.
-    level = torch.full((1, case.heads, case.tokens), 12.0, device=DEVICE)
-    delta = torch.zeros_like(level)
-    results = [torch.empty_like(inputs[0]) for _ in range(1 if kernel == "dq" else 2)]
-    launch = query_gradient if kernel == "dq" else key_gradients
-    options = {"scale": case.head_size**-0.5, "tile": tile, "copy_engine": True}
+    rows = torch.randn((2, 1, case.heads, case.tokens), device=DEVICE, generator=generator)
+    rows[0] += 12.0
+    if isinstance(tile, TritonTile):
+        launch = portable.key_gradients if of_keys else portable.query_gradient
+        arguments = (inputs, plan, *rows, *results)
+        run = partial(launch, *arguments, scale=scale, tile=tile, copy_engine=True)
+    else:
+        from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
 
-    def run() -> tuple[torch.Tensor, ...]:
-        launch(inputs, plan, level, delta, *results, **options)
+        q, k, v, upstream = inputs
+        own, others = ((k, v), (q, upstream)) if of_keys else ((q, upstream), (k, v))
+        lists = portable.transposed(plan) if of_keys else plan
+        run = partial(
+            sm90.launch, own, others, lists, rows, results, scale=scale, tile=tile, of_keys=of_keys
+        )
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        run()
         return tuple(results)
 
-    return run
+    return launched
 
 
-def compile_apart(blocks: str, kernel: str, name: str) -> None:
-    """Fill Triton's cache in a process of its own, or say why it could not."""
+def compile_apart(blocks: str, kernel: str, name: str) -> bool:
+    """Fill Triton's cache in a process of its own, and tell whether the kernel ran in it."""
     command = [sys.executable, __file__, "--commit", "-", "--compile", blocks, kernel, name]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     except subprocess.TimeoutExpired:
-        print(f"{blocks} {kernel} {name}: more than {COMPILE_SECONDS} s", flush=True)
-        return
+        print(f"FAILED {blocks} {kernel} {name}: more than {COMPILE_SECONDS} s", flush=True)
+        return False
     if result.returncode:
-        print(f"{blocks} {kernel} {name}: {result.stderr.strip()[-300:]}", flush=True)
+        print(f"FAILED {blocks} {kernel} {name}: {result.stderr.strip()[-300:]}", flush=True)
+    return result.returncode == 0
 
 
 def measure_tiles(case: Case, options: argparse.Namespace) -> None:
     """Time the two kernels in other shapes."""
     jobs = [(*key, name) for key, tiles in TILES.items() for name in tiles]
     with ThreadPoolExecutor(12) as pool:
-        list(pool.map(lambda job: compile_apart(*job), jobs))
+        ran = dict(zip(jobs, pool.map(lambda job: compile_apart(*job), jobs), strict=True))
     for (blocks, kernel), tiles in TILES.items():
         runs, errors, first = {}, {}, None
         for name, tile in tiles.items():
-            run = tile_run(case, blocks, kernel, tile)
-            try:
-                found = [x.clone() for x in run()]
-                torch.cuda.synchronize()
-            except Exception as error:  # one shape must not end the others
-                print(f"FAILED {blocks} {kernel} {name}: {str(error)[:200]}", flush=True)
+            if not ran[blocks, kernel, name]:
                 continue
+            run = tile_run(case, blocks, kernel, tile)
+            found = [x.clone() for x in run()]
             first = first or found
             label = f"{kernel} {name} {blocks}"
             errors[label] = max(relative_error(x, y) for x, y in zip(found, first, strict=True))
@@ -425,6 +448,7 @@ def main() -> int:
     if options.compile:
         blocks, kernel, name = options.compile
         tile_run(CASES[0], blocks, kernel, TILES[blocks, kernel][name])()
+        torch.cuda.synchronize()
         return 0
     wrong: list[str] = []
     for case in SMOKE if options.smoke else CASES:

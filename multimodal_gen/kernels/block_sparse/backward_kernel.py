@@ -498,15 +498,8 @@ def attend_backward(
     Raises:
         UsageError: the plan is causal, and its key blocks are not whole steps.
     """
-    batch, total, heads, head_size = q.shape
-    level, delta = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
-    width = next_power_of_2(max(head_size, 16))
-    given = lse if grad_lse is None else grad_lse
-    _launch_prepare(
-        (-(-total // PREPARED), batch * heads), out, grad_out, lse, given, level, delta,
-        *out.stride(), *grad_out.stride(), *lse.stride(), *given.stride(), total, heads,
-        BM=PREPARED, D=head_size, DP=width, GRAD_LSE=grad_lse is not None, num_warps=4,
-    )  # fmt: skip
+    batch, _, heads, head_size = q.shape
+    level, delta = levels(out, lse, grad_out, grad_lse)
     make = torch.empty if plan.q.starts is None else torch.zeros
     dq = make(q.shape, dtype=q.dtype, device=q.device)
     group = heads // k.shape[2]
@@ -525,6 +518,22 @@ def attend_backward(
     if group > 1:
         dk, dv = (x.unflatten(2, (-1, group)).sum(3).to(k.dtype) for x in (dk, dv))
     return dq, dk, dv
+
+
+def levels(
+    out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
+) -> torch.Tensor:
+    """Return level and delta of every query, fp32 [2, B, H, Sq]; see `attend_backward`."""
+    batch, total, heads, head_size = out.shape
+    found = torch.empty((2, batch, heads, total), dtype=torch.float32, device=out.device)
+    given = lse if grad_lse is None else grad_lse
+    _launch_prepare(
+        (-(-total // PREPARED), batch * heads), out, grad_out, lse, given, found[0], found[1],
+        *out.stride(), *grad_out.stride(), *lse.stride(), *given.stride(), total, heads,
+        BM=PREPARED, D=head_size, DP=next_power_of_2(max(head_size, 16)),
+        GRAD_LSE=grad_lse is not None, num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 __all__ = [
     "CHOICE_ROWS",
     "BackwardTiles",
+    "GluonBackwardTile",
     "GluonTile",
     "TritonTile",
     "backward_tiles",
@@ -93,6 +94,25 @@ def _fitted(tile: TritonTile, head_size: int, shared_memory: int) -> TritonTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GluonBackwardTile:
+    """Shape of one program of the backward pass on SM90.
+
+    Attributes:
+        consumers: consumer warpgroups of 64 rows.
+        step: rows of a step.
+        stages: steps in the ring.
+        own: whether each consumer has a block of its own.
+        registers: registers of a consumer thread.
+    """
+
+    consumers: int
+    step: int
+    stages: int
+    own: bool = False
+    registers: int = 240
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardTiles:
     """Shapes of the programs of the backward pass.
 
@@ -142,7 +162,7 @@ _DKV_OTHER = MappingProxyType(
         (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
         (64, 128): TritonTile(rows=64, keys=128, warps=8, stages=2),
         (128, 64): TritonTile(rows=32, keys=64, warps=8, stages=2),
-        (128, 128): TritonTile(rows=32, keys=128, warps=8, stages=2),
+        (128, 128): TritonTile(rows=32, keys=64, warps=8, stages=2),
         (256, 64): TritonTile(rows=32, keys=64, warps=8, stages=1),
         (256, 128): TritonTile(rows=32, keys=64, warps=8, stages=1),
     }
