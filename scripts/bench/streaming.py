@@ -6,7 +6,8 @@ differ in the self-attention and in how the past is kept alone:
 
 * clone-and-shift: keys and values of the window in order; every chunk moves them by its length;
 * cache: `CausalCache`, read by a layer of ours on the backend that is named; `in pieces` sees one
-  chunk less, so that its slots are lists on the block-sparse engine; `graph` replays a CUDA graph.
+  chunk less, so that its slots are lists on the block-sparse engine; `windows in space` sees 3x3
+  tiles of 8x8 around each, of every chunk; `graph` replays a CUDA graph.
 
 Outputs of all are compared after the window has been filled and has moved; then whole chunks are
 timed in turns, and one attention call by itself. `chunk 1000` is the same after 1,000 chunks were
@@ -51,10 +52,13 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
+from multimodal_gen.runtime.layers.attention.sparse.sta.windows import pair_density
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 BOUND = 5e-2
 BOUND_OF_8_BITS = 0.2
+IN_PIECES, IN_WINDOWS = "cache, in pieces", "cache, windows in space"
+SEE_LESS = (IN_PIECES, IN_WINDOWS)
 FORWARDS = 5  # four denoising steps and a clean pass
 FRAMES_OF_LATENT = 4
 FLOP = "4*L*H*D*queries*keys of the self-attention, per forward"
@@ -88,6 +92,8 @@ class Case:
         grid: (frames, height, width) of a chunk, after patching.
         window: chunks that one sees, itself included, beside the sink.
         sink: first chunks that are always seen.
+        tile: (height, width) of the tiles in which chunks are kept.
+        space: (height, width) of a window in space, in tiles.
     """
 
     name: str
@@ -99,6 +105,8 @@ class Case:
     sink: int
     head_size: int = 128
     text: int = 512
+    tile: tuple[int, int] = (8, 8)
+    space: tuple[int, int] = (3, 3)
 
     @property
     def width(self) -> int:
@@ -122,7 +130,17 @@ class Case:
 
 WAN = Case(name="1.3B 480p", layers=30, heads=12, ffn=8960, grid=(3, 30, 52), window=6, sink=1)
 SMOKE = Case(
-    name="smoke", layers=2, heads=2, ffn=64, grid=(1, 3, 5), window=2, sink=1, head_size=16, text=4
+    name="smoke",
+    layers=2,
+    heads=2,
+    ffn=64,
+    grid=(1, 3, 5),
+    window=2,
+    sink=1,
+    head_size=16,
+    text=4,
+    tile=(1, 2),
+    space=(1, 3),
 )
 
 
@@ -265,6 +283,8 @@ class SlottedPast:
             window=case.window,
             sink=case.sink,
             bits=8 if bits == 8 else 16,
+            grid=case.grid[1:],
+            tile=case.tile,
         )
         self.cache = CausalCache(size, DEVICE)
 
@@ -276,9 +296,15 @@ class SlottedPast:
         """Make the chunk past."""
         self.cache.commit()
 
-    def attend(self, layer: LocalAttention, *, window: int | None = None) -> Attend:
+    def attend(
+        self,
+        layer: LocalAttention,
+        *,
+        window: int | None = None,
+        space: tuple[int, int] | None = None,
+    ) -> Attend:
         """Return what lets a layer write the chunk and attend to what is seen."""
-        parts: list[LayerCache] = [x.view(window=window) for x in self.cache.layers]
+        parts: list[LayerCache] = [x.view(None, window, space) for x in self.cache.layers]
         return lambda i, q, k, v: layer(q, k, v, cache=parts[i])
 
 
@@ -344,15 +370,16 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, Lo
     found["sdpa, clone-and-shift"] = (shifted, shifted.attend(sdpa))
     if DEVICE == "cuda":
         found["flex, clone-and-shift"] = (shifted, shifted.attend(Flex(case)))
-    layers = {"cache, auto": layer_of(case, None), "cache, in pieces": layer_of(case, None)}
+    layers = {name: layer_of(case, None) for name in ("cache, auto", *SEE_LESS)}
     if DEVICE == "cuda":
         layers["cache, triton_attn"] = layer_of(case, "triton_attn")
         layers["cache, sage_attn"] = layer_of(case, "sage_attn")
         if flash is not None:
             layers["cache, fa"] = layer_of(case, "fa")
     for name, layer in layers.items():
-        window = case.window - 1 if name == "cache, in pieces" else None
-        found[name] = (slotted, slotted.attend(layer, window=window))
+        window = case.window - 1 if name == IN_PIECES else None
+        space = case.space if name == IN_WINDOWS else None
+        found[name] = (slotted, slotted.attend(layer, window=window, space=space))
     layers["cache, 8 bits"] = layer_of(case, None)
     found["cache, 8 bits"] = (bytes_, bytes_.attend(layers["cache, 8 bits"]))
     return found, layers
@@ -433,7 +460,7 @@ def check(run: Run) -> tuple[dict[str, float], list[str]]:
         out = run.video(name, chunks) - run.noise
         expected = out if expected is None else expected
         error = relative_error(out, expected)
-        sees_less = name == "cache, in pieces"
+        sees_less = name in SEE_LESS
         errors[name] = math.nan if sees_less else error
         print(f"{name:24} relative error {error:.2e}{', sees less' if sees_less else ''}")
         bound = BOUND_OF_8_BITS if name in ("cache, 8 bits", "cache, sage_attn") else BOUND
@@ -539,6 +566,15 @@ def bench_chunks(
     return rows
 
 
+def share_seen(case: Case, contender: str) -> float:
+    """Return the share of the window's keys that a contender's queries see, as a mean."""
+    if contender == IN_PIECES:
+        return 1 - case.tokens / case.keys
+    if contender == IN_WINDOWS:
+        return pair_density((1, *case.space), (1, *case.grid[1:]), (1, *case.tile))
+    return 1.0
+
+
 def streaming_rows(
     run: Run,
     commit: str,
@@ -562,15 +598,16 @@ def streaming_rows(
         errors=errors,
         versions={},
     )
+    shares = [share_seen(c, row.contender) for row in plain]
     return [
         StreamingRow(
-            **asdict(row),
+            **asdict(row) | {"flop": row.flop * share, "tflops": round(row.tflops * share, 1)},
             frames_per_second=round(1e3 * frames / row.median_ms, 2),
             rate_to_fa3=math.nan,
             cache_gib=round(cache_gib(pasts[row.contender]), 3),
             peak_gib=round(peaks[row.contender], 2),
         )
-        for row in plain
+        for row, share in zip(plain, shares, strict=True)
     ]
 
 
@@ -595,7 +632,7 @@ def bench_attention(run: Run, commit: str, rounds: int) -> list[StreamingRow]:
         run.numbers[key] += 1
     medians = {name: statistics.median(t) for name, t in times.items()}
     for name in times:
-        seen = c.keys - (c.tokens if name == "cache, in pieces" else 0)
+        seen = round(c.keys * share_seen(c, name))
         (row,) = rows_of(
             {name: times[name]},
             commit=commit,

@@ -98,6 +98,32 @@ def test_a_graph_of_one_chunk_replays_on_those_that_follow(view):
     assert len(kinds) == 1
 
 
+def test_windows_in_space_are_those_of_the_lists():
+    cache, layer = cache_of(grid=(10, 14), tile=(4, 4)), LocalAttention(HEADS, SIZE, KV_HEADS)
+    part, graph = cache.layers[0].view(2, 3, space=(1, 3)), torch.cuda.CUDAGraph()
+    qkv = draw(TOKENS, 0)
+    with torch.inference_mode():
+        for number in range(12):
+            cache.begin(number * TOKENS, TOKENS)
+            for x, new in zip(qkv, draw(TOKENS, number), strict=True):
+                x.copy_(new)
+            if number < 8:
+                out = layer(*qkv, cache=part)
+            else:
+                if number == 8:
+                    with torch.cuda.graph(graph):
+                        out = layer(*qkv, cache=part)
+                graph.replay()
+            seen = part.visible()
+            assert seen.order is not None
+            mask = dense_mask(seen.plan.to("cpu"), 1, 1).cuda()
+            order = seen.order.order.long()
+            assert_within_error_budget(
+                out[:, order], qkv[0][:, order], seen.keys, seen.values, scale=SCALE, mask=mask
+            )
+            cache.commit()
+
+
 def kernels_of(cache: CausalCache, number: int) -> list[str]:
     """Return the kernels and copies on the device that placing a chunk takes."""
     torch.cuda.synchronize()

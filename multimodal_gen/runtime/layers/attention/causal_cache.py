@@ -20,13 +20,25 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.kernels.block_sparse.api import refresh_plan
-from multimodal_gen.kernels.block_sparse.layouts import QUERY_ROWS
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.slots import SlotLists, TileLists
+from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
 from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.layers.attention.sparse.sta.windows import kept_indices
 
-__all__ = ["CacheSize", "CausalCache", "LayerCache", "Rotate", "Visible", "key_heads_of_rank"]
+__all__ = [
+    "CacheSize",
+    "CausalCache",
+    "LayerCache",
+    "Pair",
+    "Rotate",
+    "Visible",
+    "key_heads_of_rank",
+]
+
+Pair: TypeAlias = tuple[int, int]
+"""Height and width, in tokens or in tiles."""
 
 Rotate: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 """Gives keys [B, S, H, D] their rotary embedding, the first of them at a position in tokens."""
@@ -49,9 +61,13 @@ class CacheSize:
         dtype: of the keys and values that layers bring.
         before_rope: whether keys come without their rotary embedding; rotated ones are kept beside.
         bits: 8 to keep chunks as bytes with a scale per token and head; 16 as they come.
+        grid: (height, width) of a latent frame in tokens; with `tile` alone.
+        tile: (height, width) of the tiles in which the tokens of a chunk are kept, each of all its
+            frames, so that views may see windows of them; None to keep tokens as they come.
 
     Raises:
-        ConfigError: a size is below 1, `sink` below 0, or bits are neither 8 nor 16.
+        ConfigError: a size is below 1, `sink` below 0, bits are neither 8 nor 16, or chunks are
+            not made of frames of the grid.
     """
 
     num_layers: int
@@ -64,6 +80,8 @@ class CacheSize:
     dtype: torch.dtype = torch.bfloat16
     before_rope: bool = False
     bits: Literal[8, 16] = 16
+    grid: Pair | None = None
+    tile: Pair | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "batch", "num_kv_heads", "head_size", "chunk_tokens", "window")
@@ -81,6 +99,44 @@ class CacheSize:
                 "kept, and bytes cannot be rotated in place; keep keys after their rotary "
                 "embedding, or 16 bits"
             )
+        self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        for name, pair in (("grid", self.grid), ("tile", self.tile)):
+            if pair is not None and not (
+                isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair)
+            ):
+                raise ConfigError(f"{name} must be (height, width) or None, got {pair!r}")
+        if (self.grid is None) != (self.tile is None):
+            raise ConfigError(
+                f"grid and tile must be given together, got {self.grid} and {self.tile}"
+            )
+        if self.grid is None or self.tile is None:
+            return
+        if min(*self.grid, *self.tile) < 1 or self.chunk_tokens % (self.grid[0] * self.grid[1]):
+            raise ConfigError(
+                f"chunk_tokens must be whole frames of the grid, and tiles have a token, got "
+                f"{self.chunk_tokens} tokens, grid {self.grid} and tile {self.tile}"
+            )
+        if self.before_rope:
+            raise ConfigError(
+                "before_rope must be False where chunks are kept in tiles, whose tokens are not "
+                "in the order in which they are rotated; leave tile out"
+            )
+
+    def tile_order(self, tokens: int, device: torch.device | str) -> TileOrder:
+        """Return how a chunk of some tokens is kept tile by tile.
+
+        Raises:
+            UsageError: they are no whole frames of the grid.
+        """
+        assert self.grid is not None, "callers know"
+        assert self.tile is not None, "callers know"
+        frames, rest = divmod(tokens, self.grid[0] * self.grid[1])
+        if rest:
+            raise UsageError(f"tokens must be whole frames of {self.grid}, got {tokens}")
+        fitted = (min(self.tile[0], self.grid[0]), min(self.tile[1], self.grid[1]))
+        return tile_order((frames, *self.grid), (frames, *fitted), device)
 
     @property
     def num_slots(self) -> int:
@@ -145,56 +201,22 @@ class Visible(NamedTuple):
         values: the same.
         stretch: first row and number of rows, where what is seen lies in one piece; else None.
         plan: the lists of slots, for as many queries as the chunk has tokens.
+        order: the order of the queries that the lists are for; None for that in which they come.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     stretch: tuple[int, int] | None
     plan: BlockPlan
+    order: TileOrder | None = None
 
 
-class _Slots:
-    """The lists of the slots that are seen, for one sink and window; changed in place."""
+class _View(NamedTuple):
+    """What a layer sees of what is kept: chunks of the sink and the window, and tiles in space."""
 
-    def __init__(self, size: CacheSize, device: torch.device) -> None:
-        self.stretch: tuple[int, int] | None = None
-        self._size, num = size, size.num_slots
-        self._plans: dict[int, BlockPlan] = {}
-        self._indices = torch.zeros(1, 1, 1, num, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(num, dtype=torch.int32, device=device)
-        self._starts = torch.arange(num, dtype=torch.int32, device=device) * size.chunk_tokens
-
-    def update(self, seen: dict[int, _Chunk]) -> None:
-        """Write which slots are seen, by slot, and what was derived from the lists so far."""
-        size, slots = self._size, sorted(seen)
-        lengths = [seen[slot].tokens if slot in seen else 0 for slot in range(size.num_slots)]
-        rest = [0] * (size.num_slots - len(slots))
-        self._indices.view(-1).copy_(torch.tensor([*slots, *rest], dtype=torch.int32))
-        self._counts.fill_(len(slots))
-        self._lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        full = all(seen[slot].tokens == size.chunk_tokens for slot in slots[:-1])
-        in_one_piece = full and slots == list(range(slots[0], slots[-1] + 1))
-        first = slots[0] * size.chunk_tokens
-        self.stretch = (first, sum(lengths)) if in_one_piece else None
-        for plan in self._plans.values():
-            refresh_plan(plan)
-
-    def plan(self, tokens: int) -> BlockPlan:
-        """Return the plan of as many queries: each of them sees every slot that is listed."""
-        if tokens not in self._plans:
-            q = Blocks.regular(tokens, QUERY_ROWS)
-            total = self._size.num_slots * self._size.chunk_tokens
-            self._plans[tokens] = BlockPlan(
-                indices=self._indices.expand(1, 1, q.num, -1),
-                counts=self._counts.expand(1, 1, q.num),
-                q=q,
-                kv=Blocks.ragged(
-                    self._starts, self._lengths, total=total, size=self._size.chunk_tokens
-                ),
-                uniform=True,
-            )
-        return self._plans[tokens]
+    sink: int
+    window: int
+    space: Pair | None
 
 
 class CausalCache:
@@ -240,7 +262,7 @@ class CausalCache:
             self._store = _Store(size, self.device)
             self._rows = torch.arange(size.chunk_tokens, dtype=torch.int64, device=self.device)
             self._rows_of_slot_0 = self._rows.clone()
-        self._views: dict[tuple[int, int], _Slots] = {}
+        self._views: dict[_View, SlotLists | TileLists] = {}
         self.layers = tuple(LayerCache(cache=self, layer=i) for i in range(size.num_layers))
         self.reset()
 
@@ -273,7 +295,7 @@ class CausalCache:
     def kind(self) -> tuple[object, ...]:
         """What a CUDA graph of a chunk depends on; chunks of one kind replay the same graph."""
         chunk = self.running
-        seen = tuple((view, slots.stretch) for view, slots in sorted(self._views.items()))
+        seen = tuple((view, lists.stretch) for view, lists in self._views.items())
         return chunk.tokens, self.position if self._rotate else None, seen
 
     def begin(self, start: int, tokens: int) -> None:
@@ -308,13 +330,15 @@ class CausalCache:
                 f"a chunk must follow the last one, at token {self._end}, or be one that is kept, "
                 f"with its length: {there or 'none'}; got {tokens} tokens at {start}"
             )
-        slot = self._slot_of(chunk.number)
+        slot, places = self._slot_of(chunk.number), self._rows_of_slot_0[:tokens]
+        if self.size.tile is not None:
+            places = self.size.tile_order(tokens, self.device).inverse
         self._slots[slot] = self._running = chunk
         self._is_new = chunk.number == self._next
         self._next, self._end = max(self._next, chunk.number + 1), max(self._end, start + tokens)
-        torch.add(self._rows_of_slot_0, slot * self.size.chunk_tokens, out=self._rows)
-        for view, slots in self._views.items():
-            slots.update(self._seen(*view))
+        torch.add(places, slot * self.size.chunk_tokens, out=self._rows[:tokens])
+        for view, lists in self._views.items():
+            lists.update(self._tokens_seen(view))
         self._rotate_past(slot)
 
     def commit(self) -> None:
@@ -376,13 +400,27 @@ class CausalCache:
             if chunk.number <= now and (chunk.number < sink or chunk.number > now - window)
         }
 
-    def _slots_of(self, sink: int, window: int) -> _Slots:
+    def _lists_of(self, view: _View) -> SlotLists | TileLists:
         """Return the lists of a view, which are kept up to date from its first use on."""
-        if (sink, window) not in self._views:
+        if view not in self._views:
+            size = self.size
             with torch.inference_mode(False):
-                self._views[sink, window] = _Slots(self.size, self.device)
-            self._views[sink, window].update(self._seen(sink, window))
-        return self._views[sink, window]
+                self._views[view] = (
+                    SlotLists(size.num_slots, size.chunk_tokens, self.device)
+                    if view.space is None
+                    else self._tile_lists(view.space)
+                )
+            self._views[view].update(self._tokens_seen(view))
+        return self._views[view]
+
+    def _tile_lists(self, space: Pair) -> TileLists:
+        size = self.size
+        kept = kept_indices((1, *space), size.tile_order(size.chunk_tokens, "cpu").tiles)
+        return TileLists(size.num_slots, size.chunk_tokens, size.tile_order, kept, self.device)
+
+    def _tokens_seen(self, view: _View) -> dict[int, int]:
+        seen = self._seen(view.sink, view.window)
+        return {slot: chunk.tokens for slot, chunk in seen.items()}
 
     def _places(self) -> dict[int, int]:
         """Return the position of every slot that the running chunk sees."""
@@ -439,6 +477,7 @@ class LayerCache:
         layer: index of the layer.
         sink: how many chunks of the sink the layer sees; all when None.
         window: how many chunks its window has; all when None.
+        space: height and width of its window in space, in tiles of the cache; all when None.
         samples: first and last + 1 of the samples of the batch that calls have; all when None.
         heads: the same for the key heads.
     """
@@ -447,18 +486,24 @@ class LayerCache:
     layer: int
     sink: int | None = None
     window: int | None = None
+    space: Pair | None = None
     samples: Span | None = None
     heads: Span | None = None
 
-    def view(self, sink: int | None = None, window: int | None = None) -> "LayerCache":
+    def view(
+        self, sink: int | None = None, window: int | None = None, space: Pair | None = None
+    ) -> "LayerCache":
         """Return the same, for a layer that sees less of what is kept.
 
         Args:
             sink: chunks of the sink; all by default.
             window: chunks of the window, the running one included; all by default.
+            space: height and width of a window in space, in tiles of the cache: of every chunk
+                that is seen, a tile of queries sees the tiles around its own place, as many at the
+                borders as elsewhere. All by default.
 
         Raises:
-            UsageError: the cache keeps fewer.
+            UsageError: the cache keeps fewer chunks, or keeps them without tiles.
         """
         size = self.cache.size
         for name, value, least, most in (
@@ -469,7 +514,12 @@ class LayerCache:
                 raise UsageError(
                     f"{name} must be in [{least}, {most}], what the cache keeps, got {value}"
                 )
-        return replace(self, sink=sink, window=window)
+        if space is not None and (size.tile is None or min(space) < 1):
+            raise UsageError(
+                f"space must be tiles of a cache that has some, got {space} with tiles "
+                f"{size.tile}; give CacheSize a grid and a tile"
+            )
+        return replace(self, sink=sink, window=window, space=space)
 
     def part(self, *, samples: Span | None = None, heads: Span | None = None) -> "LayerCache":
         """Return the same, for calls that have some samples of the batch, or some key heads.
@@ -524,12 +574,15 @@ class LayerCache:
         """Return what the running chunk sees, in the last `append` of this layer itself."""
         cache = self.cache
         at = 0 if cache.size.bits == 8 else self.layer
-        slots = cache._slots_of(
+        view = _View(
             cache.size.sink if self.sink is None else self.sink,
             cache.size.window if self.window is None else self.window,
+            self.space,
         )
+        lists, tokens = cache._lists_of(view), cache.running.tokens
         keys, values = (self._of(x[at]) for x in (cache._store.keys, cache._store.values))
-        return Visible(keys, values, slots.stretch, slots.plan(cache.running.tokens))
+        order = None if self.space is None else cache.size.tile_order(tokens, cache.device)
+        return Visible(keys, values, lists.stretch, lists.plan(tokens), order)
 
     def _of(self, x: torch.Tensor) -> torch.Tensor:
         for axis, span in ((0, self.samples), (2, self.heads)):

@@ -24,6 +24,7 @@ from multimodal_gen.kernels.block_sparse.api import (
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.part_merge.api import merge_two
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
+from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 from multimodal_gen.runtime.layers.attention.backends.block_masks import (
     Plans,
     is_block_mask,
@@ -36,6 +37,7 @@ from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
 from multimodal_gen.runtime.layers.attention.selector import Selection
+from multimodal_gen.runtime.layers.attention.sparse.sta.windows import pair_density
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -157,7 +159,8 @@ def attend_listed(
 ) -> torch.Tensor:
     """Return attention of a call with a cache, lists of blocks, or sink logits.
 
-    Sparse methods choose their keys themselves: such calls of theirs run dense.
+    Sparse methods choose their keys themselves: such calls of theirs run dense, except windows in
+    space over a cache that is kept in tiles.
 
     Args:
         entry: what serves the layer at the running step.
@@ -172,29 +175,69 @@ def attend_listed(
         UsageError: the tensors are not those of the running chunk, or of the lists.
         UnsupportedBackendError: the layer's method is sparse, and fallbacks are refused.
     """
-    why, off_grid = "", ""
-    plans: Plans = ()
     if call.cache is not None:
-        call.cache.append(call.key, call.value)
-        seen = call.cache.visible()
-        why, off_grid = _IN_PIECES, _OF_SEVERAL
-        key, value = seen.keys, seen.values
-        if seen.stretch is None:
-            plans = (seen.plan,)
-        else:
-            key, value = (x.narrow(1, *seen.stretch) for x in (key, value))
-        call = call._replace(key=key, value=value)
-    elif call.lists is not None:
+        return _attend_cached(entry, call, call.cache, geometry, served)
+    plans: Plans = ()
+    if call.lists is not None:
         plans = () if _flex_with_mask(entry, call) else _plans(call)
-        why = off_grid = _BY_BLOCKS
-    if off_grid and entry.primary.selection.backend.is_sparse:
-        entry = entry.off_grid(off_grid)
-    logits = call.sink_logits
-    if plans:
-        kernel, out, lse = _on_the_engine(call, plans, geometry, lse=logits is not None)
-        served.count(entry.primary.selection, kernel, why)
+        if entry.primary.selection.backend.is_sparse:
+            entry = entry.off_grid(_BY_BLOCKS)
+    if not plans:
+        return _with_sink(call, *_on_its_backend(entry, call))
+    kernel, out, lse = _on_the_engine(call, plans, geometry)
+    served.count(entry.primary.selection, kernel, _BY_BLOCKS)
+    return _with_sink(call, out, lse)
+
+
+def _attend_cached(
+    entry: ScheduleEntry,
+    call: AttentionCall,
+    cache: LayerCache,
+    geometry: LayerGeometry,
+    served: EngineCalls,
+) -> torch.Tensor:
+    """Return attention of the running chunk of a cache, once it is written."""
+    impl, size = entry.primary.impl, cache.cache.size
+    window = None
+    if entry.primary.selection.backend.is_sparse:
+        if size.tile is not None and cache.space is None:
+            window = impl.window_in_space(size.tile)
+        if window is None:
+            entry = entry.off_grid(_OF_SEVERAL)
+        else:
+            cache = replace(cache, space=window)
+    cache.append(call.key, call.value)
+    seen = cache.visible()
+    key, value = seen.keys, seen.values
+    if seen.stretch is not None:
+        key, value = (x.narrow(1, *seen.stretch) for x in (key, value))
+        call = call._replace(key=key, value=value)
+        return _with_sink(call, *_on_its_backend(entry, call))
+    query = call.query
+    if seen.order is not None:
+        (query,) = gather_tokens([query], seen.order.order)
+    call = call._replace(query=query, key=key, value=value)
+    if window is not None:
+        assert seen.order is not None, "windows are of tiles"
+        share = pair_density((1, *window), (1, *seen.order.grid[1:]), (1, *seen.order.tile[1:]))
+        entry.primary.calls += 1
+        context = current_forward_context()
+        results = impl.forward_plan(query, key, value, seen.plan, context, density=share)
+        tiled = _with_sink(call, *results)
     else:
-        out, lse = _on_its_backend(entry, call)
+        kernel, out, lse = _on_the_engine(call, (seen.plan,), geometry)
+        served.count(entry.primary.selection, kernel, _IN_PIECES)
+        tiled = _with_sink(call, out, lse)
+    if seen.order is None:
+        return tiled
+    out = torch.empty_like(tiled, memory_format=torch.contiguous_format)
+    scatter_tokens(tiled, seen.order.order, out)
+    return out
+
+
+def _with_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """Return an output as its sink logits, if any, leave it."""
+    logits = call.sink_logits
     if logits is None:
         return out
     assert lse is not None, "it was asked for"
@@ -240,9 +283,9 @@ def _on_its_backend(
 
 
 def _on_the_engine(
-    call: AttentionCall, plans: Plans, geometry: LayerGeometry, *, lse: bool
+    call: AttentionCall, plans: Plans, geometry: LayerGeometry
 ) -> tuple[str, torch.Tensor, torch.Tensor | None]:
-    """Return the kernel that ran, the output, and the lse if it is wanted."""
+    """Return the kernel that ran, the output, and the lse where sink logits want it."""
     query, key, value = (x if loadable(x) else x.contiguous() for x in call[:3])
     parts = []
     for plan in plans:
@@ -252,7 +295,7 @@ def _on_the_engine(
             value,
             plan,
             scale=geometry.softmax_scale,
-            return_lse=lse or len(plans) > 1,
+            return_lse=call.sink_logits is not None or len(plans) > 1,
         )
         parts.append((found, None) if isinstance(found, torch.Tensor) else found)
     kernel = kernel_for(query, key, value, plans[-1])

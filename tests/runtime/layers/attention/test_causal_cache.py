@@ -9,11 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention, USPAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import (
     CacheSize,
     CausalCache,
     key_heads_of_rank,
 )
+from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     LayerSite,
@@ -21,7 +23,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.reference import reference_attention
 
 BATCH, HEADS, KV_HEADS, SIZE, TOKENS = 2, 4, 2, 8, 6
@@ -342,17 +344,12 @@ def test_sink_logits_weigh_a_key_without_a_value(layer, kept):
     torch.testing.assert_close(plain, layer(q, k, v), rtol=0, atol=1e-6)
 
 
-def sparse_layer(*, strict: bool = False) -> LocalAttention:
-    asked = BackendPreference(
-        source=Source.SETTINGS, backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    )
-    return LocalAttention(
-        HEADS,
-        SIZE,
-        KV_HEADS,
-        scope=SelectionScope(default=asked, strict=strict),
-        compute_dtype=torch.float32,
-    )
+def sparse_layer(backend, options, *, strict: bool = False) -> LocalAttention:
+    cls = find_backend(backend, PlatformEnum.CPU).config_cls
+    config = build_config(cls, options, backend=str(backend))
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
+    scope = SelectionScope(default=asked, strict=strict)
+    return LocalAttention(HEADS, SIZE, KV_HEADS, scope=scope, compute_dtype=torch.float32)
 
 
 def test_the_report_says_what_ran_in_place_of_the_layers_backend(layer):
@@ -378,12 +375,92 @@ def test_the_report_says_what_ran_in_place_of_the_layers_backend(layer):
     )
 
 
-def test_sparse_methods_run_dense_over_a_cache_and_say_so():
-    cache = CausalCache(size_of(dtype=torch.float32))
-    q, k, v = (x.float() for x in draw(TOKENS, seed=0))
-    layer = sparse_layer()
-    cache.begin(0, TOKENS)
-    with set_forward_context(0, latent_grid=(1, 2, 3)):
+GRID, TILE = (5, 7), (2, 3)  # tiles of 2 x 3 tokens, cut short at both borders
+
+
+def in_windows(frames: list[int], space: tuple[int, int]) -> torch.Tensor:
+    """Return bool [queries of the last chunk, keys of all]: whether tiles lie in windows."""
+    rows, columns = (torch.arange(n) // edge for n, edge in zip(GRID, TILE, strict=True))
+    places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).flatten(0, 1)
+    q, k = (places.repeat(n, 1) for n in (frames[-1], sum(frames)))
+    keep = torch.ones(len(q), len(k), dtype=torch.bool)
+    for axis, wide in enumerate(space):
+        count = -(-GRID[axis] // TILE[axis])
+        width = min(count, wide)
+        first = (q[:, axis] - width // 2).clamp(0, count - width)[:, None]
+        keep &= (k[:, axis] >= first) & (k[:, axis] < first + width)
+    return keep
+
+
+def tiled_cache(**fields) -> CausalCache:
+    return CausalCache(size_of(chunk_tokens=2 * 35, grid=GRID, tile=TILE, **fields))
+
+
+@pytest.mark.parametrize("space", [(1, 1), (3, 1), (1, 3), (9, 9)])
+def test_windows_in_space_are_seen_of_every_chunk_of_the_window(layer, space):
+    cache = tiled_cache()
+    view, past = cache.layers[0].view(space=space), []
+    logits = torch.linspace(-1, 1, HEADS)
+    for number, frames in enumerate([1, *[2] * 6, 1]):
+        tokens = 35 * frames
+        q, k, v = draw(tokens, seed=number)
+        cache.begin(sum(35 * f for f, *_ in past), tokens)
+        past.append((frames, k, v))
+        seen = seen_by(number, past, 3, 1)
+        keys, values = (torch.cat([x[i] for x in seen], dim=1) for i in (1, 2))
+        # Layers that see everything have the same cache: the order of its rows does not matter.
+        want, _ = reference_attention(q, keys, values, scale=SCALE)
+        torch.testing.assert_close(layer(q, k, v, cache=cache.layers[0]), want)
+        keep = in_windows([x[0] for x in seen], space)
+        want, lse = reference_attention(q, keys, values, scale=SCALE, mask=keep)
+        out = layer(q, k, v, cache=view)
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+        weighed = want * torch.sigmoid(lse - logits[:, None]).transpose(1, 2).unsqueeze(-1)
+        out = layer(q, k, v, cache=view, sink_logits=logits)
+        torch.testing.assert_close(out, weighed, rtol=0, atol=1e-6)
+        cache.commit()
+
+
+def test_sliding_tiles_see_their_window_in_space_of_a_cache_in_tiles():
+    options = {"window": [1, 1, 1], "tile_size": [6, *TILE], "skip_time_steps": 1}
+    layer = sparse_layer(AttentionBackendEnum.SLIDING_TILE_ATTN, options)
+    cache, past = tiled_cache(dtype=torch.float32), []
+    for number in range(6):
+        q, k, v = (x.float() for x in draw(70, seed=number))
+        cache.begin(70 * number, 70)
+        for step in range(2):
+            with set_forward_context(step, num_steps=2):
+                out = layer(q, k, v, cache=cache.layers[0])
+        cache.commit()
+        past.append((k, v))
+    keys, values = (torch.cat(x, dim=1) for x in zip(*seen_by(5, past, 3, 1), strict=True))
+    keep = in_windows([2] * 4, (1, 1))
+    want, _ = reference_attention(q, keys, values, scale=SCALE, mask=keep)
+    torch.testing.assert_close(out, want.float(), rtol=0, atol=1e-5)
+    dense, sparse = layer.report().entries
+    assert (dense.selection.label, dense.calls) == ("torch_sdpa", 6)
+    assert (sparse.selection.label, sparse.calls) == ("sliding_tile_attn (reference)", 6)
+    assert sparse.density == pytest.approx(float(keep.float().mean()))
+    assert layer.report().detours == ()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, {}),
+        (AttentionBackendEnum.SLIDING_TILE_ATTN, {"window": [1, 1, 1], "tile_size": [6, 8, 8]}),
+        (
+            AttentionBackendEnum.SLIDING_TILE_ATTN,
+            {"window": [1, 1, 1], "tile_size": [6, *TILE], "tail": "pooled"},
+        ),
+    ],
+)
+def test_sparse_methods_without_such_windows_run_dense_over_a_cache_and_say_so(backend, options):
+    cache = tiled_cache(dtype=torch.float32)
+    q, k, v = (x.float() for x in draw(70, seed=0))
+    layer = sparse_layer(backend, options)
+    cache.begin(0, 70)
+    with set_forward_context(20, latent_grid=(2, *GRID)):
         out = layer(q, k, v, cache=cache.layers[0])
     want, _ = reference_attention(q, k, v, scale=SCALE)
     torch.testing.assert_close(out, want.float())
@@ -391,10 +468,10 @@ def test_sparse_methods_run_dense_over_a_cache_and_say_so():
     assert detour.selection.label == "torch_sdpa"
     assert "keys in a cache are those of several calls" in detour.selection.reason
     with (
-        set_forward_context(0, latent_grid=(1, 2, 3)),
+        set_forward_context(20, latent_grid=(2, *GRID)),
         pytest.raises(UnsupportedBackendError, match="keys in a cache are those of several calls"),
     ):
-        sparse_layer(strict=True)(q, k, v, cache=cache.layers[0])
+        sparse_layer(backend, options, strict=True)(q, k, v, cache=cache.layers[0])
 
 
 @pytest.mark.parametrize(
@@ -406,6 +483,13 @@ def test_sparse_methods_run_dense_over_a_cache_and_say_so():
         ({"bits": 4}, "bits must be 8, or 16 for what layers bring, got 4"),
         ({"dtype": torch.int8}, "dtype must be a floating torch.dtype, got torch.int8"),
         ({"bits": 8, "before_rope": True}, "before_rope must be False where bits are 8"),
+        ({"grid": (2, 3)}, "grid and tile must be given together"),
+        ({"grid": [2, 3], "tile": (1, 1)}, "grid must be .height, width. or None, got .2, 3."),
+        ({"grid": (2, 2), "tile": (1, 1)}, "chunk_tokens must be whole frames of the grid"),
+        (
+            {"grid": (2, 3), "tile": (1, 1), "before_rope": True},
+            "before_rope must be False where chunks are kept in tiles",
+        ),
     ],
 )
 def test_sizes_that_make_no_cache_are_refused(fields, message):
@@ -440,6 +524,15 @@ def test_misuse_gets_one_clear_error(layer):
     cache.begin(0, TOKENS)
     with pytest.raises(UsageError, match="must be committed again, because its slot was written"):
         cache.discard()
+
+
+def test_windows_in_space_need_tiles():
+    with pytest.raises(UsageError, match=r"space must be tiles of a cache that has some, got"):
+        CausalCache(size_of()).layers[0].view(space=(1, 1))
+    cache = tiled_cache()
+    with pytest.raises(UsageError, match=r"tokens must be whole frames of \(5, 7\), got 40"):
+        cache.begin(0, 40)
+    cache.begin(0, 35)
 
 
 def test_what_a_cache_cannot_be_combined_with_is_refused(layer):

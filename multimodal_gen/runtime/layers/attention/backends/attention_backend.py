@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
@@ -259,6 +260,43 @@ class AttentionImpl(ABC):
     def ring_reason(self) -> str | None:
         """Return why this configuration cannot be part of a ring, or None."""
         return None
+
+    def window_in_space(self, tile: tuple[int, int]) -> tuple[int, int] | None:
+        """Return the tiles that queries see of every past chunk in a cache that is kept in tiles.
+
+        Args:
+            tile: height and width of the cache's tiles, in tokens.
+
+        Returns:
+            Height and width of the window in tiles; None where the method has none, or other
+            tiles: such calls run dense.
+        """
+        del tile
+        return None
+
+    def forward_plan(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        context: ForwardContext | None,
+        *,
+        density: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [B, Sq, H, D] and lse [B, H, Sq] over the pairs of a plan.
+
+        Called only where `window_in_space` gave a window.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, D].
+            plan: the windows.
+            context: the running denoiser call.
+            density: the share of pairs that they are, for the report.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no windows in space")
 
     def observe(  # noqa: B027 - optional
         self,

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
@@ -256,6 +257,36 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
         heads = slice(call.first_head, call.first_head + call.query.shape[2])
         windows = self._windows(layout, queries.order.tiles, heads, context)
         return self._attend_windows(call, queries, keys, windows)
+
+    def window_in_space(self, tile: tuple[int, int]) -> tuple[int, int] | None:
+        """See `AttentionImpl.window_in_space`: that of `window`; in time the cache has its own."""
+        config = self.config
+        dropping = not self.pools_tail and config.skip_below is None
+        if config.window is None or not dropping or self.kernel.name in UPSTREAM:
+            return None
+        if tuple(config.tile_size[1:]) != tile:
+            return None
+        return config.window[1], config.window[2]
+
+    def forward_plan(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        context: ForwardContext | None,
+        *,
+        density: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionImpl.forward_plan`."""
+        self.kernel.begin_call()
+        if context is not None:
+            self.record(context, density, query.shape[2])
+        found = block_sparse_attention(
+            query, key, value, plan, scale=self.softmax_scale, kernel=self.kernel, return_lse=True
+        )
+        assert isinstance(found, tuple), "the lse was asked for"
+        return found
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
