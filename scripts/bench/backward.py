@@ -39,7 +39,7 @@ from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile, Triton
 
 DENSITY = 0.1
 CHUNK = 1024
-COMPILE_SECONDS = 70
+COMPILE_SECONDS, AT_ONCE = 70, 3
 FORWARD_FLOP, BACKWARD_FLOP = "4*H*D*kept pairs", "10*H*D*kept pairs"
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -337,17 +337,11 @@ def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, Tile]:
 
 
 # Other shapes of the programs: (blocks, kernel) -> tiles of rows x keys, by name.
-WIDE_DQ = _tiles(
-    (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
-    (64, 128, 4, 2), (128, 32, 8, 4),
-)  # fmt: skip
-WIDE_DKV = _tiles(
-    (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3),
-    (32, 64, 4, 3), (128, 128, 8, 1),
-)  # fmt: skip
-NARROW_DQ = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 1), (64, 32, 4, 3), (64, 64, 8, 2))
-NARROW_DKV = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 1), (32, 64, 4, 3), (64, 64, 8, 2))
-PAIR, OWN = _sm90((2, 64, 4), (2, 64, 3), (2, 64, 2)), _sm90((2, 64, 2), (2, 32, 4), own=True)
+WIDE_DQ = _tiles((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2))
+WIDE_DKV = _tiles((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 4), (64, 64, 4, 2))
+NARROW_DQ = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2))
+NARROW_DKV = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 8, 2))
+PAIR, OWN = _sm90((2, 64, 4), (2, 64, 3)), _sm90((2, 64, 2), (2, 32, 4), own=True)
 TILES: dict[tuple[str, str], dict[str, Tile]] = {
     ("dense", "dq"): {**WIDE_DQ, **PAIR},
     ("dense", "dkv"): {**WIDE_DKV, **PAIR},
@@ -396,28 +390,38 @@ def tile_run(
     return launched
 
 
-def compile_apart(blocks: str, kernel: str, name: str) -> bool:
-    """Fill Triton's cache in a process of its own, and tell whether the kernel ran in it."""
-    command = [sys.executable, __file__, "--commit", "-", "--compile", blocks, kernel, name]
+def compile_apart(blocks: str, kernel: str, names: list[str]) -> set[str]:
+    """Fill Triton's cache in a process of its own; returns what ran in it."""
+    command = [sys.executable, __file__, "--commit", "-", "--compile", blocks, kernel, *names]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        said, errors = process.communicate(timeout=COMPILE_SECONDS)
     except subprocess.TimeoutExpired:
-        print(f"FAILED {blocks} {kernel} {name}: more than {COMPILE_SECONDS} s", flush=True)
-        return False
-    if result.returncode:
-        print(f"FAILED {blocks} {kernel} {name}: {result.stderr.strip()[-300:]}", flush=True)
-    return result.returncode == 0
+        process.kill()
+        said, errors = process.communicate()
+        errors += f" more than {COMPILE_SECONDS} s"
+    ran = {line.removeprefix("ran ") for line in said.splitlines() if line.startswith("ran ")}
+    if len(ran) < len(names):
+        failed = ", ".join(name for name in names if name not in ran)
+        print(f"FAILED {blocks} {kernel} {failed}: {errors.strip()[-300:]}", flush=True)
+    return ran
 
 
 def measure_tiles(case: Case, options: argparse.Namespace) -> None:
     """Time the two kernels in other shapes."""
-    jobs = [(*key, name) for key, tiles in TILES.items() for name in tiles]
-    with ThreadPoolExecutor(12) as pool:
-        ran = dict(zip(jobs, pool.map(lambda job: compile_apart(*job), jobs), strict=True))
+    jobs = [
+        (*key, list(tiles)[first : first + AT_ONCE])
+        for key, tiles in TILES.items()
+        for first in range(0, len(tiles), AT_ONCE)
+    ]
+    ran: dict[tuple[str, str], set[str]] = {key: set() for key in TILES}
+    with ThreadPoolExecutor(14) as pool:
+        for job, names in zip(jobs, pool.map(lambda job: compile_apart(*job), jobs), strict=True):
+            ran[job[:2]] |= names
     for (blocks, kernel), tiles in TILES.items():
         runs, errors, first = {}, {}, None
         for name, tile in tiles.items():
-            if not ran[blocks, kernel, name]:
+            if name not in ran[blocks, kernel]:
                 continue
             run = tile_run(case, blocks, kernel, tile)
             found = [x.clone() for x in run()]
@@ -443,12 +447,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="leave out what compiles for long")
     parser.add_argument("--tiles", action="store_true", help="try other shapes of the kernels too")
     parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
-    parser.add_argument("--compile", nargs=3, default=None, help="compile one shape, then stop")
+    parser.add_argument("--compile", nargs="+", default=None, help="compile shapes, then stop")
     options = parser.parse_args()
     if options.compile:
-        blocks, kernel, name = options.compile
-        tile_run(CASES[0], blocks, kernel, TILES[blocks, kernel][name])()
-        torch.cuda.synchronize()
+        blocks, kernel, *names = options.compile
+        for name in names:
+            tile_run(CASES[0], blocks, kernel, TILES[blocks, kernel][name])()
+            torch.cuda.synchronize()
+            print(f"ran {name}", flush=True)
         return 0
     wrong: list[str] = []
     for case in SMOKE if options.smoke else CASES:
