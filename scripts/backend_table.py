@@ -45,6 +45,9 @@ SPARSE = (
     "sol_attn",
     "subblock_sparse_attn",
     "pisa_attn",
+    "static_sparse_attn",
+    "sparge_attn",
+    "cube_sparse_attn",
 )
 # Variants the tests run for real; the others are called against stand-ins with the same signature.
 RUN_FOR_REAL = {

@@ -142,6 +142,9 @@ LAYERS: dict[str, dict[str, object]] = {
     "sol_attn": {"dense_steps": 0, "dense_layers": None},
     "subblock_sparse_attn": {"skip_first_steps": 0, "min_seq_len": 0, "tail": "pooled"},
     "pisa_attn": {"density": 0.2},
+    "cube_sparse_attn": {"topk_ratio": 0.2},
+    "sparge_attn": {"topk": 0.3},
+    "static_sparse_attn": {"decay_factor": 0.5},
 }
 
 

@@ -159,6 +159,12 @@ METHODS = {
     "sla_attn": {"topk_ratio": 0.2},
     "subblock_sparse_attn": {"sparsity": 0.7, "skip_first_steps": 0, "min_seq_len": 0},
     "pisa_attn": {"density": 0.2},
+    "cube_sparse_attn": {"topk_ratio": 0.2},
+    "sparge_attn": {"topk": 0.3},
+    "sparge_attn, alike": {"topk": 0.3, "simthreshd1": 0.6},
+    "static_sparse_attn": {"decay_factor": 0.5},
+    "static_sparse_attn, lvsa": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 4},
+    "video_sparse_attn, cells": {"sparsity": 0.8, "router": "subblock"},
     "vmoba_attn": {
         "st_chunk_size": [2, 5, 5],
         "st_topk": 4,

@@ -51,10 +51,19 @@ def test_means_bring_the_latents_nearer_to_dense_ones(fresh, stock_latents):
 OTHERS = {
     "subblock_sparse_attn": {"skip_first_steps": 0, "min_seq_len": 0, "tail": "pooled"},
     "pisa_attn": {"density": 0.1},
+    "cube_sparse_attn": {"topk_ratio": 0.2, "local_cube_size": [1, 2, 2]},
+    "sparge_attn": {"topk": 0.3},
+    "static_sparse_attn": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 3},
 }
 
 
-@pytest.mark.parametrize("backend", OTHERS)
+QUICK = ("subblock_sparse_attn", "pisa_attn", "static_sparse_attn")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [b if b in QUICK else pytest.param(b, marks=pytest.mark.slow) for b in OTHERS],
+)
 @pytest.mark.parametrize(
     "family",
     [f if f == "hunyuan_video" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],

@@ -38,6 +38,9 @@ class AttentionBackendEnum(Enum):
     SOL_ATTN = "sol_attn"
     SUBBLOCK_SPARSE_ATTN = "subblock_sparse_attn"
     PISA_ATTN = "pisa_attn"
+    STATIC_SPARSE_ATTN = "static_sparse_attn"
+    SPARGE_ATTN = "sparge_attn"
+    CUBE_SPARSE_ATTN = "cube_sparse_attn"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -134,6 +137,9 @@ _SPARSE = frozenset(
         AttentionBackendEnum.SOL_ATTN,
         AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN,
         AttentionBackendEnum.PISA_ATTN,
+        AttentionBackendEnum.STATIC_SPARSE_ATTN,
+        AttentionBackendEnum.SPARGE_ATTN,
+        AttentionBackendEnum.CUBE_SPARSE_ATTN,
     }
 )
 

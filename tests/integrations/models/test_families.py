@@ -43,6 +43,9 @@ METHODS = {
     },
     "sol_attn": {"dense_steps": None, "dense_layers": None},
     "pisa_attn": {"density": 0.5, "dense_steps": None},
+    "cube_sparse_attn": {"topk_ratio": 0.3, "local_cube_size": [1, 2, 2]},
+    "sparge_attn": {"topk": 0.5},
+    "static_sparse_attn": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 2},
     "subblock_sparse_attn": {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 0},
     "sparse_video_gen_2_attn": {
         "svg2_num_q_centroids": 4,

@@ -57,6 +57,9 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.SOL_ATTN: ("sparse.sol.backend:SolBackend",),
         AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN: ("sparse.subblock.backend:SubblockBackend",),
         AttentionBackendEnum.PISA_ATTN: ("sparse.pisa.backend:PisaBackend",),
+        AttentionBackendEnum.STATIC_SPARSE_ATTN: ("sparse.static.backend:StaticBackend",),
+        AttentionBackendEnum.SPARGE_ATTN: ("sparse.sparge.backend:SpargeBackend",),
+        AttentionBackendEnum.CUBE_SPARSE_ATTN: ("sparse.cube.backend:CubeBackend",),
     }
 )
 

@@ -1,16 +1,20 @@
 """What the sparse methods share: their configuration, what a call is, the density they report.
 
-Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+Shapes: B batch, S tokens, H heads, D head size, N blocks of the video; q/k suffix = query/key side.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, plan_of_map
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -27,16 +31,37 @@ from multimodal_gen.runtime.layers.attention.sparse.dense_above import (
     MEASURED_LIMITS,
     KeptTooMuch,
 )
-from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import ring_layout
+from multimodal_gen.runtime.layers.attention.sparse.ring_tail import attend_ring_map
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
+    own_queries,
+    pool_over_ring,
+    ring_layout,
+    shards_of,
+    whole_tiles_only,
+)
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
+    TiledSequence,
+    attend_tiled,
+    in_tiles,
     layout_of,
+    pool_video,
+    tile_means,
 )
 from multimodal_gen.runtime.layers.attention.warn_once import warn_if_dense_run
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["SparseImpl", "Tail", "refuse_foreign_tail", "tail_option"]
+__all__ = [
+    "Cut",
+    "MapImpl",
+    "Means",
+    "SparseImpl",
+    "Tail",
+    "means_of",
+    "refuse_foreign_tail",
+    "tail_option",
+]
 
 Tail = Literal["none", "pooled"]
 """What becomes of keys that a query does not keep: they are dropped, or count by their means."""
@@ -370,3 +395,144 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
     def densities(self) -> Mapping[int, float]:
         """Return the density of every step so far; waits for the device where data decided it."""
         return {step: float(mean) for step, (mean, _) in self._densities.items()}
+
+
+Cut = tuple[SequenceLayout, tuple[int, ...]]
+"""A layout whose tiles are the blocks of a method, and the tokens of a tile along its axes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Means:
+    """What blocks are chosen by.
+
+    Attributes:
+        query: means of the blocks' queries, [B, H, N, D].
+        key: means of their keys, [B, Hkv, N, D].
+        counts: how many tokens of each block count, [B|1, N]; floating.
+        masked: whether any are masked.
+        blocks: the blocks.
+        layout: where the video lies, as it was cut.
+        call: the call; None in a ring, whose ranks hold a part of it.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    counts: torch.Tensor
+    masked: bool
+    blocks: TiledSequence
+    layout: SequenceLayout
+    call: SparseCall | None
+
+    @property
+    def real(self) -> torch.Tensor | None:
+        """Blocks of which not everything is masked, bool [B, N]; None for all."""
+        return self.counts > 0 if self.masked else None
+
+
+def means_of(call: SparseCall, queries: TiledSequence) -> Means:
+    """Return the means of a call's blocks.
+
+    Args:
+        call: the call, with the layout that its blocks are tiles of.
+        queries: its queries in tiles.
+    """
+    query, key, _ = tile_means(call, queries)
+    counts = queries.order.lengths.float().unsqueeze(0)
+    if call.keep is not None:
+        (share,) = pool_video((call.keep[..., None, None].float(),), queries)
+        counts = (share[:, 0, :, 0] * counts).round()
+    return Means(
+        query=query,
+        key=key,
+        counts=counts,
+        masked=call.keep is not None,
+        blocks=queries,
+        layout=call.layout,
+        call=call,
+    )
+
+
+class MapImpl(SparseImpl[_ConfigT]):
+    """A method that decides for every block of queries which blocks of keys it attends to."""
+
+    @abstractmethod
+    def cut(self, config: _ConfigT, layout: SequenceLayout) -> Cut:
+        """Return how the video is cut into blocks.
+
+        Args:
+            config: the parameters of the running step.
+            layout: where the video lies.
+        """
+
+    @abstractmethod
+    def choose(self, config: _ConfigT, means: Means, context: ForwardContext) -> torch.Tensor:
+        """Return which blocks each block attends to exactly: bool [B|1, H|1, N, N].
+
+        Does not wait for the device.
+
+        Args:
+            config: the parameters of the running step.
+            means: what to choose by.
+            context: the running denoiser call.
+        """
+
+    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
+        """Return attention over the chosen blocks; see `SparseImpl.attend`."""
+        config = self.settings(context)
+        layout, tile = self.cut(config, call.layout)
+        call = replace(call, layout=layout)
+        queries, keys = in_tiles(layout, tile, call.query.device)
+        with torch.no_grad():
+            chosen = self.choose(config, means_of(call, queries), context)
+        self.record_map(context, layout, chosen, call.query.shape[2])
+        # Text is behind the blocks of the video.
+        listed = chosen
+        if keys.num_text_blocks:
+            listed = F.pad(chosen, (0, keys.num_text_blocks), value=True)
+
+        def plan_of(heads: slice) -> BlockPlan:
+            return plan_of_map(listed[:, heads], queries.blocks, keys.blocks, keys.num_tiles)
+
+        return attend_tiled(call, queries, keys, plan_of)
+
+    def ring_reason(self) -> str | None:
+        """See `AttentionImpl.ring_reason`."""
+        return whole_tiles_only(self.kernel)
+
+    def forward_ring(
+        self, inputs: RingInputs, context: ForwardContext | None = None
+    ) -> torch.Tensor:
+        """See `AttentionImpl.forward_ring`; every rank chooses for all blocks."""
+        layout, call = self.ring_layout(inputs, context), inputs.call
+        assert context is not None, "a layout needs a context"
+        config = self.settings(context)
+        layout, tile = self.cut(config, layout)
+        queries, _ = in_tiles(layout, tile, inputs.query.device)
+        shards = shards_of(layout, call, queries.order.tile, inputs.query.device)
+        tensors = (own_queries(inputs), inputs.key, inputs.value)
+        pooled, counts = pool_over_ring(tensors[: 2 + self.pools_tail], shards, call)
+        query, key, *values = (mean.to(inputs.query.dtype) for mean in pooled)
+        means = Means(
+            query=query,
+            key=key,
+            counts=counts,
+            masked=call.keep is not None,
+            blocks=queries,
+            layout=layout,
+            call=None,
+        )
+        chosen = self.choose(config, means, context)
+        self.record_map(context, layout, chosen, inputs.query.shape[2])
+        tail = None
+        if self.pools_tail:
+            tail = PooledBlocks(keys=key, values=values[0], counts=counts.int().unsqueeze(1))
+        return attend_ring_map(
+            inputs, shards, chosen, scale=self.softmax_scale, kernel=self.kernel, tail=tail
+        )
+
+    def record_map(
+        self, context: ForwardContext, layout: SequenceLayout, chosen: torch.Tensor, num_heads: int
+    ) -> None:
+        """Note the share of exact blocks, as if every block were of mean size."""
+        share: Any = chosen.sum(dtype=torch.int64).double() / chosen.numel()
+        self.record(context, layout.density(share), num_heads)

@@ -1,4 +1,4 @@
-"""The pooled tail in a ring: every rank has the means of all tiles.
+"""Lists and maps of tiles in a ring, with the pooled tail: every rank has the means of all tiles.
 
 Shapes: B batch, Hkv key heads, H heads, D head size, N tiles of the grid, n tiles of a rank.
 """
@@ -6,8 +6,10 @@ Shapes: B batch, Hkv key heads, H heads, D head size, N tiles of the grid, n til
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, plan_of_map
 from multimodal_gen.kernels.engine import KernelChoice
 from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
@@ -20,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     pool_over_ring,
 )
 
-__all__ = ["attend_ring_lists", "ring_tail"]
+__all__ = ["attend_ring_lists", "attend_ring_map", "ring_tail"]
 
 
 def ring_tail(
@@ -83,6 +85,38 @@ def attend_ring_lists(
         tail = ring_tail(inputs, shards, lists, scale=scale, first_order=first_order)
     plan_of = plans_of_lists(shards[inputs.call.group.index], lists)
     return attend_ring_tiles(inputs, shards, plan_of, scale=scale, kernel=kernel, tail=tail)
+
+
+def attend_ring_map(
+    inputs: RingInputs,
+    shards: Sequence[Shard | None],
+    chosen: torch.Tensor,
+    *,
+    scale: float,
+    kernel: KernelChoice,
+    tail: PooledBlocks | None,
+) -> torch.Tensor:
+    """Return the attention of a rank's queries by a map; see `attend_ring_tiles`.
+
+    Args:
+        inputs: what this rank holds.
+        shards: the keys of every rank.
+        chosen: which blocks each block attends to exactly, bool [B|1, H|1, N, N].
+        scale: factor of the scores.
+        kernel: what computes.
+        tail: means of all blocks, for those that are not chosen; None drops these.
+    """
+    mine = shards[inputs.call.group.index]
+    if mine is None or mine.queries is None:
+        return attend_ring_tiles(inputs, shards, lambda _: None, scale=scale, kernel=kernel)
+    rows, blocks = chosen[:, :, mine.tiles], mine.queries
+
+    def plan_of(theirs: Shard) -> BlockPlan:
+        held = F.pad(rows[..., theirs.tiles], (0, theirs.keys.num_text_blocks), value=True)
+        return plan_of_map(held, blocks, theirs.keys.blocks, theirs.keys.num_tiles)
+
+    pooled = None if tail is None else RingTail(pooled=tail, kept=rows, scale=scale)
+    return attend_ring_tiles(inputs, shards, plan_of, scale=scale, kernel=kernel, tail=pooled)
 
 
 def _ring_slope(

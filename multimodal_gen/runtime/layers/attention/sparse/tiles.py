@@ -29,12 +29,13 @@ from multimodal_gen.kernels.tile_order.api import (
     scatter_tokens,
     tile_order,
 )
-from multimodal_gen.kernels.tile_pool.api import pool_tiles
+from multimodal_gen.kernels.tile_pool.api import pool_cells, pool_tiles, select_cells
 from multimodal_gen.runtime.layers.attention.backends.engine import dense_plan
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import LISTENER, tell_plan
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
+    "CellMeans",
     "SequenceLayout",
     "SparseCall",
     "TiledSequence",
@@ -42,6 +43,7 @@ __all__ = [
     "attend_rows",
     "attend_text",
     "attend_tiled",
+    "cell_means",
     "fit_tile",
     "head_slices",
     "in_one_row",
@@ -334,6 +336,71 @@ def tile_means(
     query, key = pool_video(parts, queries, keep=call.keep)
     (share,) = pool_video((call.keep[..., None, None].to(key.dtype),), queries)
     return query, key, share[:, 0, :, 0] > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CellMeans:
+    """Means of the cells of tiles, by whose log-sum-exp tiles are ranked; see `select_cells`.
+
+    Attributes:
+        query: means of the queries' cells, [B, H, N * cells[0], D].
+        key: means of the keys' cells, [B, Hkv, N * cells[1], D].
+        real: bool [B|1, N * cells] of each, cells that hold tokens that count.
+        cells: how many cells a tile of queries and one of keys has.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    real: tuple[torch.Tensor, torch.Tensor]
+    cells: tuple[int, int]
+
+    def best(self, heads: slice, count: int, *, scale: float, always: int = 0) -> torch.Tensor:
+        """Return the `count` best tiles of every tile, int32 [B, h, N, count + always].
+
+        Args:
+            heads: a range of the query heads.
+            count: tiles to keep.
+            scale: factor of the scores.
+            always: number of blocks, numbered from N on, that every row keeps besides.
+        """
+        first, stop, _ = heads.indices(self.query.shape[1])
+        group = self.query.shape[1] // self.key.shape[1]
+        key = self.key[:, first // group : -(-stop // group)]
+        return select_cells(
+            self.query[:, first:stop],
+            key,
+            *self.real,
+            count,
+            cells=self.cells,
+            scale=scale,
+            always=always,
+        )
+
+
+def cell_means(call: SparseCall, queries: TiledSequence, cells: tuple[int, int]) -> CellMeans:
+    """Return the means of the cells of every tile's queries and keys; masked tokens do not count.
+
+    Args:
+        call: the call.
+        queries: its queries in tiles.
+        cells: how many cells a tile of queries and one of keys has.
+    """
+    order = queries.order
+    # The video lies at the same positions on both sides.
+    parts = (call.query[:, : call.key.shape[1]], cells[0]), (call.key, cells[1])
+    (query, q_real), (key, k_real) = (
+        pool_cells(
+            x,
+            order.starts,
+            order.lengths,
+            number,
+            size=order.largest,
+            index=queries.index,
+            keep=call.keep,
+        )
+        for x, number in parts
+    )
+    return CellMeans(query=query, key=key, real=(q_real, k_real), cells=cells)
 
 
 def pool_video(

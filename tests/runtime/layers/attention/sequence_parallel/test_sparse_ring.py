@@ -339,11 +339,17 @@ TAILS = {
         "tail": "pooled",
     },
     "pisa_attn": {"density": 0.2},
+    "cube_sparse_attn": {"topk_ratio": 0.1, "tail": "pooled"},
+    "sparge_attn": {"topk": 0.2, "tail": "pooled"},
+    "static_sparse_attn": {"model_type": "wan", "decay_factor": 0.2, "tail": "pooled"},
     "sol_attn": {"tau": 0.5, "dense_steps": 0, "dense_layers": None, "tail": "pooled"},
 }
 
 
-@pytest.mark.parametrize("backend", TAILS)
+@pytest.mark.parametrize(
+    "backend",
+    [b if b != "sparge_attn" else pytest.param(b, marks=pytest.mark.slow) for b in TAILS],
+)
 def test_means_of_what_is_not_kept_are_of_the_whole_video(two_ranks, backend):
     for text, masked in CASES:
         args = (TAILS[backend], (5, 13, 13), (500, 345), (2, 1), TEXT[text], masked)

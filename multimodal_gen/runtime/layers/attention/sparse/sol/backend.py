@@ -8,17 +8,13 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, plan_of_map
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -33,29 +29,24 @@ from multimodal_gen.runtime.layers.attention.config import (
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
-from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl, Tail, tail_option
-from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
-    RingTail,
-    Shard,
-    attend_ring_tiles,
-    own_queries,
-    pool_over_ring,
-    shards_of,
-    whole_tiles_only,
+from multimodal_gen.runtime.layers.attention.sparse.base import (
+    Cut,
+    MapImpl,
+    Means,
+    Tail,
+    tail_option,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sol.routing import Router, blocks_of_span
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
-    SparseCall,
     TiledSequence,
-    attend_tiled,
+    cell_means,
     in_one_row,
-    in_tiles,
-    tile_means,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
+_CELLS = 4  # of a block, where they rank blocks
 _FIRST_STEPS = 10
 _FIRST_LAYERS = IndexSelector(((0, 1),))
 
@@ -72,6 +63,8 @@ class SolConfig(SparseConfig):
             that of the row's scores (`exact`).
         topk_ratio: share of the blocks that is exact instead, those that score best. It may change
             over the steps: {0: 0.5, 0.4: 0.1}. `tau` says nothing then.
+        router: what `topk_ratio` ranks blocks by: the products of their means (`mean`), or the
+            log-sum-exp over those of their cells (`subblock`), see `subblock_sparse_attn`.
         neighbours: blocks on either side that are exact whatever they score.
         sink_tokens: so many tokens of the sequence, whole blocks of them, are always exact. Text is
             in any case.
@@ -94,6 +87,7 @@ class SolConfig(SparseConfig):
     topk_ratio: Ratio | None = option(
         None, "share of blocks that is exact, instead of tau", ge=0, le=1
     )
+    router: Literal["mean", "subblock"] = option("mean", "what topk_ratio ranks blocks by")
     neighbours: int = option(1, "blocks on either side that are always exact", ge=0)
     sink_tokens: int = option(0, "tokens that are always exact, besides text", ge=0)
     sink_start: int | None = option(0, "where they start; null: the last ones", ge=0)
@@ -115,7 +109,12 @@ class SolConfig(SparseConfig):
     )
 
     def check(self) -> None:
-        """Blocks are cut in one way."""
+        """Blocks are cut in one way, and cells rank a given share of them."""
+        if self.router == "subblock" and self.topk_ratio is None:
+            raise ConfigError(
+                "`router` of sol_attn must be mean where no `topk_ratio` is given, got subblock; "
+                "cells rank blocks, and a threshold needs no rank: give topk_ratio"
+            )
         if self.tile_size is not None and self.block_size != 64:
             raise ConfigError(
                 f"`tile_size` of sol_attn must not be given with `block_size`, got "
@@ -146,70 +145,37 @@ class SolBackend(AttentionBackend):
         return SolImpl
 
 
-class SolImpl(SparseImpl[SolConfig]):
+class SolImpl(MapImpl[SolConfig]):
     """Sol-Attn of one layer."""
 
     declaration = SolBackend
 
-    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
-        """Return attention to exact blocks and to the means of others; see `SparseImpl.attend`."""
-        config = self.settings(context)
-        call = replace(call, layout=_as_cut(call.layout, config))
-        queries, keys = in_tiles(call.layout, _tile(config), call.query.device)
-        with torch.no_grad():
-            query, key, real = tile_means(call, queries)
-            exact = self._router(config, call.layout, queries).choose(query, key, real)
-        self._record_blocks(context, call.layout, exact)
-        # Text is behind the blocks of the video.
-        listed = exact
-        if keys.num_text_blocks:
-            listed = F.pad(exact, (0, keys.num_text_blocks), value=True)
+    def cut(self, config: SolConfig, layout: SequenceLayout) -> Cut:
+        """Return blocks in the order of the sequence, one long row, or tiles; see `MapImpl.cut`."""
+        if config.tile_size is None:
+            return in_one_row(layout), (1, 1, config.block_size)
+        return layout, config.tile_size
 
-        def plan_of(heads: slice) -> BlockPlan:
-            kept, num = listed[:, heads], keys.num_tiles
-            return plan_of_map(kept, queries.blocks, keys.blocks, num)
+    def choose(self, config: SolConfig, means: Means, context: ForwardContext) -> torch.Tensor:
+        """Return the exact blocks; see `MapImpl.choose`."""
+        router = self._router(config, means.layout, means.blocks)
+        best = self._best_cells(config, means) if config.router == "subblock" else None
+        return router.choose(means.query, means.key, means.real, best)
 
-        return attend_tiled(call, queries, keys, plan_of)
+    def _best_cells(self, config: SolConfig, means: Means) -> torch.Tensor:
+        """Return the lists of the blocks that score best by their cells, [B, H, N, K]."""
+        assert means.call is not None, "a ring is refused"
+        assert config.topk_ratio is not None, "the parameters are checked"
+        num = means.query.shape[2]
+        kept = max(1, min(round(ratio_now(config.topk_ratio) * num), num - 1))
+        cells = cell_means(means.call, means.blocks, (_CELLS, _CELLS))
+        return cells.best(slice(None), kept, scale=self.softmax_scale)
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
-        return whole_tiles_only(self.kernel)
-
-    def forward_ring(
-        self, inputs: RingInputs, context: ForwardContext | None = None
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward_ring`; every rank chooses for all blocks."""
-        layout, call = self.ring_layout(inputs, context), inputs.call
-        assert context is not None, "a layout needs a context"
-        config = self.settings(context)
-        layout = _as_cut(layout, config)
-        queries, _ = in_tiles(layout, _tile(config), inputs.query.device)
-        shards = shards_of(layout, call, queries.order.tile, inputs.query.device)
-        tensors = (own_queries(inputs), inputs.key, inputs.value)
-        means, counts = pool_over_ring(tensors[: 2 + self.pools_tail], shards, call)
-        query, key, *values = (mean.to(inputs.query.dtype) for mean in means)
-        real = None if call.keep is None else counts > 0
-        exact = self._router(config, layout, queries).choose(query, key, real)
-        self._record_blocks(context, layout, exact)
-        mine = shards[call.group.index]
-        if mine is None or mine.queries is None:
-            rows, blocks = exact[:, :, :0], None
-        else:
-            rows, blocks = exact[:, :, mine.tiles], mine.queries
-
-        def plan_of(theirs: Shard) -> BlockPlan | None:
-            if blocks is None:
-                return None
-            held = F.pad(rows[..., theirs.tiles], (0, theirs.keys.num_text_blocks), value=True)
-            return plan_of_map(held, blocks, theirs.keys.blocks, theirs.keys.num_tiles)
-
-        tail = None
-        if self.pools_tail and blocks is not None:
-            pooled = PooledBlocks(keys=key, values=values[0], counts=counts.int().unsqueeze(1))
-            tail = RingTail(pooled=pooled, kept=rows, scale=self.softmax_scale)
-        return attend_ring_tiles(
-            inputs, shards, plan_of, scale=self.softmax_scale, kernel=self.kernel, tail=tail
-        )
+        if self.config.router == "subblock":
+            return "router subblock compares cells, which ranks do not exchange"
+        return super().ring_reason()
 
     def _router(self, config: SolConfig, layout: SequenceLayout, queries: TiledSequence) -> Router:
         sink = None
@@ -230,22 +196,3 @@ class SolImpl(SparseImpl[SolConfig]):
             sink=sink,
             sink_rows=config.sink_rows,
         )
-
-    def _record_blocks(
-        self, context: ForwardContext, layout: SequenceLayout, exact: torch.Tensor
-    ) -> None:
-        """Note the share of exact blocks, as if every block were of mean size."""
-        share: Any = exact.sum(dtype=torch.int64).double() / exact.numel()
-        self.record(context, layout.density(share), exact.shape[1])
-
-
-def _tile(config: SolConfig) -> tuple[int, ...]:
-    """Return the tokens of a block along the axes of the grid it is cut from."""
-    return (1, 1, config.block_size) if config.tile_size is None else config.tile_size
-
-
-def _as_cut(layout: SequenceLayout, config: SolConfig) -> SequenceLayout:
-    """Return a layout whose tiles are the blocks: in the order of the sequence, one long row."""
-    if config.tile_size is not None:
-        return layout
-    return in_one_row(layout)

@@ -11,6 +11,7 @@ import torch
 
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.kernels.tile_pool.api import select_tiles
+from multimodal_gen.runtime.layers.attention.sparse.upstream import lists_as_map
 
 __all__ = ["Router", "blocks_of_span"]
 
@@ -51,7 +52,11 @@ class Router:
     sink_rows: bool
 
     def choose(
-        self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        real: torch.Tensor | None,
+        best: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return which blocks each block attends to exactly: bool [B, H, N, N].
 
@@ -61,10 +66,14 @@ class Router:
             query: means of the blocks' queries, [B, H, N, D].
             key: means of their keys, [B, Hkv, N, D].
             real: bool [B, N], blocks of which not everything is masked; None for all.
+            best: lists of the blocks that score best, int32 [B, H, N, K], where others found them.
         """
-        chosen = self._best(query, key, real)
-        if chosen is None:
+        if best is None:
+            best = self._best(query, key, real)
+        if best is None:
             chosen = self._outstanding(query, key, real)
+        else:
+            chosen = lists_as_map(best, query.shape[2])
         place = torch.arange(query.shape[2], device=query.device)
         chosen |= (place[:, None] - place).abs() <= self.neighbours
         if self.sink is not None:
@@ -76,14 +85,12 @@ class Router:
     def _best(
         self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the share of the blocks that scores best, or None where there is a threshold."""
+        """Return lists of the blocks that score best, or None where there is a threshold."""
         if self.topk_ratio is None:
             return None
         num = query.shape[2]
         kept = max(1, min(round(self.topk_ratio * num), num - 1))
-        lists = select_tiles(query, key, kept, real=real).long()
-        chosen = torch.zeros((*query.shape[:3], num), dtype=torch.bool, device=query.device)
-        return chosen.scatter_(3, lists, True)
+        return select_tiles(query, key, kept, real=real)
 
     def _outstanding(
         self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.kernels.tile_pool.api import pool_cells, select_cells
+from multimodal_gen.kernels.tile_pool.api import select_cells
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -40,6 +40,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
     attend_tiled,
+    cell_means,
     in_one_row,
     in_tiles,
     plan_of_tiles,
@@ -116,37 +117,14 @@ class SubblockImpl(SparseImpl[SubblockConfig]):
         config = self.settings(context)
         call = replace(call, layout=in_one_row(call.layout))
         queries, keys = in_tiles(call.layout, (1, 1, _BLOCK), call.query.device)
-        order, num = queries.order, len(queries.order.starts)
+        num = len(queries.order.starts)
         kept = kept_blocks(ratio_now(config.sparsity), num)
         self.warn_of_density(call.layout, 1 - ratio_now(config.sparsity), kept, num)
         self.record(context, call.layout.density(kept / num), call.query.shape[2])
-        # The video lies at the same positions on both sides.
-        parts = (call.query[:, : call.key.shape[1]], config.n_q), (call.key, config.n_k)
-        (query, q_real), (key, k_real) = (
-            pool_cells(
-                x,
-                order.starts,
-                order.lengths,
-                cells,
-                size=_BLOCK,
-                index=queries.index,
-                keep=call.keep,
-            )
-            for x, cells in parts
-        )
-        group = query.shape[1] // key.shape[1]
+        means = cell_means(call, queries, (config.n_q, config.n_k))
 
         def plan_of(heads: slice) -> BlockPlan:
-            lists = select_cells(
-                query[:, heads],
-                key[:, heads.start // group : heads.stop // group],
-                q_real,
-                k_real,
-                kept,
-                cells=(config.n_q, config.n_k),
-                scale=self.softmax_scale,
-                always=keys.num_text_blocks,
-            )
+            lists = means.best(heads, kept, scale=self.softmax_scale, always=keys.num_text_blocks)
             return plan_of_tiles(lists, queries, keys)
 
         return attend_tiled(call, queries, keys, plan_of)

@@ -52,9 +52,11 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     attend_densely,
     attend_tiled,
+    cell_means,
     fit_tile,
     head_slices,
     in_tiles,
+    plan_of_tiles,
 )
 from multimodal_gen.runtime.layers.attention.sparse.vsa.coarse import (
     coarse_stage,
@@ -67,6 +69,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 # Looked for on disk only: importing it needs a GPU.
 _VSA = PackageProbe(module="vsa", distribution="vsa", install="pip install vsa")
 
+_CELLS = 4  # of a tile, where they rank tiles
 _TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
 
 
@@ -83,6 +86,9 @@ class VideoSparseConfig(SparseConfig):
         topk: key tiles each query tile keeps, instead of `sparsity`.
         topk_convention: what `sparsity` is a share of when the number of kept tiles is computed:
             `tiles` of the grid, ragged ones included, or `tokens` / tokens per tile.
+        router: what tiles are ranked by: the products of their means (`mean`), as in the paper, or
+            the log-sum-exp over those of their cells (`subblock`), see `subblock_sparse_attn`. A
+            gate's coarse stage is the same with both.
         tile_size: tokens per tile along (time, height, width): 64, 128 or 256 in all.
         skip_below: products of weights and values are left out where all weights of a step of the
             kernel lie so many decibels below the largest ones so far; 30 is a thousandth. None
@@ -99,6 +105,7 @@ class VideoSparseConfig(SparseConfig):
     topk_convention: Literal["tiles", "tokens"] = option(
         "tiles", "what sparsity is a share of: tiles of the grid, or tokens / tokens per tile"
     )
+    router: Literal["mean", "subblock"] = option("mean", "what tiles are ranked by")
     tile_size: tuple[int, ...] = option(
         (4, 4, 4), "tokens per tile along time, height, width", ge=1, length=3
     )
@@ -117,6 +124,11 @@ class VideoSparseConfig(SparseConfig):
             raise ConfigError(
                 f"`skip_below` of video_sparse_attn must not be given with kernel {self.kernel}, "
                 f"which leaves no products out, got {self.skip_below}; remove one"
+            )
+        if self.router == "subblock" and self.kernel in UPSTREAM:
+            raise ConfigError(
+                f"`router` of video_sparse_attn must be mean with kernel {self.kernel}, which "
+                f"ranks by means, got subblock; remove one"
             )
         if self.topk is not None and self.sparsity != 0:
             raise ConfigError(
@@ -177,9 +189,17 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
             out = attend_densely(call)
             return out if call.gate is None else coarse_stage(call, queries, keys).add(out, call)
         coarse = coarse_stage(call, queries, keys)
+        cells = None
+        if config.router == "subblock":
+            cells = cell_means(call, queries, (_CELLS, _CELLS))
 
         def plan_of(heads: slice) -> BlockPlan:
-            plan = coarse.plan(heads, kept)
+            if cells is None:
+                plan = coarse.plan(heads, kept)
+            else:
+                text = keys.num_text_blocks
+                lists = cells.best(heads, kept, scale=call.scale, always=text)
+                plan = plan_of_tiles(lists, queries, keys)
             if heads.start == 0 and not queries.order.uniform:
                 self._record_pairs(context, plan, call.layout, num_heads)
             return plan
@@ -239,6 +259,8 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         """See `AttentionImpl.ring_reason`."""
         if self.config.skip_below is not None:
             return "skip_below compares the scores of a row over all keys in one pass"
+        if self.config.router == "subblock":
+            return "router subblock compares cells, which ranks do not exchange"
         return whole_tiles_only(self.kernel)
 
     def forward_ring(

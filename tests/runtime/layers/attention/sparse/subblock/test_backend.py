@@ -5,10 +5,13 @@ from itertools import product
 import pytest
 import torch
 
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.layers.attention.sparse.sol.backend import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.subblock.backend import (
     SubblockConfig,
     kept_blocks,
 )
+from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.sparse import (
@@ -18,6 +21,7 @@ from multimodal_gen.testing.sparse import (
     run_sparse,
     text_places,
     token_mask,
+    tokens_of_tiles,
     video_tokens,
 )
 from multimodal_gen.testing.tail import pooled_attention
@@ -132,3 +136,54 @@ def test_short_sequences_are_dense_and_the_report_says_so():
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
     (detour,) = attention.report().detours
     assert "(`min_seq_len`)" in detour.selection.reason
+
+
+def method(name, config_cls, **given):
+    return SparseMethod(
+        backend=name,
+        config_cls=config_cls,
+        given={"router": "subblock", "dense_above": 1.0, **given},
+        heads=2,
+    )
+
+
+VSA = method(AttentionBackendEnum.VIDEO_SPARSE_ATTN, VideoSparseConfig, topk=KEPT)
+SOL = method(
+    AttentionBackendEnum.SOL_ATTN,
+    SolConfig,
+    topk_ratio=KEPT / 15,
+    neighbours=0,
+    dense_steps=None,
+    dense_layers=None,
+)
+
+
+@pytest.mark.parametrize("where", ["no text", "text first"])
+@pytest.mark.parametrize("router_of", [VSA, SOL], ids=lambda m: str(m.backend))
+def test_cells_rank_the_tiles_of_vsa_and_the_blocks_of_sol(router_of, where):
+    text = TEXTS[where]
+    qkv, tokens = inputs(text, batch=1), 936 + (text.length if text else 0)
+    blocks = tokens_of_tiles(GRID, (4, 4, 4), text) if router_of is VSA else blocks_of(text)
+    chosen = best(qkv, blocks)
+    if router_of is SOL:
+        chosen |= torch.eye(len(blocks), dtype=torch.bool)
+    tail = "pooled" if router_of is SOL else "none"
+    attention = router_of.layer(tail=tail)
+    out = run_sparse(attention, qkv, GRID, text=text)
+    video = video_tokens(GRID, text)
+    mask = joint_mask(token_mask(chosen, blocks, blocks, tokens, tokens), video)
+    if tail == "pooled":
+        want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video)
+    else:
+        want, _ = reference_attention(*qkv, scale=SCALE, mask=mask)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    assert "ranks do not exchange" in str(attention.attn_impl.ring_reason())
+
+
+def test_cells_rank_nothing_where_nothing_is_ranked():
+    with pytest.raises(ConfigError, match="`router` of sol_attn must be mean where no `topk_ratio"):
+        SOL.config(topk_ratio=None)
+    with pytest.raises(
+        ConfigError, match="`router` of video_sparse_attn must be mean with kernel v"
+    ):
+        VSA.config(kernel="vsa")

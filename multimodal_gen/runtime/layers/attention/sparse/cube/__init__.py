@@ -1,0 +1,1 @@
+"""Cube sparse attention."""

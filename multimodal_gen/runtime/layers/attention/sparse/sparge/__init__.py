@@ -1,0 +1,1 @@
+"""SpargeAttn's rule."""

@@ -1,0 +1,1 @@
+"""Sparse attention by patterns that are known in advance."""
