@@ -72,6 +72,13 @@ def test_every_step_has_a_ratio_of_its_own_and_those_of_1_are_dense():
     assert [step for step, _ in sparse.densities] == [1, 2]
 
 
+def test_a_step_keeps_its_ratio_however_often_the_model_is_called():
+    # As it is twice, where the branches of guidance are calls of their own.
+    attention = layer(kv_heads=1, topk_ratio_list=[0.5, 0.1])
+    for step, kept in ((0, 9), (0, 9), (1, 1), (1, 1)):
+        check(attention, kept=kept, step=step, known={"num_steps": 2})
+
+
 def test_a_list_for_another_number_of_steps_is_refused():
     attention = layer(topk_ratio_list=[0.5, 0.5])
     wanted = "`topk_ratio_list` of cube_sparse_attn must have one ratio for each of the run's 3"

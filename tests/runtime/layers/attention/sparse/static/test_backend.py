@@ -150,6 +150,16 @@ def test_layers_attend_by_radial_blocks_and_text_is_kept(monkeypatch, where):
     backend._radial.cache_clear()
 
 
+def test_a_layer_that_sees_another_grid_has_another_pattern(monkeypatch):
+    monkeypatch.setattr(backend, "_BLOCK", 8)
+    backend._radial.cache_clear()
+    attention = layer(kv_heads=1, decay_factor=0.5)
+    for grid in ((5, 4, 5), (4, 5, 7), (5, 4, 5)):
+        kept = naive_radial(grid[0], grid[1] * grid[2], 8, 0.5, "wan")
+        run_and_check(attention, grid, None, kept, 8)
+    backend._radial.cache_clear()
+
+
 @pytest.mark.parametrize("where", ["no text", "text last"])
 def test_layers_attend_by_frames_that_rotate_from_step_to_step(where):
     grid = (9, 2, 3)
