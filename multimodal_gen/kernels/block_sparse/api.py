@@ -383,6 +383,7 @@ def _tiles_backward(q: torch.Tensor, plan: BlockPlan) -> BackwardTiles:
         head_size=q.shape[3],
         q_size=plan.q.size,
         kv_size=plan.kv.size,
+        whole=plan.q.is_regular and plan.row_bits is None and not plan.causal,
         capability=capability,
         shared_memory=shared_memory,
     )

@@ -175,6 +175,7 @@ def backward_tiles(
     head_size: int,
     q_size: int,
     kv_size: int,
+    whole: bool,
     capability: tuple[int, int] | None,
     shared_memory: int,
 ) -> BackwardTiles:
@@ -184,6 +185,8 @@ def backward_tiles(
         head_size: D, at most 256.
         q_size: rows of a query block.
         kv_size: keys of a key block.
+        whole: whether all query blocks but the last are full, and rows choose nothing: what comes
+            beside takes registers.
         capability: compute capability of the GPU, or None where it has none.
         shared_memory: bytes a program may use.
     """
@@ -191,6 +194,8 @@ def backward_tiles(
     largest = next(size for size in (64, 128, 256) if head_size <= size)
     dq = (_DQ_SM90 if sm90 else _DQ_OTHER)[largest, 64 if q_size <= 64 else 128]
     dkv = (_DKV_SM90 if sm90 else _DKV_OTHER)[largest, 64 if kv_size <= 64 else 128]
+    if sm90 and not whole and largest <= 128:
+        dkv = dataclasses.replace(dkv, rows=32)
     return BackwardTiles(
         queries=_fitted_backward(dq, dq.rows, dq.keys, largest, shared_memory),
         keys=_fitted_backward(dkv, dkv.keys, dkv.rows, largest, shared_memory),

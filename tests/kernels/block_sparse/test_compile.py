@@ -17,7 +17,13 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.tuning import GluonTile, gluon_tile, triton_tile
+from multimodal_gen.kernels.block_sparse.tuning import (
+    GluonBackwardTile,
+    GluonTile,
+    backward_tiles,
+    gluon_tile,
+    triton_tile,
+)
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import Compiler, assert_clean, needs_gluon, with_oldest
@@ -293,3 +299,76 @@ def test_the_portable_kernel_does_not_spill_on_sm80(
     launch_portable(compiler, 80, form, q_size, head_size)
     assert "attention_kernel" in compiler.names
     compiler.assert_clean()
+
+
+def launch_backward(
+    compiler: Compiler, capability: int, form: str, size: int, channels: int
+) -> None:
+    """Launch the portable kernels of the backward pass, through the copy engine on SM90."""
+    from multimodal_gen.kernels.block_sparse.backward_kernel import attend_backward
+
+    compiler.driver.capability = capability
+    plan = plan_of(form, size, size)
+    q, k, v, out = tensors_for(plan, channels, torch.bfloat16)
+    tiles = backward_tiles(
+        head_size=channels,
+        q_size=size,
+        kv_size=size,
+        whole=form in ("dense", "regular"),
+        capability=(capability // 10, capability % 10),
+        shared_memory=SHARED_MEMORY[capability],
+    )
+    lse = torch.empty(2, 4, plan.q.total)
+    attend_backward(
+        q, k, v, plan, out, lse, out, None, scale=0.1, tiles=tiles, copy_engine=capability >= 90
+    )
+
+
+# On SM80 rows that choose spill, and so do 256 channels in blocks of their own anywhere.
+EVERY_BACKWARD = [
+    *itertools.product((90,), ("dense", "ragged", "causal"), ROWS, (64, 128)),
+    *itertools.product((90,), ("dense",), ROWS, (256,)),
+    *itertools.product((80,), ("dense", "causal"), ROWS, (64, 128)),
+]
+BACKWARD = [(90, "ragged", 128, 128)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "form", "size", "channels"),
+    with_slow(EVERY_BACKWARD, BACKWARD if with_oldest() else []),
+)
+def test_the_backward_kernels_hardly_spill(
+    compiler: Compiler, capability: int, form: str, size: int, channels: int
+) -> None:
+    launch_backward(compiler, capability, form, size, channels)
+    assert {"query_gradient_kernel", "key_gradients_kernel"} <= compiler.names
+    assert_clean(compiler.kernels, most=16)
+
+
+EVERY_SM90_BACKWARD = [
+    (form, size, of_keys)
+    for form in ("dense", "ragged")
+    for size in (64, 128)
+    for of_keys in (False, True)
+]
+SM90_BACKWARD = [("ragged", 64, True)]
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "of_keys"),
+    with_slow(EVERY_SM90_BACKWARD, SM90_BACKWARD),
+)
+def test_the_backward_kernels_for_sm90_compile(
+    compiler: Compiler, form: str, size: int, of_keys: bool
+) -> None:
+    from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import launch
+
+    plan = plan_of(form, size, size)
+    q, k, v, out = tensors_for(plan, 128, torch.bfloat16)
+    k, v = (torch.zeros(2, plan.kv.total, 4, 128, dtype=torch.bfloat16) for _ in range(2))
+    rows = torch.empty(2, 2, 4, max(plan.q.total, plan.kv.total))
+    results = torch.empty(1 + of_keys, *out.shape, dtype=torch.bfloat16)
+    tile = GluonBackwardTile(consumers=2, step=64, stages=2 if size == 64 else 4, own=size == 64)
+    launch((q, out), (k, v), plan, rows, results, scale=0.1, tile=tile, of_keys=of_keys)
+    # Two accumulators, the scores and their gradients fill the registers of a thread.
+    assert_clean(compiler.kernels, most=160)
