@@ -257,9 +257,14 @@ class AttentionLayer(nn.Module):
         if self.prepare is not None:
             call = self.prepare(self, call)
         misfit = call.misfit(self.geometry)
-        if misfit is None:
-            call = with_cache(call, self.geometry)
-            misfit = refusal(call, self.geometry) if call.is_listed else None
+        context = current_forward_context()
+        if context is not None and context.kv_cache is not None:
+            try:
+                call = with_cache(call, self.geometry, context.kv_cache)
+            except UsageError as error:
+                raise self._refused(call, error) from None
+        if misfit is None and call.is_listed:
+            misfit = refusal(call, self.geometry)
         if misfit is not None:
             raise self._refused(call, misfit)
         front, _, keys_in_front = call.replicated

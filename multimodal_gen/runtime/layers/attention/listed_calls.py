@@ -90,15 +90,18 @@ def lists_or_mask(
     return attn_mask, None  # type: ignore[return-value]
 
 
-def with_cache(call: AttentionCall, geometry: LayerGeometry) -> AttentionCall:
-    """Return a call with the cache of the running denoiser call, if it has one for the layer.
+def with_cache(call: AttentionCall, geometry: LayerGeometry, cache: object) -> AttentionCall:
+    """Return a call with its layer's part of a cache, unless it has one or attends to text.
+
+    Args:
+        call: the call.
+        geometry: what the layer is.
+        cache: what the context of the running denoiser call has.
 
     Raises:
-        UsageError: the layer has no number among those of the cache.
+        UsageError: it is no cache, or the layer has no number among its layers.
     """
-    context = current_forward_context()
-    cache = None if context is None else context.kv_cache
-    if cache is None or call.cache is not None or geometry.site.role is not AttentionRole.SELF:
+    if call.cache is not None or geometry.site.role is not AttentionRole.SELF:
         return call
     if not isinstance(cache, CausalCache):
         raise UsageError(f"kv_cache must be a CausalCache or None, got a {type(cache).__name__}")
