@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
@@ -75,8 +77,14 @@ def layer():
     return LocalAttention(HEADS, SIZE, KV_HEADS)
 
 
-@pytest.mark.parametrize("sink", [0, 1, 2, 3])
-@pytest.mark.parametrize("window", [1, 2, 5, 12])
+SIZES = [(sink, window) for sink in range(4) for window in (1, 2, 5, 12)]
+QUICK = {(0, 1), (1, 5), (2, 2), (3, 12)}
+
+
+@pytest.mark.parametrize(
+    ("sink", "window"),
+    [x if x in QUICK else pytest.param(*x, marks=pytest.mark.slow) for x in SIZES],
+)
 def test_every_step_of_30_chunks_sees_the_past_that_the_model_says(layer, window, sink):
     cache = CausalCache(size_of(window=window, sink=sink))
     past, start = [], 0
@@ -275,6 +283,52 @@ def test_a_discarded_chunk_is_not_seen_and_another_takes_its_place(layer):
     torch.testing.assert_close(layer(*second, cache=layer_cache), want, rtol=0, atol=1e-13)
 
 
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["next", "next", "next", "discard", "rewrite"]),
+        st.integers(1, TOKENS),
+        st.integers(0, 5),
+        st.integers(1, 5),
+    ),
+    min_size=4,
+    max_size=20,
+)
+
+
+@given(OPERATIONS, st.integers(0, 2), st.integers(1, 4))
+@settings(max_examples=25, deadline=None)
+def test_whatever_is_made_discarded_and_written_anew_is_what_is_seen(operations, sink, window):
+    """A chunk is kept until one that is `window` later was begun, even if that was discarded."""
+    cache = CausalCache(size_of(sink=sink, window=window))
+    layer = LocalAttention(HEADS, SIZE, KV_HEADS)
+    made, newest = [], -1
+    for seed, (what, tokens, see_sink, see_window) in enumerate(operations):
+        kept = [n for n in range(len(made)) if n < sink or n > newest - window]
+        number = len(made)
+        if what == "rewrite" and kept:
+            number = kept[seed % len(kept)]
+            tokens = made[number][0].shape[1]
+        newest = max(newest, number)
+        start = sum(k.shape[1] for k, _ in made[:number])
+        q, k, v = draw(tokens, seed)
+        cache.begin(start, tokens)
+        see = (min(see_sink, sink), min(see_window, window))
+        out = layer(q, k, v, cache=cache.layers[0].view(*see))
+        past = [
+            x
+            for n, x in enumerate(made[:number])
+            if (n < sink or n > newest - window) and (n < see[0] or n > number - see[1])
+        ]
+        keys, values = (torch.cat(x, dim=1) for x in zip(*past, (k, v), strict=True))
+        want, _ = reference_attention(q, keys, values, scale=SCALE)
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+        if what == "discard" and number == len(made):
+            cache.discard()
+            continue
+        cache.commit()
+        made[number : number + 1] = [(k, v)]
+
+
 def test_parts_of_a_cache_serve_some_samples_and_heads():
     cache = CausalCache(size_of())
     q, k, v = draw(TOKENS, seed=0)
@@ -396,7 +450,7 @@ def tiled_cache(**fields) -> CausalCache:
     return CausalCache(size_of(chunk_tokens=2 * 35, grid=GRID, tile=TILE, **fields))
 
 
-@pytest.mark.parametrize("space", [(1, 1), (3, 1), (1, 3), (9, 9)])
+@pytest.mark.parametrize("space", [(3, 1), (1, 3), pytest.param((9, 9), marks=pytest.mark.slow)])
 def test_windows_in_space_are_seen_of_every_chunk_of_the_window(layer, space):
     cache = tiled_cache()
     view, past = cache.layers[0].view(space=space), []
