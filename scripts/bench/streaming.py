@@ -20,7 +20,7 @@ begun and committed, of which only the last ones were computed.
 import importlib.util
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -548,22 +548,20 @@ def cache_gib(past: Past) -> float:
 
 def bench_chunks(
     run: Run, commit: str, rounds: int, errors: dict[str, float]
-) -> list[StreamingRow]:
-    """Time whole chunks of all contenders, and chunk 1,000 of ours."""
+) -> Iterator[list[StreamingRow]]:
+    """Time whole chunks of all contenders, then chunk 1,000 of ours; yields the rows of each."""
     chunks = {name: (lambda name=name: run.chunk(name)) for name in run.found}
     if DEVICE == "cuda":
         chunks["cache, auto, graph"] = captured(run, "cache, auto")
         check_graph(run, "cache, auto", chunks["cache, auto, graph"])
-    rows: list[StreamingRow] = []
-    for case, wanted in (("chunk 30", None), ("chunk 1000", "cache, auto")):
-        some = {n: c for n, c in chunks.items() if wanted is None or n.startswith(wanted)}
+    for case, number, wanted in (("chunk 30", 30, ""), ("chunk 1000", 1000, "cache, auto")):
+        some = {name: chunk for name, chunk in chunks.items() if name.startswith(wanted)}
         for past in {id(past): past for past, _ in run.found.values()}.values():
             if isinstance(past, SlottedPast):
-                jump(run, past, 1000 if wanted else 30)
+                jump(run, past, number)
         times, peaks = time_chunks(run, some, rounds)
-        pasts = {n: run.found[n.removesuffix(", graph")][0] for n in some}
-        rows += streaming_rows(run, commit, case, times, errors, pasts, peaks)
-    return rows
+        pasts = {name: run.found[name.removesuffix(", graph")][0] for name in some}
+        yield streaming_rows(run, commit, case, times, errors, pasts, peaks)
 
 
 def share_seen(case: Case, contender: str) -> float:
@@ -673,10 +671,10 @@ def main() -> None:
             for row in single:
                 print(f"{row.contender:24} {row.rate_to_fa3:.3f} of fa3's rate", flush=True)
         if arguments.only in "chunk":
-            rows = bench_chunks(run, arguments.commit, arguments.rounds, errors)
-            write_rows(path, rows)
-            for row in rows:
-                print(f"{row.case:30} {row.contender:24} {row.frames_per_second:7.2f} fps")
+            for rows in bench_chunks(run, arguments.commit, arguments.rounds, errors):
+                write_rows(path, rows)
+                for row in rows:
+                    print(f"{row.case:30} {row.contender:24} {row.frames_per_second:7.2f} fps")
     for name, layer in layers.items():
         report = layer.report()
         ran = [e for e in (*report.entries, *report.detours) if e.calls]
