@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, place_of
+from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -51,6 +52,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     in_tiles,
     pool_video,
 )
+from multimodal_gen.runtime.layers.attention.sparse.upstream import lists_as_map
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -168,6 +170,10 @@ class SpargeImpl(MapImpl[SpargeConfig]):
         query, _ = _merged(means.query, means.counts, sizes[0] // _UNIT)
         key, held = _merged(means.key, means.counts, sizes[1] // _UNIT)
         alike = self._alike(config, means, sizes)
+        if alike is None and config.cdfthreshd is None:
+            kept = max(1, first_of(ratio_now(config.topk), key.shape[2]))
+            real = held[:, 0, :, 0] > 0 if means.masked else None
+            return lists_as_map(select_tiles(query, key, kept, real=real), key.shape[2])
         heads, group = query.shape[1], query.shape[1] // key.shape[1]
         at_once = max(1, _AT_ONCE // max(1, query.shape[0] * query.shape[2] * key.shape[2]))
         parts = []
@@ -216,13 +222,13 @@ class SpargeImpl(MapImpl[SpargeConfig]):
         weight = means.counts[:, None, :, None]
         middle = (means.key.float() * weight).sum(2) / weight.sum(2).clamp_min(1)
         found = []
-        for x, size in zip((call.query, call.key), sizes, strict=True):
+        for x, size, centred in zip((call.query, call.key), sizes, (False, True), strict=True):
             at_once = max(1, _AT_ONCE // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
             parts = []
             for first in range(0, x.shape[2], at_once):
                 heads = slice(first, first + at_once)
                 part = x[:, : call.key.shape[1], heads].float()
-                if x is call.key:
+                if centred:
                     part = part - middle[:, None, heads]
                 (unit,) = pool_video((F.normalize(part, dim=-1),), means.blocks, keep=call.keep)
                 whole, _ = _merged(unit, means.counts, size // _UNIT)
