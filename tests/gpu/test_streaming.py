@@ -9,6 +9,12 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan, teacher_forcing_plan
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    SelectionScope,
+    Source,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.block_plans import dense_mask
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
@@ -208,6 +214,19 @@ def test_block_masks_are_what_flex_attention_takes_them_for(name):
     assert_within_error_budget(out, q, k, v, scale=SCALE, mask=dense)
     (detour,) = layer.report().detours
     assert detour.selection.variant in ("gluon", "triton")
+
+
+def test_flex_attention_compiles_its_own_masks_where_it_is_asked_for():
+    asked = BackendPreference(source=Source.SETTINGS, backend=AttentionBackendEnum.FLEX_ATTN)
+    layer = LocalAttention(HEADS, SIZE, KV_HEADS, scope=SelectionScope(default=asked, strict=True))
+    q, k, v = draw(1200, 0)
+    with torch.no_grad():
+        out = layer(q, k, v, create_block_mask(MASKS["chunks"], None, None, 1200, 1200, "cuda"))
+    dense = create_mask(MASKS["chunks"], 1, 1, 1200, 1200, device="cuda")
+    assert_within_error_budget(out, q, k, v, scale=SCALE, mask=dense)
+    (entry,) = layer.report().entries
+    assert (entry.selection.label, entry.calls) == ("flex_attn", 1)
+    assert layer.report().detours == ()
 
 
 @pytest.mark.parametrize("make", [chunk_causal_plan, teacher_forcing_plan])
