@@ -1,0 +1,188 @@
+"""One training step of Wan2.1-T2V with random bf16 weights: stock diffusers against `apply`.
+
+Forward, backward with gradient checkpointing, and AdamW on all weights, at batch 1; time and peak
+memory. Contenders take turns on one model. Gradients of dense ones are checked against the first
+one's; of the others, that they are finite, and that every self-attention ran sparse. Their distance
+from the dense gradients is a column: with random weights it says how much attention there is.
+
+    python3 scripts/bench/train_step.py --commit HASH [--only 1.3B] [--rounds 3]
+        [--contenders "stock native,apply video_sparse_attn"]
+    python3 scripts/bench/train_step.py --commit HASH --smoke    # a tiny model, on any machine
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from _harness import (
+    DEVICE,
+    Row,
+    event_ms,
+    make_parser,
+    relative_error,
+    rows_of,
+    shuffled_rounds,
+    version_of,
+    write_rows,
+)
+from diffusers import WanTransformer3DModel
+from wan_forward import CASES, SMOKE, SPARSE, Case, Contexts, build, pick, sparse_backend, stock
+
+import multimodal_gen
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+
+METHODS = ("sliding_tile_attn", "video_sparse_attn", "sla_attn")
+# What is compared of the gradients.
+WATCHED = ("blocks.0.attn1.to_q.weight", "blocks.1.attn1.to_k.weight", "blocks.1.ffn.net.2.weight")
+FLOP = "18*L*H*S*S*D: self-attention forward twice and backward, as if dense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRow(Row):
+    """One line of `train_step.csv`.
+
+    Attributes:
+        peak_gib: peak memory of a step.
+    """
+
+    peak_gib: float
+
+
+def contenders(model: WanTransformer3DModel) -> Contexts:
+    """Return what to compare, each as a context in which the model runs."""
+
+    def applied(backend: str | None) -> Callable[[], multimodal_gen.AttentionHandle]:
+        return lambda: multimodal_gen.apply(
+            model, attention_backend=backend, attention_backend_config=SPARSE.get(backend or "")
+        )
+
+    dense = {"apply auto": applied(None)}
+    if DEVICE == "cuda":
+        dense["apply triton_attn"] = applied("triton_attn")
+    return {
+        "stock native": lambda: stock("native"),
+        **dense,
+        **{f"apply {backend}": applied(backend) for backend in METHODS},
+    }
+
+
+class Training:
+    """A model, its optimizer and what it is trained on.
+
+    Args:
+        case: the model.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.model, self.inputs = build(case)
+        self.model.enable_gradient_checkpointing()
+        self.target = torch.randn_like(self.inputs["hidden_states"])
+        fused = DEVICE == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-7, fused=fused)
+
+    def backward(self) -> None:
+        """Compute gradients of the flow-matching loss."""
+        out = self.model(**self.inputs, return_dict=False)[0]
+        (out.float() - self.target.float()).square().mean().backward()
+
+    def step(self) -> None:
+        """Take a step."""
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> torch.Tensor:
+        """Return gradients of some weights, and forget all."""
+        self.backward()
+        found = [self.model.get_parameter(name).grad.flatten().clone() for name in WATCHED]
+        self.optimizer.zero_grad()
+        return torch.cat(found)
+
+
+def check_report(name: str, handle: object) -> None:
+    """Stop unless every self-attention of a sparse contender ran sparse."""
+    backend = sparse_backend(name)
+    if backend is None or not isinstance(handle, multimodal_gen.AttentionHandle):
+        return
+    layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
+    for layer in layers:
+        ran = {
+            str(entry.selection.backend)
+            for entry in (*layer.entries, *layer.detours)
+            if entry.calls
+        }
+        if ran != {backend}:
+            raise SystemExit(f"{name} must run {backend} in {layer.name}, ran {sorted(ran)}")
+    print(f"{name}: {layers[0].entries[-1].selection.label}", flush=True)
+
+
+def check(training: Training, contexts: Contexts) -> dict[str, float]:
+    """Return how far the gradients of every contender are from the first one's."""
+    errors: dict[str, float] = {}
+    first: torch.Tensor | None = None
+    for name, context in contexts.items():
+        with context() as handle:
+            found = training.gradients()
+            check_report(name, handle)
+        first = found if first is None else first
+        errors[name] = relative_error(found, first)
+        bound = math.inf if sparse_backend(name) else 5e-2
+        if not found.isfinite().all() or not errors[name] < bound:
+            raise SystemExit(f"{name} is wrong, relative error {errors[name]:.2e}")
+    return errors
+
+
+def measure(
+    training: Training, contexts: Contexts, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return times and peak memory, in GiB, of every contender."""
+    times: dict[str, list[float]] = {name: [] for name in contexts}
+    peaks = dict.fromkeys(contexts, math.nan)
+    training.step()  # which makes the optimizer's state
+    for name in shuffled_rounds(contexts, rounds):
+        with contexts[name]():
+            if DEVICE == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            times[name].append(event_ms(training.step))
+            if DEVICE == "cuda":
+                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+    return times, peaks
+
+
+def main() -> int:
+    """Check, time and write every case."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--contenders", default="", help="names by commas; all by default")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
+    options = parser.parse_args()
+    names = [name.strip() for name in options.contenders.split(",") if name]
+    for case in SMOKE if options.smoke else CASES:
+        if options.only not in case.name:
+            continue
+        training = Training(case)
+        contexts = pick(contenders(training.model), names)
+        errors = check(training, contexts)
+        times, peaks = measure(training, contexts, options.rounds)
+        rows = rows_of(
+            times,
+            commit=options.commit,
+            benchmark="train_step",
+            case=case.name,
+            shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
+            flop=4.5 * case.flop,
+            flop_formula=FLOP,
+            errors=errors,
+            versions=dict.fromkeys(times, version_of("diffusers")),
+        )
+        made = [TrainRow(**asdict(row), peak_gib=round(peaks[row.contender], 2)) for row in rows]
+        write_rows(options.out / "train_step.csv", made)
+        for row in made:
+            print(f"   {row.contender:28} peak {row.peak_gib:.2f} GiB", flush=True)
+        del training
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
