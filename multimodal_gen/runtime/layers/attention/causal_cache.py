@@ -276,6 +276,11 @@ class CausalCache:
         self._rotated: dict[int, int] = {}
 
     @property
+    def is_running(self) -> bool:
+        """Whether a chunk was begun, and neither committed nor discarded."""
+        return self._running is not None
+
+    @property
     def running(self) -> _Chunk:
         """The chunk that was begun: its number, its first token in the video, and its tokens.
 
@@ -310,7 +315,7 @@ class CausalCache:
             tokens: its tokens, at most `size.chunk_tokens`.
 
         Raises:
-            UsageError: the chunk is too long, neither follows the last one nor is kept, or the
+            UsageError: the chunk is too long, or neither follows the last one nor is kept, or the
                 running one was neither committed nor discarded.
         """
         if self._running is not None:
@@ -320,8 +325,10 @@ class CausalCache:
                 f"the chunk at token {self._running.start} must be finished before another begins, "
                 f"got {tokens} tokens at {start}; call commit(), or discard() to drop it"
             )
-        if not 1 <= tokens <= self.size.chunk_tokens:
-            raise UsageError(f"tokens must be in [1, {self.size.chunk_tokens}], got {tokens}")
+        if type(start) is not int or start < 0:
+            raise UsageError(f"start must be a whole number >= 0, got {start!r}")
+        if type(tokens) is not int or not 1 <= tokens <= self.size.chunk_tokens:
+            raise UsageError(f"tokens must be in [1, {self.size.chunk_tokens}], got {tokens!r}")
         kept = {chunk.start: chunk for chunk in self._slots.values()}
         chunk = kept.get(start) or _Chunk(self._next, start, tokens)
         if (start not in kept and start != self._end) or chunk.tokens != tokens:

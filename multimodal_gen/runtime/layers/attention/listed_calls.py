@@ -139,6 +139,8 @@ def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
             f"cache must be a layer's part of a CausalCache, got a {type(cache).__name__}; pass "
             f"cache.layers[i]"
         )
+    if cache is not None and not cache.cache.is_running:
+        return UsageError("a chunk must be running, got none; call begin(start, tokens) first")
     if logits is None or (
         isinstance(logits, torch.Tensor)
         and logits.shape == (geometry.num_heads,)

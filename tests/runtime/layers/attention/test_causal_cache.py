@@ -562,6 +562,8 @@ def test_misuse_gets_one_clear_error(layer):
         layer(q, k, v, cache=cache.layers[0])
     with pytest.raises(UsageError, match=r"tokens must be in \[1, 6\], got 7"):
         cache.begin(0, 7)
+    with pytest.raises(UsageError, match=r"start must be a whole number >= 0, got -6"):
+        cache.begin(-6, 6)
     with pytest.raises(UsageError, match=r"a chunk must follow the last one, at token 0, .* none;"):
         cache.begin(5, 6)
     cache.begin(0, TOKENS)

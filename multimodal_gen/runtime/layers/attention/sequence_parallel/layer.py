@@ -182,7 +182,7 @@ class SequenceParallelLayer(AttentionLayer):
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
             "gradients": call.wants_gradient,
             "guidance branch": _branch(),
-            "cache": "none" if call.cache is None else str(call.cache.cache.running),
+            "cache": _past_of(call),
             "mask of blocks": type(call.lists).__name__,
             "sink_logits": call.sink_logits is not None,
         }
@@ -238,6 +238,12 @@ def _ring_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | N
         f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, got "
         f"a ring of {groups.ring.size}; use --ring-degree 1 and more Ulysses ranks"
     )
+
+
+def _past_of(call: AttentionCall) -> tuple[object, ...]:
+    """Return what a call sees of a cache, as ranks compare it."""
+    part = call.cache
+    return () if part is None else (*part.cache.running, part.sink, part.window, part.space)
 
 
 def _video() -> str:
