@@ -102,23 +102,30 @@ def optimized_attention(*args: Any, transformer_options: dict[str, Any], **kwarg
 
 
 class _Attention(nn.Module):
-    num_heads, head_dim = 2, 16
+    """Attention of two heads; with `split`, they are split before the call."""
 
-    def __init__(self) -> None:
+    num_heads = 2
+
+    def __init__(self, head_dim: int, *, split: bool) -> None:
         super().__init__()
-        self.qkv = nn.Linear(32, 96)
+        self.head_dim, self.split = head_dim, split
+        self.qkv = nn.Linear(2 * head_dim, 6 * head_dim)
 
     def forward(self, x, context=None, transformer_options=None, **kwargs):
         q, k, v = self.qkv(x).chunk(3, -1)
         if context is not None:
             _, k, v = self.qkv(context).chunk(3, -1)
+        if self.split:
+            q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (q, k, v))
+            kwargs["skip_reshape"] = True
         return optimized_attention(q, k, v, 2, transformer_options=transformer_options, **kwargs)
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, head_dim: int, *, split: bool) -> None:
         super().__init__()
-        self.self_attn, self.cross_attn = _Attention(), _Attention()
+        self.self_attn = _Attention(head_dim, split=split)
+        self.cross_attn = _Attention(head_dim, split=split)
 
     def forward(self, x, context, options, **kwargs):
         x = x + self.self_attn(x, transformer_options=options)
@@ -130,11 +137,11 @@ class _Denoiser(nn.Module):
 
     patch_size = (1, 2, 2)
 
-    def __init__(self) -> None:
+    def __init__(self, head_dim: int = 16, *, split: bool = False) -> None:
         super().__init__()
         self.cross: dict[str, Any] = {}
-        self.embed = nn.Conv3d(4, 32, self.patch_size, self.patch_size)
-        self.blocks = nn.ModuleList([_Block(), _Block()])
+        self.embed = nn.Conv3d(4, 2 * head_dim, self.patch_size, self.patch_size)
+        self.blocks = nn.ModuleList([_Block(head_dim, split=split) for _ in range(2)])
 
     def forward(self, x, timestep, context, options, **kwargs):
         wrappers = options.get("wrappers", {}).get("diffusion_model", {})
