@@ -79,13 +79,13 @@ _Resume = Annotated[
     typer.Option("--resume", help="Go on with what --output holds; what is done is not repeated."),
 ]
 _Replayed = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--replayed-steps",
         metavar="N",
         min=0,
         help="Denoising steps of a generation whose attention calls all backends are given, for "
-        "errors by layer and head.",
+        "errors by layer and head. Default: one in ten, up to three.",
     ),
 ]
 _LayersFor = Annotated[
@@ -112,7 +112,7 @@ def compare(
     floor: _Floor = None,
     seeds: _Seeds = "0",
     resume: _Resume = False,
-    replayed_steps: _Replayed = 3,
+    replayed_steps: _Replayed = None,
     layers_for: _LayersFor = None,
     page: _Page = True,
     *,
@@ -171,7 +171,7 @@ def run_comparison(
     floor: str | None,
     seeds: str,
     resume: bool,
-    replayed_steps: int,
+    replayed_steps: int | None,
     layers_for: int | None = None,
     page: bool = True,
 ) -> "Report | None":

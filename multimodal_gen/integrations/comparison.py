@@ -30,7 +30,7 @@ def compare(
     reference: str = "torch_sdpa",
     floor: str | Sequence[str] | None = None,
     resume: bool = False,
-    replayed_steps: int = 3,
+    replayed_steps: int | None = None,
     layers_for: int | None = None,
     page: bool = True,
     negative_prompt: str | None = None,
@@ -59,7 +59,7 @@ def compare(
         floor: exact backends for the noise. Default: up to two that this machine has.
         resume: go on with what the folder holds; otherwise it must be new or empty.
         replayed_steps: denoising steps of a generation whose attention calls are given to all
-            backends, for errors by layer and head; 0 for none. Default: 3.
+            backends, for errors by layer and head; 0 for none. Default: one in ten, up to three.
         layers_for: prompts and seeds of which that is done, one of each prompt first. Default: all.
         page: whether to write report.html too, which needs the extra `compare`. Default: yes.
         negative_prompt: what to keep out. Default: none.

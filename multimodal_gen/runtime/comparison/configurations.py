@@ -83,7 +83,8 @@ class Plan:
         floor: exact kernels for the noise; None for up to two that this machine has.
         folder: where everything goes.
         resume: go on with what the folder holds.
-        replayed_steps: denoising steps whose calls are replayed; 0 for none.
+        replayed_steps: denoising steps whose calls are replayed; 0 for none, None for one in ten,
+            up to three.
         layers_for: prompts and seeds whose calls are replayed, one of each prompt first; None for
             all.
     """
@@ -95,7 +96,7 @@ class Plan:
     floor: tuple[Configuration, ...] | None = None
     folder: Path
     resume: bool = False
-    replayed_steps: int = 3
+    replayed_steps: int | None = None
     layers_for: int | None = None
 
     def __post_init__(self) -> None:
@@ -124,7 +125,7 @@ class Plan:
     def replayed_clips(self) -> tuple[tuple[int, int], ...]:
         """Those of them whose calls are replayed."""
         by_seed = [(prompt, seed) for seed in self.seeds for prompt in range(len(self.prompts))]
-        return tuple(by_seed[: self.layers_for]) if self.replayed_steps else ()
+        return tuple(by_seed[: self.layers_for]) if self.replayed_steps != 0 else ()
 
 
 def read_configurations(

@@ -106,7 +106,8 @@ class Replay:
     Args:
         reference: name of the reference, whose own outputs are measured too.
         scopes: what the other runs ask for, by name.
-        num_steps: how many denoising steps are replayed, spread evenly over the generation.
+        num_steps: how many denoising steps are replayed, spread evenly over the generation; None
+            for one in ten, up to three.
         apart: encloses all that is done beside the generation.
         pictures: whether to draw where chosen heads look.
 
@@ -118,7 +119,7 @@ class Replay:
         self,
         reference: str,
         scopes: Mapping[str, SelectionScope],
-        num_steps: int,
+        num_steps: int | None,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         pictures: bool = True,
@@ -137,7 +138,7 @@ class Replay:
         context = current_forward_context()
         if context is None or not _is_measured(layer):
             return out
-        steps = sampled_steps(context.num_steps or self._num_steps, self._num_steps)
+        steps = sampled_steps(context.num_steps, self._num_steps)
         if context.current_timestep in steps:
             with self._apart(), torch.no_grad(), watching(None):
                 seen = call.autocast() if call.autocasts else call
@@ -488,8 +489,17 @@ def mass_of_plan(
     return found
 
 
-def sampled_steps(num_steps: int, count: int) -> tuple[int, ...]:
-    """Return at most `count` of `num_steps` denoising steps: the first, the last, and between."""
+def sampled_steps(num_steps: int | None, count: int | None) -> tuple[int, ...]:
+    """Return at most `count` of `num_steps` denoising steps: the first, the last, and between.
+
+    Args:
+        num_steps: denoising steps; None where nobody knows, for the first ones.
+        count: how many to take; None for one in ten, up to three.
+    """
+    if count is None:
+        count = min(max((num_steps or 0) // 10, 1), 3)
+    if num_steps is None:
+        return tuple(range(count))
     if count >= num_steps:
         return tuple(range(num_steps))
     if count == 1:

@@ -15,6 +15,7 @@ keeps the files, measures and judges.
 
 import datetime
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,6 @@ from multimodal_gen.runtime.comparison.ranks import (
 from multimodal_gen.runtime.comparison.record import (
     VERSION,
     Environment,
-    Generation,
     Model,
     Report,
     write_record,
@@ -178,7 +178,7 @@ class Comparison:
         self._progress: _Progress | None = None
         # Beside a GPU that generates the next clip; a CPU has nothing to spare.
         beside = self._is_main and self._device.type != "cpu"
-        self._beside = ThreadPoolExecutor(1) if beside else None
+        self._beside = _Beside() if beside else None
         self._notes: list[str] = []
 
     def run(self) -> Report:
@@ -214,7 +214,9 @@ class Comparison:
                 failures = {each.name: self._run(each, todo) for each in others}
             finally:
                 if self._beside is not None:
-                    self._beside.shutdown()
+                    self._beside.finish()
+            if self._beside is not None:
+                failures = {**self._beside.failures, **{k: v for k, v in failures.items() if v}}
         report = None
         if self._results is not None:
             report = self._report(self._results, floor, failures, start)
@@ -233,7 +235,7 @@ class Comparison:
         plan = self._plan
         others = (*floor, *plan.candidates)
         runs = [results.run_of(plan.reference, "")]
-        runs += [results.run_of(each, failures[each.name]) for each in others]
+        runs += [results.run_of(each, failures.get(each.name, "")) for each in others]
         report = Report(
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             environment=self._environment,
@@ -462,18 +464,20 @@ class Comparison:
         outcomes = self._ranks.settle(work, fatal)
         if self._results is not None and steps is not None:
             ((run, report),) = made
-            spent = together([each.result[0] for each in outcomes])
-            generation = self._results.keep(
+            keep = partial(
+                self._keep,
+                self._results,
                 configuration,
                 (prompt, seed),
                 run,
                 steps,
-                spent=spent,
+                spent=together([each.result[0] for each in outcomes]),
                 attention=tuple(report.summary().splitlines()),
-                warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
             )
-            if not is_reference:
-                self._measure_beside(self._results, configuration, generation)
+            if is_reference or self._beside is None:
+                keep()  # the others are compared with it
+            else:
+                self._beside.submit(configuration.name, keep)
         self._highest = max(self._highest, *(each.result[1] for each in outcomes))
         if self._progress is not None:
             self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
@@ -494,13 +498,29 @@ class Comparison:
             pictures=clip == self._plan.clips[0],
         )
 
-    def _measure_beside(
-        self, results: Results, configuration: Configuration, generation: Generation
+    def _keep(
+        self,
+        results: Results,
+        configuration: Configuration,
+        clip: tuple[int, int],
+        run: Denoised,
+        steps: LatentSteps,
+        *,
+        spent: Spent,
+        attention: tuple[str, ...],
     ) -> None:
-        """Measure a clip while the next one is made; on a CPU in step with the other ranks."""
-        if self._beside is not None:
-            self._beside.submit(results.measured, configuration, generation)
-        elif parallel_groups() is not None:
+        """Write a generation, and measure its frames, unless that is left to the end."""
+        generation = results.keep(
+            configuration,
+            clip,
+            run,
+            steps,
+            spent=spent,
+            attention=attention,
+            warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
+        )
+        in_step = self._beside is not None or parallel_groups() is not None
+        if in_step and configuration is not self._plan.reference:
             results.measured(configuration, generation)
 
     def _denoise(
@@ -517,6 +537,38 @@ class Comparison:
             call = replace(call, arguments={**call.arguments, "output_type": "latent"})
         with describe_generation(shown):
             return denoise(self._pipe, call, meter.timings, *([] if steps is None else [steps]))
+
+
+class _Beside:
+    """Writes and measures clips while the next ones are made, one after another.
+
+    Attributes:
+        failures: why that failed, by the name of the configuration; complete once it has finished.
+    """
+
+    _MOST = 2  # clips that wait in memory
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+        self._pool = ThreadPoolExecutor(1)
+        self._room = threading.BoundedSemaphore(self._MOST)
+
+    def submit(self, name: str, work: Callable[[], None]) -> None:
+        """Have something done, once few other things are still to be done."""
+        self._room.acquire()
+        self._pool.submit(self._do, name, work)
+
+    def finish(self) -> None:
+        """Wait until all is done."""
+        self._pool.shutdown()
+
+    def _do(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self.failures.setdefault(name, _described(error))
+        finally:
+            self._room.release()
 
 
 class _Progress:

@@ -12,6 +12,7 @@ import torch
 
 import multimodal_gen
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.comparison import run as comparing
 from multimodal_gen.runtime.comparison.record import Report, Run, as_json, read_record
 from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileImpl
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -268,6 +269,36 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
     assert as_json(dataclasses.replace(again, **same)) == as_json(
         dataclasses.replace(report, **same)
     )
+
+
+def test_clips_that_are_written_beside_the_next_run_are_the_same(
+    tiny_pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, keep = comparing.Comparison.run, comparing.Results.keep
+
+    def beside(self: comparing.Comparison) -> Report:
+        self._beside = comparing._Beside()  # as on a GPU
+        return whole(self)
+
+    def failing(self: Any, configuration: Any, *args: Any, **kwargs: Any) -> Any:
+        if configuration.text == SCALED:
+            raise OSError("no space left")
+        return keep(self, configuration, *args, **kwargs)
+
+    monkeypatch.setattr(comparing.Comparison, "run", beside)
+    monkeypatch.setattr(comparing.Results, "keep", failing)
+    report = multimodal_gen.compare(
+        loaded(tiny_pipeline("flux")),
+        backends=[EXACT, SCALED, tiles(1, 1)],
+        output=tmp_path / "out",
+        **arguments("flux", num_inference_steps=1, replayed_steps=None),
+    )
+    sparse = found(report, tiles(1, 1))
+    assert [each.status for each in report.candidates] == ["done", "failed", "done"]
+    assert found(report, SCALED).message == "OSError: no space left"
+    assert found(report, EXACT).frames_mean is not None
+    assert all(each.frames_path is not None for each in sparse.generations)
+    assert {layer.step for layer in sparse.layers} == {0}
 
 
 @pytest.mark.slow
