@@ -35,6 +35,8 @@ from multimodal_gen.integrations.trained_layers import (
     attach_projection,
     find_gates,
     find_projections,
+    new_gate,
+    new_projection,
 )
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
@@ -65,6 +67,7 @@ class DenoiserPlan:
         pipeline: the pipeline, or None for a bare model.
         groups: the groups of this process where it is one of several ranks.
         described: what the user says of its tokens, for a model without an adapter.
+        train: whether it will be trained: trained parts that it lacks are made.
 
     Raises:
         UsageError: the model is attached already, under diffusers' context parallelism, or
@@ -81,6 +84,8 @@ class DenoiserPlan:
         pipeline: Any = None,
         groups: ParallelGroups | None = None,
         described: DescribedTokens | None = None,
+        *,
+        train: bool = False,
     ) -> None:
         adapter = find_adapter(component.model)
         self._described = described if adapter is None else None
@@ -114,6 +119,7 @@ class DenoiserPlan:
         projected = {m.name: m.layer.head_size for m in self._patched if m.layer.takes_projection}
         self._projections = find_projections(component.model, projected)
         self._lost = self._lost_parts(bool(gated), bool(projected))
+        self._new_parts = self._make_trainable(gated, projected) if train else 0
 
     @property
     def layers(self) -> tuple[ModuleAttention, ...]:
@@ -165,11 +171,16 @@ class DenoiserPlan:
         if self._lost:
             yield self._lost
         weighing = sum(m.name in self._gates and m.layer.takes_gate for m in self._patched)
-        if weighing:
+        if weighing and not self._new_parts:
             yield (
                 f"{name}: {weighing} layers weigh the coarse branch by the gates of the checkpoint"
             )
-        if self._projections:
+        if self._new_parts:
+            yield (
+                f"{name}: {self._new_parts} layers got new gates or projections to train, which "
+                f"are zero at first, are saved with the model, and leave it with remove()"
+            )
+        elif self._projections:
             yield (
                 f"{name}: {len(self._projections)} layers project the linear branch as the "
                 f"checkpoint does"
@@ -292,6 +303,24 @@ class DenoiserPlan:
             own_tokens = patched.layer.site.role is AttentionRole.SELF
             if known and own_tokens:
                 yield patched
+
+    def _make_trainable(self, gated: dict[str, nn.Module], projected: dict[str, int]) -> int:
+        """Let gates and projections be trained, and make those that are missing; returns how many.
+
+        Raises:
+            UnsupportedBackendError: a layer's backend has no backward pass.
+        """
+        for patched in self._patched:
+            patched.layer.layer.require_backward()
+        model = self._component.model
+        gates = {n: new_gate(m, compute_dtype(m, model)) for n, m in gated.items()}
+        projections = {n: new_projection(size) for n, size in projected.items()}
+        new = len((gates.keys() - self._gates) | (projections.keys() - self._projections))
+        self._gates = gates | self._gates
+        self._projections = projections | self._projections
+        for part in (*self._gates.values(), *self._projections.values()):
+            part.requires_grad_(True)
+        return new
 
     def _lost_parts(self, gated: bool, projected: bool) -> str:
         """Say which trained parts a checkpoint may have that cannot be read again, if any."""

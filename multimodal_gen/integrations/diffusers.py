@@ -135,6 +135,7 @@ def apply(
     text_rows: Sequence[int] | str | None = None,
     strict: bool = False,
     scope: SelectionScope | None = None,
+    train: bool = False,
 ) -> AttentionHandle:
     """Do the attention of a pipeline's denoisers and encoders with this package's layers.
 
@@ -163,6 +164,10 @@ def apply(
             row after the last, or "0-226"; None where it is not among them.
         strict: refuse the documented fallbacks too.
         scope: all of the above but `latent_grid` and `text_rows`, built already; excludes them.
+        train: make what a method trains and the checkpoint lacks, with zeros, as parameters of the
+            denoisers: the gates of `video_sparse_attn` (`<attention>.to_gate_compress`) and the
+            projections of `sla_attn` (`<attention>.proj_l`). Make the optimiser afterwards, and
+            save the model before `remove`, which takes them out; `apply` finds them in the folder.
 
     Returns:
         The handle; keep it to read the report and to take everything back.
@@ -193,7 +198,7 @@ def apply(
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
     tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
-    plans, notes = _plan(components, scope, tracker, pipeline, described)
+    plans, notes = _plan(components, scope, tracker, pipeline, described, train=train)
     # A pipeline is about its denoisers: taking over nothing but its encoders is not enough.
     denoisers = [plan for plan in plans if isinstance(plan, DenoiserPlan)]
     if not any(plan.layers for plan in denoisers or plans):
@@ -219,13 +224,16 @@ def _plan(
     tracker: StepTracker,
     pipeline: Any,
     described: DescribedTokens | None,
+    *,
+    train: bool,
 ) -> tuple[tuple[DenoiserPlan | EncoderPlan, ...], tuple[str, ...]]:
     plans: list[DenoiserPlan | EncoderPlan] = []
     notes: list[str] = []
     for component in components:
         if component.kind is Kind.DENOISER:
             groups = parallel_groups()
-            plans.append(DenoiserPlan(component, scope, tracker, pipeline, groups, described))
+            plan = DenoiserPlan(component, scope, tracker, pipeline, groups, described, train=train)
+            plans.append(plan)
         elif component.kind is Kind.ENCODER:
             plans.append(EncoderPlan(component, scope))
         else:

@@ -36,6 +36,8 @@ __all__ = [
     "attach_projection",
     "find_gates",
     "find_projections",
+    "new_gate",
+    "new_projection",
     "offload_hook",
     "stored_layers",
     "wan_projections",
@@ -216,6 +218,33 @@ def _read_gate(
             f"projection, got {list(gate.weight.shape)}; the file belongs to another model"
         )
     return gate
+
+
+def new_gate(module: nn.Module, dtype: torch.dtype) -> nn.Linear:
+    """Return a gate for an attention module, zero as training begins with it, on the CPU.
+
+    Raises:
+        UsageError: the module has no projection of queries to take the sizes from.
+    """
+    reference = getattr(module, "to_q", None)
+    if not isinstance(reference, nn.Linear):
+        raise UsageError(
+            f"a gate must have the sizes of the query's projection, and {type(module).__name__} "
+            f"has no linear layer `to_q`; fuse its projections after apply(), not before"
+        )
+    return _zero(reference.in_features, reference.out_features, dtype)
+
+
+def new_projection(head_size: int) -> nn.Linear:
+    """Return a projection for heads of a size, zero as training begins with it, on the CPU."""
+    return _zero(head_size, head_size, torch.float32)
+
+
+def _zero(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, dtype=dtype)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
 
 
 PROJECTION = "proj_l"

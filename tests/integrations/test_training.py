@@ -41,14 +41,19 @@ def model():
     )
 
 
-def gradients(model) -> list[torch.Tensor]:
+def output(model, *, grad: bool = False) -> torch.Tensor:
     torch.manual_seed(1)
     inputs = {
         "hidden_states": torch.randn(1, 16, 3, 16, 16),
         "timestep": torch.tensor([900.0]),
         "encoder_hidden_states": torch.randn(1, 7, 32),
     }
-    loss = model(**inputs)[0].square().mean()
+    with torch.set_grad_enabled(grad):
+        return model(**inputs)[0]
+
+
+def gradients(model) -> list[torch.Tensor]:
+    loss = output(model, grad=True).square().mean()
     # Autograd recomputes in another thread on a GPU; here, after the call.
     return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
@@ -71,6 +76,53 @@ def test_a_checkpointed_model_recomputes_in_the_context_of_its_call(model, metho
     for one, other in zip(plain, found, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:Some weights of the model checkpoint")
+@pytest.mark.parametrize(
+    ("method", "part", "count"),
+    [("sla_attn", "proj_l", 2), ("video_sparse_attn", "to_gate_compress", 2)],
+)
+def test_trained_parts_are_made_trained_saved_and_found_again(model, tmp_path, method, part, count):
+    options = {"attention_backend": method, "attention_backend_config": METHODS[method]}
+    before = list(model.state_dict())
+    with apply(model, **options):
+        plain = output(model)
+    with apply(model, **options, train=True) as handle:
+        torch.testing.assert_close(output(model), plain)  # zeros
+        names = {n for n, _ in model.named_parameters()} - set(before)
+        owners = {f"blocks.{i}.attn1.{part}" for i in range(count)}
+        assert names == {f"{owner}.{kind}" for owner in owners for kind in ("weight", "bias")}
+        assert any("2 layers got new gates or projections" in n for n in handle.report().notes)
+        trained = [model.get_parameter(name) for name in sorted(names)]
+        optimizer = torch.optim.Adam(trained, lr=0.05)
+        target = torch.randn(plain.shape, generator=torch.Generator().manual_seed(3))
+        losses = []
+        for _ in range(8):
+            loss = (output(model, grad=True) - target).square().mean()
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert losses[-1] < losses[0]
+        model.zero_grad()
+        wanted = output(model)
+        model.save_pretrained(tmp_path)
+    assert list(model.state_dict()) == before
+    fresh = type(model).from_pretrained(tmp_path)
+    with apply(fresh, **options):
+        torch.testing.assert_close(output(fresh), wanted)
+    with apply(fresh, **options, train=True) as handle:
+        torch.testing.assert_close(output(fresh), wanted)
+        assert not any("new gates" in note for note in handle.report().notes)
+        assert fresh.get_submodule(f"blocks.0.attn1.{part}").weight.requires_grad
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_changes(model):
+    before = list(model.state_dict())
+    with pytest.raises(UnsupportedBackendError, match="or train with sla_attn"):
+        apply(model, attention_backend="sage_sla_attn", train=True)
+    assert list(model.state_dict()) == before
 
 
 @pytest.mark.parametrize(

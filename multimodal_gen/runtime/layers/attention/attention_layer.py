@@ -201,6 +201,16 @@ class AttentionLayer(nn.Module):
         """Whether a step of that schedule has a branch that a trained projection weighs."""
         return any(entry.primary.impl.takes_projection for entry in self.schedule())
 
+    def require_backward(self) -> None:
+        """Raise unless gradients can flow through every step of the schedule.
+
+        Raises:
+            UnsupportedBackendError: a backend that was asked for has no backward pass; says what to
+                do.
+        """
+        for entry in self.schedule():
+            entry.with_features(Feature.BACKWARD)
+
     def set_projection(self, linear: nn.Linear | None) -> None:
         """Give the layer its trained projection, which methods without one leave alone.
 
