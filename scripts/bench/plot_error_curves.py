@@ -41,7 +41,7 @@ def draw(rows: list[dict[str, str]], out: Path) -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "error curves"  # the same rows give the same file
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     methods = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "dense"))
     columns = min(3, len(methods))
@@ -64,6 +64,7 @@ def draw(rows: list[dict[str, str]], out: Path) -> None:
         axis.set(title=method, xscale="log", yscale="log")
         axis.grid(visible=True, which="both", alpha=0.25)
         for side in (axis.xaxis, axis.yaxis):
+            side.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
             side.set_major_formatter("{x:g}")
             side.set_minor_formatter("{x:g}")
         axis.tick_params(which="both", labelsize=7)

@@ -632,10 +632,19 @@ def attend_densely(call: SparseCall) -> torch.Tensor:
     return out
 
 
-def head_slices(query: torch.Tensor, out: torch.Tensor, kv_heads: int) -> list[slice]:
-    """Return the key heads in shares whose copies of q, k, v and the output stay small."""
+def head_slices(
+    query: torch.Tensor, out: torch.Tensor, kv_heads: int, share: float = _SHARE_AT_ONCE
+) -> list[slice]:
+    """Return the key heads in shares whose copies of q, k, v and the output stay small.
+
+    Args:
+        query: [B, Sq, H, D].
+        out: likewise.
+        kv_heads: Hkv.
+        share: of the heads, that work needs at least where launches take the host long.
+    """
     copies = 2 * (query.numel() + out.numel()) * query.element_size() // kv_heads
-    at_once = max(int(kv_heads * _SHARE_AT_ONCE), -(-_BYTES_AT_ONCE // copies), 1)
+    at_once = max(int(kv_heads * share), -(-_BYTES_AT_ONCE // copies), 1)
     return [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
 
 

@@ -36,7 +36,7 @@ from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, fit_tile
 from multimodal_gen.runtime.layers.attention.sparse.upstream import lists_as_map
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -122,6 +122,19 @@ class CubeImpl(MapImpl[CubeConfig]):
     """Cube sparse attention of one layer."""
 
     declaration = CubeBackend
+
+    def prepare(self) -> None:
+        """A list has another ratio in every step."""
+        self.varies_by_step |= self.config.topk_ratio_list is not None
+
+    def known_density(
+        self, layout: SequenceLayout, context: ForwardContext, heads: slice
+    ) -> tuple[float, int] | None:
+        """See `SparseImpl.known_density`; of whole cubes, without a cube itself."""
+        cube = fit_tile(self.config.local_cube_size, layout.grid)
+        num = math.prod(-(-n // edge) for n, edge in zip(layout.grid, cube, strict=True))
+        kept = max(1, first_of(self._ratio(self.settings(context), context), num))
+        return layout.density(kept / num), math.prod(cube)
 
     def cut(self, config: CubeConfig, layout: SequenceLayout) -> Cut:
         """Return the cubes; see `MapImpl.cut`."""

@@ -159,6 +159,16 @@ class SpargeImpl(MapImpl[SpargeConfig]):
             call.query, call.key, call.value, keep, scale=call.scale, call=asked
         )
 
+    def known_density(
+        self, layout: SequenceLayout, context: ForwardContext, heads: slice
+    ) -> tuple[float, int] | None:
+        """See `SparseImpl.known_density`; where a share of the blocks is kept, and no others."""
+        if self.config.cdfthreshd is not None or self.config.simthreshd1 >= 0:
+            return None
+        num = -(-layout.num_video // _BLOCKS[1])
+        kept = max(1, first_of(ratio_now(self.settings(context).topk), num))
+        return layout.density(kept / num), _UNIT
+
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
         if self.config.simthreshd1 >= 0:

@@ -7,6 +7,7 @@ Windows of tiles are `sliding_tile_attn`.
 Shapes: B batch, S tokens, H heads, D head size, N blocks of the video.
 """
 
+import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal
@@ -149,6 +150,15 @@ class StaticImpl(SparseImpl[StaticConfig]):
         plan = _plan(kept, queries, keys)
         call = replace(call, layout=layout)
         return attend_tiled(call, queries, keys, lambda _: plan, cached_plans=True)
+
+    def known_density(
+        self, layout: SequenceLayout, context: ForwardContext, heads: slice
+    ) -> tuple[float, int] | None:
+        """See `SparseImpl.known_density`."""
+        kept = self._kept(layout, context)
+        cut, tile = self._cut(layout)
+        queries, _ = in_tiles(cut, tile, torch.device("cpu"))
+        return layout.density(_share(kept, queries)), math.prod(tile)
 
     def dense_reason(
         self,

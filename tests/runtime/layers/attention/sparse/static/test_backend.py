@@ -186,6 +186,16 @@ def test_a_video_no_longer_than_those_of_training_is_dense_and_the_report_says_s
     assert "keeps all of 5 frames (`reference_latent_frames`)" in detour.selection.reason
 
 
+def test_a_call_that_would_keep_too_much_is_dense():
+    grid = (9, 2, 3)
+    attention, qkv = layer(**LVSA, dense_above=0.3), METHOD.inputs(grid, batch=1)
+    out = run_sparse(attention, qkv, grid)
+    want, _ = reference_attention(*qkv, scale=SCALE)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    (detour,) = attention.report().detours
+    assert "would keep more than 0.3 of the pairs (`dense_above`)" in detour.selection.reason
+
+
 def test_parameters_of_the_other_pattern_are_refused():
     with pytest.raises(ConfigError, match="`window_size` of static_sparse_attn must be given wit"):
         METHOD.config(window_size=2)
