@@ -121,9 +121,9 @@ def test_windows_in_space_are_those_of_the_lists():
                         out = layer(*qkv, cache=part)
                 graph.replay()
             seen = part.visible()
-            assert seen.order is not None
+            assert seen.tiles is not None
             mask = dense_mask(seen.plan.to("cpu"), 1, 1).cuda()
-            order = seen.order.order.long()
+            order = seen.tiles.order.order.long()
             assert_within_error_budget(
                 out[:, order], qkv[0][:, order], seen.keys, seen.values, scale=SCALE, mask=mask
             )

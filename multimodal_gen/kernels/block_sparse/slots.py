@@ -6,7 +6,7 @@ them, so that a CUDA graph that was captured replays on the new lists.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,26 @@ from multimodal_gen.kernels.block_sparse.layouts import QUERY_ROWS
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.tile_order.api import TileOrder
 
-__all__ = ["OrderOf", "SlotLists", "TileLists"]
+__all__ = ["OrderOf", "SeenTiles", "SlotLists", "TileLists"]
 
 OrderOf: TypeAlias = Callable[[int, "torch.device | str"], TileOrder]
 """Gives the tile order of so many rows on a device."""
+
+
+class SeenTiles(NamedTuple):
+    """What queries in their tile order see of slots that are kept in tiles.
+
+    Attributes:
+        plan: the windows; its key blocks are all tiles, those of slots that are not seen empty.
+        order: the tile order of the queries.
+        num_tiles: tiles of the slots that are seen, outside of windows too.
+        num_tokens: their tokens.
+    """
+
+    plan: BlockPlan
+    order: TileOrder
+    num_tiles: int
+    num_tokens: int
 
 
 class SlotLists:
@@ -57,6 +73,11 @@ class SlotLists:
         for plan in self._plans.values():
             refresh_plan(plan)
 
+    @property
+    def kind(self) -> tuple[int, int] | None:
+        """What graphs of calls depend on: the stretch."""
+        return self.stretch
+
     def plan(self, queries: int) -> BlockPlan:
         """Return the plan of so many queries."""
         if queries not in self._plans:
@@ -85,10 +106,9 @@ class TileLists:
         device: where the lists lie.
 
     Attributes:
-        stretch: None, because windows never lie in one piece.
+        num_tiles: tiles of the slots that are seen.
+        num_tokens: their tokens.
     """
-
-    stretch: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -99,7 +119,7 @@ class TileLists:
         device: torch.device,
     ) -> None:
         self._num, self._rows, self._order_of, self._device = num_slots, rows, order_of, device
-        self._kept = kept
+        self._kept, self.num_tiles, self.num_tokens = kept, 0, 0
         tiles, window = kept.shape
         self._plans: dict[int, BlockPlan] = {}
         self._indices, self._counts, self._starts, self._lengths = (
@@ -125,16 +145,22 @@ class TileLists:
         listed = (first[:, None] + self._kept[:, None, :]).flatten(1)
         room = self._indices.shape[3] - listed.shape[1]
         self._indices[0, 0].copy_(F.pad(listed, (0, room)))
+        self.num_tiles, self.num_tokens = len(slots) * tiles, sum(seen.values())
         self._counts.fill_(len(slots) * window)
         self._starts.copy_(starts.flatten())
         self._lengths.copy_(lengths.flatten())
         for plan in self._plans.values():
             refresh_plan(plan)
 
-    def plan(self, queries: int) -> BlockPlan:
-        """Return the plan of so many queries in their tile order; query blocks are its tiles."""
+    @property
+    def kind(self) -> int:
+        """What graphs of calls depend on: how many tiles there are to choose from."""
+        return self.num_tiles
+
+    def seen_by(self, queries: int) -> SeenTiles:
+        """Return what so many queries see; the query blocks of the plan are their tiles."""
+        order = self._order_of(queries, self._device)
         if queries not in self._plans:
-            order = self._order_of(queries, self._device)
             largest = self._order_of(self._rows, "cpu").largest
             self._plans[queries] = BlockPlan(
                 indices=self._indices,
@@ -145,4 +171,4 @@ class TileLists:
                 ),
                 uniform=True,
             )
-        return self._plans[queries]
+        return SeenTiles(self._plans[queries], order, self.num_tiles, self.num_tokens)

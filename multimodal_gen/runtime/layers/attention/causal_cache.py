@@ -21,7 +21,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.slots import SlotLists, TileLists
+from multimodal_gen.kernels.block_sparse.slots import SeenTiles, SlotLists, TileLists
 from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
 from multimodal_gen.runtime.distributed.groups import parallel_groups
@@ -124,6 +124,11 @@ class CacheSize:
                 "in the order in which they are rotated; leave tile out"
             )
 
+    @property
+    def num_frames(self) -> int:
+        """Latent frames of the longest chunk; 0 where no grid is given."""
+        return 0 if self.grid is None else self.chunk_tokens // (self.grid[0] * self.grid[1])
+
     def tile_order(self, tokens: int, device: torch.device | str) -> TileOrder:
         """Return how a chunk of some tokens is kept tile by tile.
 
@@ -200,15 +205,15 @@ class Visible(NamedTuple):
         keys: [B, N * C, H, D], of all slots.
         values: the same.
         stretch: first row and number of rows, where what is seen lies in one piece; else None.
-        plan: the lists of slots, for as many queries as the chunk has tokens.
-        order: the order of the queries that the lists are for; None for that in which they come.
+        plan: the lists for as many queries as the chunk has tokens, in the order of `tiles`.
+        tiles: the windows in space of the tiles of queries; None where all is seen.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     stretch: tuple[int, int] | None
     plan: BlockPlan
-    order: TileOrder | None = None
+    tiles: SeenTiles | None = None
 
 
 class _View(NamedTuple):
@@ -300,7 +305,7 @@ class CausalCache:
     def kind(self) -> tuple[object, ...]:
         """What a CUDA graph of a chunk depends on; chunks of one kind replay the same graph."""
         chunk = self.running
-        seen = tuple((view, lists.stretch) for view, lists in self._views.items())
+        seen = tuple((view, lists.kind) for view, lists in self._views.items())
         return chunk.tokens, self.position if self._rotate else None, seen
 
     def begin(self, start: int, tokens: int) -> None:
@@ -588,8 +593,10 @@ class LayerCache:
         )
         lists, tokens = cache._lists_of(view), cache.running.tokens
         keys, values = (self._of(x[at]) for x in (cache._store.keys, cache._store.values))
-        order = None if self.space is None else cache.size.tile_order(tokens, cache.device)
-        return Visible(keys, values, lists.stretch, lists.plan(tokens), order)
+        if isinstance(lists, SlotLists):
+            return Visible(keys, values, lists.stretch, lists.plan(tokens))
+        tiles = lists.seen_by(tokens)
+        return Visible(keys, values, None, tiles.plan, tiles)
 
     def _of(self, x: torch.Tensor) -> torch.Tensor:
         for axis, span in ((0, self.samples), (2, self.heads)):

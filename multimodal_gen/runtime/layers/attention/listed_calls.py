@@ -37,7 +37,6 @@ from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
 from multimodal_gen.runtime.layers.attention.selector import Selection
-from multimodal_gen.runtime.layers.attention.sparse.sta.windows import pair_density
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -164,8 +163,8 @@ def attend_listed(
 ) -> torch.Tensor:
     """Return attention of a call with a cache, lists of blocks, or sink logits.
 
-    Sparse methods choose their keys themselves: such calls of theirs run dense, except windows in
-    space over a cache that is kept in tiles.
+    Sparse methods choose their keys themselves: such calls of theirs run dense, except over a cache
+    that is kept in the tiles of a method that can choose among those.
 
     Args:
         entry: what serves the layer at the running step.
@@ -206,7 +205,7 @@ def _attend_cached(
     window = None
     if entry.primary.selection.backend.is_sparse:
         if size.tile is not None and cache.space is None:
-            window = impl.window_in_space(size.tile)
+            window = impl.window_in_cache(size.num_frames, size.tile)
         if window is None:
             entry = entry.off_grid(_OF_SEVERAL)
         else:
@@ -218,26 +217,23 @@ def _attend_cached(
         key, value = (x.narrow(1, *seen.stretch) for x in (key, value))
         call = call._replace(key=key, value=value)
         return _with_sink(call, *_on_its_backend(entry, call))
-    query = call.query
-    if seen.order is not None:
-        (query,) = gather_tokens([query], seen.order.order)
+    query, tiles = call.query, seen.tiles
+    if tiles is not None:
+        (query,) = gather_tokens([query], tiles.order.order)
     call = call._replace(query=query, key=key, value=value)
-    if window is not None:
-        assert seen.order is not None, "windows are of tiles"
-        share = pair_density((1, *window), (1, *seen.order.grid[1:]), (1, *seen.order.tile[1:]))
+    if tiles is not None and window is not None:
         entry.primary.calls += 1
-        context = current_forward_context()
-        results = impl.forward_plan(query, key, value, seen.plan, context, density=share)
-        tiled = _with_sink(call, *results)
+        results = impl.forward_tiles(query, key, value, tiles, current_forward_context())
+        out = _with_sink(call, *results)
     else:
         kernel, out, lse = _on_the_engine(call, (seen.plan,), geometry)
         served.count(entry.primary.selection, kernel, _IN_PIECES)
-        tiled = _with_sink(call, out, lse)
-    if seen.order is None:
-        return tiled
-    out = torch.empty_like(tiled, memory_format=torch.contiguous_format)
-    scatter_tokens(tiled, seen.order.order, out)
-    return out
+        out = _with_sink(call, out, lse)
+    if tiles is None:
+        return out
+    in_order = torch.empty_like(out, memory_format=torch.contiguous_format)
+    scatter_tokens(out, tiles.order.order, in_order)
+    return in_order
 
 
 def _with_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.slots import SeenTiles
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
@@ -261,42 +261,40 @@ class AttentionImpl(ABC):
         """Return why this configuration cannot be part of a ring, or None."""
         return None
 
-    def window_in_space(self, tile: tuple[int, int]) -> tuple[int, int] | None:
-        """Return the tiles that queries see of every past chunk in a cache that is kept in tiles.
+    def window_in_cache(self, frames: int, tile: tuple[int, int]) -> tuple[int, int] | None:
+        """Return the window in space in which the method sees a cache that is kept in tiles.
 
         Args:
+            frames: latent frames of the longest chunk, all of which a tile has.
             tile: height and width of the cache's tiles, in tokens.
 
         Returns:
-            Height and width of the window in tiles; None where the method has none, or other
-            tiles: such calls run dense.
+            Height and width in tiles, as large as the method likes where it chooses among all;
+            None where it has none, or other tiles: such calls run dense.
         """
-        del tile
+        del frames, tile
         return None
 
-    def forward_plan(
+    def forward_tiles(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: BlockPlan,
+        tiles: SeenTiles,
         context: ForwardContext | None,
-        *,
-        density: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [B, Sq, H, D] and lse [B, H, Sq] over the pairs of a plan.
+        """Return the output [B, Sq, H, D] and lse [B, H, Sq] over tiles of a cache.
 
-        Called only where `window_in_space` gave a window.
+        Called only where `window_in_cache` gave a window.
 
         Args:
-            query: [B, Sq, H, D].
-            key: [B, Sk, Hkv, D].
+            query: [B, Sq, H, D], tile by tile.
+            key: [B, Sk, Hkv, D], all rows of the cache.
             value: [B, Sk, Hkv, D].
-            plan: the windows.
+            tiles: what is seen of them.
             context: the running denoiser call.
-            density: the share of pairs that they are, for the report.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no windows in space")
+        raise NotImplementedError(f"{type(self).__name__} sees no tiles of a cache")
 
     def observe(  # noqa: B027 - optional
         self,

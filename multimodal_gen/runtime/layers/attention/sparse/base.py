@@ -4,7 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks of the video; q/k suff
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, plan_of_map
@@ -218,6 +219,34 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
     def pools_tail(self) -> bool:
         """Whether blocks that are not kept count by their means."""
         return getattr(self.config, "tail", "none") == "pooled"
+
+    def takes_tiles(self, upstream: Collection[str]) -> bool:
+        """Whether calls can be lists of tiles of a cache: nothing but what is kept counts.
+
+        Args:
+            upstream: kernels of other packages, which take no such lists.
+        """
+        skips = getattr(self.config, "skip_below", None) is not None
+        return not self.pools_tail and not skips and self.kernel.name not in upstream
+
+    def attend_plan(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        context: ForwardContext | None,
+        density: float | torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and lse over a plan of tiles of a cache; see `forward_tiles`."""
+        self.kernel.begin_call()
+        if context is not None:
+            self.record(context, density, query.shape[2])
+        found = block_sparse_attention(
+            query, key, value, plan, scale=self.softmax_scale, kernel=self.kernel, return_lse=True
+        )
+        assert isinstance(found, tuple), "the lse was asked for"
+        return found
 
     def ring_layout(self, inputs: RingInputs, context: ForwardContext | None) -> SequenceLayout:
         """Return where the video lies in the sequence of a ring; the beginning of a call in one.

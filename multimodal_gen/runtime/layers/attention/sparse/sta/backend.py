@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.slots import SeenTiles
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.kernels.static_cache import static_cache
@@ -258,35 +258,30 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
         windows = self._windows(layout, queries.order.tiles, heads, context)
         return self._attend_windows(call, queries, keys, windows)
 
-    def window_in_space(self, tile: tuple[int, int]) -> tuple[int, int] | None:
-        """See `AttentionImpl.window_in_space`: that of `window`; in time the cache has its own."""
-        config = self.config
-        dropping = not self.pools_tail and config.skip_below is None
-        if config.window is None or not dropping or self.kernel.name in UPSTREAM:
+    def window_in_cache(self, frames: int, tile: tuple[int, int]) -> tuple[int, int] | None:
+        """See `AttentionImpl`: that of `window`; the cache has its own window in time."""
+        window, size = self.config.window, self.config.tile_size
+        if window is None or tuple(size[1:]) != tile or frames > size[0]:
             return None
-        if tuple(config.tile_size[1:]) != tile:
-            return None
-        return config.window[1], config.window[2]
+        return (window[1], window[2]) if self.takes_tiles(UPSTREAM) else None
 
-    def forward_plan(
+    def forward_tiles(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: BlockPlan,
+        tiles: SeenTiles,
         context: ForwardContext | None,
-        *,
-        density: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_plan`."""
-        self.kernel.begin_call()
-        if context is not None:
-            self.record(context, density, query.shape[2])
-        found = block_sparse_attention(
-            query, key, value, plan, scale=self.softmax_scale, kernel=self.kernel, return_lse=True
+        """See `AttentionImpl.forward_tiles`."""
+        order, window = tiles.order, self.config.window
+        assert window is not None, "others have no window"
+        density = pair_density(
+            (1, window[1], window[2]),
+            (1, order.grid[1], order.grid[2]),
+            (1, order.tile[1], order.tile[2]),
         )
-        assert isinstance(found, tuple), "the lse was asked for"
-        return found
+        return self.attend_plan(query, key, value, tiles.plan, context, density)
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
