@@ -337,10 +337,10 @@ def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, Tile]:
 
 
 # Other shapes of the programs: (blocks, kernel) -> tiles of rows x keys, by name.
-WIDE_DQ = _tiles((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2))
-WIDE_DKV = _tiles((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 4), (64, 64, 4, 2))
-NARROW_DQ = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2))
-NARROW_DKV = _tiles((64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 8, 2))
+WIDE_DQ = _tiles((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2))
+WIDE_DKV = _tiles((64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 2), (32, 128, 8, 5))
+NARROW_DQ = _tiles((64, 64, 4, 2), (64, 32, 4, 4))
+NARROW_DKV = _tiles((32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 4), (64, 64, 4, 2))
 PAIR, OWN = _sm90((2, 64, 4), (2, 64, 3)), _sm90((2, 64, 2), (2, 32, 4), own=True)
 TILES: dict[tuple[str, str], dict[str, Tile]] = {
     ("dense", "dq"): {**WIDE_DQ, **PAIR},
