@@ -25,6 +25,7 @@ RANKS = ("two_ranks", "four_ranks")
 # Each of its tests takes a process of its own, whichever runs the others.
 CHILDREN = "tests/kernels/test_children.py"
 PROCESSES = World.__module__
+SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
 
@@ -62,14 +63,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--comfyui-python", metavar="PYTHON", help="one with its requirements")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest first: files that need ranks, then those that start a process."""
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what slow_cases.txt lists, and put the longest tests first.
+
+    Those are files that need ranks, then those that start a process.
+    """
+    mark_slow_cases(items, whole=not any("::" in argument for argument in config.args))
     with_ranks = {path for path in {item.path for item in items} if needs_ranks(path)}
 
     def turn(item: pytest.Item) -> int:
         return 0 if item.path in with_ranks else 1 if "run_with_triton" in fixtures(item) else 2
 
     items.sort(key=turn)
+
+
+def mark_slow_cases(items: Sequence[pytest.Item], *, whole: bool) -> None:
+    """Mark the listed tests and cases, all of whose lines quicker ones run too, as slow.
+
+    Args:
+        items: what was collected.
+        whole: whether files were collected as a whole, so that a name that is not found is wrong.
+    """
+    left = set(SLOW_CASES.read_text(encoding="utf-8").split("\n")) - {""}
+    files = {item.nodeid.partition("::")[0] for item in items}
+    found = set()
+    for item in items:
+        for name in {item.nodeid, item.nodeid.partition("[")[0]} & left:
+            item.add_marker(pytest.mark.slow)
+            found.add(name)
+    lost = sorted(name for name in left - found if name.partition("::")[0] in files)
+    if whole and lost:
+        raise pytest.UsageError(f"tests/slow_cases.txt must name tests there are, not {lost}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

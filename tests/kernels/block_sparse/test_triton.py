@@ -63,7 +63,7 @@ def check(plan: BlockPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sc
     st.sampled_from([1, 2, 4]),
     st.sampled_from([torch.float16, torch.bfloat16]),
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_it_is_dense_attention_under_the_plans_mask(
     shape: PlanShape, seed: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
@@ -259,7 +259,7 @@ def test_gradients_of_every_form_of_plan_are_right(
 
 @pytest.mark.slow
 @given(SHAPES, st.integers(0, 2**16), st.sampled_from([1, 2, 4]))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_gradients_of_drawn_plans_are_right(shape: PlanShape, seed: int, kv_heads: int) -> None:
     plan = random_plan(shape, seed=seed)
     sizes = {"num_keys": plan.kv.total, "num_kv_heads": kv_heads, "seed": seed}

@@ -53,7 +53,7 @@ def check(tensors: tuple[torch.Tensor, ...], index: torch.Tensor, out: torch.Ten
     per_batch=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_tensors_and_any_order_agree_with_the_reference(
     batch: int,
     num: int,
@@ -136,7 +136,7 @@ def test_nothing_is_launched_for_an_empty_index() -> None:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_an_order_per_head_agrees_with_the_reference(
     batch: int,
     heads: int,

@@ -126,7 +126,7 @@ def test_an_infinitely_low_score_comes_last(dtype: torch.dtype) -> None:
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_selection_is_the_definition(
     batch: int,
     heads: tuple[int, int],
