@@ -1,0 +1,352 @@
+"""Fine-tune Wan for a sparse attention backend: a complete run, small enough to read.
+
+    python scripts/train_sparse.py MODEL OUT --backend video_sparse_attn --config sparsity=0.9 \
+        --data clips --steps 400 --weights lora
+
+`--data` is a folder of clips, each with its prompt in a text file of the same name; without one, a
+synthetic set shows that everything works. The loss is that of flow matching, or with `--target
+dense` the distance from what the model gave with dense attention before. OUT becomes a pipeline's
+folder, which `sglang generate --model-path OUT --attention-backend ...` reads alone; beside it stay
+`loss.csv` and, with matplotlib, `loss.png`. `--resume` goes on from the last state that was saved.
+"""
+
+import argparse
+import copy
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A checkout works without being installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from diffusers import WanPipeline
+from tqdm import tqdm
+
+import multimodal_gen
+from multimodal_gen.errors import MultimodalGenError, UsageError
+
+NEW_PARTS = ("to_gate_compress", "proj_l")
+ATTENTION_WEIGHTS = ["to_q", "to_k", "to_v", "to_out.0"]
+CLIPS = (".mp4", ".mov", ".webm", ".mkv", ".gif")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What the model learns from: latents [C, T, H, W], and the embedding of a prompt [L, D]."""
+
+    latents: torch.Tensor
+    prompt: torch.Tensor
+
+
+def synthetic(pipe: WanPipeline, options: argparse.Namespace) -> list[Sample]:
+    """Return latents that move smoothly through random patterns, with random prompts."""
+    generator = torch.Generator().manual_seed(options.seed)
+    config = pipe.transformer.config
+    frames, height, width = latent_size(pipe, options)
+    samples = []
+    for _ in range(options.samples):
+        small = torch.randn(1, config.in_channels, 2, 3, 3, generator=generator)
+        latents = torch.nn.functional.interpolate(
+            small, (frames, height, width), mode="trilinear", align_corners=True
+        )
+        prompt = torch.randn(16, config.text_dim, generator=generator)
+        samples.append(Sample(latents=latents[0], prompt=prompt))
+    return samples
+
+
+def latent_size(pipe: WanPipeline, options: argparse.Namespace) -> tuple[int, int, int]:
+    """Return frames, height and width of the latents of a clip."""
+    frames = (options.frames - 1) // pipe.vae_scale_factor_temporal + 1
+    scale = pipe.vae_scale_factor_spatial
+    return frames, options.height // scale, options.width // scale
+
+
+@torch.no_grad()
+def encoded(pipe: WanPipeline, options: argparse.Namespace, device: torch.device) -> list[Sample]:
+    """Return the clips of a folder as latents, and their prompts as embeddings."""
+    files = sorted(x for x in options.data.iterdir() if x.suffix.lower() in CLIPS)
+    if not files:
+        raise UsageError(
+            f"--data must hold clips ({', '.join(CLIPS)}), found none in {options.data}"
+        )
+    for part in (pipe.vae, pipe.text_encoder):
+        part.to(device)
+    samples = []
+    for path in tqdm(files, desc="encoding", disable=None):
+        text = path.with_suffix(".txt")
+        if not text.exists():
+            raise UsageError(f"{path} must have its prompt in {text.name}, which is missing")
+        frames = read_frames(path, options.frames)
+        video = pipe.video_processor.preprocess_video(frames, options.height, options.width)
+        latents = pipe.vae.encode(video.to(device, pipe.vae.dtype)).latent_dist.mode()
+        shape = (1, -1, 1, 1, 1)
+        mean, deviation = (
+            torch.tensor(x, device=device).view(shape)
+            for x in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)
+        )
+        prompt, _ = pipe.encode_prompt(
+            text.read_text().strip(), do_classifier_free_guidance=False, device=device
+        )
+        samples.append(
+            Sample(latents=((latents - mean) / deviation)[0].float().cpu(), prompt=prompt[0].cpu())
+        )
+    for part in (pipe.vae, pipe.text_encoder):
+        part.to("cpu")
+    return samples
+
+
+def read_frames(path: Path, count: int) -> list[Any]:
+    """Return the first frames of a clip as images."""
+    import imageio.v3 as iio
+    from PIL import Image
+
+    found: list[Any] = []
+    for frame in iio.imiter(path):
+        found.append(Image.fromarray(frame))
+        if len(found) == count:
+            return found
+    raise UsageError(f"{path} must have {count} frames at least, got {len(found)}; lower --frames")
+
+
+def batches(samples: Sequence[Sample], options: argparse.Namespace, rank: int) -> Iterator[Any]:
+    """Yield latents and prompts for ever, in an order of each rank's own."""
+    generator = torch.Generator().manual_seed(options.seed + 1000 * rank)
+    while True:
+        picked = torch.randint(len(samples), (options.batch,), generator=generator).tolist()
+        latents = torch.stack([samples[i].latents for i in picked])
+        yield latents, torch.stack([samples[i].prompt for i in picked]), generator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noised:
+    """One batch on its way to noise: x = (1 - sigma) latents + sigma noise."""
+
+    inputs: dict[str, torch.Tensor]
+    flow: torch.Tensor
+
+
+def noised(batch: Any, shift: float, device: torch.device, dtype: torch.dtype) -> Noised:
+    """Return a batch at random noise levels, and the flow that is to be predicted."""
+    latents, prompt, generator = batch
+    noise = torch.randn(latents.shape, generator=generator)
+    uniform = torch.rand(len(latents), generator=generator)
+    sigma = shift * uniform / (1 + (shift - 1) * uniform)
+    level = sigma.view(-1, 1, 1, 1, 1)
+    inputs = {
+        "hidden_states": ((1 - level) * latents + level * noise).to(device, dtype),
+        "timestep": (1000 * sigma).to(device),
+        "encoder_hidden_states": prompt.to(device, dtype),
+    }
+    return Noised(inputs=inputs, flow=(noise - latents).to(device))
+
+
+def trainable(model: torch.nn.Module, weights: str) -> list[torch.nn.Parameter]:
+    """Return what is trained: new parts alone, with a LoRA beside them, or everything."""
+    if weights == "lora":
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(r=16, lora_alpha=32, target_modules=ATTENTION_WEIGHTS))
+    found = []
+    for name, parameter in model.named_parameters():
+        is_new = any(f".{part}." in name for part in NEW_PARTS)
+        wanted = is_new or weights == "all" or (weights == "lora" and ".lora_" in name)
+        parameter.requires_grad_(wanted)
+        found += [parameter] if wanted else []
+    if not found:
+        raise UsageError(
+            "--weights new must be given with a backend that makes new parts "
+            "(video_sparse_attn, sla_attn), got another; choose lora or all"
+        )
+    return found
+
+
+class Run:
+    """A model in training.
+
+    Args:
+        pipe: the pipeline.
+        options: the command line.
+        accelerator: of this process.
+    """
+
+    def __init__(
+        self, pipe: WanPipeline, options: argparse.Namespace, accelerator: Accelerator
+    ) -> None:
+        self.options, self.accelerator = options, accelerator
+        model = pipe.transformer.to(accelerator.device)
+        self.teacher = copy.deepcopy(model).requires_grad_(False)
+        self.handle = multimodal_gen.apply(
+            model,
+            attention_backend=options.backend,
+            attention_backend_config=options.config or None,
+            train=True,
+        )
+        model.enable_gradient_checkpointing()
+        parameters = trainable(model, options.weights)
+        optimizer = torch.optim.AdamW(parameters, lr=options.lr, weight_decay=0.01)
+        self.parameters = parameters
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.dtype, self.step = self.teacher.dtype, 0
+
+    @torch.no_grad()
+    def dense(self, batch: Noised) -> torch.Tensor:
+        """Return what the model gave before, with dense attention."""
+        out: torch.Tensor = self.teacher(**batch.inputs, return_dict=False)[0]
+        return out.float()
+
+    @torch.no_grad()
+    def gap(self, batch: Noised) -> float:
+        """Return the distance from that, relative to it."""
+        out = self.model(**batch.inputs, return_dict=False)[0].float()
+        wanted = self.dense(batch)
+        return float((out - wanted).norm() / wanted.norm())
+
+    def train(self, batch: Noised) -> float:
+        """Take a step; returns the loss."""
+        with self.accelerator.accumulate(self.model):
+            wanted = self.dense(batch) if self.options.target == "dense" else batch.flow
+            out = self.model(**batch.inputs, return_dict=False)[0]
+            loss = (out.float() - wanted.float()).square().mean()
+            self.accelerator.backward(loss)
+            if self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.parameters, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.step += 1
+        return loss.item()
+
+    def save_state(self, folder: Path) -> None:
+        """Save what `--resume` goes on from."""
+        self.accelerator.save_state(str(folder))
+        if self.accelerator.is_main_process:
+            (folder / "step.json").write_text(json.dumps({"step": self.step}))
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from a state that was saved."""
+        if not (folder / "step.json").exists():
+            raise UsageError(f"--resume needs a state in {folder}, found none; leave it out")
+        self.accelerator.load_state(str(folder))
+        self.step = json.loads((folder / "step.json").read_text())["step"]
+
+    def finish(self, pipe: WanPipeline, folder: Path) -> None:
+        """Save the pipeline with what was trained, and detach the model."""
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            model = self.accelerator.unwrap_model(self.model)
+            if self.options.weights == "lora":
+                model.fuse_lora()
+                model.unload_lora()
+            pipe.transformer = model
+            pipe.save_pretrained(folder)
+        self.handle.remove()
+
+
+def plot(table: Path, picture: Path) -> None:
+    """Draw the loss and the gap, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("loss.png is left out: pip install matplotlib", file=sys.stderr)
+        return
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    losses = [(int(r["step"]), float(r["loss"])) for r in rows if r["loss"]]
+    axes.plot(*zip(*losses, strict=True), label="loss")
+    known = [(int(r["step"]), float(r["gap"])) for r in rows if r["gap"]]
+    axes.plot(*zip(*known, strict=True), "o-", label="distance from dense")
+    axes.set_xlabel("step")
+    axes.legend()
+    figure.savefig(picture)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("model", help="folder or name of a Wan text-to-video pipeline")
+    add("out", type=Path, help="folder of the result")
+    add("--backend", default="video_sparse_attn", help="sparse backend (video_sparse_attn)")
+    add("--config", default="", help="its parameters, as k=v,k=v or JSON")
+    add("--data", type=Path, help="folder of clips and prompts; a synthetic set without it")
+    add("--samples", type=int, default=8, help="samples of the synthetic set (8)")
+    add("--frames", type=int, default=81, help="frames of a clip (81)")
+    add("--height", type=int, default=480, help="height in pixels (480)")
+    add("--width", type=int, default=832, help="width in pixels (832)")
+    add("--weights", choices=("new", "lora", "all"), default="lora", help="what is trained (lora)")
+    add("--target", choices=("flow", "dense"), default="flow", help="what is predicted (flow)")
+    add("--steps", type=int, default=400, help="training steps (400)")
+    add("--batch", type=int, default=1, help="samples per step and process (1)")
+    add("--accumulate", type=int, default=1, help="steps whose gradients are added up (1)")
+    add("--lr", type=float, default=1e-5, help="learning rate (1e-5)")
+    add("--shift", type=float, default=3.0, help="shift of the noise levels (3)")
+    add("--every", type=int, default=50, help="steps between states and gaps (50)")
+    add("--dtype", default="bfloat16", help="dtype of the model (bfloat16)")
+    add("--seed", type=int, default=0, help="seed (0)")
+    add("--resume", action="store_true", help="go on from the state in OUT")
+    return parser.parse_args(argv)
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train, with everything that is written on the way."""
+    accelerator = Accelerator(gradient_accumulation_steps=options.accumulate)
+    set_seed(options.seed)
+    pipe = WanPipeline.from_pretrained(options.model, torch_dtype=getattr(torch, options.dtype))
+    device = accelerator.device
+    samples = encoded(pipe, options, device) if options.data else synthetic(pipe, options)
+    run = Run(pipe, options, accelerator)
+    options.out.mkdir(parents=True, exist_ok=True)
+    state, table = options.out / "state", options.out / "loss.csv"
+    if options.resume:
+        run.load_state(state)
+        if run.step >= options.steps:
+            raise UsageError(f"--steps must be more than the {run.step} taken, got {options.steps}")
+    first, main = run.step, accelerator.is_main_process
+    data = batches(samples, options, accelerator.process_index)
+    held = noised(next(data), options.shift, device, run.dtype)
+    for _ in range(first):
+        noised(next(data), options.shift, device, run.dtype)  # as the run before
+    with table.open("a" if options.resume else "w", newline="") as file:
+        writer = csv.writer(file)
+        if not options.resume:
+            writer.writerow(("step", "loss", "gap"))
+        bar = tqdm(range(first, options.steps), initial=first, total=options.steps, disable=None)
+        for step in bar:
+            gap = run.gap(held) if step % options.every == 0 else None
+            loss = run.train(noised(next(data), options.shift, device, run.dtype))
+            bar.set_postfix(loss=f"{loss:.4f}")
+            if main:
+                writer.writerow((step, loss, "" if gap is None else gap))
+                file.flush()
+            if run.step % options.every == 0:
+                run.save_state(state)
+        gap = run.gap(held)
+        if main:
+            writer.writerow((options.steps, "", gap))
+    run.finish(pipe, options.out)
+    if main:
+        plot(table, options.out / "loss.png")
+        print(f"{options.out}: distance from dense {gap:.4f} after {options.steps} steps")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status (2: the request cannot be met)."""
+    options = parse(argv)
+    try:
+        train(options)
+    except (MultimodalGenError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
