@@ -93,7 +93,7 @@ def _clusters(device: torch.device) -> str | None:
     keep = torch.ones(1, HEADS, 4, 4, dtype=torch.bool, device=device).tril(1)
     q, k, v = _inputs(total, torch.bfloat16, device)
     pieces = cut(side, TILE_ROWS, multiple=TILE_ROWS // 3)
-    out = attend(q, k, v, pieces, side, keep, scale=HEAD_SIZE**-0.5)
+    out, _ = attend(q, k, v, pieces, side, keep, scale=HEAD_SIZE**-0.5)
     return _fault("clusters", out, (q, k, v), cluster_plan(side, side, keep), ROUNDED)
 
 

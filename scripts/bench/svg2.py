@@ -109,8 +109,8 @@ def attention_runs(data: Clustered) -> tuple[dict[str, Run], float, Callable[[ob
     wanted, rows = sampled_reference(q, k, v, queries, keys, keep)
     attend = partial(kernel.attend, q, k, v, pieces, keys, keep, scale=SCALE)
     runs: dict[str, Run] = {
-        "clusters, fast": lambda: attend(tile=kernel.FAST),
-        "clusters, exact": lambda: attend(tile=kernel.EXACT),
+        "clusters, fast": lambda: attend(tile=kernel.FAST)[0],
+        "clusters, exact": lambda: attend(tile=kernel.EXACT)[0],
         "engine, gluon": lambda: block_sparse_attention(q, k, v, plan, kernel="gluon"),
         "engine, triton": lambda: block_sparse_attention(q, k, v, plan, kernel="triton"),
     }

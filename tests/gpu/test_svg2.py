@@ -152,12 +152,33 @@ def test_scores_that_grow_are_done_again_exactly() -> None:
     # The last keys score far above those that the first steps see.
     k[:, -40:] = q[:, :1] * 40
     keep = torch.ones(2, 4, 20, 60, dtype=torch.bool, device="cuda")
-    found = attend(q, k, v, query_pieces(queries), keys, keep, scale=1.0)
+    found, found_lse = attend(
+        q, k, v, query_pieces(queries), keys, keep, scale=1.0, return_lse=True
+    )
     plan = cluster_plan(queries, keys, keep)
-    wanted = block_sparse_attention(q, k, v, plan, scale=1.0, kernel="triton")
+    wanted, lse = block_sparse_attention(q, k, v, plan, scale=1.0, kernel="triton", return_lse=True)
     assert found.isfinite().all()
+    torch.testing.assert_close(found_lse, lse, rtol=1e-3, atol=2e-2)
     assert_within_error_budget(found, q, k, v, scale=1.0)
     assert (found - wanted).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_clusters_that_are_not_kept_count_by_their_means(dtype, head_size) -> None:
+    if not on_sm90():
+        pytest.skip("needs compute capability 9.0")
+    qkv, queries, keys = clustered(dtype, head_size, 2)
+    generator = torch.Generator("cuda").manual_seed(2)
+    keep = torch.rand(2, 4, 20, 60, generator=generator, device="cuda") < 0.3
+    keep[:, :, 3] = False
+    found = {}
+    for kernel in ("gluon", "reference"):
+        found[kernel] = torch.zeros_like(qkv.query)
+        cluster_attention(
+            *qkv, queries, keys, keep, found[kernel], scale=0.1, kernel=kernel, num_pooled=60
+        )
+    torch.testing.assert_close(found["gluon"], found["reference"], rtol=3e-2, atol=3e-2)
 
 
 def layer(heads: int, **parameters: object) -> LocalAttention:

@@ -77,13 +77,13 @@ def cluster_attention(
     if num_pooled:
         found = _with_tail(
             sorted_q, sorted_k, sorted_v, queries, keys, keep, num_pooled,
-            scale=scale, kernel=kernel,
+            scale=scale, kernel=kernel, pieces=pieces, recorded=recorded,
         )  # fmt: skip
     elif kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS and not recorded:
         from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
         pieces = pieces or query_pieces(queries)
-        found = attend(sorted_q, sorted_k, sorted_v, pieces, keys, keep, scale=scale)
+        found, _ = attend(sorted_q, sorted_k, sorted_v, pieces, keys, keep, scale=scale)
     else:
         plan = cluster_plan(queries, keys, keep)
         result = block_sparse_attention(
@@ -105,18 +105,32 @@ def _with_tail(
     *,
     scale: float,
     kernel: str,
+    pieces: Pieces | None,
+    recorded: bool,
 ) -> torch.Tensor:
     """Return attention to clusters that are kept and to the means of others; all in cluster order.
 
-    The kernel for clusters gives no log-sum-exp, so the engine's own runs.
+    Arguments are those of `cluster_attention`, in cluster order; `recorded` says whether gradients
+    are.
     """
-    plan = cluster_plan(queries, keys, keep)
-    out, lse = block_sparse_attention(q, k, v, plan, scale=scale, kernel=kernel, return_lse=True)
+    if kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS and not recorded:
+        from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
+
+        size, pieces = TILE_ROWS, pieces or query_pieces(queries)
+        out, lse = attend(q, k, v, pieces, keys, keep, scale=scale, return_lse=True)
+        assert lse is not None, "it was asked for"
+    else:
+        size, pieces = ROWS, cut(queries, ROWS)
+        plan = cluster_plan(queries, keys, keep)
+        out, lse = block_sparse_attention(
+            q, k, v, plan, scale=scale, kernel=kernel, return_lse=True
+        )
+    rows = Blocks.ragged(pieces.starts, pieces.lengths, total=q.shape[1], size=size)
+    of = pieces.cluster.long().unsqueeze(3).expand(-1, -1, -1, num_pooled)
+    kept = keep[..., :num_pooled].gather(2, of)
     clusters = Blocks.ragged(keys.starts, keys.counts, total=k.shape[1], size=k.shape[1])
-    rows = cut(queries, ROWS).cluster.long().unsqueeze(3).expand(-1, -1, -1, num_pooled)
-    kept = keep[..., :num_pooled].gather(2, rows)
     pooled = pool_blocks(k, v, clusters, num_pooled)
-    return add_tail(out, lse, q, pooled, kept, plan.q, scale=scale, kernel=kernel)[0]
+    return add_tail(out, lse, q, pooled, kept, rows, scale=scale, kernel=kernel)[0]
 
 
 def query_pieces(queries: Groups) -> Pieces:

@@ -64,6 +64,8 @@ class Outs(NamedTuple):
     out_b: Any
     out_s: Any
     out_h: Any
+    lse: Any
+    lse_h: Any
 
 
 class Work(NamedTuple):
@@ -107,7 +109,8 @@ def _work(pieces, lists, outs, C: gl.constexpr):
         lists.whole + of * lists.whole_room, lists.boxes + of * lists.room,
         lists.lengths + of * lists.room,
         gl.where(real > 0, whole + boxed, 0), boxed, gl.where(real > 0, tail, 0),
-        b, h, h // pieces.group, row, real, real, out, outs.out_s, outs.out,
+        b, h, h // pieces.group, row, real, real, out, outs.out_s,
+        outs.lse + (at // pieces.num).to(gl.int64) * outs.lse_h + row,
     )  # fmt: skip
 
 
@@ -271,7 +274,10 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
             gl.store(flag, wrong)
     o = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, rows_o), 1)
     q_tile.store(o.to(dtype))
-    store_rows(q_tile.load(store_layout), m, work, W * 64, C)
+    lse = m
+    if C.lse:
+        lse = 0.6931471805599453 * (m + gl.log2(row_sum))
+    store_rows(q_tile.load(store_layout), lse, work, W * 64, C)
 
 
 @gluon.jit
@@ -283,7 +289,8 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
         _give_back(work, rings, C)
     elif work.num_full + work.num_tail == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
-        store_rows(nothing, 0.0, work, W * 64, C)
+        rows: gl.constexpr = gl.SliceLayout(1, store_layout)
+        store_rows(nothing, gl.full([64], float("-inf"), gl.float32, rows), work, W * 64, C)
     else:
         _attend(work, rings, flag, scale_log2, W, dtype, C)
 
@@ -331,17 +338,17 @@ def _run(
     )
 
 
-@gluon.jit(do_not_specialize=["num", "heads", "group", "clusters", "whole_room", "room"])
+@gluon.jit(do_not_specialize=["num", "heads", "group", "clusters", "whole_room", "room", "lse_h"])
 def cluster_kernel(
-    dq, dk, dv, dk_box, dv_box, out_ptr, flag_ptr, start_ptr, length_ptr, cluster_ptr,
+    dq, dk, dv, dk_box, dv_box, out_ptr, lse_ptr, flag_ptr, start_ptr, length_ptr, cluster_ptr,
     whole_ptr, box_ptr, box_length_ptr, count_ptr,
-    num, heads, group, clusters, whole_room, room, out_b, out_s, out_h, scale_log2,
+    num, heads, group, clusters, whole_room, room, out_b, out_s, out_h, lse_h, scale_log2,
     C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile. A redo does only the tiles whose flag is set."""
     pieces = Tiles(start_ptr, length_ptr, cluster_ptr, num, heads, group, clusters)
     lists = Lists(whole_ptr, box_ptr, box_length_ptr, count_ptr, whole_room, room)
-    outs = Outs(out_ptr, out_b, out_s, out_h)
+    outs = Outs(out_ptr, out_b, out_s, out_h, lse_ptr, lse_h)
     flag = flag_ptr + gl.program_id(0)
     dtype: gl.constexpr = dq.dtype
     if C.redo:
@@ -376,7 +383,8 @@ def attend(
     *,
     scale: float,
     tile: GluonTile | None = None,
-) -> torch.Tensor:
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the attention of clusters; does not wait for the device.
 
     Args:
@@ -388,9 +396,11 @@ def attend(
         keep: bool [B, H, Cq, Ck].
         scale: factor of the scores.
         tile: shape of a program.
+        return_lse: whether to return the log-sum-exp of the scores as well.
 
     Returns:
-        [B, Sq, H, D], in cluster order.
+        [B, Sq, H, D] in cluster order, and lse, natural logarithm, fp32 [B, H, Sq], or None. Rows
+        without keys give 0 and -inf.
     """
     tile = tile or (FAST if q.dtype == torch.bfloat16 else EXACT)
     batch, _, heads, channels = q.shape
@@ -402,21 +412,27 @@ def attend(
     )
     num = pieces.starts.shape[2]
     total = batch * heads * num
-    out = torch.empty_like(q)
+    out, lse = torch.empty_like(q), None
+    if return_lse:
+        lse = q.new_empty((batch, heads, q.shape[1]), dtype=torch.float32)
     flags = boxes.counts.new_zeros(total if tile.fast else 1)
     arguments = (
         describe(q, 64, width), describe(k, tile.keys, width), describe(v, tile.keys, width),
-        describe(k, BOX_KEYS, width), describe(v, BOX_KEYS, width), out, flags,
+        describe(k, BOX_KEYS, width), describe(v, BOX_KEYS, width),
+        out, out if lse is None else lse, flags,
         starts, lengths, cluster,
         boxes.whole, boxes.starts, boxes.lengths, boxes.counts,
         num, heads, heads // k.shape[2], keep.shape[2],
-        boxes.whole.shape[3], boxes.starts.shape[3], *out.stride()[:3], scale / math.log(2.0),
+        boxes.whole.shape[3], boxes.starts.shape[3], *out.stride()[:3], q.shape[1],
+        scale / math.log(2.0),
     )  # fmt: skip
     redone = (False, True) if tile.fast else (False,)
-    variants = [{"C": _shape(tile, channels, redo=redo), "num_warps": 4} for redo in redone]
+    variants = [
+        {"C": _shape(tile, channels, redo=redo, lse=return_lse), "num_warps": 4} for redo in redone
+    ]
     with torch.cuda.device_of(q):
         _launcher().each((total,), *arguments, variants=variants)
-    return out
+    return out, lse
 
 
 @cache
@@ -425,7 +441,7 @@ def _launcher() -> Launcher:
 
 
 @cache
-def _shape(tile: GluonTile, channels: int, *, redo: bool) -> Shape:
+def _shape(tile: GluonTile, channels: int, *, redo: bool, lse: bool) -> Shape:
     """Return the compile-time shape of the kernel, of which the consumers use a part."""
     return Shape(
         keys=tile.keys,
@@ -446,7 +462,7 @@ def _shape(tile: GluonTile, channels: int, *, redo: bool) -> Shape:
         q_lengths=False,
         bits=False,
         one_word=False,
-        lse=False,
+        lse=lse,
         skip=0.0,
         redo=redo,
         registers=tile.registers,

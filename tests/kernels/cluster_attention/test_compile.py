@@ -17,7 +17,9 @@ from tests.kernels.compiling import Compiler, needs_gluon, with_oldest
 pytestmark = needs_gluon
 
 
-def compile_for(compiler: Compiler, head_size: int, dtype: torch.dtype) -> None:
+def compile_for(
+    compiler: Compiler, head_size: int, dtype: torch.dtype, *, lse: bool = False
+) -> None:
     """Compile what a call takes, and assert that nothing spills."""
     from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
@@ -26,7 +28,8 @@ def compile_for(compiler: Compiler, head_size: int, dtype: torch.dtype) -> None:
     order = torch.arange(640, dtype=torch.int32).expand(1, 4, -1)
     side = Groups(order=order, starts=starts, counts=torch.full_like(starts, 128))
     keep = torch.ones(1, 4, 5, 5, dtype=torch.bool)
-    attend(x, x, x, cut(side, TILE_ROWS, multiple=64), side, keep, scale=0.1)
+    pieces = cut(side, TILE_ROWS, multiple=64)
+    attend(x, x, x, pieces, side, keep, scale=0.1, return_lse=lse)
     # The lists, the attention and, where it has a fixed reference, the redo of flagged tiles.
     assert len(compiler.kernels) == (3 if dtype == torch.bfloat16 else 2)
     compiler.assert_clean()
@@ -42,6 +45,15 @@ NEWEST = [(80, torch.bfloat16)]
 )
 def test_nothing_spills(compiler: Compiler, head_size: int, dtype: torch.dtype) -> None:
     compile_for(compiler, head_size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype"), with_slow(EVERY_CASE, NEWEST if with_oldest() else []), ids=str
+)
+def test_nothing_spills_with_the_log_sum_exp(
+    compiler: Compiler, head_size: int, dtype: torch.dtype
+) -> None:
+    compile_for(compiler, head_size, dtype, lse=True)
 
 
 def only_with_oldest(case: tuple[int, torch.dtype]) -> list[object]:

@@ -46,9 +46,8 @@ UPSTREAM = "svg"
 # Of requests that nobody says have ended, so many branches are remembered.
 _MAX_BRANCHES = 8
 
-# Of the heads at a time where there is a tail: the plan of a share is many small operations, and
-# with the 20 shares that attention without a tail takes, the GPU would wait for the host.
-_SHARE_WITH_TAIL = 0.2
+# Of the heads at a time where there is a tail, whose many small operations take the host long.
+_SHARE_WITH_TAIL = 0.1
 
 _Run = tuple[str, str | None]
 _Branch = tuple[str, str | None, Hashable]
@@ -252,7 +251,7 @@ def attend_clusters(call: SparseCall, clusters: ClusterMap, out: torch.Tensor) -
         )
 
     slices = head_slices(query, out, kv_heads)
-    if call.tail:  # whose plans are made of many small operations
+    if call.tail:
         slices = head_slices(query, out, kv_heads, _SHARE_WITH_TAIL)
     run_on_two_streams([partial(attend, kv) for kv in slices], query.device)
 
