@@ -57,12 +57,12 @@ OTHERS = {
 }
 
 
-QUICK = ("subblock_sparse_attn", "pisa_attn", "static_sparse_attn")
+IN_THE_GATE = ("subblock_sparse_attn", "static_sparse_attn")
 
 
 @pytest.mark.parametrize(
     "backend",
-    [b if b in QUICK else pytest.param(b, marks=pytest.mark.slow) for b in OTHERS],
+    [b if b in IN_THE_GATE else pytest.param(b, marks=pytest.mark.slow) for b in OTHERS],
 )
 @pytest.mark.parametrize(
     "family",
