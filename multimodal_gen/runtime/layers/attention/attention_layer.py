@@ -273,7 +273,9 @@ class AttentionLayer(nn.Module):
                 call = with_cache(call, self.geometry, context.kv_cache)
             except UsageError as error:
                 raise self._refused(call, error) from None
-        if misfit is None and call.is_listed:
+        # `call.is_listed`, spelled out, because it is part of every call; so it is in `_attend`.
+        listed = call.cache is not None or call.lists is not None or call.sink_logits is not None
+        if misfit is None and listed:
             misfit = refusal(call, self.geometry)
         if misfit is not None:
             raise self._refused(call, misfit)
@@ -354,7 +356,7 @@ class AttentionLayer(nn.Module):
         context = current_forward_context()
         if call.off_grid and entry.primary.selection.backend.is_sparse:
             entry, call = entry.off_grid(call.off_grid), call._replace(gate=None)
-        if call.is_listed:
+        if call.cache is not None or call.lists is not None or call.sink_logits is not None:
             return attend_listed(entry, call, self.geometry, self._on_the_engine)
         if entry.varies:
             entry = entry.at(call, context)

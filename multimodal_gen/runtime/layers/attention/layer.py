@@ -130,8 +130,12 @@ class LocalAttention(AttentionLayer):
         Returns:
             [B, Sq, H, Dv].
         """
-        mask, lists = lists_or_mask(attn_mask)
-        call = AttentionCall(q, k, v, mask, cache=cache, lists=lists, sink_logits=sink_logits)
+        lists = None
+        if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+            attn_mask, lists = lists_or_mask(attn_mask)
+        call = AttentionCall(q, k, v, attn_mask)
+        if cache is not None or lists is not None or sink_logits is not None:
+            call = call._replace(cache=cache, lists=lists, sink_logits=sink_logits)
         return self.attend(call)
 
 
@@ -384,7 +388,9 @@ class USPAttention(SequenceParallelLayer):
         Raises:
             UsageError: arguments exclude each other, or sizes do not fit.
         """
-        mask, lists = lists_or_mask(attn_mask)
+        mask, lists = attn_mask, None
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            mask, lists = lists_or_mask(mask)
         skip = self.skip_sequence_parallel or skip_sequence_parallel_override
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
