@@ -26,9 +26,9 @@ _LAYERS: "WeakValueDictionary[int, _Layer]" = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 _WHY_OUTSIDE = (
-    "gradients through attention layers are recorded outside compiled graphs, and so are calls "
-    "with a cache, lists of blocks or sink logits; run under torch.no_grad() or compile without "
-    "fullgraph"
+    "gradients through attention layers are recorded outside compiled graphs; run under "
+    "torch.no_grad() or compile without fullgraph. Calls with a cache, a mask of blocks or "
+    "sink_logits run outside of them, too"
 )
 
 _VMAP_KEYS = tuple(
