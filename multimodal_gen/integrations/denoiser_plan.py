@@ -332,10 +332,12 @@ class DenoiserPlan:
         parts = " and ".join(
             part for part, is_taken in ((GATE, gated), (PROJECTION, projected)) if is_taken
         )
-        lost = (
+        start = (
             f"{self._component.name}: trained layers that its checkpoint may have ({parts}) are "
-            f"not used, its files are unknown: {files.reason}"
         )
+        if next(self._component.model.parameters()).is_meta:
+            return f"{start}looked for when it is loaded"
+        lost = f"{start}not used, its files are unknown: {files.reason}"
         if files.source:
             self._scope.warnings.warn(lost)
             return ""  # which the report has from there

@@ -71,6 +71,9 @@ from multimodal_gen.runtime.layers.attention.sparse.upstream import (
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
+# A cluster of fewer is hardly one: its queries, or keys, would rather be looked at singly.
+_TOKENS_PER_CLUSTER = 4
+
 _SVG = PackageProbe(
     module=UPSTREAM,
     distribution="svg",
@@ -88,8 +91,8 @@ class SVG2Config(SparseConfig):
     random centroids.
 
     Attributes:
-        svg2_num_q_centroids: clusters of queries per head.
-        svg2_num_k_centroids: clusters of keys per head.
+        svg2_num_q_centroids: clusters of queries per head, at most one for four tokens.
+        svg2_num_k_centroids: clusters of keys per head, the same.
         svg2_top_p_kmeans: attention mass to keep per query cluster, as estimated from centroids; 1
             equals dense attention. It may change over the steps: {0: 0.98, 0.4: 0.9}.
         svg2_min_kc_ratio: least share of key clusters to keep; the same.
@@ -111,8 +114,12 @@ class SVG2Config(SparseConfig):
     first_dense_steps: ClassVar[str] = "svg2_first_times_fp"
     first_dense_layers: ClassVar[str] = "svg2_first_layers_fp"
 
-    svg2_num_q_centroids: int = option(300, "clusters of queries per head", ge=1)
-    svg2_num_k_centroids: int = option(1000, "clusters of keys per head", ge=1)
+    svg2_num_q_centroids: int = option(
+        300, "clusters of queries per head, at most one for four tokens", ge=1
+    )
+    svg2_num_k_centroids: int = option(
+        1000, "clusters of keys per head, at most one for four tokens", ge=1
+    )
     svg2_top_p_kmeans: Ratio = option(0.9, "attention mass to keep", ge=0, le=1)
     svg2_min_kc_ratio: Ratio = option(0.1, "least share of key clusters to keep", ge=0, le=1)
     svg2_kmeans_iter_init: int = option(50, "k-means iterations from random centroids", ge=1)
@@ -317,13 +324,25 @@ class SVG2Impl(SparseImpl[SVG2Config]):
         age: int,
     ) -> Clusters:
         config = self.config
-        shape = (x.shape[0], x.shape[2], min(num, x.shape[1]), x.shape[3])
+        num = self._clusters_of(x.shape[1], num)
+        shape = (x.shape[0], x.shape[2], num, x.shape[3])
         step, first = config.svg2_kmeans_iter_step, config.svg2_kmeans_iter_init
         iterations = min(step * age, max(step, first))
         if known is None or known.shape != shape:
             known = by_similarity(initial_centroids(x, num, keep=keep))
             iterations = first
         return kmeans(x, known, iterations=iterations, keep=keep, kernel=config.kmeans_kernel)
+
+    def _clusters_of(self, num_tokens: int, num: int) -> int:
+        """Return how many clusters so many tokens get where `num` are asked for."""
+        most = max(1, num_tokens // _TOKENS_PER_CLUSTER)
+        if num <= most:
+            return num
+        self.warnings.warn(
+            f"{self.label} makes {most} clusters of {num_tokens} tokens, not the {num} that were "
+            f"asked for: of {_TOKENS_PER_CLUSTER} tokens each on average, at least"
+        )
+        return most
 
     def _select(self, queries: Clusters, keys: Clusters, config: SVG2Config) -> torch.Tensor:
         """Return which clusters attend to which, bool [B, H, Cq, Ck]."""

@@ -216,6 +216,13 @@ def test_there_may_be_fewer_tokens_than_clusters(grid):
     assert_within_error_budget(out, *qkv, scale=SCALE)
 
 
+def test_a_cluster_has_four_tokens_on_average_at_least(caplog):
+    attention = layer(svg2_num_q_centroids=300, svg2_num_k_centroids=26)
+    run(attention, inputs())
+    assert "makes 26 clusters of 105 tokens, not the 300 that were asked for" in caplog.text
+    assert caplog.text.count("clusters of 105 tokens") == 1  # of keys there are as many as asked
+
+
 def test_the_next_step_starts_from_the_centroids_of_the_last():
     first, second = inputs(seed=0), inputs(seed=5)
     attention = layer()
