@@ -37,6 +37,18 @@ _PIPELINES = "diffusers.pipelines"
 _MOST_LAYERS = 4096
 _MOST = 2**31 - 1
 _LAYER_WORDS = ("layers", "blocks", "depth")
+# Lists of them, which some models have, are left to the models.
+_COUNTS = frozenset(
+    {
+        "attention_head_dim",
+        "hidden_size",
+        "in_channels",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_layers",
+        "out_channels",
+    }
+)
 _MOST_BYTES = 16 << 20
 
 
@@ -161,7 +173,7 @@ def component_configs(
 
 
 def check_sizes(name: str, config: Mapping[str, object], model_path: str) -> None:
-    """Refuse sizes that no model has, before it is built.
+    """Refuse sizes that no model has, and what is no size, before it is built.
 
     Args:
         name: the component.
@@ -171,6 +183,15 @@ def check_sizes(name: str, config: Mapping[str, object], model_path: str) -> Non
     Raises:
         UsageError: names the component, the key and the value.
     """
+    for key in _COUNTS & config.keys():
+        value = config[key]
+        least = 0 if "layers" in key else 1
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not is_whole and value is not None and not isinstance(value, (list, tuple)):
+            raise UsageError(
+                f"component {name} of {model_path!r} must have a whole number of at least {least} "
+                f"as `{key}`, got {short(value)}; check its config.json"
+            )
     for key, value in _numbers(config, 0):
         is_count = any(word in key for word in _LAYER_WORDS) and "scale" not in key
         most = _MOST_LAYERS if is_count and isinstance(value, int) else _MOST

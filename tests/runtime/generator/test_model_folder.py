@@ -105,15 +105,28 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_built(
 
 
 @pytest.mark.parametrize(
+    ("component", "key", "value", "least"),
+    [
+        ("transformer", "num_layers", "two", 0),
+        ("transformer", "num_layers", -1, 0),
+        ("transformer", "attention_head_dim", 2.5, 1),
+        ("transformer", "num_attention_heads", 0, 1),
+    ],
+)
+def test_what_is_no_size_is_refused_by_name(folder, component, key, value, least) -> None:
+    change(folder / component / "config.json", **{key: value})
+    wanted = f"component {component} of .* whole number of at least {least} as `{key}`, got"
+    for make in (skeleton, load):
+        with pytest.raises(UsageError, match=wanted):
+            make(folder)
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("num_layers", "two"),
-        ("num_layers", -1),
-        ("num_attention_heads", 0),
         ("num_attention_heads", None),
         ("patch_size", [0, 0, 0]),
         ("patch_size", "abc"),
-        ("attention_head_dim", 2.5),
         ("rope_max_seq_len", "x"),
     ],
 )
