@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.reference import attention_reference_backward
-from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import build_config
@@ -178,43 +176,6 @@ def test_compiled_and_checkpointed_calls_have_the_same_gradients() -> None:
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-
-
-SM90_PLANS = [name for name in PLANS if "padded" not in name]
-
-
-@pytest.mark.parametrize(
-    ("name", "head_size", "dtype"),
-    [
-        *((name, 128, torch.bfloat16) for name in SM90_PLANS),
-        ("regular 64", 64, torch.float16),
-        ("ragged", 80, torch.float16),
-    ],
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_the_kernels_for_sm90_are_right(
-    name: str, head_size: int, dtype: torch.dtype, seed: int
-) -> None:
-    from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    plan = random_plan(PLANS[name], seed=seed, device="cuda")
-    q, k, v = inputs_for(plan, head_size=head_size, dtype=dtype, kv_heads=4)
-    upstream, scale = torch.randn_like(q), head_size**-0.5
-    out, lse = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True)
-    of_lse = torch.randn_like(lse)
-    tile = GluonBackwardTile(consumers=2, step=64, stages=4)
-    own = GluonBackwardTile(consumers=2, step=64, stages=2, own=True)
-    tiles = (own if plan.q.size <= 64 else tile, own if plan.kv.size <= 64 else tile)
-    given = (q, k, v, plan, out, lse, upstream, of_lse)
-    found = sm90.attend_backward(*given, scale=scale, tiles=tiles)
-    wanted = attention_reference_backward(
-        upstream.double(), of_lse, *(x.double() for x in (q, k, v, out)), lse, plan, scale=scale
-    )
-    for mine, exact in zip(found, wanted, strict=True):
-        error = float((mine.double() - exact).norm() / exact.norm().clamp_min(1e-6))
-        assert error < 1e-2, f"relative error {error:.2e}"
 
 
 GRID, TEXT, HEADS = (6, 12, 16), 77, 4

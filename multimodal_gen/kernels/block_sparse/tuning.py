@@ -8,7 +8,6 @@ from types import MappingProxyType
 __all__ = [
     "CHOICE_ROWS",
     "BackwardTiles",
-    "GluonBackwardTile",
     "GluonTile",
     "TritonTile",
     "backward_tiles",
@@ -91,25 +90,6 @@ def _fitted(tile: TritonTile, head_size: int, shared_memory: int) -> TritonTile:
         stages -= 1
         tile = TritonTile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=stages)
     return tile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GluonBackwardTile:
-    """Shape of one program of the backward pass on SM90.
-
-    Attributes:
-        consumers: consumer warpgroups of 64 rows.
-        step: rows of a step.
-        stages: steps in the ring.
-        own: whether each consumer has a block of its own.
-        registers: registers of a consumer thread.
-    """
-
-    consumers: int
-    step: int
-    stages: int
-    own: bool = False
-    registers: int = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ import torch
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tuning import (
-    GluonBackwardTile,
     GluonTile,
     backward_tiles,
     gluon_tile,
@@ -344,32 +343,3 @@ def test_the_backward_kernels_hardly_spill(
     launch_backward(compiler, capability, form, size, channels)
     assert {"query_gradient_kernel", "key_gradients_kernel"} <= compiler.names
     assert_clean(compiler.kernels, most=16)
-
-
-EVERY_SM90_BACKWARD = [
-    (form, size, of_keys)
-    for form in ("dense", "ragged")
-    for size in (64, 128)
-    for of_keys in (False, True)
-]
-SM90_BACKWARD = [("ragged", 64, True)]
-
-
-@pytest.mark.parametrize(
-    ("form", "size", "of_keys"),
-    with_slow(EVERY_SM90_BACKWARD, SM90_BACKWARD),
-)
-def test_the_backward_kernels_for_sm90_compile(
-    compiler: Compiler, form: str, size: int, of_keys: bool
-) -> None:
-    from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import launch
-
-    plan = plan_of(form, size, size)
-    q, k, v, out = tensors_for(plan, 128, torch.bfloat16)
-    k, v = (torch.zeros(2, plan.kv.total, 4, 128, dtype=torch.bfloat16) for _ in range(2))
-    rows = torch.empty(2, 2, 4, max(plan.q.total, plan.kv.total))
-    results = torch.empty(1 + of_keys, *out.shape, dtype=torch.bfloat16)
-    tile = GluonBackwardTile(consumers=2, step=64, stages=2 if size == 64 else 4, own=size == 64)
-    launch((q, out), (k, v), plan, rows, results, scale=0.1, tile=tile, of_keys=of_keys)
-    # Two accumulators, the scores and their gradients fill the registers of a thread.
-    assert_clean(compiler.kernels, most=160)
