@@ -553,7 +553,7 @@ def attend_tiled(
             now()
         else:
             calls.append(now)
-    run_on_two_streams(calls, query.device)
+    run_on_two_streams(calls, query.device, recorded=recorded)
     return out
 
 
@@ -648,9 +648,15 @@ def head_slices(
     return [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
 
 
-def run_on_two_streams(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
-    """Run independent calls; on a GPU on two streams, one's copies beside the other's products."""
-    if device.type != "cuda" or len(calls) < 2:
+def run_on_two_streams(
+    calls: Sequence[Callable[[], None]], device: torch.device, *, recorded: bool = False
+) -> None:
+    """Run independent calls; on a GPU on two streams, one's copies beside the other's products.
+
+    Where gradients are recorded, on the current one: the backward pass would free what the other
+    stream still reads.
+    """
+    if device.type != "cuda" or len(calls) < 2 or recorded:
         for call in calls:
             call()
         return

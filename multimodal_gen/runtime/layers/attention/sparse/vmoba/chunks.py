@@ -279,7 +279,9 @@ def attend_chunks(
 
     calls = [*(partial(attend_rest, span) for span in layout.text)]
     calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
-    run_on_two_streams(calls, query.device)
+    inputs = (query, call.key, call.value)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    run_on_two_streams(calls, query.device, recorded=recorded)
     return out, share
 
 
