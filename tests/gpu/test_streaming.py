@@ -7,19 +7,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan, teacher_forcing_plan
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.tile_pool.api import pool_tiles, select_tiles
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
-from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.block_plans import dense_mask
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
@@ -135,49 +130,6 @@ def test_windows_in_space_are_those_of_the_lists():
             cache.commit()
 
 
-def test_video_sparse_attention_replays_its_choice_among_tiles():
-    """Chosen by means in bf16, as the layer does it, and attended to within the error budget."""
-    backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    options = {"sparsity": 0.7, "tile_size": [4, 8, 8]}
-    config = build_config(
-        find_backend(backend, PlatformEnum.CUDA).config_cls, options, backend=str(backend)
-    )
-    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-    layer = LocalAttention(HEADS, SIZE, KV_HEADS, scope=SelectionScope(default=asked, strict=True))
-    tokens = 3 * 20 * 16
-    cache = cache_of(chunk_tokens=tokens, grid=(20, 16), tile=(8, 8))
-    part, graph, qkv = cache.layers[0], torch.cuda.CUDAGraph(), draw(tokens, 0)
-    with torch.inference_mode(), set_forward_context(0, num_steps=1):
-        for number in range(12):
-            cache.begin(number * tokens, tokens)
-            for x, new in zip(qkv, draw(tokens, number), strict=True):
-                x.copy_(new)
-            if number < 8:
-                out = layer(*qkv, cache=part)
-            else:
-                if number == 8:
-                    with torch.cuda.graph(graph):
-                        out = layer(*qkv, cache=part)
-                graph.replay()
-            seen = part.view(space=(9, 9)).visible()
-            assert seen.tiles is not None
-            order, kv = seen.tiles.order, seen.plan.kv
-            starts, lengths = (x.view(-1) for x in kv.tensors())
-            query = qkv[0][:, order.order.long()]
-            (means,) = pool_tiles((query,), order.starts, order.lengths, size=order.largest)
-            (keys,) = pool_tiles((seen.keys,), starts, lengths.clamp_min(1), size=kv.size)
-            kept = -(-3 * seen.tiles.num_tiles // 10)
-            real = (lengths > 0).expand(BATCH, -1)
-            indices = select_tiles(means, keys, kept, real=real)
-            counts = indices.new_full((1, 1, 1), kept).expand(indices.shape[:3])
-            plan = BlockPlan(indices=indices, counts=counts, q=seen.plan.q, kv=kv)
-            mask = dense_mask(plan.to("cpu"), BATCH, HEADS).cuda()
-            assert_within_error_budget(
-                out[:, order.order.long()], query, seen.keys, seen.values, scale=SCALE, mask=mask
-            )
-            cache.commit()
-
-
 def kernels_of(cache: CausalCache, number: int) -> list[str]:
     """Return the kernels and copies on the device that placing a chunk takes."""
     torch.cuda.synchronize()
@@ -203,6 +155,8 @@ def test_an_eviction_runs_the_same_few_kernels_whatever_is_kept():
                 layer(q, k, v, cache=part)
             cache.commit()
         names = kernels_of(cache, window + 4)
+        if not names:
+            pytest.skip("the profiler sees no kernels on this machine")
         counts[window] = len(names)
         assert not [name for name in names if "DtoD" in name or "Cat" in name], names
     assert 0 < counts[2] == counts[12] < 12

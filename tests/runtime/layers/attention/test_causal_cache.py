@@ -498,59 +498,6 @@ def test_sliding_tiles_see_their_window_in_space_of_a_cache_in_tiles():
     assert layer.report().detours == ()
 
 
-def tiles_of_tokens(frames: list[int], grid: tuple[int, int]) -> torch.Tensor:
-    """Return the tile of 4 x 4 of every token of some chunks: int64 [S]."""
-    wide = -(-grid[1] // 4)
-    rows, columns = torch.arange(grid[0]) // 4, torch.arange(grid[1]) // 4
-    tile = (rows[:, None] * wide + columns).flatten()
-    num = int(tile.max()) + 1
-    return torch.cat([tile.repeat(n) + i * num for i, n in enumerate(frames)])
-
-
-def best_tiles(q: torch.Tensor, k: torch.Tensor, q_tile, k_tile, kept: int) -> torch.Tensor:
-    """Return bool [B, H, Sq, Sk]: whether a key's tile is among the best of the query's."""
-    means = []
-    for x, tile in ((q, q_tile), (k, k_tile)):
-        one_hot = torch.nn.functional.one_hot(tile).to(x.dtype)
-        means.append(torch.einsum("bshd,st->bhtd", x, one_hot / one_hot.sum(0)))
-    scores = means[0] @ means[1].repeat_interleave(HEADS // KV_HEADS, dim=1).mT
-    keep = torch.zeros_like(scores, dtype=torch.bool)
-    keep.scatter_(-1, scores.topk(kept, dim=-1).indices, True)
-    return keep[:, :, q_tile][..., k_tile]
-
-
-@pytest.mark.parametrize("grid", [(8, 12), (6, 10)])
-def test_video_sparse_attention_chooses_among_all_tiles_of_a_cache(grid):
-    options = {"sparsity": 0.7, "tile_size": [4, 4, 4], "dense_steps": "0"}
-    layer = sparse_layer(AttentionBackendEnum.VIDEO_SPARSE_ATTN, options)
-    frame, past, start = grid[0] * grid[1], [], 0
-    cache = CausalCache(
-        size_of(chunk_tokens=2 * frame, grid=grid, tile=(4, 4), dtype=torch.float32)
-    )
-    for number, frames in enumerate([1, *[2] * 5, 1]):
-        q, k, v = (x.float() for x in draw(frames * frame, seed=number))
-        cache.begin(start, frames * frame)
-        for step in range(2):
-            with set_forward_context(step, num_steps=2):
-                out = layer(q, k, v, cache=cache.layers[0])
-        past.append((frames, k, v))
-        seen = seen_by(number, past, 3, 1)
-        keys, values = (torch.cat([x[i] for x in seen], dim=1) for i in (1, 2))
-        tiles = tiles_of_tokens([frames], grid), tiles_of_tokens([x[0] for x in seen], grid)
-        kept = math.ceil(0.3 * (int(tiles[1].max()) + 1) - 1e-9)
-        mask = best_tiles(q, keys, *tiles, kept)
-        want, _ = reference_attention(q, keys, values, scale=SCALE, mask=mask)
-        torch.testing.assert_close(out, want.float(), rtol=0, atol=1e-5)
-        start += frames * frame
-        cache.commit()
-    dense, sparse = layer.report().entries
-    assert (sparse.selection.label, sparse.calls) == ("video_sparse_attn (reference)", 7)
-    assert 0.25 < sparse.density < 0.45
-    # The dense step: behind a first chunk that is short, what is seen lies in pieces.
-    assert (dense.selection.label, dense.calls) == ("torch_sdpa", 1)
-    assert [detour.calls for detour in layer.report().detours] == [6]
-
-
 @pytest.mark.parametrize(
     ("backend", "options"),
     [

@@ -17,10 +17,9 @@ import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.slots import SeenTiles
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
-from multimodal_gen.kernels.tile_pool.api import pool_tiles, select_tiles
+from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -71,9 +70,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 _VSA = PackageProbe(module="vsa", distribution="vsa", install="pip install vsa")
 
 _CELLS = 4  # of a tile, where they rank tiles
-# A window larger than any grid.
-_EVERYWHERE = (1 << 20, 1 << 20)
-
 _TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
 
 
@@ -258,39 +254,6 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         call = self.call(query, key, value, context, gate=gate)
         tiles = in_tiles(call.layout, self.config.tile_size, query.device)
         return coarse_stage(call, *tiles).add(out, call)
-
-    def window_in_cache(self, frames: int, tile: tuple[int, int]) -> tuple[int, int] | None:
-        """See `AttentionImpl`: it chooses among all tiles that the cache shows."""
-        size = self.config.tile_size
-        if tuple(size[1:]) != tile or frames > size[0] or not self.takes_tiles(UPSTREAM):
-            return None
-        return _EVERYWHERE
-
-    def forward_tiles(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        tiles: SeenTiles,
-        context: ForwardContext | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the fine stage; see `AttentionImpl.forward_tiles`."""
-        kept = kept_tiles(self.settings(context), tiles.num_tiles, tiles.num_tokens)
-        density: float | torch.Tensor = kept / tiles.num_tiles
-        plan, order = tiles.plan, tiles.order
-        if kept < tiles.num_tiles:
-            starts, lengths = (bound.view(-1) for bound in plan.kv.tensors())
-            (means,) = pool_tiles((query,), order.starts, order.lengths, size=order.largest)
-            at_least = lengths.clamp_min(1)  # of tiles that are not seen, which are left out
-            (key_means,) = pool_tiles((key,), starts, at_least, size=plan.kv.size)
-            real = (lengths > 0).expand(len(query), -1)
-            indices = select_tiles(means, key_means, kept, real=real)
-            counts = indices.new_full((1, 1, 1), kept).expand(indices.shape[:3])
-            plan = BlockPlan(indices=indices, counts=counts, q=plan.q, kv=plan.kv, uniform=True)
-            if not order.uniform:  # which tiles are cut short is up to the data
-                density = plan.pairs(full=True).double().mean()
-                density = density / (order.num_tokens * tiles.num_tokens)
-        return self.attend_plan(query, key, value, plan, context, density)
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
