@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.errors import MultimodalGenError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import (
@@ -33,7 +33,7 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
     register_layer,
 )
 from multimodal_gen.runtime.layers.attention.listed_calls import (
-    EngineCalls,
+    DetourCalls,
     attend_listed,
     refusal,
     with_cache,
@@ -77,7 +77,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     forced_backend,
     layer_of,
 )
-from multimodal_gen.runtime.layers.attention.selector import prefer_supported
+from multimodal_gen.runtime.layers.attention.selector import Selection, prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (
     TextSpan,
     current_forward_context,
@@ -162,7 +162,7 @@ class AttentionLayer(nn.Module):
         )
         # By forced backend, dtype and device type.
         self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
-        self._on_the_engine = EngineCalls()
+        self._detours = DetourCalls()
         self._layer_id = register_layer(self)
         # Dtype and device type of the last call; a list, which a call can change cheaply.
         self._last = [(compute_dtype or torch.get_default_dtype(), current_platform().device_type)]
@@ -237,7 +237,7 @@ class AttentionLayer(nn.Module):
             entries=tuple(entry for entries, _ in parts for entry in entries),
             detours=(
                 *(detour for _, detours in parts for detour in detours),
-                *self._on_the_engine.entries(),
+                *self._detours.entries(),
             ),
         )
 
@@ -315,6 +315,22 @@ class AttentionLayer(nn.Module):
         with use_forward_context(context):
             return self._attend(call)[:, added:]
 
+    def detour(self, selection: Selection) -> None:
+        """Note for the report that a call is served by something else than was bound for it.
+
+        Args:
+            selection: what serves it, and why.
+
+        Raises:
+            UnsupportedBackendError: fallbacks are refused.
+        """
+        if self._scope.strict:
+            raise UnsupportedBackendError(
+                f"{selection.reason}; leave --strict-attention out to have such calls served by "
+                f"{selection.label}"
+            )
+        self._detours.count(selection)
+
     def like(self, scope: SelectionScope) -> "AttentionLayer":
         """Return a layer at the same place of the model, under another scope.
 
@@ -357,7 +373,7 @@ class AttentionLayer(nn.Module):
         if call.off_grid and entry.primary.selection.backend.is_sparse:
             entry, call = entry.off_grid(call.off_grid), call._replace(gate=None)
         if call.cache is not None or call.lists is not None or call.sink_logits is not None:
-            return attend_listed(entry, call, self.geometry, self._on_the_engine)
+            return attend_listed(entry, call, self.geometry, self._detours)
         if entry.varies:
             entry = entry.at(call, context)
         if call.gate is not None:
@@ -369,10 +385,12 @@ class AttentionLayer(nn.Module):
         bound = entry.primary
         if call.wants_gradient:
             bound = entry.with_features(Feature.BACKWARD)
-        bound.calls += 1
         if call.first_head and bound.impl.per_head:
-            return bound.forward(query, key, value, context, first_head=call.first_head)
-        return bound.forward(query, key, value, context)
+            out = bound.forward(query, key, value, context, first_head=call.first_head)
+        else:
+            out = bound.forward(query, key, value, context)
+        bound.calls += 1  # here and elsewhere after what may fail: the report counts what ran
+        return out
 
     def schedule(self) -> tuple[ScheduleEntry, ...]:
         """Return the schedule for tensors like those of the last call."""
@@ -518,9 +536,10 @@ class AttentionLayer(nn.Module):
             mask = with_causal(mask, call.query.shape[1])
             needs = (Feature.DENSE_MASK, *needs[1:])
         bound = entry.with_features(*needs, causal_in_mask=causal)
-        bound.calls += 1
         context, heads = current_forward_context(), bound.heads_from(call.first_head)
-        return bound.forward(*call[:3], context, attn_mask=mask, **heads)
+        out = bound.forward(*call[:3], context, attn_mask=mask, **heads)
+        bound.calls += 1
+        return out
 
     def _attend_gated(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
         """Return attention plus the weighed coarse branch.
@@ -533,19 +552,21 @@ class AttentionLayer(nn.Module):
         if call.wants_gradient:
             bound = entry.with_features(Feature.BACKWARD)
             coarse = gated.with_features(Feature.BACKWARD)
-        bound.calls += 1
         assert call.gate is not None, "callers know"
         gate, context = call.gate.to(query.dtype), current_forward_context()
         heads = bound.heads_from(call.first_head)
         if bound.gated:
-            return bound.impl.forward_gated(query, key, value, gate, context, **heads)
-        out = bound.forward(query, key, value, context, **heads)
-        return coarse.impl.add_coarse(out, query, key, value, gate, context)
+            out = bound.impl.forward_gated(query, key, value, gate, context, **heads)
+        else:
+            dense = bound.forward(query, key, value, context, **heads)
+            out = coarse.impl.add_coarse(dense, query, key, value, gate, context)
+        bound.calls += 1
+        return out
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
         state = {**self.__dict__, "_schedules": {}, "_layer_id": None}
-        return {**state, "_on_the_engine": EngineCalls()}
+        return {**state, "_detours": DetourCalls()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -608,7 +629,6 @@ def _attend_packed(bound: BoundBackend, call: AttentionCall, mask: KeyMask) -> t
         packed_query = query.flatten(0, 1)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
         cu_seqlens_q = starts * num_queries
-    bound.calls += 1
     out = bound.impl.forward_varlen(
         packed_query,
         meta.pack(key),
@@ -618,6 +638,7 @@ def _attend_packed(bound: BoundBackend, call: AttentionCall, mask: KeyMask) -> t
         max_seqlen_q=num_queries,
         max_seqlen_k=meta.max_seqlen,
     )
+    bound.calls += 1
     if mask.covers_queries:
         return meta.unpack(out)
     return out.reshape(batch, num_queries, *out.shape[1:])

@@ -43,7 +43,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["EngineCalls", "Lists", "attend_listed", "lists_or_mask", "refusal", "with_cache"]
+__all__ = ["DetourCalls", "Lists", "attend_listed", "lists_or_mask", "refusal", "with_cache"]
 
 Lists: TypeAlias = "BlockPlan | BlockMask"
 """What a layer takes as a mask of blocks."""
@@ -53,31 +53,32 @@ _BY_BLOCKS = "the mask is one of blocks"
 _OF_SEVERAL = "keys in a cache are those of several calls"
 
 
-class EngineCalls:
-    """How many calls of a layer the engine served in place of its backend, for the report."""
+class DetourCalls:
+    """How many calls of a layer something else served than its backends, for the report."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[Selection, str, str]] = Counter()
+        self._counts: Counter[Selection] = Counter()
 
-    def count(self, selection: Selection, kernel: str, why: str) -> None:
-        """Note one call that `selection` was bound for and `kernel` of the engine served."""
-        self._counts[selection, kernel, why] += 1
+    def count(self, selection: Selection) -> None:
+        """Note one call: what served it, and why."""
+        self._counts[selection] += 1
 
     def entries(self) -> tuple[ReportEntry, ...]:
         """Return them as detours."""
         return tuple(
-            ReportEntry(
-                steps=None,
-                selection=replace(
-                    selection,
-                    backend=AttentionBackendEnum.TRITON_ATTN,
-                    variant=kernel,
-                    reason=f"{selection.label} takes no lists of blocks, and {why}",
-                ),
-                calls=calls,
-            )
-            for (selection, kernel, why), calls in self._counts.items()
+            ReportEntry(steps=None, selection=selection, calls=calls)
+            for selection, calls in self._counts.items()
         )
+
+
+def _by_the_engine(selection: Selection, kernel: str, why: str) -> Selection:
+    """Return what serves a call that `selection` was bound for: a kernel of the engine."""
+    return replace(
+        selection,
+        backend=AttentionBackendEnum.TRITON_ATTN,
+        variant=kernel,
+        reason=f"{selection.label} takes no lists of blocks, and {why}",
+    )
 
 
 def lists_or_mask(
@@ -159,7 +160,7 @@ def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
 
 
 def attend_listed(
-    entry: ScheduleEntry, call: AttentionCall, geometry: LayerGeometry, served: EngineCalls
+    entry: ScheduleEntry, call: AttentionCall, geometry: LayerGeometry, served: DetourCalls
 ) -> torch.Tensor:
     """Return attention of a call with a cache, lists of blocks, or sink logits.
 
@@ -189,7 +190,7 @@ def attend_listed(
     if not plans:
         return _with_sink(call, *_on_its_backend(entry, call))
     kernel, out, lse = _on_the_engine(call, plans, geometry)
-    served.count(entry.primary.selection, kernel, _BY_BLOCKS)
+    served.count(_by_the_engine(entry.primary.selection, kernel, _BY_BLOCKS))
     return _with_sink(call, out, lse)
 
 
@@ -198,7 +199,7 @@ def _attend_cached(
     call: AttentionCall,
     cache: LayerCache,
     geometry: LayerGeometry,
-    served: EngineCalls,
+    served: DetourCalls,
 ) -> torch.Tensor:
     """Return attention of the running chunk of a cache, once it is written."""
     impl, size = entry.primary.impl, cache.cache.size
@@ -222,12 +223,12 @@ def _attend_cached(
         (query,) = gather_tokens([query], tiles.order.order)
     call = call._replace(query=query, key=key, value=value)
     if tiles is not None and window is not None:
-        entry.primary.calls += 1
         results = impl.forward_tiles(query, key, value, tiles, current_forward_context())
+        entry.primary.calls += 1
         out = _with_sink(call, *results)
     else:
         kernel, out, lse = _on_the_engine(call, (seen.plan,), geometry)
-        served.count(entry.primary.selection, kernel, _IN_PIECES)
+        served.count(_by_the_engine(entry.primary.selection, kernel, _IN_PIECES))
         out = _with_sink(call, out, lse)
     if tiles is None:
         return out
@@ -267,46 +268,49 @@ def _on_its_backend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     flex = _flex_with_mask(entry, call)
     if flex is not None:
-        entry.primary.calls += 1
         impl, mask = flex
-        return impl.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
+        found = impl.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
+        entry.primary.calls += 1
+        return found
     if call.sink_logits is not None:
         bound = entry.with_features(Feature.LSE)
+        results = bound.impl.forward_lse(call.query, call.key, call.value)
         bound.calls += 1
-        return bound.impl.forward_lse(call.query, call.key, call.value)
+        return results
     context = current_forward_context()
     if entry.varies:
         entry = entry.at(call, context)
     bound = entry.primary
-    bound.calls += 1
     heads = bound.heads_from(call.first_head)
-    return bound.forward(call.query, call.key, call.value, context, **heads), None
+    out = bound.forward(call.query, call.key, call.value, context, **heads)
+    bound.calls += 1
+    return out, None
 
 
 def _on_the_engine(
     call: AttentionCall, plans: Plans, geometry: LayerGeometry
 ) -> tuple[str, torch.Tensor, torch.Tensor | None]:
-    """Return the kernel that ran, the output, and the lse where sink logits want it."""
+    """Return the kernels that ran, the output, and the lse where sink logits want it."""
     query, key, value = (x if loadable(x) else x.contiguous() for x in call[:3])
-    parts = []
-    for plan in plans:
+    parts, kernels = [], [kernel_for(query, key, value, plan) for plan in plans]
+    for plan, kernel in zip(plans, kernels, strict=True):
         found = block_sparse_attention(
             query,
             key,
             value,
             plan,
             scale=geometry.softmax_scale,
+            kernel=kernel,
             return_lse=call.sink_logits is not None or len(plans) > 1,
         )
         parts.append((found, None) if isinstance(found, torch.Tensor) else found)
-    kernel = kernel_for(query, key, value, plans[-1])
     out, out_lse = parts[0]
     for more, more_lse in parts[1:]:
         assert out_lse is not None
         assert more_lse is not None
         merge = merge_two if not call.wants_gradient else _merge_with_gradient
         out, out_lse = merge(out, out_lse, more, more_lse, dtype=query.dtype)
-    return kernel, out, out_lse
+    return " and ".join(dict.fromkeys(kernels)), out, out_lse
 
 
 def _merge_with_gradient(

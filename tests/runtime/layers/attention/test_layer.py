@@ -332,6 +332,19 @@ class TestSchedules:
             layer(*make_qkv(1, 3, 2, 8))
         assert served(layer) == [("torch_sdpa", 1)]
 
+    def test_a_call_that_fails_is_not_reported_as_run(self, two, monkeypatch):
+        layer = LocalAttention(2, 8)
+        layer(*make_qkv(1, 3, 2, 8))
+
+        def fails(*args, **kwargs):
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(layer.schedule()[-1].primary, "forward", fails)
+        for mask in (None, torch.ones(1, 1, 3, 3, dtype=torch.bool)):
+            with pytest.raises(torch.OutOfMemoryError):
+                layer(*make_qkv(1, 3, 2, 8), mask)
+        assert layer.report().calls == 1
+
     def test_without_a_schedule_no_context_is_needed(self, two):
         layer = LocalAttention(2, 8)
         layer(*make_qkv(1, 3, 2, 8))

@@ -3,6 +3,8 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
+from dataclasses import replace
+
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
@@ -23,11 +25,13 @@ from multimodal_gen.runtime.layers.attention.backends.common import attend_to_no
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
+from multimodal_gen.runtime.layers.attention.selector import Selection
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import (
     HeadsOfRank,
     SplitCall,
 )
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["ring_forward"]
 
@@ -67,10 +71,14 @@ def ring_forward(
     if bound.has_ring:
         if training:
             raise _no_gradients(entry)
+        out = bound.impl.forward_ring(inputs, context)
         bound.calls += 1
-        return bound.impl.forward_ring(inputs, context)
+        return out
     if training and gated is not None:
         raise _no_gradients(entry)
+    if mask is not None and layer.geometry.causal:
+        # Leaving out keys would move the diagonal of the kernels.
+        layer.detour(_by_definition(bound.selection))
     attend = _attend_part(layer, entry, training=training)
     shared = (inputs.shared_key, inputs.shared_value)
     out = ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
@@ -154,6 +162,19 @@ def _no_gradients(entry: ScheduleEntry) -> UnsupportedBackendError:
     )
 
 
+def _by_definition(selection: Selection) -> Selection:
+    """Return what serves causal parts of a ring under a key mask."""
+    return replace(
+        selection,
+        backend=AttentionBackendEnum.TORCH_SDPA,
+        variant="definition",
+        reason=(
+            f"{selection.label} takes no key mask in a causal ring, whose parts under the diagonal "
+            f"are then computed as attention is defined"
+        ),
+    )
+
+
 def _attend_part(layer: AttentionLayer, entry: ScheduleEntry, *, training: bool) -> AttendPart:
     """Return what computes a part; it counts as one call however many parts there are."""
     causal = layer.geometry.causal
@@ -168,7 +189,6 @@ def _attend_part(layer: AttentionLayer, entry: ScheduleEntry, *, training: bool)
             impl = diagonal if part.causal else full
             return impl.forward_lse(query, part.key, part.value)
         if part.causal:
-            # Leaving out keys would move the diagonal.
             return part_attention(query, part, layer.geometry.softmax_scale)
         if bound.masks_lse:
             return full.forward_lse_masked(query, part.key, part.value, part.keep)

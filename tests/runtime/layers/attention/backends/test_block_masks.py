@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import (
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
+from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention, listed_calls
 from multimodal_gen.runtime.layers.attention.backends import block_masks
 from multimodal_gen.runtime.layers.attention.backends.block_masks import forget_plans, plans_of
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -70,6 +70,23 @@ def test_a_block_mask_keeps_what_its_function_says(name, qkv):
     assert detour.selection.reason.endswith(
         "takes no lists of blocks, and the mask is one of blocks"
     )
+
+
+def test_every_kernel_that_serves_a_mask_is_reported(qkv, monkeypatch):
+    kernels, ran = iter(("gluon", "triton")), []
+    engine = listed_calls.block_sparse_attention
+
+    def runs(*args, kernel, **options):
+        ran.append(kernel)
+        return engine(*args, kernel="reference", **options)
+
+    monkeypatch.setattr(listed_calls, "kernel_for", lambda *_: next(kernels))
+    monkeypatch.setattr(listed_calls, "block_sparse_attention", runs)
+    layer = LocalAttention(HEADS, SIZE, 2)
+    layer(*qkv, block_mask("tokens"))
+    assert ran == ["gluon", "triton"]
+    (detour,) = layer.report().detours
+    assert detour.selection.label == "triton_attn (gluon and triton)"
 
 
 def test_whole_blocks_have_no_bits_and_are_never_evaluated():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import (
@@ -13,6 +13,7 @@ from multimodal_gen.runtime.layers.attention import (
     UlyssesAttention_VSA,
     USPAttention,
 )
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.processes import own
 
@@ -108,6 +109,24 @@ def check_nan_in_padding(lengths, wants_gradient):
     if wants_gradient:
         for grad in torch.autograd.grad(out.sum(), local):
             assert grad.isfinite().all()
+
+
+def check_causal_ring_under_a_mask(lengths):
+    """What the kernels of a ring cannot do is a detour of the report, and refused under strict."""
+    whole, mask = make_qkv(BATCH, sum(lengths), 4, SIZE), key_mask(sum(lengths))
+    local, local_mask = [own(x, lengths) for x in whole], own(mask, lengths)
+    layer = USPAttention(4, SIZE, causal=True)
+    with use_parallel_groups(None):
+        want = layer(*whole, mask)
+    torch.testing.assert_close(layer(*local, local_mask), own(want, lengths))
+    detours = {x.selection.label: x for x in layer.report().detours}
+    found = detours["torch_sdpa (definition)"]
+    assert found.calls == 1
+    assert found.selection.reason.startswith("torch_sdpa takes no key mask in a causal ring")
+    strict = USPAttention(4, SIZE, causal=True, scope=SelectionScope(strict=True))
+    with pytest.raises(UnsupportedBackendError, match=r"no key mask in a causal ring.*strict"):
+        strict(*local, local_mask)
+    assert strict.report().calls == 0
 
 
 def check_additive_mask(lengths):
@@ -302,6 +321,10 @@ def test_ulysses_attention_joins_text_at_the_end(four_ranks, mesh, with_text):
 @pytest.mark.parametrize("mesh", MESHES_OF_TWO, ids=str)
 def test_what_padding_holds_has_no_influence(two_ranks, mesh, wants_gradient):
     two_ranks.run(mesh, check_nan_in_padding, (5, 3), wants_gradient)
+
+
+def test_a_causal_ring_under_a_mask_is_reported(two_ranks):
+    two_ranks.run(Mesh(ring=2), check_causal_ring_under_a_mask, (4, 4))
 
 
 def test_masks_that_are_added_are_gathered_too(two_ranks):
