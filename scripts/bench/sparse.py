@@ -144,7 +144,9 @@ def split(run: Callable[[], object], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def _run_in_line(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
+def _run_in_line(
+    calls: Sequence[Callable[[], None]], device: torch.device, *, recorded: bool = False
+) -> None:
     del device
     for call in calls:
         call()

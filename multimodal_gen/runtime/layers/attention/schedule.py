@@ -301,19 +301,19 @@ class ScheduleEntry:
         """Return what serves a call: this entry, or one beside it that is faster for calls like it.
 
         An automatic choice goes by the call's shape, if it was measured. A sparse method hands over
-        calls of which it would keep so much that dense attention is faster. Calls that need
-        gradients stay here. Nothing is waited for.
+        calls of which it would keep so much that dense attention is faster, unless they need
+        gradients, and those that its parameters leave dense. Nothing is waited for.
 
         Args:
             call: the call.
             context: the running denoiser call.
         """
-        if call.wants_gradient:
-            return self
         if self._table is None:
             query, key = call[:2]
             reason = self.primary.impl.dense_reason(query, key, context, call.first_head)
             return self if reason is None else self._dense(reason).at(call, context)
+        if call.wants_gradient:
+            return self
         # Spelled out, because it is part of every call.
         query, key, value, mask = call[:4]
         kind = 0 if mask is None else _kind_of(mask)

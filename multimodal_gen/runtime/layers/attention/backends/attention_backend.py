@@ -336,9 +336,10 @@ class AttentionImpl(ABC):
         context: ForwardContext | None,
         first_head: int = 0,
     ) -> str | None:
-        """Return why dense attention is faster for a call of a sparse method, or None.
+        """Return why a call of a sparse method is to be dense, or None.
 
-        Asked before every call that needs no gradient; must not wait for the device.
+        Because its parameters say so, or because that is faster, which is no reason where gradients
+        are recorded. Asked before every call; must not wait for the device.
 
         Args:
             query: [B, Sq, H, D].

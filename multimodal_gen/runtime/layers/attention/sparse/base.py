@@ -378,6 +378,8 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             return None  # without a grid, the call itself is refused
         if torch.are_deterministic_algorithms_enabled():
             return None
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+            return None
         heads = slice(first_head, first_head + query.shape[2])
         step = (context.current_timestep, context.num_steps) if self.varies_by_step else None
         sequences = (query.shape[1], key.shape[1], context.latent_grid, context.text_span)

@@ -136,6 +136,9 @@ def test_short_sequences_are_dense_and_the_report_says_so():
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
     (detour,) = attention.report().detours
     assert "(`min_seq_len`)" in detour.selection.reason
+    query = qkv[0].clone().requires_grad_()  # and so they are in training
+    trained = run_sparse(attention, (query, *qkv[1:]), GRID)
+    torch.testing.assert_close(trained.detach(), out)
 
 
 def method(name, config_cls, **given):
