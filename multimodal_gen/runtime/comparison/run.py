@@ -519,8 +519,9 @@ class Comparison:
             attention=attention,
             warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
         )
-        in_step = self._beside is not None or parallel_groups() is not None
-        if in_step and configuration is not self._plan.reference:
+        # Alone on a CPU it waits for the report; ranks there measure in step with each other.
+        at_once = self._beside is not None or parallel_groups() is not None
+        if at_once and configuration is not self._plan.reference:
             results.measured(configuration, generation)
 
     def _denoise(

@@ -308,20 +308,9 @@ def _on_the_engine(
     for more, more_lse in parts[1:]:
         assert out_lse is not None
         assert more_lse is not None
-        merge = merge_two if not call.wants_gradient else _merge_with_gradient
+        merge = merge_two_reference if call.wants_gradient else merge_two
         out, out_lse = merge(out, out_lse, more, more_lse, dtype=query.dtype)
     return " and ".join(dict.fromkeys(kernels)), out, out_lse
-
-
-def _merge_with_gradient(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    more: torch.Tensor,
-    more_lse: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return merge_two_reference(out, lse, more, more_lse, dtype)
 
 
 def _plans(call: AttentionCall) -> Plans:

@@ -269,8 +269,7 @@ class AttentionImpl(ABC):
             tile: height and width of the cache's tiles, in tokens.
 
         Returns:
-            Height and width in tiles, as large as the method likes where it chooses among all;
-            None where it has none, or other tiles: such calls run dense.
+            Height and width in tiles; None where it has none, or other tiles: such calls run dense.
         """
         del frames, tile
         return None
