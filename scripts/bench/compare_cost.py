@@ -1,7 +1,7 @@
 """What a comparison costs beside the runs it is made of, and what `--check-attention` costs.
 
-    python3 scripts/bench/compare_cost.py --commit HASH [--only wan] [--steps 20] [--seeds 2]
-        [--keep FOLDER]
+    python3 scripts/bench/compare_cost.py --commit HASH [--only wan] [--part checks]
+        [--steps 20] [--seeds 2] [--keep FOLDER]
 
 Models of full size with random weights, on tiny text encoders: Wan2.1 1.3B at 480p with 81 frames,
 Flux at 1024 x 1024. Random weights prove the tool and not a method: whatever a method does to their
@@ -36,6 +36,7 @@ from multimodal_gen.testing.tiny_models import FAMILIES
 from multimodal_gen.testing.tiny_models.family import initialise
 
 CHECKED = (1, 4)
+PARTS = ("both", "checks", "comparison")
 ROUNDS = 3
 # Random weights give flat scores: of SVG2 the least share decides, not the mass.
 BACKENDS = (
@@ -141,19 +142,33 @@ def run_plainly(
 
 
 def rows_of(
-    case: Case, steps: int, folder: Path, *, seeds: int, checks: bool
+    case: Case, steps: int, folder: Path, *, seeds: int, part: str
 ) -> Iterator[tuple[str, float, float, str]]:
     """Yield measure, value, limit and details of one case."""
     pipe = build(case)
     run_plainly(pipe, case, 2)  # warm-up
-    _, peak = run_plainly(pipe, case, steps)
-    for calls in CHECKED if checks else ():
+    if part != "comparison":
+        yield from rows_of_checks(pipe, case, steps)
+    if part != "checks":
+        yield from rows_of_a_comparison(pipe, case, steps, folder, seeds=seeds)
+
+
+def rows_of_checks(pipe: Any, case: Case, steps: int) -> Iterator[tuple[str, float, float, str]]:
+    """Yield the rows of `--check-attention`."""
+    for calls in CHECKED:
         plain, checked = [], []
         for _ in range(ROUNDS):
             plain += run_plainly(pipe, case, steps)[0]
             checked += run_plainly(pipe, case, steps, AttentionCheck(calls))[0]
         ratio = statistics.median(checked) / statistics.median(plain)
         yield f"check {calls}", ratio, 1.02, f"step {statistics.median(plain):.4f} s"
+
+
+def rows_of_a_comparison(
+    pipe: Any, case: Case, steps: int, folder: Path, *, seeds: int
+) -> Iterator[tuple[str, float, float, str]]:
+    """Yield the rows of a comparison of every backend."""
+    _, peak = run_plainly(pipe, case, steps)
     given = arguments(case, steps)
     names = (*case.sizes, "num_inference_steps", "guidance_scale", "negative_prompt")
     report = multimodal_gen.compare(
@@ -189,7 +204,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="denoising steps (20)")
     parser.add_argument("--seeds", type=int, default=1, help="seeds, layers replayed for all (1)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to try the script")
-    parser.add_argument("--no-checks", action="store_true", help="leave the rows of checks out")
+    parser.add_argument("--part", choices=PARTS, default="both", help="which rows (both)")
     parser.add_argument("--keep", type=Path, help="folder that keeps the comparisons")
     options = parser.parse_args()
     for case in SMOKE if options.smoke else CASES:
@@ -212,7 +227,7 @@ def main() -> None:
                 details=details,
             )
             for measure, value, limit, details in rows_of(
-                case, options.steps, folder, seeds=options.seeds, checks=not options.no_checks
+                case, options.steps, folder, seeds=options.seeds, part=options.part
             )
         ]
         write_table(options.out / "compare_cost.csv", rows)

@@ -269,6 +269,7 @@ def test_the_plan_is_used_without_waiting_for_the_device(kernel: str) -> None:
     plan = random_plan(PLANS[name], seed=8, device="cuda")
     q, k, v = inputs_for(plan, dtype=torch.bfloat16)
     block_sparse_attention(q, k, v, plan, kernel=kernel)  # compiles
+    plan.density()  # makes what every plan of these sizes shares, and waits for that
     plan.cache.clear()
     torch.cuda.set_sync_debug_mode("error")
     try:

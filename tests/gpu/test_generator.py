@@ -65,6 +65,7 @@ def test_fewer_bits_are_near_the_weights_they_stand_for(way, package, folder, pl
     assert float(error) < 0.2
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what inductor imports
 def test_compiled_blocks_are_compiled_once_and_the_time_is_on_record(folder, plain) -> None:
     settings = {"device": "cuda", "dtype": "bfloat16", "enable_torch_compile": True}
     with DiffGenerator.from_pretrained(folder, **settings) as generator:

@@ -133,7 +133,8 @@ def test_windows_in_space_are_those_of_the_lists():
 def kernels_of(cache: CausalCache, number: int) -> list[str]:
     """Return the kernels and copies on the device that placing a chunk takes."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as found:
         cache.begin(number * TOKENS, TOKENS)
         cache.commit()
         torch.cuda.synchronize()
