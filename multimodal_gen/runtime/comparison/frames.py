@@ -20,6 +20,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -184,24 +185,27 @@ def _measure_with_ffmpeg(
                 for frame in pixels:  # a clip need not be contiguous
                     file.write(frame.tobytes())
         run = _Ffmpeg(find_ffmpeg(), clips, (width, height), fps)
-        # The first input of `xpsnr` is the reference, that of the others is what is judged.
-        for name, graph, pattern in (
-            ("psnr", "[1:v][0:v]psnr", _PSNR),
-            ("xpsnr", f"[0:v]{_LUMA}[r];[1:v]{_LUMA}[d];[r][d]xpsnr", _XPSNR),
-        ):
-            log, problem = run(graph)
+        small = min(height, width) < _VMAF_PIXELS
+        # Each is a process of its own, and those of PSNR and XPSNR use few cores.
+        with ThreadPoolExecutor() as pool:
+            vmaf = None if small else pool.submit(run.vmaf, Path(folder, "vmaf.json"))
+            psnr = pool.submit(run, "[1:v][0:v]psnr")
+            # Its first input is the reference, that of the others is what is judged.
+            xpsnr = pool.submit(run, f"[0:v]{_LUMA}[r];[1:v]{_LUMA}[d];[r][d]xpsnr")
+        for name, done, pattern in (("psnr", psnr, _PSNR), ("xpsnr", xpsnr, _XPSNR)):
+            log, problem = done.result()
             match = None if problem else pattern.search(log)
             if match is None:
                 reasons.append(f"{name.upper()}: {problem or 'ffmpeg printed no figure'}")
             else:
                 found[name] = float(match[1])
-        if min(height, width) < _VMAF_PIXELS:
+        if vmaf is None:
             reasons.append(
                 f"SSIM and VMAF need frames of at least {_VMAF_PIXELS}x{_VMAF_PIXELS} pixels, "
                 f"these have {width}x{height}"
             )
         else:
-            pooled, problem = run.vmaf(Path(folder, "vmaf.json"))
+            pooled, problem = vmaf.result()
             found.update(pooled)
             reasons.extend([f"SSIM and VMAF: {problem}"] if problem else [])
     return found, reasons

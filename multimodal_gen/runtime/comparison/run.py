@@ -179,6 +179,7 @@ class Comparison:
         # Beside a GPU that generates the next clip; a CPU has nothing to spare.
         beside = self._is_main and self._device.type != "cpu"
         self._beside = _Beside() if beside else None
+        self._latents: dict[tuple[int, int], Any] = {}
         self._notes: list[str] = []
 
     def run(self) -> Report:
@@ -216,7 +217,9 @@ class Comparison:
                 if self._beside is not None:
                     self._beside.finish()
             if self._beside is not None:
-                failures = {**self._beside.failures, **{k: v for k, v in failures.items() if v}}
+                self._beside.check(plan.reference.name)
+                beside = {name: _described(error) for name, error in self._beside.errors.items()}
+                failures = {**beside, **{k: v for k, v in failures.items() if v}}
         report = None
         if self._results is not None:
             report = self._report(self._results, floor, failures, start)
@@ -335,6 +338,8 @@ class Comparison:
         """Run what is missing of a configuration; return why it failed, or nothing."""
         if configuration.name in self._unserved:
             return self._unserved[configuration.name]
+        if self._beside is not None:
+            self._beside.check(self._plan.reference.name)  # nothing can be compared without it
         failure, left = "", list(todo.missing[configuration.name])
         try:
             while left:
@@ -445,7 +450,7 @@ class Comparison:
 
         steps = None
         if self._results is not None:
-            truth = None if is_reference else self._results.reference_latents(prompt, seed)
+            truth = None if is_reference else self._truth(self._results, (prompt, seed))
             steps = LatentSteps(truth)
         made: list[tuple[Denoised, AttentionReport]] = []
 
@@ -474,9 +479,11 @@ class Comparison:
                 spent=together([each.result[0] for each in outcomes]),
                 attention=tuple(report.summary().splitlines()),
             )
-            if is_reference or self._beside is None:
-                keep()  # the others are compared with it
+            if self._beside is None:
+                keep()
             else:
+                if is_reference:
+                    self._latents[prompt, seed] = steps.latents()
                 self._beside.submit(configuration.name, keep)
         self._highest = max(self._highest, *(each.result[1] for each in outcomes))
         if self._progress is not None:
@@ -485,6 +492,11 @@ class Comparison:
             RankResult(result=each.result[2], cfg=each.cfg, place=each.place) for each in outcomes
         ]
         return merged(found) if replayed else {}
+
+    def _truth(self, results: Results, clip: tuple[int, int]) -> Any:
+        """Return the reference's latents, which may still be on their way to the disk."""
+        kept = self._latents.get(clip)
+        return results.reference_latents(*clip) if kept is None else kept
 
     def _replay(
         self, replayed: Sequence[Configuration], meter: Meter, clip: tuple[int, int]
@@ -521,7 +533,9 @@ class Comparison:
         )
         # Alone on a CPU it waits for the report; ranks there measure in step with each other.
         at_once = self._beside is not None or parallel_groups() is not None
-        if at_once and configuration is not self._plan.reference:
+        if configuration is self._plan.reference:
+            self._latents.pop(clip, None)
+        elif at_once:
             results.measured(configuration, generation)
 
     def _denoise(
@@ -544,13 +558,13 @@ class _Beside:
     """Writes and measures clips while the next ones are made, one after another.
 
     Attributes:
-        failures: why that failed, by the name of the configuration; complete once it has finished.
+        errors: the first that each configuration met, by name; complete once all is done.
     """
 
     _MOST = 2  # clips that wait in memory
 
     def __init__(self) -> None:
-        self.failures: dict[str, str] = {}
+        self.errors: dict[str, Exception] = {}
         self._pool = ThreadPoolExecutor(1)
         self._room = threading.BoundedSemaphore(self._MOST)
 
@@ -558,6 +572,11 @@ class _Beside:
         """Have something done, once few other things are still to be done."""
         self._room.acquire()
         self._pool.submit(self._do, name, work)
+
+    def check(self, name: str) -> None:
+        """Raise what a configuration met, if it met anything."""
+        if name in self.errors:
+            raise self.errors[name]
 
     def finish(self) -> None:
         """Wait until all is done."""
@@ -567,7 +586,7 @@ class _Beside:
         try:
             work()
         except Exception as error:
-            self.failures.setdefault(name, _described(error))
+            self.errors.setdefault(name, error)
         finally:
             self._room.release()
 

@@ -301,6 +301,30 @@ def test_clips_that_are_written_beside_the_next_run_are_the_same(
     assert {layer.step for layer in sparse.layers} == {0}
 
 
+def test_a_reference_that_cannot_be_written_beside_the_next_run_ends_the_comparison(
+    tiny_pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = comparing.Comparison.run
+
+    def beside(self: comparing.Comparison) -> Report:
+        self._beside = comparing._Beside()  # as on a GPU
+        return whole(self)
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError("no space left")
+
+    monkeypatch.setattr(comparing.Comparison, "run", beside)
+    monkeypatch.setattr(comparing.Results, "keep", failing)
+    with pytest.raises(UsageError, match="no space left"):
+        multimodal_gen.compare(
+            loaded(tiny_pipeline("flux")),
+            backends=[EXACT],
+            output=tmp_path / "out",
+            **arguments("flux", num_inference_steps=1, replayed_steps=None),
+        )
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
 @pytest.mark.slow
 def test_layers_are_replayed_for_as_many_prompts_and_seeds_as_asked(
     tiny_pipeline: Any, tmp_path: Path
