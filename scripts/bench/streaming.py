@@ -7,7 +7,8 @@ differ in the self-attention and in how the past is kept alone:
 * clone-and-shift: keys and values of the window in order; every chunk moves them by its length;
 * cache: `CausalCache`, read by a layer of ours on the backend that is named; `in pieces` sees one
   chunk less, so that its slots are lists on the block-sparse engine; `windows in space` sees 3x3
-  tiles of 8x8 around each, of every chunk; `graph` replays a CUDA graph.
+  tiles of 8x8 around each, of every chunk; `video_sparse_attn` chooses a fifth of all tiles;
+  `graph` replays a CUDA graph.
 
 Outputs of all are compared after the window has been filled and has moved; then whole chunks are
 timed in turns, and one attention call by itself. `chunk 1000` is the same after 1,000 chunks were
@@ -42,23 +43,27 @@ from _harness import (
 from torch import nn
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import (
     CacheSize,
     CausalCache,
     LayerCache,
 )
+from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     SelectionScope,
     Source,
 )
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import pair_density
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 BOUND = 5e-2
 BOUND_OF_8_BITS = 0.2
 IN_PIECES, IN_WINDOWS = "cache, in pieces", "cache, windows in space"
-SEE_LESS = (IN_PIECES, IN_WINDOWS)
+CHOSEN = "cache, video_sparse_attn"
+SEE_LESS = (IN_PIECES, IN_WINDOWS, CHOSEN)
+SPARSITY = 0.8
 FORWARDS = 5  # four denoising steps and a clean pass
 FRAMES_OF_LATENT = 4
 FLOP = "4*L*H*D*queries*keys of the self-attention, per forward"
@@ -346,11 +351,16 @@ class Flex:
         return self.run(q, k, v, block_mask=self.mask).transpose(1, 2)
 
 
-def layer_of(case: Case, backend: str | None) -> LocalAttention:
-    """Return a layer of ours on a backend, or the automatic choice."""
+def layer_of(
+    case: Case, backend: str | None, options: dict[str, object] | None = None
+) -> LocalAttention:
+    """Return a layer of ours on a backend with its parameters, or the automatic choice."""
     scope = SelectionScope()
     if backend is not None:
-        asked = BackendPreference(source=Source.SETTINGS, backend=AttentionBackendEnum(backend))
+        name = AttentionBackendEnum(backend)
+        cls = find_backend(name, PlatformEnum.CUDA).config_cls
+        config = build_config(cls, options, backend=backend) if options else None
+        asked = BackendPreference(source=Source.SETTINGS, backend=name, config=config)
         scope = SelectionScope(default=asked, strict=True)
     return LocalAttention(case.heads, case.head_size, scope=scope, compute_dtype=torch.bfloat16)
 
@@ -370,6 +380,8 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, Lo
         found["flex, clone-and-shift"] = (shifted, shifted.attend(Flex(case)))
     layers = {name: layer_of(case, None) for name in ("cache, auto", IN_PIECES, IN_WINDOWS)}
     if DEVICE == "cuda":
+        chooses = {"sparsity": SPARSITY, "tile_size": [4, *case.tile]}
+        layers[CHOSEN] = layer_of(case, "video_sparse_attn", chooses)
         layers["cache, triton_attn"] = layer_of(case, "triton_attn")
         layers["cache, sage_attn"] = layer_of(case, "sage_attn")
         if flash is not None:
@@ -568,6 +580,8 @@ def share_seen(case: Case, contender: str) -> float:
         return 1 - case.tokens / case.keys
     if contender == IN_WINDOWS:
         return pair_density((1, *case.space), (1, *case.grid[1:]), (1, *case.tile))
+    if contender == CHOSEN:
+        return 1 - SPARSITY
     return 1.0
 
 

@@ -27,6 +27,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.tile_choice import best_tiles, token_tiles
 
 BATCH, HEADS, KV_HEADS, SIZE, TOKENS = 2, 4, 2, 8, 6
 SCALE = SIZE**-0.5
@@ -496,6 +497,41 @@ def test_sliding_tiles_see_their_window_in_space_of_a_cache_in_tiles():
     assert (sparse.selection.label, sparse.calls) == ("sliding_tile_attn (reference)", 6)
     assert sparse.density == pytest.approx(float(keep.float().mean()))
     assert layer.report().detours == ()
+
+
+@pytest.mark.parametrize(("grid", "router"), [((8, 12), "mean"), ((6, 10), "subblock")])
+def test_video_sparse_attention_chooses_among_all_tiles_of_a_cache(grid, router):
+    options = {"sparsity": 0.7, "tile_size": [4, 4, 4], "dense_steps": "0", "router": router}
+    cells = {"cells": 4 if router == "subblock" else 1}
+    layer = sparse_layer(AttentionBackendEnum.VIDEO_SPARSE_ATTN, options)
+    frame, past, start, shares = grid[0] * grid[1], [], 0, []
+    cache = CausalCache(
+        size_of(chunk_tokens=2 * frame, grid=grid, tile=(4, 4), dtype=torch.float32)
+    )
+    for number, frames in enumerate([1, *[2] * 5, 1]):
+        q, k, v = (x.float() for x in draw(frames * frame, seed=number))
+        cache.begin(start, frames * frame)
+        for step in range(2):
+            with set_forward_context(step, num_steps=2):
+                out = layer(q, k, v, cache=cache.layers[0])
+        past.append((frames, k, v))
+        seen = seen_by(number, past, 3, 1)
+        keys, values = (torch.cat([x[i] for x in seen], dim=1) for i in (1, 2))
+        queries = token_tiles([frames], grid, (4, 4), **cells)
+        tiles = token_tiles([x[0] for x in seen], grid, (4, 4), longest=2, **cells)
+        kept = math.ceil(0.3 * tiles.num - 1e-9)
+        mask = best_tiles(q, keys, queries, tiles, kept, scale=SCALE)
+        shares.append(float(mask.double().mean()))
+        want, _ = reference_attention(q, keys, values, scale=SCALE, mask=mask)
+        torch.testing.assert_close(out, want.float(), rtol=0, atol=1e-5)
+        start += frames * frame
+        cache.commit()
+    dense, sparse = layer.report().entries
+    assert (sparse.selection.label, sparse.calls) == ("video_sparse_attn (reference)", 7)
+    assert sparse.density == pytest.approx(sum(shares) / 7)
+    # The dense step: behind a first chunk that is short, what is seen lies in pieces.
+    assert (dense.selection.label, dense.calls) == ("torch_sdpa", 1)
+    assert [detour.calls for detour in layer.report().detours] == [6]
 
 
 @pytest.mark.parametrize(
