@@ -479,11 +479,11 @@ class Comparison:
                 spent=together([each.result[0] for each in outcomes]),
                 attention=tuple(report.summary().splitlines()),
             )
+            if is_reference:
+                self._latents[prompt, seed] = steps.latents()
             if self._beside is None:
                 keep()
             else:
-                if is_reference:
-                    self._latents[prompt, seed] = steps.latents()
                 self._beside.submit(configuration.name, keep)
         self._highest = max(self._highest, *(each.result[1] for each in outcomes))
         if self._progress is not None:
