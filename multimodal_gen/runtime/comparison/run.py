@@ -481,10 +481,7 @@ class Comparison:
             )
             if is_reference:
                 self._latents[prompt, seed] = steps.latents()
-            if self._beside is None:
-                keep()
-            else:
-                self._beside.submit(configuration.name, keep)
+            keep() if self._beside is None else self._beside.submit(configuration.name, keep)
         self._highest = max(self._highest, *(each.result[1] for each in outcomes))
         if self._progress is not None:
             self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
