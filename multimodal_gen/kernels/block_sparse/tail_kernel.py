@@ -8,7 +8,7 @@ of BN pooled keys, with s = scale * log2(e) * q kc^T + log2(n), minus infinity f
     old = old a;  new = new a + rowsum p;  acc = acc a + p vc
     out = (old o + acc + new * scale * q H) / (old + new);   lse = ln 2 (m + log2(old + new))
 
-It reads and writes the output once, and needs no other memory.
+It reads and writes the output once, and needs no memory but the log2(n) and minus infinities.
 """
 
 import torch
@@ -34,13 +34,6 @@ def _dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _kept(kept_ptr, first, num, BN: tl.constexpr):
-    """Return which of BN blocks a query block keeps: 0 or not."""
-    n = first + tl.arange(0, BN)
-    return tl.load(kept_ptr + n, mask=n < num, other=1)
-
-
-@triton.jit
 def _sizes(size_ptr, first, num, BN: tl.constexpr):
     """Return log2 of the tokens of BN blocks, minus infinity where there are none."""
     n = first + tl.arange(0, BN)
@@ -59,8 +52,7 @@ def _row_bias(bits_ptr, size, rows, row_stride, first, num, real, BN: tl.constex
 
 @triton.jit(
     do_not_specialize=[
-        "num", "num_q", "group", "q_size", "q_total", "kept_b", "kept_h", "kept_q",
-        "size_b", "size_h", "q_start_b", "q_start_h", "q_length_b", "q_length_h",
+        "num", "num_q", "group", "q_size", "q_total", "size_b", "size_h", "q_start_b", "q_start_h", "q_length_b", "q_length_h",
     ]
 )  # fmt: skip
 def _tail_kernel(
@@ -77,7 +69,7 @@ def _tail_kernel(
     """Grid [tiles, H, B]; QSUB tiles of BM rows per query block.
 
     PAIR: a tile holds two query blocks of BM / 2 rows. ROWS: every row chooses, and tiles are cut
-    from all rows.
+    from all rows; `kept` then holds words, otherwise what `_bias_of` returns.
     """
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -112,33 +104,29 @@ def _tail_kernel(
     old = tl.full([BM], 1.0, tl.float32)
     new = tl.zeros([BM], tl.float32)
     kv_h = h // group
-    size_ptr += b * size_b + kv_h * size_h
     kept_ptr += b * kept_b + h * kept_h
     if ROWS:
         kept_ptr += first_row * kept_q
-        listed = num * 0
+        size_ptr += b * size_b + kv_h * size_h
+        # Read one step ahead and used in the next, so that no step waits for it; likewise below.
+        size_next = _sizes(size_ptr, 0, num, BN)
     else:
         kept_ptr += block.to(tl.int64) * kept_q
-        listed = num
-    listed_2 = tl.where(block + 1 < num_q, num, 0)
-    # Read one step ahead and used in the next, so that no step waits for it.
-    size_next = _sizes(size_ptr, 0, num, BN)
-    kept_next = _kept(kept_ptr, 0, listed, BN)
-    kept_next_2 = kept_next
+        bias_next = tl.load(kept_ptr + n)
     if PAIR:
-        kept_next_2 = _kept(kept_ptr + kept_q, 0, listed_2, BN)
+        other = kept_ptr + tl.where(block + 1 < num_q, kept_q, 0)
+        other_next = tl.load(other + n)
     for first in tl.range(0, num, BN, num_stages=STAGES):
-        size = size_next
-        size_next = _sizes(size_ptr, first + BN, num, BN)
+        following = tl.where(first + BN < num, first + BN, 0)
         if ROWS:
-            bias = _row_bias(kept_ptr, size, in_tile, kept_q, first, num, real, BN)
+            bias = _row_bias(kept_ptr, size_next, in_tile, kept_q, first, num, real, BN)
+            size_next = _sizes(size_ptr, first + BN, num, BN)
         else:
-            bias = tl.where(kept_next == 0, size, float("-inf"))[None, :]
-            kept_next = _kept(kept_ptr, first + BN, listed, BN)
+            bias = bias_next[None, :]
+            bias_next = tl.load(kept_ptr + following + n)
         if PAIR:
-            bias_2 = tl.where(kept_next_2 == 0, size, float("-inf"))[None, :]
-            bias = tl.where((in_tile < BM // 2)[:, None], bias, bias_2)
-            kept_next_2 = _kept(kept_ptr + kept_q, first + BN, listed_2, BN)
+            bias = tl.where((in_tile < BM // 2)[:, None], bias, other_next[None, :])
+            other_next = tl.load(other + following + n)
         if TMA:
             corner = [b.to(tl.int32), kv_h.to(tl.int32), first, 0]
             k_t = tl.trans(k_ptr.load(corner).reshape(BN, DP))
@@ -257,9 +245,10 @@ def add_tail(
     per_block = 1 if pair or by_row else -(-q_size // tile.rows)
     num_q = 1 if queries is None else queries.num
     tiles = -(-total // tile.rows) if pair or by_row else num_q * per_block
-    kept = kept if by_row else kept.view(torch.uint8)
+    sizes = counts.float().log2()
+    kept = kept if by_row else _bias_of(kept, sizes, heads, multiple=tile.keys)
     kept = kept.expand(batch, heads, -1, -1)
-    sizes = counts.float().log2().expand(batch, keys.shape[1], -1)
+    sizes = sizes.expand(batch, keys.shape[1], -1)
     bounds = [
         sizes if t is None else unit_stride(t).expand(batch, heads, -1) for t in (starts, lengths)
     ]
@@ -280,6 +269,29 @@ def add_tail(
         STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _bias_of(kept: torch.Tensor, sizes: torch.Tensor, heads: int, *, multiple: int) -> torch.Tensor:
+    """Return what the kernel adds to the scores of a query block: a load per key, without masks.
+
+    Args:
+        kept: bool [B|1, H|1, Nq, N].
+        sizes: log2 of the tokens of a block, fp32 [B|1, Hp|1, N].
+        heads: H.
+        multiple: N is padded to a multiple of it, as if those blocks were kept.
+
+    Returns:
+        fp32 [B|1, H|1, Nq, N'], minus infinity where a block is kept or empty.
+    """
+    if sizes.shape[1] > 1:
+        sizes = sizes.repeat_interleave(heads // sizes.shape[1], dim=1)
+    leading = torch.broadcast_shapes(kept.shape[:2], sizes.shape[:2])
+    num = kept.shape[3]
+    bias = sizes.new_empty((*leading, kept.shape[2], -(-num // multiple) * multiple))
+    bias[..., num:] = -torch.inf
+    nothing = sizes.new_full((), -torch.inf)
+    torch.where(kept, nothing, sizes.unsqueeze(2), out=bias[..., :num])
+    return bias
 
 
 def _describe(means: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
