@@ -7,7 +7,7 @@ rows are compared with dense attention in float64. For a tail, `error_at_equal_t
 over that which the method without it has after the same time, by the straight line between settings
 in logarithms; beyond the slowest setting, that of the slowest.
 
-    python3 scripts/bench/error_curves.py --commit HASH [--only wan] [--rounds 5]
+    python3 scripts/bench/error_curves.py --commit HASH [--only wan] [--rounds 5] [--methods svg2]
     python3 scripts/bench/error_curves.py --commit HASH --smoke    # a tiny case, on any machine
     python3 scripts/bench/plot_error_curves.py
 """
@@ -19,15 +19,23 @@ import sys
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from _harness import DEVICE, Row, interleave, make_parser, rows_of, version_of, write_rows
-from tail import CASES, DENSE, Case, Run, dense_run, make_layer
+from _harness import Row, interleave, make_parser, rows_of, version_of, write_rows
+from tail import (
+    CASES,
+    DENSE,
+    SMALL,
+    Case,
+    Run,
+    dense_run,
+    make_layer,
+    sample,
+    video_of,
+)
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.inputs import QKV, make_video_qkv
+from multimodal_gen.testing.inputs import QKV
 
-ROWS, MEASURED_HEADS = 128, 4
-SMALL = Case(name="small", grid=(6, 24, 40), heads=2)
 SMOKE = Case(name="smoke", grid=(5, 9, 13), heads=2, head_size=32)
 BOUND = 1e-2  # of nine rows in ten: where scores are alike, another block may be chosen
 WARM_STEPS = 2
@@ -119,38 +127,6 @@ class Point:
         return make_layer(case, case.heads, backend, given)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sample:
-    """Some rows of dense attention in float64.
-
-    Attributes:
-        rows: int64 [R].
-        heads: int64 [h].
-        wanted: [R, h, D].
-    """
-
-    rows: torch.Tensor
-    heads: torch.Tensor
-    wanted: torch.Tensor
-
-    def error(self, out: torch.Tensor) -> float:
-        """Return the relative L2 distance of `out`, [1, S, H, D], at these rows."""
-        found = out[0, self.rows][:, self.heads].double()
-        return float((found - self.wanted).norm() / self.wanted.norm())
-
-
-def sample(qkv: QKV) -> Sample:
-    """Return rows and heads, spread evenly, and what they are."""
-    q, k, v = (x[0] for x in qkv)
-    total, heads = q.shape[:2]
-    rows = torch.arange(0, total, max(1, total // ROWS), device=q.device)
-    some = torch.arange(0, heads, max(1, heads // MEASURED_HEADS), device=q.device)
-    scores = torch.einsum("rhd,shd->hrs", q[rows][:, some].double(), k[:, some].double())
-    weights = (scores * q.shape[2] ** -0.5).softmax(-1)
-    wanted = torch.einsum("hrs,shd->rhd", weights, v[:, some].double())
-    return Sample(rows=rows, heads=some, wanted=wanted)
-
-
 def steps_of(case: Case, layer: LocalAttention, qkv: QKV) -> Run:
     """Return a call of the layer, each at the next step of one generation."""
     step = itertools.count()
@@ -163,13 +139,13 @@ def steps_of(case: Case, layer: LocalAttention, qkv: QKV) -> Run:
     return run
 
 
-def points(most: int | None = None) -> list[Point]:
-    """Return every setting, or the first `most` of each method, without and with a tail."""
+def points(methods: list[str], most: int | None = None) -> list[Point]:
+    """Return every setting of methods, or the first `most` of each, without and with a tail."""
     return [
         Point(method=method, setting=setting, tail=tail)
-        for method, (_, _, settings) in METHODS.items()
+        for method in methods
         for tail in ("none", "pooled")
-        for setting in settings[:most]
+        for setting in METHODS[method][2][:most]
     ]
 
 
@@ -184,7 +160,7 @@ def kernel_error(point: Point, case: Case, qkv: QKV) -> float:
 
 def right_points(case: Case, every: list[Point]) -> tuple[list[Point], dict[str, float], list[str]]:
     """Return the settings whose kernels are right, all errors, and the names of the others."""
-    qkv = make_video_qkv(case.grid, case.heads, case.head_size, dtype=torch.bfloat16, device=DEVICE)
+    qkv = video_of(case)
     errors = {point.name: kernel_error(point, case, qkv) for point in every}
     wrong = [name for name, error in errors.items() if not error < BOUND]
     for name in wrong:
@@ -194,7 +170,7 @@ def right_points(case: Case, every: list[Point]) -> tuple[list[Point], dict[str,
 
 def measure(case: Case, chosen: list[Point], options: object) -> list[Row]:
     """Return the rows of a case; `options` are those of the command line."""
-    qkv = make_video_qkv(case.grid, case.heads, case.head_size, dtype=torch.bfloat16, device=DEVICE)
+    qkv = video_of(case)
     exact = sample(qkv)
     runs = dense_run(qkv)
     to_dense = {name: exact.error(run()) for name, run in runs.items()}
@@ -284,8 +260,11 @@ def main() -> int:
     """Check, measure, print and append the rows."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=[*METHODS], help="of these alone"
+    )
     options = parser.parse_args()
-    every = points(1 if options.smoke else None)
+    every = points(options.methods, 1 if options.smoke else None)
     chosen, errors, wrong = right_points(SMOKE if options.smoke else SMALL, every)
     for case in (SMOKE,) if options.smoke else CASES:
         if options.only not in case.name:

@@ -1,7 +1,7 @@
 """Draws the rows of `error_curves.csv`: a panel per method, with and without its tail.
 
-Of several commits, the last in the file is drawn. The file's ending decides what is written, a PNG
-or an SVG. Needs matplotlib, which the extra `compare` brings.
+Of several commits, the last that measured a method is drawn. The file's ending decides what is
+written, a PNG or an SVG. Needs matplotlib, which the extra `compare` brings.
 
     python3 scripts/bench/plot_error_curves.py [--case wan] [--out error_curves.svg]
 """
@@ -19,7 +19,7 @@ SECTIONS = {
 
 
 def read_rows(path: Path, case: str) -> list[dict[str, str]]:
-    """Return the rows of a case and of the last commit that measured it.
+    """Return the rows of a case, of each method those of the last commit that measured it.
 
     Raises:
         SystemExit: there are none.
@@ -30,9 +30,10 @@ def read_rows(path: Path, case: str) -> list[dict[str, str]]:
         rows = [row for row in csv.DictReader(file) if case in row["case"]]
     if not rows:
         raise SystemExit(f"{path} must hold rows of a case with {case!r} in its name, it has none")
-    last = rows[-1]
-    same = ("commit", "case", "date")
-    return [row for row in rows if all(row[key] == last[key] for key in same)]
+    if len({row["case"] for row in rows}) > 1:
+        rows = [row for row in rows if row["case"] == rows[-1]["case"]]
+    last = {row["method"]: (row["commit"], row["date"]) for row in rows}
+    return [row for row in rows if (row["commit"], row["date"]) == last[row["method"]]]
 
 
 def draw(rows: list[dict[str, str]], out: Path) -> None:
@@ -73,8 +74,9 @@ def draw(rows: list[dict[str, str]], out: Path) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("error to dense")
     axes[0, 0].legend(fontsize="small")
-    first = rows[0]
-    figure.suptitle(f"{first['case']}, {first['gpu']}, commit {first['commit']}", fontsize="small")
+    first, commits = rows[0], dict.fromkeys(row["commit"] for row in rows)
+    title = f"{first['case']}, {first['gpu']}, commit {' and '.join(commits)}"
+    figure.suptitle(title, fontsize="small")
     figure.tight_layout()
     figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None, dpi=150)
     pyplot.close(figure)

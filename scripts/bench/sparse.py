@@ -116,8 +116,13 @@ def check(
     return right, errors, wrong
 
 
-def split(run: Callable[[], object], rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds per call that a layer spends in each of its pieces, and in all.
+def split(
+    run: Callable[[], object],
+    rounds: int,
+    *,
+    pieces: tuple[tuple[str, object, str], ...] = PIECES,
+) -> dict[str, list[float]]:
+    """Return the milliseconds per call that a layer spends in each of its pieces, and in the rest.
 
     The pieces are marked where the layer itself calls them.
     """
@@ -126,7 +131,7 @@ def split(run: Callable[[], object], rounds: int) -> dict[str, list[float]]:
         run()  # clocks and power settle
         spans: list[tuple[str, object, object]] = []
         with contextlib.ExitStack() as stack:
-            for piece, module, name in PIECES:
+            for piece, module, name in pieces:
                 marked = _marked(piece, getattr(module, name), spans)
                 stack.enter_context(mock.patch.object(module, name, marked))
             # One after the other: pieces that overlap cannot be told apart.

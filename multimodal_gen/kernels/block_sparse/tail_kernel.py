@@ -52,7 +52,8 @@ def _row_bias(bits_ptr, size, rows, row_stride, first, num, real, BN: tl.constex
 
 @triton.jit(
     do_not_specialize=[
-        "num", "num_q", "group", "q_size", "q_total", "size_b", "size_h", "q_start_b", "q_start_h", "q_length_b", "q_length_h",
+        "num", "num_q", "group", "q_size", "q_total", "size_b", "size_h",
+        "q_start_b", "q_start_h", "q_length_b", "q_length_h",
     ]
 )  # fmt: skip
 def _tail_kernel(

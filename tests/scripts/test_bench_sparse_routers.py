@@ -1,0 +1,80 @@
+"""The benchmark of routers, `skip_below` and a peer of Sol-Attn, on a case that takes no time."""
+
+import csv
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+MODULES = (
+    "_harness", "_sparse_cases", "_sparse_contenders", "_sparse_peers", "sparse", "tail",
+    "sparse_routers",
+)  # fmt: skip
+
+
+@pytest.fixture
+def routers(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    module = importlib.import_module("sparse_routers")
+    monkeypatch.setattr(module, "interleave", lambda runs, **_: {key: [2.0] for key in runs})
+    monkeypatch.setattr(module, "SOL", {"15 % of blocks": module.SOL["15 % of blocks"]})
+    monkeypatch.setattr(module, "BELOW", (20.0,))
+    yield module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def run(routers, monkeypatch, folder):
+    arguments = ["sparse_routers.py", "--commit", "x", "--smoke", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--out", str(folder)])
+    return routers.main()
+
+
+def test_rows_tell_what_routers_cost_and_what_is_left_out(routers, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", None)  # not installed
+    assert run(routers, monkeypatch, tmp_path) == 0
+    with (tmp_path / "sparse_routers.csv").open() as file:
+        rows = {row["contender"]: row for row in csv.DictReader(file)}
+    plain, pooled = (
+        float(rows[f"sol, 15 % of blocks{tail}"]["error_to_dense"]) for tail in ("", ", tail")
+    )
+    assert 0 < pooled < plain
+    low = rows["vsa, reference, skip_below 20 dB"]
+    assert 0 < float(low["skipped"]) < 1
+    assert float(low["over_plain"]) == 1
+    assert 0 < float(low["relative_error"]) < routers.SKIP_BOUND
+    parts, both = ("pooling", "scores"), rows["subblock: both"]
+    shares = [float(rows[f"subblock: {part}"]["share_of_layer"]) for part in parts]
+    assert float(both["share_of_layer"]) == pytest.approx(sum(shares), abs=1e-3)
+    assert 0 < float(both["share_of_layer"]) < 1
+    assert not any(name.startswith(routers.PEER) for name in rows)
+
+
+def test_the_peer_is_measured_where_its_kernel_runs(routers, monkeypatch, tmp_path):
+    def dense(q, k, v, **given):
+        assert given.pop("tail") in (True, False)
+        assert given in routers.PEERS.values()
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+
+    package = types.SimpleNamespace(sol_attn=dense, sol_attn_is_available=lambda device: True)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", package)
+    monkeypatch.setattr(routers, "DEVICE", "cuda")
+    monkeypatch.setattr(routers, "SOL", {})
+    case = routers.SMOKE[0]
+    qkv = routers.video_of(case)
+    found = routers.Found(
+        case=case, qkv=qkv, exact=routers.sample(qkv), runs={}, errors={}, to_dense={}, skipped={},
+        wrong=[],
+    )  # fmt: skip
+    routers.add_sol(found, case, qkv)
+    assert set(found.runs) == {
+        f"comfy-kitchen, {name}{tail}" for name in routers.PEERS for tail in ("", ", tail")
+    }
+    assert max(found.to_dense.values()) < 1e-2
