@@ -394,6 +394,8 @@ class DenoiserPlan:
         params = attention_params(module)
         if params is None:
             raise CannotPatchError(f"{type(module).__name__} does not say its number of heads")
+        if self._adapter.repeats_keys:
+            params = params._replace(num_kv_heads=params.num_heads)
         dtype = compute_dtype(module, self._component.model)
         # A forward or a processor of the user's own may mean something else by its mask.
         masks_padding = (
@@ -429,7 +431,7 @@ def _is_diffusers(code: Any) -> bool:
 
 def attention_params(module: nn.Module) -> AttentionParams | None:
     """Read heads and sizes off an attention module of diffusers, or return None."""
-    heads = _whole(module, "heads", "num_heads")
+    heads = _whole(module, "heads", "num_heads", "num_attention_heads")
     queries = _projected(module, "to_q", "to_query")
     width = _whole(module, "inner_dim") or queries
     size = _whole(module, "head_dim", "dim_head") or (width // heads if heads and width else None)

@@ -140,7 +140,8 @@ class DenoiserHooks:
     @property
     def tells_steps(self) -> bool:
         """Whether the denoising step of a call can be told."""
-        return self._timestep is not None or self._tracker.has_index
+        named = self._timestep is not None or self._adapter.timestep is not None
+        return named or self._tracker.has_index
 
     def end_context(self) -> None:
         """End the context these hooks set in this thread, if it is there still.
@@ -234,7 +235,8 @@ class DenoiserHooks:
         While a CUDA graph is captured nothing can be read: the step is that of the call before,
         and the model's own masks stay.
         """
-        value = call.arguments.get(self._timestep or "")
+        of_grid = self._adapter.timestep
+        value = of_grid(call) if of_grid else call.arguments.get(self._timestep or "")
         scale = self._adapter.timestep_scale
         if being_captured():
             step, number = self._tracker.locate_again()

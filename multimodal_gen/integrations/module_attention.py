@@ -43,6 +43,7 @@ class AttentionParams(NamedTuple):
         num_kv_heads: key and value heads.
         scale: factor on q k^T; None for `head_size ** -0.5`.
         causal: bottom-right aligned causality.
+        of_text: whether text alone attends, to text alone, in a module for more than that.
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class AttentionParams(NamedTuple):
     num_kv_heads: int
     scale: float | None = None
     causal: bool = False
+    of_text: bool = False
 
 
 def prepare_call(
@@ -105,7 +107,11 @@ def _on_grid(call: AttentionCall, context: DenoiserContext) -> AttentionCall:
         return _as_described(call, context, context.described)
     if context.split is not None and context.split.share is not None:
         return call  # which has the tokens of this rank
-    least = grid[0] * grid[1] * grid[2] + (span.stop if span is not None and not span.start else 0)
+    front = span.stop if span is not None and not span.start else 0
+    least = grid[0] * grid[1] * grid[2] + front
+    if front and call.query.shape[1] + front == call.key.shape[1] >= least:
+        # The text in front has keys alone.
+        return call._replace(replicated=(0, 0, front))
     if min(call.query.shape[1], call.key.shape[1]) < least:
         # As those of an IP-adapter: a few keys of its own.
         return call._replace(off_grid="some calls attend to fewer tokens than it has")
@@ -181,6 +187,9 @@ class ModuleAttention(StandIn):
         also: what other calls may look like, as far as that is known.
         masks_padding: see `prepare_call`.
 
+    Attributes:
+        own_backend: the backend of diffusers that the module had, for calls that are left to it.
+
     Raises:
         UnsupportedBackendError: the requested backend cannot serve the module.
     """
@@ -204,6 +213,7 @@ class ModuleAttention(StandIn):
         self._compute_dtype = compute_dtype
         self._scope = scope
         self.masks_padding = masks_padding
+        self.own_backend: object = None
         self._projection: nn.Linear | None = None
         self.layer = self._build(params)
         self.others: dict[AttentionParams, USPAttention] = {}
@@ -242,8 +252,10 @@ class ModuleAttention(StandIn):
             allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=key.device)
             attn_mask = _intersect(allowed.tril()[None, None], attn_mask)
             causal = False
+        of_text = self._is_of_text(query, key)
         usual = (
-            query.shape[2] == self.num_heads
+            not of_text
+            and query.shape[2] == self.num_heads
             and query.shape[3] == self.head_size
             and key.shape[2] == self.num_kv_heads
             and causal == self.causal
@@ -251,7 +263,9 @@ class ModuleAttention(StandIn):
         )
         if _skips_scores(query, value):
             return _as_queries(value, query.shape[2])
-        layer = self.layer if usual else self._other(query, key, causal=causal, scale=scale)
+        layer = self.layer
+        if not usual:
+            layer = self._other(query, key, causal=causal, scale=scale, of_text=of_text)
         if gate is None or isinstance(gate, torch.Tensor):
             return layer.attend(AttentionCall(query, key, value, attn_mask, gate))
         return layer.attend(AttentionCall(query, key, value, attn_mask, spare_gate=gate))
@@ -298,8 +312,24 @@ class ModuleAttention(StandIn):
             times=sum_of(report.times for report in reports),
         )
 
+    def _is_of_text(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether a call that a sparse layer gets is over the text in front of the video."""
+        context = None if torch.compiler.is_compiling() else current_denoiser_context()
+        span = None if context is None else context.text_span
+        if span is None or span.start or self.site.role is not AttentionRole.SELF:
+            return False
+        if not query.shape[1] <= key.shape[1] <= span.length:
+            return False
+        return any(e.primary.selection.backend.is_sparse for e in self.layer.schedule())
+
     def _other(
-        self, query: torch.Tensor, key: torch.Tensor, *, causal: bool, scale: float | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        of_text: bool,
     ) -> USPAttention:
         params = AttentionParams(
             num_heads=query.shape[2],
@@ -307,6 +337,7 @@ class ModuleAttention(StandIn):
             num_kv_heads=key.shape[2],
             scale=_scale(query.shape[3], scale),
             causal=causal,
+            of_text=of_text,
         )
         if params not in self.others:
             if torch.compiler.is_compiling():
@@ -319,15 +350,17 @@ class ModuleAttention(StandIn):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _build(self, params: AttentionParams) -> USPAttention:
+        # What text is to text is the business of no sparse method.
+        role = AttentionRole.ENCODER if params.of_text else self.site.role
         layer = USPAttention(
             params.num_heads,
             params.head_size,
             params.num_kv_heads,
             params.scale,
             params.causal,
-            is_cross_attention=self.site.role is AttentionRole.CROSS,
+            is_cross_attention=role is AttentionRole.CROSS,
             compute_dtype=self._compute_dtype,
-            site=self.site,
+            site=replace(self.site, role=role),
             scope=self._scope,
             prepare=partial(prepare_call, masks_padding=self.masks_padding),
         )

@@ -14,7 +14,7 @@ a copy of their module's globals in which only that function is another one. Two
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -52,8 +52,9 @@ def with_layer_in_calls(method: FunctionType, owner: str) -> CodeType:
     rewriter = _AttentionRewriter(definition.args.args[0].arg, _dispatch_names(method))
     rewriter.visit(definition)
     if not rewriter.count:
-        name = SDPA if _mentions(method.__code__, SDPA) else _DISPATCH
-        raise CannotPatchError(f"{method.__qualname__} does not call {name} itself")
+        if not _mentions(method.__code__, SDPA):
+            raise CannotPatchError(f"{method.__qualname__} names backends of diffusers itself")
+        raise CannotPatchError(f"{method.__qualname__} does not call {SDPA} itself")
     body = ast.parse(f"class {owner}: pass").body
     assert isinstance(body[0], ast.ClassDef)
     body[0].body, tree.body = [definition], body
@@ -74,7 +75,8 @@ class _AttentionRewriter(ast.NodeTransformer):
     """Hands the layer to attention calls.
 
     `F.scaled_dot_product_attention(...)` becomes `hook(self._attention_backend, ...)`, and
-    `dispatch_attention_fn(...)` without a backend gets `backend=self._attention_backend`.
+    `dispatch_attention_fn(...)` without a backend, or with `backend=None`, gets
+    `backend=self._attention_backend`.
     """
 
     def __init__(self, self_name: str, dispatch_names: set[str]) -> None:
@@ -87,10 +89,13 @@ class _AttentionRewriter(ast.NodeTransformer):
         owner = ast.Name(self.self_name, ast.Load())
         layer = ast.Attribute(owner, LAYER, ast.Load())
         if isinstance(node.func, ast.Name) and node.func.id in self.dispatch_names:
-            given = {keyword.arg for keyword in node.keywords}
-            if not given & {"backend", None}:
+            given = {keyword.arg: keyword for keyword in node.keywords}
+            if not given.keys() & {"backend", None}:
                 node.keywords.append(ast.keyword("backend", layer))
-            self.count += 1
+            elif "backend" in given and _is_none(given["backend"].value):
+                given["backend"].value = layer
+            # Others go to the backend of diffusers that they name.
+            self.count += "backend" not in given or not _is_named(given["backend"].value)
             return node
         if not (isinstance(node.func, ast.Attribute) and node.func.attr == SDPA):
             return node
@@ -98,6 +103,17 @@ class _AttentionRewriter(ast.NodeTransformer):
         node.func = ast.Name(SDPA_HOOK, ast.Load())
         node.args.insert(0, layer)
         return node
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_named(node: ast.AST) -> bool:
+    """Whether it is a backend by name: "flex" or `AttentionBackendName.FLEX`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id == "AttentionBackendName"
+    return isinstance(node, ast.Constant) and node.value is not None
 
 
 def _future_flags() -> int:
@@ -125,7 +141,7 @@ def patched_class(stock: type, replacements: Mapping[str, Any] | None = None) ->
 
     Raises:
         CannotPatchError: the class calls no attention function that can be replaced, or its
-            objects have no `__dict__`.
+            objects have no `__dict__`; or it goes by which backend of diffusers it has.
     """
     methods = dict(_attention_methods(stock))
     inherited = tuple(_inherited_methods(stock))
@@ -134,6 +150,9 @@ def patched_class(stock: type, replacements: Mapping[str, Any] | None = None) ->
         raise CannotPatchError(f"{stock.__name__} calls neither {_DISPATCH} nor {SDPA}{hint}")
     if not stock.__dictoffset__ or _slots(stock) - {LAYER}:
         raise CannotPatchError(f"{stock.__name__} keeps its state in __slots__")
+    _require_indifferent(
+        stock, [*methods.values(), *(f for _, fs in inherited for f in fs.values())]
+    )
     key = stock, tuple((replacements or {}).items())
     used = _used(methods)
     for base, found in inherited:
@@ -152,6 +171,7 @@ def patch(processor: object, layer: ModuleAttention, derived: type) -> Any:
     new.__dict__[_REPLACED] = processor
     new.__dict__[_BEFORE] = dict(vars(processor))
     new.__dict__[LAYER] = layer
+    layer.own_backend = getattr(processor, LAYER, None)
     return new
 
 
@@ -223,6 +243,18 @@ def _make_class(
     return type(stock.__name__, (StandIn, stock, *between), namespace)
 
 
+def _require_indifferent(stock: type, methods: Sequence[FunctionType]) -> None:
+    """Refuse processors to which it matters which backend of diffusers they have."""
+    wanted = getattr(stock, LAYER, None)
+    if wanted is not None:
+        raise CannotPatchError(f"{stock.__name__} wants diffusers' backend {wanted}")
+    for method in methods:
+        named = (method.__globals__.get(name) for name in _names(method.__code__))
+        functions = (function for function in named if isinstance(function, FunctionType))
+        if any(LAYER in function.__code__.co_consts for function in functions):
+            raise CannotPatchError(f"{stock.__name__} asks which of diffusers' backends it has")
+
+
 def _attention_methods(stock: type) -> Iterator[tuple[str, FunctionType]]:
     for name, method in inspect.getmembers(stock, inspect.isfunction):
         if _mentions(method.__code__, SDPA) or _dispatch_names(method):
@@ -269,10 +301,19 @@ def _patched(method: FunctionType, replacements: Mapping[str, Any], owner: str) 
     _require_plain(method)
     code = method.__code__
     replaced = {**_dispatch_replaced(method), **_helpers(method), **replacements}
-    if _mentions(code, SDPA) or (_dispatch_names(method) and not _mentions(code, LAYER)):
+    without = not _mentions(code, LAYER) or _leaves_backend_open(method)
+    if _mentions(code, SDPA) or (_dispatch_names(method) and without):
         code = with_layer_in_calls(method, owner)
         replaced[SDPA_HOOK] = sdpa
     return _with_globals(method, code, replaced)
+
+
+def _leaves_backend_open(method: FunctionType) -> bool:
+    """Return whether some calls of a method name no backend, beside those that name its own."""
+    try:
+        return "backend=None" in inspect.getsource(method)
+    except OSError:
+        return False
 
 
 def _helpers(method: FunctionType) -> dict[str, FunctionType]:
@@ -351,7 +392,7 @@ def dispatch(
             f"calls of {backend.site.component} with a {type(attn_mask).__name__} as their mask "
             f"are left to diffusers, which computes them as without apply()"
         )
-        backend = None
+        backend = backend.own_backend
     if not isinstance(backend, ModuleAttention):
         mask = attn_mask.dense() if isinstance(attn_mask, PairMask) else attn_mask
         return _stock_dispatch()(

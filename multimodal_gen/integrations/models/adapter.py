@@ -47,7 +47,7 @@ class ModelCall:
         return sum(tensor.shape[1] for tensor in tensors if tensor is not None)
 
 
-def _by_name(name: str, module: nn.Module) -> AttentionRole:
+def role_by_name(name: str, module: nn.Module) -> AttentionRole:
     """Tell the role from names that are in general use."""
     last = name.rpartition(".")[2]
     if getattr(module, "is_cross_attention", False) or last == "attn2" or "cross" in last:
@@ -69,6 +69,8 @@ class ModelAdapter:
         grid: latent grid of a call, or None when the call does not tell.
         text_span: where text sits in joint sequences, or None when there are none.
         padding: which keys are padding, or None when the call has no padding.
+        timestep: the timestep of the tokens on the grid, of a model whose arguments do not name it
+            or that has several; None for the largest value of the argument that is named so.
         timestep_scale: factor between the scheduler's timesteps and the model's.
         batches_guidance: its pipelines run both guidance branches in one batch.
         batched: its arguments with a batch axis, if so.
@@ -76,14 +78,16 @@ class ModelAdapter:
         replacements: globals of stock processors to replace, by class name.
         gated: stock processor classes whose replacements hand the gate of a coarse branch on.
         split: how its tokens are split over ranks, or None where that is not known.
+        repeats_keys: its processors hand keys and values to the attention call as often as queries.
         described: what the user says of its tokens, where that is all there is to go by.
     """
 
     classes: tuple[str, ...]
-    role_of: Callable[[str, nn.Module], AttentionRole] = _by_name
+    role_of: Callable[[str, nn.Module], AttentionRole] = role_by_name
     grid: Callable[[ModelCall], Grid | None] = _unknown
     text_span: Callable[[ModelCall], TextSpan | None] = _unknown
     padding: Callable[[ModelCall], KeyPadding | None] = _unknown
+    timestep: Callable[[ModelCall], torch.Tensor | None] | None = None
     timestep_scale: float = 1.0
     batches_guidance: bool = False
     batched: tuple[str, ...] = ()
@@ -93,6 +97,7 @@ class ModelAdapter:
     )
     gated: tuple[str, ...] = ()
     split: SplitPlan | None = None
+    repeats_keys: bool = False
     described: DescribedTokens | None = None
 
 
@@ -148,7 +153,7 @@ def refiner_role(name: str, module: nn.Module) -> AttentionRole:
     """Tell modules of a text refiner (`context_embedder`) from those of the denoiser."""
     if name.startswith("context_embedder."):
         return AttentionRole.ENCODER
-    return _by_name(name, module)
+    return role_by_name(name, module)
 
 
 def rear_text(grid: Grid | None, length: int) -> TextSpan | None:

@@ -1,12 +1,14 @@
-"""Kandinsky 5: separate self and cross attention, and blocks of its own for the text.
+"""Kandinsky 5 and 6: separate self and cross attention, and blocks of its own for the text.
 
-Its NABLA variants compute a mask for FlexAttention, which stays theirs. They order tokens by 8 x 8
-squares, so such calls have no grid.
+NABLA variants of 5 compute a mask for FlexAttention, which stays theirs. They order tokens by 8 x 8
+squares, so such calls have no grid. Kandinsky 6 makes sound beside the video, in a second stream
+that attends to itself in modules of the role `encoder`: its tokens lie on no grid.
 """
 
 from torch import nn
 
 from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 
@@ -20,7 +22,7 @@ def _grid(call: ModelCall) -> Grid | None:
 
 def _role(name: str, module: nn.Module) -> AttentionRole:
     del module
-    if name.startswith("text_transformer_blocks."):
+    if "text_transformer_blocks." in name or name.endswith("audio_dec_block.self_attention"):
         return AttentionRole.ENCODER
     return AttentionRole.CROSS if name.endswith("cross_attention") else AttentionRole.SELF
 
@@ -29,4 +31,18 @@ KANDINSKY5 = ModelAdapter(
     classes=("Kandinsky5Transformer3DModel",),
     role_of=_role,
     grid=_grid,
+)
+
+
+def _padding(call: ModelCall) -> KeyPadding | None:
+    mask = call.tensor("encoder_attention_mask")
+    return None if mask is None else KeyPadding(AttentionRole.CROSS, mask)
+
+
+KANDINSKY6 = ModelAdapter(
+    classes=("Kandinsky6Transformer3DModel",),
+    role_of=_role,
+    grid=_grid,
+    padding=_padding,
+    masks_padding=("Kandinsky6AttnProcessor",),
 )

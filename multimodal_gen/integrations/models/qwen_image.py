@@ -1,5 +1,7 @@
 """Qwen-Image: joint attention with the text, perhaps padded, in front of packed image tokens."""
 
+import math
+
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
@@ -10,6 +12,7 @@ from multimodal_gen.integrations.models.adapter import (
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 
 def _grid(call: ModelCall) -> Grid | None:
@@ -50,4 +53,30 @@ QWEN_IMAGE = ModelAdapter(
             Cut(module="", argument="controlnet_block_samples", dims=3),
         ),
     ),
+)
+
+
+def _grid_21(call: ModelCall) -> Grid | None:
+    shapes = call.arguments.get("img_shapes")
+    if not shapes or not shapes[0]:
+        return None
+    frames, height, width = shapes[0][-1]  # behind those of the pictures to go by
+    return (int(frames), int(height), int(width))
+
+
+def _front_21(call: ModelCall) -> TextSpan | None:
+    """Return the span of the text and of the pictures in it, 4 tokens to each of their slots."""
+    shapes = call.arguments.get("img_shapes")
+    if not shapes or not shapes[0]:
+        return None
+    pictures = sum(math.prod(shape) for shape in shapes[0][:-1])
+    return TextSpan(start=0, length=call.length("encoder_hidden_states") - pictures // 4 + pictures)
+
+
+# The text and the pictures to go by attend to what is before them; the image attends to them all.
+QWEN_IMAGE_21 = ModelAdapter(
+    classes=("QwenImage21Transformer2DModel",),
+    grid=_grid_21,
+    text_span=_front_21,
+    timestep_scale=1e-3,
 )

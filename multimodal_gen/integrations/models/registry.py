@@ -3,20 +3,26 @@
 from types import MappingProxyType
 
 from multimodal_gen.integrations.models.adapter import ModelAdapter
+from multimodal_gen.integrations.models.anyflow import ANYFLOW
 from multimodal_gen.integrations.models.cogvideox import COGVIDEOX
 from multimodal_gen.integrations.models.cosmos import COSMOS
+from multimodal_gen.integrations.models.cosmos3 import COSMOS3
 from multimodal_gen.integrations.models.flux import FLUX, FLUX2
+from multimodal_gen.integrations.models.flux3 import FLUX3
+from multimodal_gen.integrations.models.helios import HELIOS
 from multimodal_gen.integrations.models.hunyuan_image import HUNYUAN_IMAGE
 from multimodal_gen.integrations.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
-from multimodal_gen.integrations.models.kandinsky import KANDINSKY5
+from multimodal_gen.integrations.models.kandinsky import KANDINSKY5, KANDINSKY6
+from multimodal_gen.integrations.models.krea2 import KREA2
 from multimodal_gen.integrations.models.ltx import LTX
 from multimodal_gen.integrations.models.ltx2 import LTX2
+from multimodal_gen.integrations.models.minimax_h3 import MINIMAX_H3
 from multimodal_gen.integrations.models.motif_video import MOTIF_VIDEO
-from multimodal_gen.integrations.models.qwen_image import QWEN_IMAGE
+from multimodal_gen.integrations.models.qwen_image import QWEN_IMAGE, QWEN_IMAGE_21
 from multimodal_gen.integrations.models.sana_video import SANA_VIDEO
 from multimodal_gen.integrations.models.sd3 import SD3
 from multimodal_gen.integrations.models.skyreels_v2 import SKYREELS_V2
-from multimodal_gen.integrations.models.wan import CHRONOEDIT, WAN, WAN_VACE
+from multimodal_gen.integrations.models.wan import CHRONOEDIT, WAN, WAN_ANIMATE, WAN_VACE
 from multimodal_gen.integrations.models.z_image import Z_IMAGE
 
 __all__ = ["ADAPTERS", "find_adapter"]
@@ -44,6 +50,15 @@ ADAPTERS: MappingProxyType[str, ModelAdapter] = MappingProxyType(
             HUNYUAN_IMAGE,
             SD3,
             Z_IMAGE,
+            MINIMAX_H3,
+            KREA2,
+            QWEN_IMAGE_21,
+            FLUX3,
+            KANDINSKY6,
+            WAN_ANIMATE,
+            ANYFLOW,
+            HELIOS,
+            COSMOS3,
         )
         for name in adapter.classes
     }

@@ -58,11 +58,13 @@ class SplitPlan:
             function where the first tensor to be cut is to tell.
         cuts: what is cut.
         gather: module whose output [B, S, C] has all tokens again.
+        behind_text: text comes first in that output; it stays.
     """
 
     tokens: Callable[[Any], int | None] | None
     cuts: tuple[Cut, ...]
     gather: str = "proj_out"
+    behind_text: bool = False
 
 
 _TEXT = ("encoder_", "txt_")

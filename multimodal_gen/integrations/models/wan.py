@@ -1,17 +1,21 @@
-"""Wan 2.1 and 2.2 (both experts), VACE and ChronoEdit: separate self and cross attention."""
+"""Wan 2.1 and 2.2 (both experts), VACE, ChronoEdit, Animate: separate self and cross attention."""
 
 from dataclasses import replace
 from types import MappingProxyType
+
+from torch import nn
 
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
     ModelCall,
+    role_by_name,
     tokens_of,
     video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.trained_layers import wan_projections
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 
 def _grid(call: ModelCall) -> Grid | None:
@@ -45,4 +49,17 @@ WAN_VACE = replace(
     WAN,
     classes=("WanVACETransformer3DModel",),
     split=SplitPlan(tokens=tokens_of(_grid), cuts=(*_CUTS, _CONTROL)),
+)
+
+
+def _animate_role(name: str, module: nn.Module) -> AttentionRole:
+    """Tell modules in which every frame attends to the face in it from those of Wan."""
+    if name.startswith("face_adapter."):
+        return AttentionRole.CROSS
+    return role_by_name(name, module)
+
+
+# Ranks cannot share its tokens: the faces want whole frames.
+WAN_ANIMATE = ModelAdapter(
+    classes=("WanAnimateTransformer3DModel",), role_of=_animate_role, grid=_grid
 )

@@ -170,7 +170,7 @@ class TokenSplitter:
                 hook = hooks.setdefault((cut, position), new)
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             undo.callback(handle.remove)
-        gather = _Gather(self.split, self._plan.gather)
+        gather = _Gather(self.split, self._plan.gather, behind_text=self._plan.behind_text)
         undo.callback(self._gathered.register_forward_hook(gather).remove)
         undo.callback(self.end)
 
@@ -188,9 +188,10 @@ class _Hook(StandIn):
 class _Gather(_Hook):
     """A forward hook that gathers what a module returns."""
 
-    def __init__(self, split: TokenSplit, name: str) -> None:
+    def __init__(self, split: TokenSplit, name: str, *, behind_text: bool) -> None:
         super().__init__(split)
         self.name = name
+        self.behind_text = behind_text
 
     def __call__(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         share = self.split.share
@@ -201,8 +202,12 @@ class _Gather(_Hook):
                 "a denoiser must run under torch.no_grad() where its tokens are split over ranks: "
                 "its output carries no gradient"
             )
-        _expect(output, 1, share.length, f"the output of {self.name}")
-        return gather_sequence(output, share.lengths)
+        text = share.front if self.behind_text else 0
+        _expect(output, 1, text + share.length, f"the output of {self.name}")
+        # The first rank's text is taken for all: each has rounded it in an order of its own.
+        first, *others = share.lengths
+        own = output[:, text:] if share.index else output
+        return gather_sequence(own, (text + first, *others))
 
 
 class _CutHook(_Hook):

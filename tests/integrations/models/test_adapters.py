@@ -7,9 +7,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import ModelCall
+from multimodal_gen.integrations.models.positions import raster_grid
 from multimodal_gen.integrations.models.registry import ADAPTERS, find_adapter
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
+
+ENCODER = AttentionRole.ENCODER
 
 
 def call(config=None, **arguments):
@@ -76,6 +79,27 @@ def text(length):
             call(hidden_states=latents(1, 6072, 64), img_shapes=[(1, 66, 92)]),
             (1, 66, 92),
         ),
+        (
+            "QwenImage21Transformer2DModel",
+            call(img_shapes=[[(1, 32, 32), (1, 64, 48)]] * 2),
+            (1, 64, 48),
+        ),
+        (
+            "Kandinsky6Transformer3DModel",
+            call({"patch_size": (1, 2, 2)}, hidden_states=latents(1, 31, 64, 96, 33)),
+            (31, 32, 48),
+        ),
+        (
+            "WanAnimateTransformer3DModel",
+            call({"patch_size": (1, 2, 2)}, hidden_states=latents(1, 36, 21, 90, 160)),
+            (21, 45, 80),
+        ),
+        (
+            "AnyFlowTransformer3DModel",
+            call({"patch_size": (1, 2, 2)}, hidden_states=latents(1, 21, 16, 60, 104)),
+            (21, 30, 52),
+        ),
+        ("Cosmos3OmniTransformer", call(vision_token_shapes=[(48, 22, 40)]), (48, 22, 40)),
         (
             "CogVideoXTransformer3DModel",
             call(
@@ -150,6 +174,87 @@ def test_flux_ids_are_read_once_while_they_live(monkeypatch):
     for _ in range(3):
         assert adapter("FluxTransformer2DModel").grid(model_call) == (1, 4, 6)
     assert looks == [1]
+
+
+def lattice(*axes):
+    return torch.cartesian_prod(*(torch.tensor(axis, dtype=torch.float32) for axis in axes))
+
+
+def test_positions_of_any_distances_tell_a_grid():
+    assert raster_grid(lattice([5.0, 6.7, 13.3], [-1, 0, 2], [-2, -1, 0, 4])) == (3, 3, 4)
+    assert raster_grid(lattice([0], [0], [0.5, 1])) == (1, 1, 2)
+    assert raster_grid(lattice([0, 1], [3], [0])) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.zeros(0, 3),
+        torch.zeros(4, 3),  # all in one place
+        lattice([0, 1], [0, 1], [0, 1])[:-1],
+        lattice([0, 1], [0, 1], [0, 1]).flip(0),
+        lattice([0, 0], [0, 1], [0, 1]),  # a keyframe at the time of the first frame
+        torch.cat((lattice([0], [0, 1], [0, 1]), lattice([1], [0, 1], [0, 2]))),
+    ],
+    ids=["none", "one place", "one is missing", "backwards", "twice", "frames unlike"],
+)
+def test_tokens_that_lie_on_no_grid_in_order_get_none(positions):
+    assert raster_grid(positions) is None
+
+
+def packed(*, text=5, pictures=0, sound=6):
+    """Return a call of MiniMax-H3 over 3 x 2 x 4 tokens of video behind all others."""
+    video = lattice([5, 6, 8], [0, 1], [0, 1, 2, 3])
+    front = [torch.zeros(n, 3) for n in (text, sound)]
+    keyframes = video[:8].repeat(pictures, 1)
+    rows = (front[0], keyframes, front[1], video)
+    starts = [sum(map(len, rows[:n])) for n in range(5)]
+    return call(
+        position_ids=torch.cat(rows),
+        text_indices=torch.arange(text),
+        audio_indices=torch.arange(starts[2], starts[3]),
+        timestep=torch.tensor([0.2, 0.4, 0.9]),
+        timestep_indices=torch.tensor([2] * starts[3] + [1] * 24),
+    )
+
+
+@pytest.mark.parametrize(("pictures", "front"), [(0, 11), (2, 27)])
+def test_minimax_h3_has_everything_in_front_of_the_video(pictures, front):
+    h3 = adapter("MiniMaxH3Transformer3DModel")
+    model_call = packed(pictures=pictures)
+    assert h3.grid(model_call) == (3, 2, 4)
+    assert h3.text_span(model_call) == TextSpan(start=0, length=front)
+    assert h3.timestep(model_call).tolist() == pytest.approx([0.4])
+
+
+def test_minimax_h3_gets_no_guess_where_keyframes_and_video_are_not_told_apart():
+    h3 = adapter("MiniMaxH3Transformer3DModel")
+    assert h3.grid(packed(pictures=1, sound=0)) is None
+    assert h3.grid(packed(sound=0)) == (3, 2, 4)
+    assert h3.text_span(packed(pictures=1, sound=0)) is None
+
+
+def test_helios_has_its_history_in_front():
+    model_call = call(
+        {"patch_size": (1, 2, 2)},
+        hidden_states=latents(1, 16, 9, 48, 80),
+        **{
+            f"{kind}_history_{name}": latents(1, 16, frames, 48, 80)
+            for kind in ("latents", "indices_latents")
+            for name, frames in (("short", 2), ("mid", 2), ("long", 16))
+        },
+    )
+    helios = adapter("HeliosTransformer3DModel")
+    assert helios.grid(model_call) == (9, 24, 40)
+    history = 2 * 24 * 40 + 1 * 12 * 20 + 4 * 6 * 10
+    assert helios.text_span(model_call) == TextSpan(start=0, length=history)
+
+
+def test_qwen_image_21_counts_the_pictures_in_its_text():
+    shapes = [[(1, 32, 32), (1, 64, 48)]] * 2
+    model_call = call(img_shapes=shapes, encoder_hidden_states=text(300))
+    span = adapter("QwenImage21Transformer2DModel").text_span(model_call)
+    assert span == TextSpan(start=0, length=300 - 256 + 1024)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +362,23 @@ def test_hunyuan_video_15_spreads_one_image_over_several_videos():
         ),
         ("HunyuanVideoTransformer3DModel", "transformer_blocks.0.attn", AttentionRole.SELF),
         ("FluxTransformer2DModel", "single_transformer_blocks.3.attn", AttentionRole.SELF),
+        ("MiniMaxH3Transformer3DModel", "token_refiner.refiner_blocks.0.attn", ENCODER),
+        ("MiniMaxH3Transformer3DModel", "transformer_blocks.0.attn", AttentionRole.SELF),
+        ("Krea2Transformer2DModel", "text_fusion.refiner_blocks.0.attn", ENCODER),
+        ("Flux3Transformer2DModel", "mode_blocks.image.0.attn", ENCODER),
+        ("Flux3Transformer2DModel", "single_transformer_blocks.0.attn", AttentionRole.SELF),
+        ("WanAnimateTransformer3DModel", "face_adapter.0", AttentionRole.CROSS),
+        ("WanAnimateTransformer3DModel", "blocks.0.attn1", AttentionRole.SELF),
+        ("Kandinsky6Transformer3DModel", "audio_text_transformer_blocks.0.attn", ENCODER),
+        *(
+            ("Kandinsky6Transformer3DModel", f"visual_transformer_blocks.0.{name}", role)
+            for name, role in (
+                ("video_dec_block.self_attention", AttentionRole.SELF),
+                ("audio_dec_block.self_attention", ENCODER),
+                ("video_dec_block.cross_attention", AttentionRole.CROSS),
+                ("va_cross_attention", AttentionRole.CROSS),
+            )
+        ),
     ],
 )
 def test_roles_follow_the_module_names(cls, name, role):

@@ -11,12 +11,15 @@ from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from tests.integrations.models import newer_families
 from tests.integrations.models.families import SPLIT, WHOLE, sana_video, sana_video_inputs
 from tests.integrations.parallel.models import CASES, RANDOM, Case
 
+NEWER = {**newer_families.SPLIT, **newer_families.WHOLE}
 NEW = {
     **SPLIT,
     **WHOLE,
+    **NEWER,
     **{
         name: CASES[name]
         for name in (
@@ -28,6 +31,7 @@ NEW = {
         )
     },
 }
+TEXT_ALONE = [name for name in NEWER if name.startswith(("qwen 2.1", "cosmos 3"))]
 METHODS = {
     "video_sparse_attn": {"VSA_sparsity": 0.5},
     "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 3], "skip_time_steps": 0},
@@ -91,12 +95,14 @@ def self_layers(report):
     return [layer for layer in report.layers if layer.role is AttentionRole.SELF]
 
 
-def check_sparse(report, backend):
+def check_sparse(report, backend, *, text_alone=False):
+    """Check what ran, where some models let the text attend to itself in the same modules."""
     layers = self_layers(report)
     assert layers
+    also = {AttentionBackendEnum.TORCH_SDPA} if text_alone else set()
     for layer in layers:
         ran = {entry.selection.backend for entry in layer.entries if entry.calls}
-        assert ran == {AttentionBackendEnum(backend)}, layer.name
+        assert ran == {AttentionBackendEnum(backend)} | also, layer.name
         assert not any(detour.calls for detour in layer.detours), layer.name
 
 
@@ -113,7 +119,18 @@ def test_dense_backends_give_the_stock_output_and_sparse_ones_run(name):
         strict=True,
     )
     assert bool(out.isfinite().all())
-    check_sparse(report, "video_sparse_attn")
+    check_sparse(report, "video_sparse_attn", text_alone=name in TEXT_ALONE)
+
+
+@pytest.mark.parametrize("name", ["minimax h3 with keyframes", *TEXT_ALONE, "helios"])
+def test_a_sparse_method_that_leaves_nothing_out_gives_the_stock_output(name):
+    stock, out, report = run(
+        NEW[name],
+        attention_backend="video_sparse_attn",
+        attention_backend_config={"VSA_sparsity": 0.0, "dense_above": 1.0},
+    )
+    assert (out - stock).abs().max() <= 2e-5 * stock.abs().max()
+    check_sparse(report, "video_sparse_attn", text_alone=name in TEXT_ALONE)
 
 
 @pytest.mark.slow
@@ -126,7 +143,7 @@ def test_every_sparse_method_runs(name, backend):
     )
     assert out.shape == stock.shape
     assert bool(out.isfinite().all())
-    check_sparse(report, backend)
+    check_sparse(report, backend, text_alone=name in TEXT_ALONE)
 
 
 def alone_and_shared(name):
@@ -149,7 +166,12 @@ def alone_and_shared(name):
         "flux with reference tokens",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in (*SPLIT, "flux2 with reference tokens", "qwen with two images")
+            for name in (
+                *SPLIT,
+                *newer_families.SPLIT,
+                "flux2 with reference tokens",
+                "qwen with two images",
+            )
         ),
     ],
 )

@@ -8,10 +8,11 @@ from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from tests.integrations.models import newer_families
 from tests.integrations.models.families import SPLIT
 from tests.integrations.parallel.models import CASES, RANDOM
 
-SPLIT_CASES = {**CASES, **SPLIT}
+SPLIT_CASES = {**CASES, **SPLIT, **newer_families.SPLIT}
 
 
 def make(name):

@@ -1,0 +1,33 @@
+"""Cosmos 3: a prompt that attends to itself causally, and a video that attends to both.
+
+Each attention module makes two calls: one over the prompt, and one with the video's queries over
+the keys of the prompt and the video. Sound and actions come behind the video, attended to by all.
+"""
+
+import torch
+
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.runtime.managers.forward_context import TextSpan
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    shapes = call.arguments.get("vision_token_shapes")
+    if not shapes or len(shapes) > 1:
+        return None  # several videos, which lie on no one grid
+    frames, height, width = shapes[0]
+    return (int(frames), int(height), int(width))
+
+
+def _prompt(call: ModelCall) -> TextSpan | None:
+    length = int(call.arguments.get("und_len") or 0)
+    return TextSpan(start=0, length=length) if length else None
+
+
+def _timestep(call: ModelCall) -> torch.Tensor | None:
+    timesteps = call.tensor("vision_timesteps")
+    return timesteps if timesteps is not None and timesteps.numel() else None
+
+
+COSMOS3 = ModelAdapter(
+    classes=("Cosmos3OmniTransformer",), grid=_grid, text_span=_prompt, timestep=_timestep
+)

@@ -1,0 +1,65 @@
+"""FLUX.3: blocks for each kind of token, then joint attention: text, image, reference images.
+
+The blocks over one kind of token have the role `encoder`.
+"""
+
+import math
+
+from torch import nn
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    front_text,
+    latent_tokens,
+)
+from multimodal_gen.integrations.models.positions import grid_behind
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+
+
+def _role(name: str, module: nn.Module) -> AttentionRole:
+    del module
+    joint = name.startswith("single_transformer_blocks.")
+    return AttentionRole.SELF if joint else AttentionRole.ENCODER
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    grid = grid_behind(call, "img_ids", 0)
+    on_grid = grid is not None and math.prod(grid) == call.length("hidden_states")
+    return grid if on_grid else None
+
+
+def _tokens(call: ModelCall) -> int:
+    if call.arguments.get("image_cond_hidden_states") is not None:
+        raise UsageError(
+            "image_cond_hidden_states must be None where ranks share the tokens of an image, got "
+            "reference images, which have no output; run it on one GPU"
+        )
+    return latent_tokens(call)
+
+
+FLUX3 = ModelAdapter(
+    classes=("Flux3Transformer2DModel",),
+    role_of=_role,
+    grid=_grid,
+    text_span=front_text,
+    timestep_scale=1e-3,
+    split=SplitPlan(
+        tokens=_tokens,
+        cuts=(
+            Cut(module="single_transformer_blocks.0", argument="hidden_states", dims=3),
+            Cut(module="single_transformer_blocks.*", argument="temb_mod", dims=3),
+            Cut(
+                module="single_transformer_blocks.*",
+                argument="image_rotary_emb",
+                dim=0,
+                dims=2,
+                behind_text=True,
+            ),
+            Cut(module="norm_out", argument="temb", dims=3),
+        ),
+    ),
+)

@@ -1,0 +1,99 @@
+"""Models that go by diffusers' own backends: what they do by those stays theirs."""
+
+import pytest
+import torch
+
+from multimodal_gen.errors import NothingAppliedError
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.processor_patch import CannotPatchError, patched_class
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_modules_that_want_a_backend_of_diffusers_keep_it_beside_others():
+    from diffusers import AnyFlowFARTransformer3DModel
+
+    torch.manual_seed(3)
+    model = AnyFlowFARTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=12,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=1,
+        rope_max_seq_len=32,
+    ).eval()
+    inputs = {
+        "hidden_states": torch.randn(1, 2, 4, 8, 8),
+        "timestep": torch.full((1, 2), 500.0),
+        "r_timestep": torch.full((1, 2), 250.0),
+        "encoder_hidden_states": torch.randn(1, 7, 12),
+        "chunk_partition": [1, 1],
+    }
+    with torch.no_grad():
+        stock = model(**inputs, return_dict=False)[0]
+        with apply(model, attention_backend="torch_sdpa") as handle:
+            out = model(**inputs, return_dict=False)[0]
+            report = handle.report()
+    torch.testing.assert_close(out, stock)
+    assert [(layer.name, layer.calls) for layer in report.layers] == [("blocks.0.attn2", 1)]
+    assert any(
+        "1 modules left alone, AnyFlowCausalAttnProcessor wants diffusers' backend flex" in note
+        for note in report.notes
+    )
+
+
+def test_a_model_that_asks_which_backend_it_has_is_left_as_it_is():
+    from diffusers import AceStepTransformer1DModel
+
+    model = AceStepTransformer1DModel(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        in_channels=6,
+        audio_acoustic_hidden_dim=2,
+    )
+    with pytest.raises(NothingAppliedError, match="asks which of diffusers' backends it has"):
+        apply(model)
+    with torch.no_grad():
+        out = model(
+            hidden_states=torch.randn(1, 4, 2),
+            timestep=torch.ones(1),
+            timestep_r=torch.ones(1),
+            encoder_hidden_states=torch.randn(1, 3, 16),
+            context_latents=torch.randn(1, 4, 4),
+        )[0]
+    assert out.shape == (1, 4, 2)
+
+
+def test_processors_that_name_a_backend_in_every_call_are_left_alone():
+    from diffusers.models.transformers.transformer_kandinsky6_sr import Kandinsky6SRAttnProcessor
+
+    with pytest.raises(CannotPatchError, match="__call__ names backends of diffusers itself"):
+        patched_class(Kandinsky6SRAttnProcessor)
+
+
+def test_calls_that_are_left_to_diffusers_keep_the_backend_that_was_set(fresh, monkeypatch):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from multimodal_gen.integrations import processor_patch
+
+    asked = []
+
+    def stock(*tensors, backend, **options):
+        asked.append(backend)
+        return tensors[0]
+
+    monkeypatch.setattr(processor_patch, "_stock_dispatch", lambda: stock)
+    transformer = fresh("wan").transformer
+    transformer.blocks[0].attn1.set_attention_backend("flex")
+    x = torch.randn(1, 128, 2, 16)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+    with apply(transformer, attention_backend="torch_sdpa"):
+        layer = transformer.blocks[0].attn1.processor._attention_backend
+        assert processor_patch.dispatch(x, x, x, attn_mask=mask, backend=layer) is x
+    assert asked == ["flex"]
