@@ -17,19 +17,28 @@ __all__ = [
 
 # Scores that are sorted at once; more heads than fit go one after the other.
 _SCORES_AT_ONCE = 2**26
+# Values of tokens that are taken at once, of as many tokens of every tile as fit.
+_VALUES_AT_ONCE = 2**22
 
 
 def _positions(
-    starts: torch.Tensor, lengths: torch.Tensor, index: torch.Tensor | None, size: int
+    tensor: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    index: torch.Tensor | None,
+    size: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for the first, second, ... token of all tiles, where it is and whether there is one.
+    """Yield, for the first, second, ... tokens of all tiles, where they are and which there are.
 
     Yields:
-        int64 [N], 0 where a tile has no such token; bool [N].
+        int64 [n, N], 0 where a tile has no such token; bool [n, N].
     """
-    for i in range(size):
-        real = lengths > i
-        position = torch.where(real, starts + i, 0).long()
+    values = tensor.shape[0] * len(starts) * tensor.shape[2:].numel()
+    for tokens in torch.arange(size, device=starts.device).split(
+        max(1, _VALUES_AT_ONCE // max(1, values))
+    ):
+        real = lengths > tokens[:, None]
+        position = torch.where(real, starts + tokens[:, None], 0).long()
         yield (position if index is None else index[position].long()), real
 
 
@@ -60,11 +69,11 @@ def pool_tiles_reference(
     batch, _, heads, head_size = tensor.shape
     total = tensor.new_zeros((batch, len(starts), heads, head_size), dtype=compute)
     counts = torch.zeros_like(lengths).unsqueeze(0)
-    for position, real in _positions(starts, lengths, index, size):
-        token = tensor[:, position].to(compute)
+    for position, real in _positions(tensor, starts, lengths, index, size):
+        tokens = tensor[:, position].to(compute)
         counted = real.unsqueeze(0) if keep is None else real & keep[:, position]
-        total = total + torch.where(counted[..., None, None], token, 0.0)
-        counts = counts + counted
+        total = total + torch.where(counted[..., None, None], tokens, 0.0).sum(1)
+        counts = counts + counted.sum(1)
     mean = total / counts.clamp_min(1)[..., None, None]
     return mean.transpose(1, 2).to(dtype or tensor.dtype).contiguous()
 
@@ -165,8 +174,8 @@ def add_gated_reference(
     compute = torch.promote_types(out.dtype, torch.float32)
     result = out.clone()
     values = coarse.transpose(1, 2).to(compute)
-    for position, real in _positions(starts, lengths, index, size):
-        where = position[real]
-        added = out[:, where].to(compute) + gate[:, where].to(compute) * values[:, real]
+    for position, real in _positions(out, starts, lengths, index, size):
+        where, tile = position[real], real.nonzero()[:, 1]
+        added = out[:, where].to(compute) + gate[:, where].to(compute) * values[:, tile]
         result.index_copy_(1, where, added.to(out.dtype))
     return result
