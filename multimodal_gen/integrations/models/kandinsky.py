@@ -5,9 +5,13 @@ squares, so such calls have no grid. Kandinsky 6 makes sound beside the video, i
 that attends to itself in modules of the role `encoder`: its tokens lie on no grid.
 """
 
+import math
+
 from torch import nn
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
@@ -27,10 +31,38 @@ def _role(name: str, module: nn.Module) -> AttentionRole:
     return AttentionRole.CROSS if name.endswith("cross_attention") else AttentionRole.SELF
 
 
+def _tokens(call: ModelCall) -> int | None:
+    for name, why in (
+        ("sparse_params", "they order the tokens of the whole video"),
+        ("audio_hidden_states", "the sound attends to the whole video"),
+    ):
+        if call.arguments.get(name) is not None:
+            raise UsageError(
+                f"{name} must be None where ranks share the tokens of a video, got some: {why}; "
+                f"run it on one GPU"
+            )
+    grid = _grid(call)
+    return None if grid is None else math.prod(grid)
+
+
+def _split(video: str, rope: str, rope_dim: int) -> SplitPlan:
+    """Return the plan of a model whose blocks have such names for the video and its positions."""
+    blocks = "visual_transformer_blocks"
+    return SplitPlan(
+        tokens=_tokens,
+        cuts=(
+            Cut(module=f"{blocks}.0", argument=video, dims=3),
+            Cut(module=f"{blocks}.*", argument=rope, dim=rope_dim),
+        ),
+        gather=f"{blocks}.-1",
+    )
+
+
 KANDINSKY5 = ModelAdapter(
     classes=("Kandinsky5Transformer3DModel",),
     role_of=_role,
     grid=_grid,
+    split=_split("visual_embed", "rope", 1),
 )
 
 
@@ -45,4 +77,5 @@ KANDINSKY6 = ModelAdapter(
     grid=_grid,
     padding=_padding,
     masks_padding=("Kandinsky6AttnProcessor",),
+    split=_split("vis", "vis_rope", 0),
 )

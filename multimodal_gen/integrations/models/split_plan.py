@@ -57,7 +57,8 @@ class SplitPlan:
         tokens: number of tokens of a call (a `ModelCall`), or None when the call does not tell; no
             function where the first tensor to be cut is to tell.
         cuts: what is cut.
-        gather: module whose output [B, S, C] has all tokens again.
+        gather: module whose output [B, S, C], of a tuple the first, has all tokens again; "-1" at
+            the end of its name for the last of a list.
         behind_text: text comes first in that output; it stays.
     """
 

@@ -193,10 +193,15 @@ class _Gather(_Hook):
         self.name = name
         self.behind_text = behind_text
 
-    def __call__(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
         share = self.split.share
         if share is None:
             return output
+        if isinstance(output, tuple):
+            return (self._gathered(output[0], share), *output[1:])
+        return self._gathered(output, share)
+
+    def _gathered(self, output: torch.Tensor, share: TokenShare) -> torch.Tensor:
         if output.requires_grad and torch.is_grad_enabled():
             raise UsageError(
                 "a denoiser must run under torch.no_grad() where its tokens are split over ranks: "
@@ -294,9 +299,11 @@ def _expect(x: torch.Tensor, dim: int, length: int, name: str) -> None:
 
 
 def _find(model: nn.Module, path: str) -> list[nn.Module]:
-    """Return the modules that a dotted name with at most one "*" stands for."""
+    """Return the modules that a dotted name with one "*", or "-1" at the end, stands for."""
     before, star, after = path.partition("*")
     try:
+        if path.endswith(".-1"):
+            return [*model.get_submodule(path.removesuffix(".-1")).children()][-1:]
         found = model.get_submodule(before.rstrip("."))
         children = [*found.children()] if star else [found]
         return [child.get_submodule(after.lstrip(".")) for child in children]

@@ -366,6 +366,7 @@ SPLIT = {
     "krea 2": Case(krea2, krea2_inputs()),
     "krea 2 with padding": Case(krea2, krea2_inputs(6, 3)),
     "flux 3": Case(flux3, flux3_inputs()),
+    "kandinsky 6": Case(kandinsky6, kandinsky6_inputs()),
 }
 """Families whose tokens ranks can share."""
 
@@ -374,7 +375,6 @@ WHOLE = {
     "qwen 2.1": Case(qwen_21, qwen_21_inputs(picture=False)),
     "qwen 2.1 with a picture": Case(qwen_21, qwen_21_inputs()),
     "qwen 2.1 that keeps its text's keys": Case(qwen_21, qwen_21_inputs(cached=True)),
-    "kandinsky 6": Case(kandinsky6, kandinsky6_inputs()),
     "kandinsky 6 with sound": Case(kandinsky6, kandinsky6_inputs(sound=11)),
     "wan animate": Case(wan_animate, wan_animate_inputs),
     "anyflow": Case(anyflow, anyflow_inputs),
