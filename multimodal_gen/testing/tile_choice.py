@@ -95,7 +95,7 @@ def best_tiles(
     keys = means[1].repeat_interleave(q.shape[2] // k.shape[2], dim=1)
     scores = (means[0] @ keys.mT * scale).masked_fill(empty[0][:, None] | empty[1], -torch.inf)
     cells = (q_tiles.num, q_tiles.cells, k_tiles.num, k_tiles.cells)
-    ranked = scores.unflatten(3, cells[2:]).unflatten(2, cells[:2]).logsumexp((3, 5))
+    ranked = scores.view(*scores.shape[:2], *cells).logsumexp((3, 5))
     keep = torch.zeros_like(ranked, dtype=torch.bool)
     keep.scatter_(-1, ranked.topk(kept, dim=-1).indices, True)
     return keep[:, :, q_tiles.tile][..., k_tiles.tile]
