@@ -12,8 +12,8 @@ from multimodal_gen.cli.options import Settings, takes
 from multimodal_gen.runtime.server_args import SETTINGS
 
 if TYPE_CHECKING:
-    from multimodal_gen.integrations.generator import Job
-    from multimodal_gen.runtime.generator import Generated
+    from multimodal_gen.integrations.generator import DiffGenerator, Job
+    from multimodal_gen.runtime.generator import Generated, StreamedChunk
 
 __all__ = ["generate"]
 
@@ -41,7 +41,7 @@ class _Work:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with how many generations were written before."""
+    """Ctrl-C, with how many generations were written before, or what of a stream was."""
 
 
 @takes(
@@ -54,7 +54,8 @@ def generate(settings: Settings) -> None:
 
     Writes a PNG or an MP4, with a JSON file beside it: versions, arguments, timings, and the
     backend of every attention layer with the reason for it. Nothing is overwritten unless asked
-    for, and an interrupted run leaves no half-written file.
+    for, and an interrupted run leaves no half-written file; with --stream it leaves the video as
+    far as it is made.
     """
     asked = asked_for(settings)
     try:
@@ -177,14 +178,7 @@ def _run(work: _Work) -> None:
         jobs = [replace(job, args=args) for job, args in zip(work.jobs, settled, strict=True)]
         with DiffGenerator(jobs[0].args) as generator:
             for number, job in enumerate(jobs, work.done + 1):
-                generated = generator.run(job, mark=work.mark)
-                if generated is None:
-                    continue
-                written += 1
-                if work.total > 1:
-                    typer.echo(f"[{number}/{work.total}] {job.args.prompt}")
-                seconds = generated.seconds + (generator.load_seconds if work.total == 1 else 0)
-                _print(generated, job, f"{seconds:.1f} s" + " in all" * (work.total == 1))
+                written += _run_one(generator, job, number, work)
     except KeyboardInterrupt:
         if not written:
             raise
@@ -195,6 +189,33 @@ def _run(work: _Work) -> None:
         raise
     if written and work.total > 1:
         typer.echo(f"time: {time.perf_counter() - started:.1f} s in all, {written} generations")
+
+
+def _run_one(generator: "DiffGenerator", job: "Job", number: int, work: _Work) -> bool:
+    """Generate once; return whether something was made, which it is on the first rank alone.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; what a stream had made by then is written.
+    """
+    generated = generator.run(job, mark=work.mark, on_chunk=_show if job.args.stream else None)
+    if generated is None:
+        return False
+    if work.total > 1:
+        typer.echo(f"[{number}/{work.total}] {job.args.prompt}")
+    seconds = generated.seconds + (generator.load_seconds if work.total == 1 else 0)
+    _print(generated, job, f"{seconds:.1f} s" + " in all" * (work.total == 1))
+    if generated.interrupted:
+        raise _Interrupted("the video ends with the frames that were done")
+    return True
+
+
+def _show(chunk: "StreamedChunk") -> None:
+    """Print which frames are done, when, and at which rate so far."""
+    done = chunk.first_frame + chunk.num_frames
+    typer.echo(
+        f"frames {chunk.first_frame + 1}-{done} after {chunk.seconds:.1f} s, "
+        f"{done / chunk.seconds:.1f} frames/s"
+    )
 
 
 def _so_far(work: _Work, written: int) -> str:
@@ -217,6 +238,12 @@ def _print(generated: "Generated", job: "Job", seconds: str) -> None:
     if isinstance(timings, dict) and "compile" in timings:
         seconds += f", {timings['compile']:.1f} s of it compiling"
     typer.echo(f"time: {seconds}")
+    stream = generated.record.get("stream")
+    if isinstance(stream, dict):
+        typer.echo(
+            f"stream: first frames after {stream['time_to_first_frame_s']:.1f} s, "
+            f"{stream['frames_per_second']:.1f} frames/s"
+        )
     if generated.mesh is not None:
         mesh = generated.mesh
         typer.echo(

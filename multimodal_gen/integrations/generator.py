@@ -19,6 +19,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import (
     DiffusersAttention,
     Generated,
+    Give,
     Handle,
     Session,
     choose_backend,
@@ -89,6 +90,8 @@ class GenerationSettings(TypedDict, total=False):
     fps: int | None
     output_path: _Path | None
     overwrite: bool
+    stream: bool
+    prompts_file: _Path | None
     save_latents: bool
     record_attention: _Path | None
     check_attention: int
@@ -166,12 +169,18 @@ class DiffGenerator:
             )
         return cls(args)
 
-    def generate(self, **settings: "Unpack[GenerationSettings]") -> Generated | None:
+    def generate(
+        self, *, on_chunk: Give | None = None, **settings: "Unpack[GenerationSettings]"
+    ) -> Generated | None:
         """Generate images or videos from one prompt.
 
-        Without `output_path` nothing is written, and the result is in memory alone.
+        Without `output_path` nothing is written, and the result is in memory alone. With
+        `stream=True` frames are written to the file, and given to `on_chunk`, as they are done,
+        and not kept; one of the two must be there.
 
         Args:
+            on_chunk: takes each `StreamedChunk` of a video that is streamed; what it raises ends
+                the generation.
             **settings: what to make, with which attention; see `GenerationSettings`.
 
         Returns:
@@ -190,15 +199,19 @@ class DiffGenerator:
         if not save:
             given.pop("output_path", None)
             _refuse_files(given)
-        return self.run(job_of({**self._loaded, **given}), save=save)
+        _check_chunks(given, on_chunk, save=save)
+        return self.run(job_of({**self._loaded, **given}), save=save, on_chunk=on_chunk)
 
-    def run(self, job: Job, *, mark: str = "", save: bool = True) -> Generated | None:
+    def run(
+        self, job: Job, *, mark: str = "", save: bool = True, on_chunk: Give | None = None
+    ) -> Generated | None:
         """Do a job whose settings of loading are those of this generator.
 
         Args:
             job: what to make.
             mark: what the names of half-written files start with.
             save: write files.
+            on_chunk: see `generate`.
         """
         if self._session is None:
             raise UsageError("a DiffGenerator must not be used once it is closed; load it again")
@@ -208,7 +221,9 @@ class DiffGenerator:
             "backend": job.args.backend,
             "backend_reason": job.reason,
         }
-        return self._session.generate(job.args, facts=facts, mark=mark, save=save)
+        return self._session.generate(
+            job.args, facts=facts, mark=mark, save=save, on_chunk=on_chunk
+        )
 
     @property
     def load_seconds(self) -> float:
@@ -269,6 +284,14 @@ def _check_names(settings: Mapping[str, Any], valid: Sequence[str], call: str) -
             other = "from_pretrained" if name in LOADING_SETTINGS else "generate"
             hint = f", which DiffGenerator.{other} takes"
         raise UsageError(f"{call} must be given settings that it takes, got {name!r}{hint}")
+
+
+def _check_chunks(given: Mapping[str, Any], on_chunk: Give | None, *, save: bool) -> None:
+    """Refuse a stream whose frames go nowhere, and a taker of chunks that there are none for."""
+    if given.get("stream") and not save and on_chunk is None:
+        raise UsageError("stream needs output_path or on_chunk, got neither; add one of them")
+    if on_chunk is not None and not given.get("stream"):
+        raise UsageError("on_chunk needs stream=True, got on_chunk alone; add it")
 
 
 def _refuse_files(given: Mapping[str, Any]) -> None:

@@ -416,6 +416,22 @@ class ServerArgs:
         ),
     ] = Path("outputs")
     overwrite: Annotated[bool, Setting(help="Replace the files at --output-path.")] = False
+    stream: Annotated[
+        bool,
+        Setting(
+            help="Write the frames of each chunk as it finishes, to an MP4 that plays while it "
+            "grows; for pipelines that make a video chunk by chunk. Ctrl-C ends the video with "
+            "what is done."
+        ),
+    ] = False
+    prompts_file: Annotated[
+        Path | str | None,
+        Setting(
+            metavar="FILE",
+            help="With --stream: prompts that take over later, one per line, each with its start "
+            "in seconds first, e.g. `4.5 the fox jumps`.",
+        ),
+    ] = None
     save_latents: Annotated[
         bool,
         Setting(
@@ -551,10 +567,30 @@ class ServerArgs:
                 f"one graph, without room for what a cache decides, got {self.cache!r}; leave one "
                 f"out"
             )
+        if self.prompts_file is not None and not self.stream:
+            raise ConfigError(
+                f"--prompts-file needs --stream, got {str(self.prompts_file)!r} alone; add it"
+            )
+        self._check_stream()
         if self.check_attention and self.record_attention is None:
             raise ConfigError(
                 f"--check-attention needs --record-attention, the file for what it finds, got "
                 f"--check-attention {self.check_attention} alone; add it"
+            )
+
+    def _check_stream(self) -> None:
+        """Refuse what a video that is written while it is made cannot be."""
+        shared = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree")
+        for name in ("num_outputs", *shared):
+            value = getattr(self, name)
+            if self.stream and value not in (None, 1):
+                raise ConfigError(
+                    f"{as_flag(name)} must be 1 with --stream, which writes one video from one "
+                    f"GPU, got {value}"
+                )
+        if self.stream and self.cfg_parallel:
+            raise ConfigError(
+                "--cfg-parallel must be left out with --stream, which writes one video from one GPU"
             )
 
     def _parse_our_name(self) -> None:

@@ -17,15 +17,18 @@ from multimodal_gen.runtime.generator.run import (
     prepare,
 )
 from multimodal_gen.runtime.generator.skeleton import load_skeleton
+from multimodal_gen.runtime.generator.stream import Give, StreamedChunk
 
 __all__ = [
     "Attach",
     "DiffusersAttention",
     "Generated",
+    "Give",
     "Handle",
     "PipelineIndex",
     "Report",
     "Session",
+    "StreamedChunk",
     "choose_backend",
     "find_done",
     "join_ranks",

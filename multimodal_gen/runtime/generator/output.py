@@ -2,7 +2,8 @@
 
 Every file is written under a temporary name in its folder and renamed at the end, all of them or
 none. Nothing is replaced unless asked for, not even what appeared meanwhile: a file name must be
-free, in a folder the next free name is taken.
+free, in a folder the next free name is taken. A video that is streamed is the exception: it has its
+name from the first frames on, and is a whole video whenever writing ends.
 """
 
 import importlib.metadata
@@ -27,6 +28,7 @@ from multimodal_gen.runtime.generator.progress import each_frame
 from multimodal_gen.runtime.layers.attention.report import Json
 
 __all__ = [
+    "GrowingVideo",
     "Kind",
     "OutputNames",
     "OutputTarget",
@@ -328,14 +330,8 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
     import numpy as np
 
     data = to_uint8(frames)
-    height, width = data.shape[1:3]
-    note = None
-    if height % 2 or width % 2:
-        data = np.pad(data, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-        note = (
-            f"H.264 needs even sizes: {path.suffix} frames of {width}x{height} were extended to "
-            f"{data.shape[2]}x{data.shape[1]} by repeating the last row or column"
-        )
+    note = _why_extended(data, path)
+    data = _even(data)
     size = (data.shape[2], data.shape[1])
     # A macro block size of 1 keeps ffmpeg from rescaling to a multiple of 16.
     writer = imageio_ffmpeg.write_frames(
@@ -351,6 +347,113 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
         writer.close()
     _check_video(path, len(data))
     return note
+
+
+def _even(data: Any) -> Any:
+    """Return frames whose height and width are even, extended by their last row or column."""
+    import numpy as np
+
+    height, width = data.shape[1:3]
+    return np.pad(data, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+
+
+def _why_extended(data: Any, path: Path) -> str | None:
+    """Return a sentence on frames that `_even` extends, or None."""
+    height, width = data.shape[1:3]
+    if height % 2 == 0 and width % 2 == 0:
+        return None
+    return (
+        f"H.264 needs even sizes: {path.suffix} frames of {width}x{height} were extended to "
+        f"{width + width % 2}x{height + height % 2} by repeating the last row or column"
+    )
+
+
+class GrowingVideo:
+    """An MP4 in fragments, which plays while it is written, and wherever writing ends.
+
+    It gets its name with the first frames: the target's, or a free one in its folder.
+
+    Args:
+        target: where to write.
+        fps: frames per second.
+
+    Attributes:
+        names: the files of the generation, once frames were written.
+        note: see `write_video`.
+    """
+
+    def __init__(self, target: OutputTarget, fps: int) -> None:
+        self.names: OutputNames | None = None
+        self.note: str | None = None
+        self._target, self._fps = target, fps
+        self._writer: Any = None
+        self._num_frames = 0
+
+    def write(self, frames: Any) -> None:
+        """Add frames, float [T, H, W, 3] in [0, 1].
+
+        Raises:
+            UsageError: the name was taken meanwhile, or ffmpeg takes no frames.
+        """
+        import numpy as np
+
+        data = to_uint8(frames)
+        try:
+            if self._writer is None:
+                self._open(data)
+            for frame in _even(data):
+                self._writer.send(np.ascontiguousarray(frame))
+        except OSError as error:
+            raise UsageError(f"the video could not be encoded: {error}") from error
+        self._num_frames += len(data)
+
+    def close(self) -> None:
+        """End the video.
+
+        Raises:
+            UsageError: it has not every frame, e.g. because the disk is full.
+        """
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer = None
+        assert self.names is not None, "it was opened"
+        _check_video(self.names.media[0], self._num_frames)
+
+    def _open(self, data: Any) -> None:
+        import imageio_ffmpeg
+
+        self.names = self._claimed()
+        path = self.names.media[0]
+        self.note = _why_extended(data, path)
+        height, width = _even(data[:1]).shape[1:3]
+        # The encoder looks at no frame ahead, and a fragment is written out every quarter second.
+        growing = ["-tune", "zerolatency", "-g", str(2 * self._fps)]
+        growing += ["-movflags", "+empty_moov+default_base_moof", "-frag_duration", "250000"]
+        self._writer = imageio_ffmpeg.write_frames(
+            str(path),
+            (width, height),
+            fps=self._fps,
+            codec="libx264",
+            quality=8,
+            macro_block_size=1,
+            output_params=[*growing, "-flush_packets", "1"],
+        )
+        self._writer.send(None)
+
+    def _claimed(self) -> OutputNames:
+        """Return names that are this video's alone, the file itself made and empty."""
+        flags = os.O_CREAT | os.O_WRONLY | (0 if self._target.overwrite else os.O_EXCL)
+        while True:
+            names = self._target.names()
+            names.media[0].parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.close(os.open(names.media[0], flags))
+            except FileExistsError:
+                if self._target.is_file:
+                    raise
+                continue  # another run took the name in the folder meanwhile
+            return names
 
 
 def write_latents(latents: Any, path: Path) -> None:

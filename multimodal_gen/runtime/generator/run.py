@@ -30,19 +30,26 @@ from multimodal_gen.runtime.generator.denoise import (
 )
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
-from multimodal_gen.runtime.generator.output import OutputNames, OutputTarget, Staging
+from multimodal_gen.runtime.generator.output import (
+    GrowingVideo,
+    OutputNames,
+    OutputTarget,
+    Staging,
+)
 from multimodal_gen.runtime.generator.ranks import ending_signals_raise, rank_device
 from multimodal_gen.runtime.generator.sampling import (
     Call,
     check_arguments,
     check_loaded,
     check_sizes,
+    default_fps,
     output_size,
     prepare_call,
     steps_of,
 )
 from multimodal_gen.runtime.generator.scheduler import given_sigmas
 from multimodal_gen.runtime.generator.skeleton import without_weights
+from multimodal_gen.runtime.generator.stream import Give, StreamedChunk, Streaming, check_stream
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
@@ -86,8 +93,10 @@ class Generated:
     """A finished generation.
 
     Attributes:
-        pixels: floats in [0, 1], one [T, H, W, C] array per video or [H, W, C] per image.
-        latents: what the last denoising step left, in the pipeline's own layout.
+        pixels: floats in [0, 1], one [T, H, W, C] array per video or [H, W, C] per image; none of a
+            video that was streamed.
+        latents: what the last denoising step left, in the pipeline's own layout; of the whole video
+            where it was streamed, and nothing where that was interrupted.
         fps: frames per second of a video, or None.
         record: versions, arguments, timings and the attention report, as JSON data.
         media: the files of images or videos; none where nothing was to be written.
@@ -99,6 +108,7 @@ class Generated:
         report: what the attention ran on.
         mesh: the ranks that shared the work, or None on one GPU.
         notes: what the user should know.
+        interrupted: whether Ctrl-C ended a video that was streamed, with the frames done by then.
     """
 
     pixels: tuple[Any, ...]
@@ -114,6 +124,7 @@ class Generated:
     report: Report
     mesh: Mesh | None
     notes: tuple[str, ...]
+    interrupted: bool = False
 
 
 def prepare(
@@ -139,6 +150,7 @@ def prepare(
     bare = without_weights(index) if sized else None
     for args in asked:
         check_arguments(index, args)
+        check_stream(index, args)
         if bare is not None:
             check_sizes(bare, args)
         settled.append(replace(args, seed=_seed(args)))
@@ -185,6 +197,8 @@ def _made(path: Path) -> dict[str, str] | None:
     """Return the deciding arguments of a record whose files are there; None for other files."""
     try:
         record = json.loads(path.read_text("utf-8"))
+        if record.get("interrupted"):
+            return None
         files = [path.with_name(name) for name in record["outputs"]]
         return _deciding(record["arguments"]) if all(file.is_file() for file in files) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -234,17 +248,19 @@ class Session:
         facts: Mapping[str, Json] = MappingProxyType({}),
         mark: str = "",
         save: bool = True,
+        on_chunk: Give | None = None,
     ) -> Generated | None:
         """Generate an image or a video, and write it with a record of the run.
 
         Options that do not fit the pipeline or the disk are refused before the first step. After an
-        error or Ctrl-C no file is left.
+        error or Ctrl-C no file is left, but a video that is streamed stays with what is done of it.
 
         Args:
             args: what to generate and where to write it; what concerns loading is as it was.
             facts: further entries for the record, e.g. this package's version.
             mark: what the names of half-written files start with; see `output.sweep`.
             save: write files; otherwise nothing but the latents and pixels in memory is left.
+            on_chunk: takes the frames of a video that is streamed as they are done.
 
         Returns:
             What was made; None on ranks that make nothing.
@@ -256,8 +272,11 @@ class Session:
         """
         started = time.perf_counter()
         check_arguments(self.index, args)
+        check_stream(self.index, args)
         args = replace(args, seed=_seed(args))
         target = _target(self.index, args) if save and is_main_rank() else None
+        if args.stream:
+            return self._stream(args, facts, target, mark, on_chunk)
         check = AttentionCheck(args.check_attention) if args.check_attention else None
         timings = Timings(self.device)
         timings.phases["load"] = self.load_seconds
@@ -266,8 +285,9 @@ class Session:
         if not is_main_rank():
             return None
         check_finite(run)
-        record = self._record(args, facts, run, report)
-        notes = (*call.notes, *self._notes, *differences(produced(run.pixels), args))
+        made = produced(run.pixels)
+        record = self._record(args, facts, made, report)
+        notes = (*call.notes, *self._notes, *differences(made, args))
         if args.cache is not None and args.backend == "diffusers":
             notes += (f"the cache {args.cache} was enabled",)  # others are in the report
         saved = _Saved(
@@ -294,6 +314,64 @@ class Session:
             notes=saved.notes,
         )
 
+    def _stream(
+        self,
+        args: ServerArgs,
+        facts: Mapping[str, Json],
+        target: OutputTarget | None,
+        mark: str,
+        on_chunk: Give | None,
+    ) -> Generated:
+        """Generate a video whose chunks are written and handed on as they finish."""
+        started = time.perf_counter()
+        fps = args.fps or default_fps(self.index)
+        video = None if target is None else GrowingVideo(target, fps)
+        stream = Streaming(args, partial(_give, video, on_chunk))
+        check = AttentionCheck(args.check_attention) if args.check_attention else None
+        timings = Timings(self.device)
+        timings.phases["load"] = self.load_seconds
+        try:
+            with out_of_memory_explained():
+                run, call, report = self._run(args, timings, check, stream)
+        finally:
+            if video is not None:
+                video.close()
+        check_finite(run)
+        made = stream.produced()
+        record = {
+            **self._record(args, facts, made, report),
+            "stream": stream.as_dict(),
+            "interrupted": stream.interrupted,
+        }
+        notes = (*call.notes, *self._notes, *differences(made, args))
+        if video is not None and video.note is not None:
+            notes += (video.note,)
+        saved = _Saved(
+            notes=notes, record={**record, **_ending(call, timings, notes, self.index.kind)}
+        )
+        if target is not None and video is not None and video.names is not None:
+            names = video.names
+            if stream.interrupted:
+                names = replace(names, latents=None)
+            also = _attention_record(args, record, report, check)
+            saved = _write(target, run, call, timings, record, notes, mark, also, names)
+        return Generated(
+            pixels=(),
+            latents=run.latents,
+            fps=call.fps,
+            record=saved.record,
+            media=saved.names.media if saved.names else (),
+            record_path=saved.names.record if saved.names else None,
+            latents_path=saved.names.latents if saved.names else None,
+            attention_path=saved.attention,
+            seed=args.seed or 0,
+            seconds=time.perf_counter() - started,
+            report=report,
+            mesh=None,
+            notes=saved.notes,
+            interrupted=stream.interrupted,
+        )
+
     def close(self) -> None:
         """Let go of the model; what was made stays."""
         self._pipe = None
@@ -301,7 +379,11 @@ class Session:
             torch.get_device_module(self.device).empty_cache()
 
     def _run(
-        self, args: ServerArgs, timings: Timings, check: AttentionCheck | None
+        self,
+        args: ServerArgs,
+        timings: Timings,
+        check: AttentionCheck | None,
+        stream: Streaming | None = None,
     ) -> tuple[Denoised, Call, Report]:
         """Attach attention, denoise, and leave the pipeline as it was."""
         pipe = self._pipe
@@ -322,7 +404,7 @@ class Session:
                 given_sigmas(pipe, sigmas, by_call=by_call),
                 cached(pipe, denoisers(pipe), cache, steps_of(self.index, call)),
             ):
-                run = _denoise(pipe, self.index, args, call, timings)
+                run = _denoise(pipe, self.index, args, call, timings, stream)
             return run, call, handle.report()
         finally:
             if handle is not None:
@@ -331,7 +413,11 @@ class Session:
                 pipe.guider = guider
 
     def _record(
-        self, args: ServerArgs, facts: Mapping[str, Json], run: Denoised, report: Report
+        self,
+        args: ServerArgs,
+        facts: Mapping[str, Json],
+        made: Mapping[str, Json],
+        report: Report,
     ) -> dict[str, Json]:
         mesh = _mesh()
         return {
@@ -340,7 +426,7 @@ class Session:
             "pipeline": self.index.name,
             "arguments": _arguments(args),
             "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
-            "produced": produced(run.pixels),
+            "produced": dict(made),
             "attention": report.as_dict(),
         }
 
@@ -360,12 +446,25 @@ class _Saved:
     attention: Path | None = None
 
 
+def _give(video: GrowingVideo | None, on_chunk: Give | None, chunk: StreamedChunk) -> None:
+    """Write the frames of a chunk, and hand them on."""
+    if video is not None:
+        video.write(chunk.frames)
+    if on_chunk is not None:
+        on_chunk(chunk)
+
+
 def _seed(args: ServerArgs) -> int:
     return secrets.randbelow(2**32) if args.seed is None else args.seed
 
 
 def _denoise(
-    pipe: Any, index: PipelineIndex, args: ServerArgs, call: Call, timings: Timings
+    pipe: Any,
+    index: PipelineIndex,
+    args: ServerArgs,
+    call: Call,
+    timings: Timings,
+    stream: Streaming | None,
 ) -> Denoised:
     """Run the pipeline; ranks that write nothing stop at the latents."""
     if not is_main_rank() and "output_type" in call.arguments:
@@ -373,7 +472,7 @@ def _denoise(
     width, height = output_size(pipe, index, args)
     asked = Generation(prompt=args.prompt or "", width=width, height=height)
     with diffusers_backend_explained(_named_backend(args)), describe_generation(asked):
-        return denoise(pipe, call, timings)
+        return denoise(pipe, call, timings) if stream is None else stream.run(pipe, call, timings)
 
 
 def _named_backend(args: ServerArgs) -> str | None:
@@ -509,7 +608,8 @@ def _write(
     with Staging(overwrite=target.overwrite, mark=mark) as staging:
         found = []
         with timings.phase("save"):
-            for pixels, final in zip(run.pixels, names.media, strict=True):
+            # Without pixels the video was streamed, and is there already.
+            for pixels, final in zip(run.pixels, names.media, strict=bool(run.pixels)):
                 if target.kind == "video":
                     found.append(output.write_video(pixels, staging.path(final), call.fps))
                 else:

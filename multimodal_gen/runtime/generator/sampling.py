@@ -40,6 +40,7 @@ __all__ = [
     "check_loaded",
     "check_outputs",
     "check_sizes",
+    "default_fps",
     "output_size",
     "prepare_call",
     "steps_of",
@@ -64,6 +65,7 @@ _FRAME_RATE = "frame_rate"
 _TRAINED_FPS: tuple[tuple[str, int], ...] = (
     ("Wan", 16),
     ("CogVideoX", 8),
+    ("Helios", 24),
     ("HunyuanVideo", 24),
     ("LTX", 25),
 )
@@ -204,7 +206,7 @@ def prepare_call(pipe: Any, index: PipelineIndex, args: ServerArgs) -> Call:
         arguments["output_type"] = "np"
     return Call(
         arguments=arguments,
-        fps=args.fps or _default_fps(index.name, parameters),
+        fps=args.fps or default_fps(index),
         notes=_notes(parameters, arguments),
     )
 
@@ -321,10 +323,11 @@ def _notes(parameters: Mapping[str, Parameter], arguments: Mapping[str, Any]) ->
     )
 
 
-def _default_fps(name: str, parameters: Mapping[str, Parameter]) -> int:
-    if _FRAME_RATE in parameters:
-        return int(parameters[_FRAME_RATE].default)
-    return next((fps for start, fps in _TRAINED_FPS if name.startswith(start)), _DEFAULT_FPS)
+def default_fps(index: PipelineIndex) -> int:
+    """Return the frames per second of the videos that a pipeline was trained on."""
+    if _FRAME_RATE in index.parameters:
+        return int(index.parameters[_FRAME_RATE].default)
+    return next((fps for start, fps in _TRAINED_FPS if index.name.startswith(start)), _DEFAULT_FPS)
 
 
 def _not_taken(
