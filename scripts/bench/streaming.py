@@ -5,10 +5,9 @@ chunk, a window of 21 frames of which 3 are a sink, 4 denoising steps and a clea
 differ in the self-attention and in how the past is kept alone:
 
 * clone-and-shift: keys and values of the window in order; every chunk moves them by its length;
-* cache: `CausalCache`, read by a layer of ours on the backend that is named; `in pieces` sees one
-  chunk less, so that its slots are lists on the block-sparse engine; `windows in space` sees 3x3
-  tiles of 8x8 around each, of every chunk; `video_sparse_attn` chooses a fifth of all tiles;
-  `graph` replays a CUDA graph.
+* cache: `CausalCache`, read by a layer of ours on the backend named; `in pieces` sees a chunk less,
+  so that its slots are lists on the block-sparse engine; `windows in space` sees 3x3 tiles of 8x8
+  around each, of every chunk; `video_sparse_attn` chooses a fifth of all; `graph` replays a graph.
 
 Outputs of all are compared after the window has been filled and has moved; then whole chunks are
 timed in turns, and one attention call by itself. `chunk 1000` is the same after 1,000 chunks were
@@ -25,6 +24,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -675,25 +675,19 @@ def main() -> None:
     """Check, time, and append to `streaming.csv`."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
-    parser.add_argument(
-        "--contenders", default="", help="pattern of the contenders; the first one is what is right"
-    )
+    parser.add_argument("--contenders", default="", help="their pattern; the first one is right")
     arguments = parser.parse_args()
     run, layers = prepare(SMOKE if arguments.smoke else WAN)
     run.found = {n: pair for n, pair in run.found.items() if re.search(arguments.contenders, n)}
-    path = arguments.out / "streaming.csv"
+    rounds, only = arguments.rounds, arguments.only
     with torch.inference_mode():
         errors, wrong = check(run)
-        if arguments.only in "one call":
-            single = bench_attention(run, arguments.commit, arguments.rounds)
-            write_rows(path, single)
-            for row in single:
-                print(f"{row.contender:24} {row.rate_to_fa3:.3f} of fa3's rate", flush=True)
-        if arguments.only in "chunk":
-            for rows in bench_chunks(run, arguments.commit, arguments.rounds, errors):
-                write_rows(path, rows)
-                for row in rows:
-                    print(f"{row.case:30} {row.contender:24} {row.frames_per_second:7.2f} fps")
+        one = (bench_attention(run, arguments.commit, rounds) for _ in range(only in "one call"))
+        whole = bench_chunks(run, arguments.commit, rounds, errors) if only in "chunk" else ()
+        for rows in chain(one, whole):
+            write_rows(arguments.out / "streaming.csv", rows)
+            for row in rows:
+                print(row.contender, row.frames_per_second, "fps", row.rate_to_fa3, "of fa3's rate")
     for name, layer in layers.items():
         report = layer.report()
         ran = [e for e in (*report.entries, *report.detours) if e.calls]

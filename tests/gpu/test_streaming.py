@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.profiler import ProfilerActivity, profile
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan, teacher_forcing_plan
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
@@ -22,6 +23,7 @@ from multimodal_gen.testing.block_plans import dense_mask
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.tile_choice import TokenTiles, best_tiles, token_tiles
+from multimodal_gen.testing.tiny_models.streaming import HELIOS
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
 pytestmark = [
@@ -308,3 +310,17 @@ def test_layouts_run_on_the_engine(make):
     out = LocalAttention(HEADS, SIZE, KV_HEADS)(q, k, v, plan)
     mask = dense_mask(plan.to("cpu"), 1, 1).cuda()
     assert_within_error_budget(out, q, k, v, scale=SCALE, mask=mask)
+
+
+def test_a_stream_hands_on_the_frames_of_the_whole_video(tmp_path):
+    HELIOS.build(0).save_pretrained(tmp_path / "model")
+    call = {"prompt": "a fox", "height": 32, "width": 64, "num_frames": 18, "seed": 0}
+    call |= {"num_inference_steps": 2, "pipeline_arg": dict(HELIOS.extra_kwargs)}
+    chunks = []
+    with DiffGenerator.from_pretrained(tmp_path / "model", dtype="float32") as generator:
+        whole = generator.generate(**call)
+        made = generator.generate(**call, stream=True, on_chunk=chunks.append)
+    assert [chunk.num_frames for chunk in chunks] == [9, 8]
+    frames = torch.cat([torch.as_tensor(chunk.frames) for chunk in chunks])
+    torch.testing.assert_close(frames, torch.as_tensor(whole.pixels[0]), rtol=0, atol=1e-3)
+    assert made.record["stream"]["frames_per_second"] > 0

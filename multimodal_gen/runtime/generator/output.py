@@ -380,14 +380,15 @@ class GrowingVideo:
     Attributes:
         names: the files of the generation, once frames were written.
         note: see `write_video`.
+        num_frames: frames that were written.
     """
 
     def __init__(self, target: OutputTarget, fps: int) -> None:
         self.names: OutputNames | None = None
         self.note: str | None = None
         self._target, self._fps = target, fps
+        self.num_frames = 0
         self._writer: Any = None
-        self._num_frames = 0
 
     def write(self, frames: Any) -> None:
         """Add frames, float [T, H, W, 3] in [0, 1].
@@ -403,9 +404,9 @@ class GrowingVideo:
                 self._open(data)
             for frame in _even(data):
                 self._writer.send(np.ascontiguousarray(frame))
+                self.num_frames += 1
         except OSError as error:
             raise UsageError(f"the video could not be encoded: {error}") from error
-        self._num_frames += len(data)
 
     def close(self) -> None:
         """End the video.
@@ -418,7 +419,7 @@ class GrowingVideo:
         self._writer.close()
         self._writer = None
         assert self.names is not None, "it was opened"
-        _check_video(self.names.media[0], self._num_frames)
+        _check_video(self.names.media[0], self.num_frames)
 
     def _open(self, data: Any) -> None:
         import imageio_ffmpeg

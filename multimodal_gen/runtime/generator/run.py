@@ -338,6 +338,8 @@ class Session:
                 video.close()
         check_finite(run)
         made = stream.produced()
+        if video is not None:  # Ctrl-C may come between two frames
+            made["num_frames"] = video.num_frames
         record = {
             **self._record(args, facts, made, report),
             "stream": stream.as_dict(),

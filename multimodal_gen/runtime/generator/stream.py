@@ -37,7 +37,14 @@ from multimodal_gen.runtime.plain_values import MalformedError, read_small_file,
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import expanded
 
-__all__ = ["Give", "StreamedChunk", "Streaming", "check_stream", "read_timed_prompts"]
+__all__ = [
+    "Give",
+    "StreamedChunk",
+    "Streaming",
+    "TimedPrompt",
+    "check_stream",
+    "read_timed_prompts",
+]
 
 
 class TimedPrompt(NamedTuple):
@@ -217,12 +224,12 @@ class Streaming:
         chunk = StreamedChunk(
             frames=frames, first_frame=self.num_frames, prompt=text, seconds=seconds
         )
-        self._give(chunk)
         self._shape = (int(frames.shape[1]), int(frames.shape[2]))
-        self._made.append((chunk.num_frames, time.perf_counter() - self._started, text))
+        self._made.append((chunk.num_frames, seconds, text))
+        self._give(chunk)
 
     def produced(self) -> dict[str, Json]:
-        """Return sizes and number of what was made, as `denoise.produced` does."""
+        """Return sizes and number of what was handed on, as `denoise.produced` does."""
         height, width = self._shape
         return {
             "num_outputs": 1,

@@ -1,0 +1,252 @@
+"""`sglang generate --stream` and its generator, against the same pipelines called as a whole."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.generator import DiffGenerator
+from multimodal_gen.runtime.generator.output import GrowingVideo, OutputTarget
+from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR, HELIOS
+
+pytestmark = [
+    # The scheduler of Helios gives numpy tensors; FlexAttention is slow where it is not compiled.
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
+HELIOS_CALL = {
+    "height": 32,
+    "width": 64,
+    "num_frames": 18,
+    "num_inference_steps": 1,
+    "guidance_scale": 1.0,
+    "pipeline_arg": dict(HELIOS.extra_kwargs),
+}
+FLAGS = (
+    *("--prompt", "a fox", "--height", 32, "--width", 64, "--num-frames", 18, "--seed", 0),
+    *("--num-inference-steps", 1, "--guidance-scale", 1, "--stream"),
+    *(f"--pipeline-arg={name}={json.dumps(value)}" for name, value in HELIOS.extra_kwargs.items()),
+)
+
+
+@pytest.fixture(scope="module")
+def helios(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("helios")
+    HELIOS.build(0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def generator(helios):
+    with DiffGenerator.from_pretrained(helios) as loaded:
+        yield loaded
+
+
+def num_frames(path: Path) -> int:
+    return imageio_ffmpeg.count_frames_and_secs(str(path))[0]
+
+
+def streamed(generator: DiffGenerator, **settings):
+    """Return what was generated, and its chunks."""
+    chunks = []
+    made = generator.generate(
+        prompt="a fox", seed=0, stream=True, on_chunk=chunks.append, **HELIOS_CALL, **settings
+    )
+    return made, chunks
+
+
+def test_chunks_are_the_frames_of_the_whole_video(generator) -> None:
+    whole = generator.generate(prompt="a fox", seed=0, **HELIOS_CALL)
+    made, chunks = streamed(generator)
+    assert [(chunk.first_frame, chunk.num_frames) for chunk in chunks] == [(0, 9), (9, 8)]
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+    assert (made.pixels, made.media, made.interrupted) == ((), (), False)
+    assert made.latents.shape[2] == 6
+    assert made.record["produced"] == {**whole.record["produced"], "non_finite_values": 0}
+    assert made.report.summary() == whole.report.summary()
+    # Nothing of a stream stays with the pipeline.
+    again = generator.generate(prompt="a fox", seed=0, **HELIOS_CALL)
+    assert np.array_equal(again.pixels[0], whole.pixels[0])
+
+
+def test_a_later_prompt_takes_over_with_the_chunk_that_begins_at_its_time(
+    generator, tmp_path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("# the second chunk begins at frame 9, of 24 a second\n\n0.375 two dogs\n")
+    _, alone = streamed(generator)
+    made, chunks = streamed(generator, prompts_file=file)
+    assert [chunk.prompt for chunk in chunks] == ["a fox", "two dogs"]
+    assert np.array_equal(chunks[0].frames, alone[0].frames)
+    assert not np.allclose(chunks[1].frames, alone[1].frames, atol=1e-3)
+    file.write_text("0.376 two dogs\n")
+    _, chunks = streamed(generator, prompts_file=file)
+    assert [chunk.prompt for chunk in chunks] == ["a fox", "a fox"]
+    assert [part["prompt"] for part in made.record["stream"]["chunks"]] == ["a fox", "two dogs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_a_model_that_encodes_its_past_anew_gives_the_frames_of_the_whole_video(
+    guidance, tmp_path
+) -> None:
+    ANYFLOW_FAR.build(0).save_pretrained(tmp_path / "model")
+    call = {"height": 32, "width": 64, "num_inference_steps": 1, "guidance_scale": guidance}
+    call |= {"num_frames": 17, "pipeline_arg": {"chunk_partition": [1, 2, 1, 1]}, "seed": 0}
+    (tmp_path / "prompts.txt").write_text("0.5 two dogs\n")
+    with DiffGenerator.from_pretrained(tmp_path / "model") as generator:
+        call |= {"prompt": "a fox", "backend": "diffusers"}
+        whole = generator.generate(**call)
+        chunks, later = [], []
+        generator.generate(**call, stream=True, on_chunk=chunks.append)
+        generator.generate(
+            **call,
+            stream=True,
+            on_chunk=later.append,
+            prompts_file=tmp_path / "prompts.txt",
+        )
+    assert [chunk.num_frames for chunk in chunks] == [1, 8, 4, 4]
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+    assert [chunk.prompt for chunk in later] == ["a fox", "a fox", "two dogs", "two dogs"]
+    for n, (one, other) in enumerate(zip(chunks, later, strict=True)):
+        assert np.array_equal(one.frames, other.frames) is (n < 2)
+
+
+def test_the_command_line_writes_a_video_and_says_how_fast(sglang, helios, tmp_path) -> None:
+    found = sglang("generate", "--model-path", helios, *FLAGS, "--output-path", tmp_path / "a.mp4")
+    assert found.code == 0, found.err
+    assert "frames 1-9 after" in found.out
+    assert "frames 10-17 after" in found.out
+    assert "stream: first frames after" in found.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.mp4"]
+    assert num_frames(tmp_path / "a.mp4") == 17
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["outputs"] == ["a.mp4"]
+    stream = record["stream"]
+    assert sum(part["num_frames"] for part in stream["chunks"]) == 17
+    assert 0 < stream["time_to_first_frame_s"] <= stream["chunks"][-1]["seconds"]
+    again = sglang("generate", "--model-path", helios, *FLAGS, "--output-path", tmp_path / "a.mp4")
+    assert (again.code, "must not exist yet" in again.err) == (2, True)
+
+
+def test_ctrl_c_ends_the_video_with_what_is_done(sglang, helios, tmp_path, monkeypatch) -> None:
+    def interrupt(chunk) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("multimodal_gen.cli.generate._show", interrupt)
+    flags = (*FLAGS, "--output-path", tmp_path / "a.mp4", "--save-latents")
+    found = sglang("generate", "--model-path", helios, *flags)
+    assert (found.code, "interrupted; the video ends" in found.err) == (130, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.mp4"]
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["interrupted"]
+    assert record["produced"]["num_frames"] == num_frames(tmp_path / "a.mp4") == 9
+
+
+def test_an_interrupted_video_is_not_taken_for_done(sglang, helios, tmp_path, monkeypatch) -> None:
+    test_ctrl_c_ends_the_video_with_what_is_done(sglang, helios, tmp_path, monkeypatch)
+    monkeypatch.undo()
+    flags = (*FLAGS, "--output-path", tmp_path / "a.mp4", "--resume", "--overwrite")
+    found = sglang("generate", "--model-path", helios, *flags)
+    assert (found.code, "done already" in found.out) == (0, False)
+    assert num_frames(tmp_path / "a.mp4") == 17
+
+
+def test_what_was_written_plays_while_the_video_grows_and_after_everything_was_killed(
+    tmp_path, monkeypatch
+) -> None:
+    processes, started = [], subprocess.Popen
+
+    def start(*args, **kwargs):
+        processes.append(started(*args, **kwargs))
+        return processes[-1]
+
+    monkeypatch.setattr("imageio_ffmpeg._io.subprocess.Popen", start)
+    path = tmp_path / "a.mp4"
+    video = GrowingVideo(OutputTarget.plan(path, "video", stem="a"), fps=8)
+    frames = np.random.default_rng(0).random((12, 32, 48, 3))
+    for _ in range(3):
+        video.write(frames)
+    for _ in range(200):
+        if path.stat().st_size and num_frames(path) >= 30:
+            break
+        time.sleep(0.02)
+    assert num_frames(path) >= 30
+    encoder = next(process for process in processes if "-frag_duration" in process.args)
+    encoder.kill()
+    encoder.wait()
+    assert num_frames(path) >= 30
+    with pytest.raises(UsageError, match="the video could not be encoded"):
+        video.write(frames)
+    for pipe in (encoder.stdin, encoder.stdout):
+        with suppress(OSError):  # nobody is at its other end
+            pipe.close()
+    with suppress(UsageError):
+        video.close()
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_a_video_that_plays(helios, tmp_path) -> None:
+    command = [sys.executable, "-m", "multimodal_gen", "generate", "--model-path", str(helios)]
+    flags = [*map(str, FLAGS), "--output-path", str(tmp_path / "a.mp4")]
+    flags[flags.index("18")] = "900"
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as process:
+        lines = [process.stdout.readline() for _ in range(3)]
+        os.kill(process.pid, signal.SIGKILL)
+    assert lines[2].startswith("frames ")
+    for _ in range(100):  # the encoder ends by itself, once nobody gives it frames
+        if num_frames(tmp_path / "a.mp4") >= 18:
+            break
+    assert num_frames(tmp_path / "a.mp4") >= 18
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompts_file": "x.txt"}, "--prompts-file needs --stream"),
+        ({"stream": True}, "stream needs output_path or on_chunk, got neither"),
+        ({"on_chunk": print}, "on_chunk needs stream=True"),
+        ({"stream": True, "on_chunk": print, "num_outputs": 2}, "--num-outputs must be 1 with --s"),
+        (
+            {"stream": True, "on_chunk": print, "prompts_file": "nowhere.txt"},
+            "--prompts-file must be a readable text file",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message, generator) -> None:
+    with pytest.raises(UsageError, match=message):
+        generator.generate(prompt="a fox", **HELIOS_CALL, **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must have prompts whose starts rise, got none"),
+        ("2 a\n1 b\n", "must have prompts whose starts rise, got 2, 1"),
+        ("0 a\n", "line 1, must be a start in seconds above 0 and a prompt"),
+        ("# x\na fox\n", "line 2, must be a start in seconds above 0"),
+        ("1.5\n", "line 1, must be a start in seconds above 0 and a prompt"),
+    ],
+)
+def test_wrong_files_of_prompts_are_refused(text, message, generator, tmp_path) -> None:
+    (tmp_path / "prompts.txt").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        streamed(generator, prompts_file=tmp_path / "prompts.txt")
+
+
+def test_pipelines_that_make_a_video_as_a_whole_are_refused(sglang, tiny_pipeline, tmp_path):
+    flags = ("--prompt", "a fox", "--stream", "--output-path", tmp_path)
+    found = sglang("generate", "--model-path", tiny_pipeline("wan"), *flags)
+    assert found.code == 2
+    assert "--stream must be left out for WanPipeline" in found.err
+    assert "HeliosPipeline, AnyFlowFARPipeline" in found.err
