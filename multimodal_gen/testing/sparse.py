@@ -255,10 +255,10 @@ def token_mask(
         num_keys: Sk.
     """
     mask = torch.zeros(*chosen.shape[:-2], num_queries, num_keys, dtype=torch.bool)
-    for i, rows in enumerate(q_blocks):
-        for j, columns in enumerate(k_blocks):
-            pairs = torch.tensor(list(rows))[:, None], torch.tensor(list(columns))
-            mask[(..., *pairs)] = chosen[..., i, j, None, None]
+    keys = [torch.tensor(list(columns)) for columns in k_blocks]
+    for i, rows in enumerate(torch.tensor(list(block))[:, None] for block in q_blocks):
+        for j, columns in enumerate(keys):
+            mask[..., rows, columns] = chosen[..., i, j, None, None]
     return mask
 
 

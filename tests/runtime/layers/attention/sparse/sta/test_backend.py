@@ -1,7 +1,5 @@
 """Sliding tile attention through the layer, against masks written down token by token."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -63,16 +61,16 @@ def token_mask(grid, tile, window, text: TextSpan | None = None) -> torch.Tensor
         centre = sorted((half, query // edge, count - 1 - half))[1]
         return wanted >= count or abs(key // edge - centre) <= half
 
-    places = list(product(*map(range, grid)))
-    pairs = [
-        [all(sees(axis, query[axis], key[axis]) for axis in range(3)) for key in places]
-        for query in places
-    ]
+    t, h, w = (
+        torch.tensor([[sees(axis, query, key) for key in range(size)] for query in range(size)])
+        for axis, size in enumerate(grid)
+    )
+    pairs = torch.einsum("aA,bB,cC->abcABC", t.int(), h.int(), w.int()).bool()
     video = video_tokens(grid, text)
     size = len(video) + (text.length if text else 0)
     mask = torch.ones(size, size, dtype=torch.bool)
     rows = torch.tensor(video)
-    mask[rows[:, None], rows] = torch.tensor(pairs)
+    mask[rows[:, None], rows] = pairs.view(len(rows), len(rows))
     return joint_mask(mask, video)
 
 

@@ -35,16 +35,12 @@ def keeps(window: int, tiles: int, query: int, key: int) -> bool:
 
 
 def naive_map(window, tiles) -> torch.Tensor:
-    places = list(product(*map(range, tiles)))
-    return torch.tensor(
-        [
-            [
-                all(keeps(w, n, q, k) for w, n, q, k in zip(window, tiles, query, key, strict=True))
-                for key in places
-            ]
-            for query in places
-        ]
+    t, h, w = (
+        torch.tensor([[keeps(width, n, query, key) for key in range(n)] for query in range(n)])
+        for width, n in zip(window, tiles, strict=True)
     )
+    every = torch.einsum("aA,bB,cC->abcABC", t.int(), h.int(), w.int()).bool()
+    return every.flatten(3).flatten(0, 2)
 
 
 @settings(max_examples=60, deadline=None)
