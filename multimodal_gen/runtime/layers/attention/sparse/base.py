@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
@@ -181,8 +181,14 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         """Return a call of this layer; see `SparseCall`.
 
         Raises:
-            UsageError: the latent grid is unknown or does not fit the sequence.
+            UsageError: the latent grid is unknown or does not fit the sequence, values have another
+                shape than keys, or a gradient is asked for of a layer that skips.
         """
+        if value.shape != key.shape:
+            raise UsageError(
+                f"`v` of {self.label} must have the shape of k {list(key.shape)}, got "
+                f"{list(value.shape)}; run such layers on a dense backend"
+            )
         return SparseCall(
             query=query,
             key=key,
@@ -194,14 +200,25 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             gate=gate,
             first_head=first_head,
             tail=self.pools_tail,
-            skip=self._skip_on(query.device),
+            skip=self._skip_for(query, key, value),
         )
 
-    def _skip_on(self, device: torch.device) -> Skip | None:
-        """Return what `skip_below` asks for, counted on a device; None where it is not given."""
+    def _skip_for(self, *qkv: torch.Tensor) -> Skip | None:
+        """Return what `skip_below` asks for, counted on their device; None where it is not given.
+
+        Raises:
+            UsageError: a gradient is asked for.
+        """
         below = getattr(self.config, "skip_below", None)
         if below is None:
             return None
+        if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
+            raise UsageError(
+                f"`skip_below` of {self.label} must be left out where a gradient is asked for, got "
+                f"{below:g}: a backward pass does not know what a kernel left out; remove it, or "
+                f"call the layer under torch.no_grad()"
+            )
+        device = qkv[0].device
         if self._skip is None or self._skip.counts is None or self._skip.counts.device != device:
             with torch.inference_mode(False):
                 counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -322,10 +339,11 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             return
         reasons = []
         if kept / num_blocks - asked >= _FAR / 2:
-            reasons.append(
-                f"the latent grid {layout.grid} has {num_blocks} blocks, of which {kept}"
+            blocks = (
+                "1 block, which" if num_blocks == 1 else f"{num_blocks} blocks, of which {kept}"
             )
-            reasons[-1] += " is kept" if kept == 1 else " are kept"
+            verb = "is" if kept == 1 else "are"
+            reasons.append(f"the latent grid {layout.grid} has {blocks} {verb} kept")
         text = layout.num_keys - layout.num_video
         if text:
             reasons.append(f"{text} of {layout.num_keys} tokens are text, which is never left out")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -58,3 +58,14 @@ def test_a_layer_leaves_out_what_hardly_counts_and_reports_the_share(method, tex
 def test_a_package_that_leaves_nothing_out_is_refused():
     with pytest.raises(ConfigError, match="`skip_below` of video_sparse_attn must not be given wi"):
         VideoSparseConfig(skip_below=30, kernel="vsa")
+
+
+def test_training_is_refused_by_the_name_that_was_given():
+    layer = make_layer("video_sparse_attn", METHODS["video_sparse_attn"], skip_below=20)
+    qkv = torch.randn(3, 1, math.prod(GRID), HEADS, HEAD_SIZE).requires_grad_().unbind(0)
+    wanted = "`skip_below` of video_sparse_attn must be left out where a gradient is asked for, got"
+    with (
+        set_forward_context(0, latent_grid=GRID, num_steps=1),
+        pytest.raises(UsageError, match=wanted),
+    ):
+        layer(*qkv)

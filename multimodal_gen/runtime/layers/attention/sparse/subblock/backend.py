@@ -114,13 +114,13 @@ class SubblockImpl(SparseImpl[SubblockConfig]):
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention over the selected blocks; see `SparseImpl.attend`."""
-        config = self.settings(context)
-        call = replace(call, layout=in_one_row(call.layout))
+        config, layout = self.settings(context), call.layout
+        call = replace(call, layout=in_one_row(layout))
         queries, keys = in_tiles(call.layout, (1, 1, _BLOCK), call.query.device)
         num = len(queries.order.starts)
         kept = kept_blocks(ratio_now(config.sparsity), num)
-        self.warn_of_density(call.layout, 1 - ratio_now(config.sparsity), kept, num)
-        self.record(context, call.layout.density(kept / num), call.query.shape[2])
+        self.warn_of_density(layout, 1 - ratio_now(config.sparsity), kept, num)
+        self.record(context, layout.density(kept / num), call.query.shape[2])
         means = cell_means(call, queries, (config.n_q, config.n_k))
 
         def plan_of(heads: slice) -> BlockPlan:
@@ -160,14 +160,15 @@ class SubblockImpl(SparseImpl[SubblockConfig]):
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`; ranks exchange the means of cells."""
-        layout, call = in_one_row(self.ring_layout(inputs, context)), inputs.call
+        whole, call = self.ring_layout(inputs, context), inputs.call
+        layout = in_one_row(whole)
         assert context is not None, "a layout needs a context"
         config, device = self.settings(context), inputs.query.device
         num = -(-layout.num_video // _BLOCK)
         kept = kept_blocks(ratio_now(config.sparsity), num)
         if layout.num_queries < config.min_seq_len:
             kept = num
-        self.warn_of_density(layout, 1 - ratio_now(config.sparsity), kept, num)
+        self.warn_of_density(whole, 1 - ratio_now(config.sparsity), kept, num)
         self.record(context, layout.density(kept / num), inputs.query.shape[2])
         shards = shards_of(layout, call, (1, 1, _BLOCK), device)
         sides = []
