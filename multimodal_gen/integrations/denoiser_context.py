@@ -73,15 +73,18 @@ class TokenShare:
         """Return how many of the first `count` tokens this rank has."""
         return min(max(count - self.start, 0), self.length)
 
-    def take(self, x: torch.Tensor, dim: int, *, text: int = 0) -> torch.Tensor:
-        """Return the tokens of this rank, with `text` positions in front of all tokens kept.
+    def take(self, x: torch.Tensor, dim: int, *, front: int = 0, back: int = 0) -> torch.Tensor:
+        """Return the tokens of this rank, and so many positions in front of and behind them all.
 
         A tensor may end before the last token: then this rank has what there is of its part.
         It is contiguous, as what blocks return is: a compiled block serves its own output too.
         """
-        start = min(text + self.start, x.shape[dim])
+        start = min(front + self.start, x.shape[dim])
         own = x.narrow(dim, start, min(self.length, x.shape[dim] - start))
-        return torch.cat((x.narrow(dim, 0, text), own), dim) if text else own.contiguous()
+        if not front and not back:
+            return own.contiguous()
+        text = x.narrow(dim, 0, front), x.narrow(dim, x.shape[dim] - back, back)
+        return torch.cat((text[0], own, text[1]), dim)
 
 
 def share_tokens(
@@ -123,11 +126,13 @@ class TokenSplit:
     Attributes:
         share: who has which tokens; None between calls, and until it is settled.
         settle: settles it for so many tokens; None between calls.
+        whole: how names begin of modules that attend to all tokens on every rank.
         times: what gathering takes.
     """
 
     share: TokenShare | None = None
     settle: Callable[[int], TokenShare] | None = None
+    whole: tuple[str, ...] = ()
     times: Times = field(default_factory=Times)
 
 

@@ -82,7 +82,11 @@ def prepare_call(
         call = _on_grid(call, context)
     split = None if context is None else context.split
     share = None if split is None else split.share
-    if share is None or not _attends_to(share, layer, call):
+    if (
+        share is None
+        or (split is not None and layer.site.name.startswith(split.whole))
+        or not _attends_to(share, layer, call)
+    ):
         return _without_padding(layer, call._replace(exchange=False), masks_padding)
     keys = share.front + share.total + share.back
     padding = _padding(layer, call, keys, masks_padding)

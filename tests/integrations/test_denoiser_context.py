@@ -42,7 +42,14 @@ def test_text_is_where_the_model_has_it(span, around):
 def test_text_in_front_is_kept_whole():
     share = share_tokens(5, 2, 1, TextSpan(start=0, length=2))
     tokens = torch.tensor([[-2, -1, 0, 1, 2, 3, 4]])
-    assert share.take(tokens, 1, text=2).tolist() == [[-2, -1, 3, 4]]
+    assert share.take(tokens, 1, front=2).tolist() == [[-2, -1, 3, 4]]
+
+
+def test_text_behind_is_kept_whole():
+    shares = [share_tokens(5, 2, index, TextSpan(start=5, length=2)) for index in range(2)]
+    tokens = torch.tensor([0, 1, 2, 3, 4, -2, -1])
+    taken = [share.take(tokens, 0, back=2).tolist() for share in shares]
+    assert taken == [[0, 1, 2, -2, -1], [3, 4, -2, -1]]
 
 
 def test_a_tensor_that_ends_early_gives_what_there_is():

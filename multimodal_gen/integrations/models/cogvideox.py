@@ -29,7 +29,7 @@ COGVIDEOX = ModelAdapter(
         tokens=tokens_of(_grid),
         cuts=(
             Cut(module="", argument="image_rotary_emb", dim=0, dims=2),
-            Cut(module="patch_embed", dims=3, behind_text=True),
+            Cut(module="patch_embed", dims=3, with_text=True),
         ),
     ),
 )

@@ -57,7 +57,7 @@ FLUX3 = ModelAdapter(
                 argument="image_rotary_emb",
                 dim=0,
                 dims=2,
-                behind_text=True,
+                with_text=True,
             ),
             Cut(module="norm_out", argument="temb", dims=3),
         ),

@@ -45,13 +45,13 @@ KREA2 = ModelAdapter(
         tokens=latent_tokens,
         cuts=(
             Cut(module="img_in", dims=3),
-            Cut(module="rotary_emb", dim=0, dims=2, behind_text=True),
+            Cut(module="rotary_emb", dim=0, dims=2, with_text=True),
             Cut(
                 module="transformer_blocks.*",
                 argument="attention_mask",
                 dim=3,
                 dims=4,
-                behind_text=True,
+                with_text=True,
             ),
         ),
         gather="final_layer",

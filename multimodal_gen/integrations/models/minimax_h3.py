@@ -66,18 +66,18 @@ MINIMAX_H3 = ModelAdapter(
     split=SplitPlan(
         tokens=_tokens,
         cuts=(
-            Cut(module="rope", dim=0, dims=2, behind_text=True),
-            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, behind_text=True),
+            Cut(module="rope", dim=0, dims=2, with_text=True),
+            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, with_text=True),
             Cut(
                 module="transformer_blocks.*",
                 argument="adaln_indices",
                 dim=0,
                 dims=1,
-                behind_text=True,
+                with_text=True,
             ),
-            Cut(module="norm_out", argument="timestep_indices", dim=0, dims=1, behind_text=True),
+            Cut(module="norm_out", argument="timestep_indices", dim=0, dims=1, with_text=True),
         ),
         gather="norm_out",
-        behind_text=True,
+        with_text=True,
     ),
 )

@@ -32,7 +32,7 @@ class Cut:
         dim: axis of the tokens.
         dims: axes a tensor must have to be cut, or None for any number.
         flat: the tokens lie on `dim` and all axes after it.
-        behind_text: text comes first on that axis.
+        with_text: text is on that axis too, where it is in joint attention; it stays.
         may_end_early: tensors may have fewer tokens than the call: the last ones are missing.
         is_count: it is no tensor but a number of leading tokens.
     """
@@ -44,7 +44,7 @@ class Cut:
     dim: int = 1
     dims: int | None = None
     flat: bool = False
-    behind_text: bool = False
+    with_text: bool = False
     may_end_early: bool = False
     is_count: bool = False
 
@@ -59,13 +59,15 @@ class SplitPlan:
         cuts: what is cut.
         gather: module whose output [B, S, C], of a tuple the first, has all tokens again; "-1" at
             the end of its name for the last of a list.
-        behind_text: text comes first in that output; it stays.
+        with_text: text is in that output too; it stays.
+        whole: how names begin of modules that attend to all tokens on every rank.
     """
 
     tokens: Callable[[Any], int | None] | None
     cuts: tuple[Cut, ...]
     gather: str = "proj_out"
-    behind_text: bool = False
+    with_text: bool = False
+    whole: tuple[str, ...] = ()
 
 
 _TEXT = ("encoder_", "txt_")

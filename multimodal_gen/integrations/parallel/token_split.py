@@ -115,7 +115,7 @@ class TokenSplitter:
         self._plan = plan
         self._group = groups.sequence
         self._calls = 0
-        self.split = TokenSplit()
+        self.split = TokenSplit(whole=plan.whole)
         self._cuts = tuple(
             (cut, module)
             for cut in plan.cuts
@@ -170,7 +170,7 @@ class TokenSplitter:
                 hook = hooks.setdefault((cut, position), new)
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             undo.callback(handle.remove)
-        gather = _Gather(self.split, self._plan.gather, behind_text=self._plan.behind_text)
+        gather = _Gather(self.split, self._plan.gather, with_text=self._plan.with_text)
         undo.callback(self._gathered.register_forward_hook(gather).remove)
         undo.callback(self.end)
 
@@ -188,10 +188,10 @@ class _Hook(StandIn):
 class _Gather(_Hook):
     """A forward hook that gathers what a module returns."""
 
-    def __init__(self, split: TokenSplit, name: str, *, behind_text: bool) -> None:
+    def __init__(self, split: TokenSplit, name: str, *, with_text: bool) -> None:
         super().__init__(split)
         self.name = name
-        self.behind_text = behind_text
+        self.with_text = with_text
 
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
         share = self.split.share
@@ -207,12 +207,16 @@ class _Gather(_Hook):
                 "a denoiser must run under torch.no_grad() where its tokens are split over ranks: "
                 "its output carries no gradient"
             )
-        text = share.front if self.behind_text else 0
-        _expect(output, 1, text + share.length, f"the output of {self.name}")
-        # The first rank's text is taken for all: each has rounded it in an order of its own.
-        first, *others = share.lengths
-        own = output[:, text:] if share.index else output
-        return gather_sequence(own, (text + first, *others))
+        front, back = (share.front, share.back) if self.with_text else (0, 0)
+        _expect(output, 1, front + share.length + back, f"the output of {self.name}")
+        # One rank's text is taken for all, where it belongs: each has rounded it by itself.
+        last = len(share.lengths) - 1
+        start = front if share.index else 0
+        stop = output.shape[1] - (back if share.index < last else 0)
+        lengths = list(share.lengths)
+        lengths[0] += front
+        lengths[last] += back
+        return gather_sequence(output[:, start:stop], lengths)
 
 
 class _CutHook(_Hook):
@@ -283,11 +287,11 @@ def _keep(cut: Cut, share: TokenShare, x: torch.Tensor) -> torch.Tensor:
     whole = x.flatten(cut.dim) if cut.flat else x
     if whole.shape[cut.dim] == 1:
         return x
-    text = share.front if cut.behind_text else 0
+    front, back = (share.front, share.back) if cut.with_text else (0, 0)
     if not cut.may_end_early:
         name = cut.argument or f"the output of {cut.module}"
-        _expect(whole, cut.dim, text + share.total, name)
-    return share.take(whole, cut.dim, text=text)
+        _expect(whole, cut.dim, front + share.total + back, name)
+    return share.take(whole, cut.dim, front=front, back=back)
 
 
 def _expect(x: torch.Tensor, dim: int, length: int, name: str) -> None:

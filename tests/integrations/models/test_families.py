@@ -190,7 +190,6 @@ def test_sparse_methods_on_two_ranks_give_the_output_of_one(two_ranks, name, mes
         ("kandinsky 6 with sound", "audio_hidden_states must be None where .* the whole video"),
         ("wan animate", "has no plan for it"),
         ("ltx 2", r"has a plan that splits text too \(encoder_"),
-        ("z image", "has no plan for it"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_with_the_reason(two_ranks, name, message):

@@ -234,7 +234,7 @@ def test_our_plans_cut_what_the_models_own_do():
         for module, entries in theirs.items():
             if not isinstance(entries, dict):
                 # With the text in front what two outputs are made of is gathered, once.
-                assert module == adapter.split.gather or adapter.split.behind_text
+                assert module == adapter.split.gather or adapter.split.with_text
                 continue
             for argument in entries:
                 place = (module, argument) if isinstance(argument, str) else (module, None)
