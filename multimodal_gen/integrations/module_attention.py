@@ -28,6 +28,7 @@ from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.layer import USPAttention
+from multimodal_gen.runtime.layers.attention.listed_calls import Lists, lists_or_mask
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
@@ -231,7 +232,7 @@ class ModuleAttention(StandIn):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: "torch.Tensor | Lists | None" = None,
         *,
         causal: bool = False,
         scale: float | None = None,
@@ -243,7 +244,7 @@ class ModuleAttention(StandIn):
             query: [B, Sq, H, D].
             key: [B, Sk, Hkv, D].
             value: [B, Sk, Hkv, Dv].
-            attn_mask: as `LocalAttention.forward` takes it.
+            attn_mask: as `LocalAttention.forward` takes it; lists of blocks, too.
             causal: top-left aligned causality, as PyTorch's attention defines it.
             scale: factor on q k^T; None for `head_size ** -0.5`.
             gate: [B, Sq, H, D] weight of the coarse branch, or None; of a layer without one, what
@@ -252,6 +253,7 @@ class ModuleAttention(StandIn):
         Returns:
             [B, Sq, H, Dv].
         """
+        attn_mask, lists = lists_or_mask(attn_mask)
         if causal and query.shape[1] != key.shape[1]:
             allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=key.device)
             attn_mask = _intersect(allowed.tril()[None, None], attn_mask)
@@ -271,7 +273,8 @@ class ModuleAttention(StandIn):
         if not usual:
             layer = self._other(query, key, causal=causal, scale=scale, of_text=of_text)
         if gate is None or isinstance(gate, torch.Tensor):
-            return layer.attend(AttentionCall(query, key, value, attn_mask, gate))
+            call = AttentionCall(query, key, value, attn_mask, gate)
+            return layer.attend(call if lists is None else call._replace(lists=lists))
         return layer.attend(AttentionCall(query, key, value, attn_mask, spare_gate=gate))
 
     def steps(self) -> Iterator[StepSet]:

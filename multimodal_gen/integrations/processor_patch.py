@@ -16,7 +16,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,11 @@ from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import ModuleAttention
 from multimodal_gen.integrations.padding import PairMask
 from multimodal_gen.integrations.trained_layers import GatedValue
+from multimodal_gen.runtime.layers.attention.backends.block_masks import is_block_mask
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 SDPA = "scaled_dot_product_attention"
 SDPA_HOOK = "_multimodal_gen_sdpa"
@@ -127,6 +131,15 @@ _DISPATCH = "dispatch_attention_fn"
 _REPLACED = "_multimodal_gen_replaced"
 _BEFORE = "_multimodal_gen_before"
 _OURS = frozenset({LAYER, _REPLACED, _BEFORE})
+_SUPPORTED = "_SUPPORTED_BACKENDS"
+_FLEX = "flex"
+
+
+class _WithOurs(tuple[str, ...]):
+    """The backends that a processor runs on, and layers: they take FlexAttention's masks too."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, ModuleAttention) or super().__contains__(name)
 
 
 def patched_class(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
@@ -228,6 +241,8 @@ def _make_class(
             LAYER: None,
         }
     )
+    if hasattr(stock, _SUPPORTED):
+        namespace[_SUPPORTED] = _WithOurs(getattr(stock, _SUPPORTED))
     # Between the class and the base whose method it reaches by super(): C3 puts them there.
     between = tuple(
         type(
@@ -246,7 +261,7 @@ def _make_class(
 def _require_indifferent(stock: type, methods: Sequence[FunctionType]) -> None:
     """Refuse processors to which it matters which backend of diffusers they have."""
     wanted = getattr(stock, LAYER, None)
-    if wanted is not None:
+    if wanted not in (None, _FLEX):  # whose masks layers take, too
         raise CannotPatchError(f"{stock.__name__} wants diffusers' backend {wanted}")
     for method in methods:
         named = (method.__globals__.get(name) for name in _names(method.__code__))
@@ -366,7 +381,7 @@ def dispatch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: "torch.Tensor | GatedValue",
-    attn_mask: "torch.Tensor | PairMask | None" = None,
+    attn_mask: "torch.Tensor | PairMask | BlockMask | None" = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -387,7 +402,7 @@ def dispatch(
     gate = value.gate if isinstance(value, GatedValue) else None
     value = value.value if isinstance(value, GatedValue) else value
     taken = attn_mask is None or isinstance(attn_mask, (torch.Tensor, PairMask))
-    if not taken and isinstance(backend, ModuleAttention):
+    if not (taken or is_block_mask(attn_mask)) and isinstance(backend, ModuleAttention):
         backend.warn(
             f"calls of {backend.site.component} with a {type(attn_mask).__name__} as their mask "
             f"are left to diffusers, which computes them as without apply()"
@@ -421,7 +436,7 @@ def dispatch(
         )
     if isinstance(attn_mask, PairMask):
         attn_mask = attn_mask.keep
-    elif attn_mask is not None and attn_mask.dim() == 2:
+    elif isinstance(attn_mask, torch.Tensor) and attn_mask.dim() == 2:
         # [B, Sk] to diffusers, which masks keys alone; to the layers it masks queries too.
         attn_mask = _over_keys(attn_mask)
     return backend.attend(query, key, value, attn_mask, causal=is_causal, scale=scale, gate=gate)

@@ -1,7 +1,7 @@
 """AnyFlow: separate self and cross attention, as in Wan, with the frames before the channels.
 
-The causal form of it (`AnyFlowFARTransformer3DModel`) attends by FlexAttention's block masks, which
-stay diffusers' own; it has no adapter.
+The causal form of it (`AnyFlowFARTransformer3DModel`) attends by FlexAttention's block masks to its
+past; layers take those as they are, dense, and it has no adapter.
 """
 
 from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
