@@ -32,37 +32,30 @@ def _role(name: str, module: nn.Module) -> AttentionRole:
 
 
 def _tokens(call: ModelCall) -> int | None:
-    for name, why in (
-        ("sparse_params", "they order the tokens of the whole video"),
-        ("audio_hidden_states", "the sound attends to the whole video"),
-    ):
-        if call.arguments.get(name) is not None:
-            raise UsageError(
-                f"{name} must be None where ranks share the tokens of a video, got some: {why}; "
-                f"run it on one GPU"
-            )
+    if call.arguments.get("sparse_params") is not None:
+        raise UsageError(
+            "sparse_params must be None where ranks share the tokens of a video, got some: they "
+            "order the tokens of the whole video; run it on one GPU"
+        )
     grid = _grid(call)
     return None if grid is None else math.prod(grid)
 
 
-def _split(video: str, rope: str, rope_dim: int) -> SplitPlan:
-    """Return the plan of a model whose blocks have such names for the video and its positions."""
-    blocks = "visual_transformer_blocks"
-    return SplitPlan(
-        tokens=_tokens,
-        cuts=(
-            Cut(module=f"{blocks}.0", argument=video, dims=3),
-            Cut(module=f"{blocks}.*", argument=rope, dim=rope_dim),
-        ),
-        gather=f"{blocks}.-1",
-    )
+_BLOCKS = "visual_transformer_blocks"
 
 
 KANDINSKY5 = ModelAdapter(
     classes=("Kandinsky5Transformer3DModel",),
     role_of=_role,
     grid=_grid,
-    split=_split("visual_embed", "rope", 1),
+    split=SplitPlan(
+        tokens=_tokens,
+        cuts=(
+            Cut(module=f"{_BLOCKS}.0", argument="visual_embed", dims=3),
+            Cut(module=f"{_BLOCKS}.*", argument="rope"),
+        ),
+        gather=f"{_BLOCKS}.-1",
+    ),
 )
 
 
@@ -77,5 +70,17 @@ KANDINSKY6 = ModelAdapter(
     grid=_grid,
     padding=_padding,
     masks_padding=("Kandinsky6AttnProcessor",),
-    split=_split("vis", "vis_rope", 0),
+    split=SplitPlan(
+        tokens=_tokens,
+        cuts=(
+            Cut(module=f"{_BLOCKS}.0", argument="vis", dims=3),
+            Cut(module=f"{_BLOCKS}.*", argument="vis_rope", dim=0),
+        ),
+        gather=f"{_BLOCKS}.-1",
+        # Every rank has all of the sound, which attends to the whole video.
+        gathered=(
+            Cut(module=f"{_BLOCKS}.*.av_cross_attention", argument="encoder_hidden_states"),
+            Cut(module=f"{_BLOCKS}.*.av_cross_attention", argument="rope_kv", dim=0),
+        ),
+    ),
 )

@@ -5,8 +5,10 @@ Audio attends to itself in modules of the role `encoder`: its tokens lie on no g
 
 from torch import nn
 
-from multimodal_gen.integrations.models.adapter import ModelAdapter
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall, latent_tokens
 from multimodal_gen.integrations.models.ltx import packed_grid
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 
@@ -18,8 +20,44 @@ def _role(name: str, module: nn.Module) -> AttentionRole:
     return AttentionRole.SELF if last == "attn1" else AttentionRole.CROSS
 
 
+def _tokens(call: ModelCall) -> int:
+    if call.arguments.get("video_self_attention_mask") is not None:
+        raise UsageError(
+            "video_self_attention_mask must be None where ranks share the tokens of a video, got "
+            "one over all pairs of them; run it on one GPU"
+        )
+    return latent_tokens(call)
+
+
 LTX2 = ModelAdapter(
     classes=("LTX2VideoTransformer3DModel",),
     role_of=_role,
     grid=packed_grid,
+    split=SplitPlan(
+        tokens=_tokens,
+        cuts=(
+            Cut(module="", argument="hidden_states", dims=3),
+            Cut(module="", argument="video_keyframes_mask", dims=3),
+            # One timestep per token, where images or videos are to be continued.
+            Cut(module="", argument="timestep", dims=2),
+            # Positions are [B, S, C], or [B, H, S, D].
+            Cut(module="rope", dims=3),
+            Cut(module="rope", dim=2, dims=4),
+            *(
+                Cut(
+                    module="transformer_blocks.*.audio_to_video_attn",
+                    argument="query_rotary_emb",
+                    dim=dim,
+                    dims=dim + 2,
+                )
+                for dim in (1, 2)
+            ),
+        ),
+        # Every rank has all of the sound, which attends to the whole video.
+        gathered=(
+            Cut(
+                module="transformer_blocks.*.video_to_audio_attn", argument="encoder_hidden_states"
+            ),
+        ),
+    ),
 )

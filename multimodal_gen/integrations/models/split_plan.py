@@ -61,6 +61,8 @@ class SplitPlan:
             the end of its name for the last of a list.
         with_text: text is in that output too; it stays.
         whole: how names begin of modules that attend to all tokens on every rank.
+        gathered: arguments that modules get with the tokens of all ranks, such as the keys of a
+            stream that all ranks have.
     """
 
     tokens: Callable[[Any], int | None] | None
@@ -68,6 +70,7 @@ class SplitPlan:
     gather: str = "proj_out"
     with_text: bool = False
     whole: tuple[str, ...] = ()
+    gathered: tuple[Cut, ...] = ()
 
 
 _TEXT = ("encoder_", "txt_")

@@ -116,9 +116,10 @@ class TokenSplitter:
         self._group = groups.sequence
         self._calls = 0
         self.split = TokenSplit(whole=plan.whole)
+        # In this order: some modules get of all ranks what was cut for the module around them.
         self._cuts = tuple(
             (cut, module)
-            for cut in plan.cuts
+            for cut in (*plan.cuts, *plan.gathered)
             for module in _find(model, cut.module)
             if cut.only_if is None or getattr(module, cut.only_if, False)
         )
@@ -166,7 +167,8 @@ class TokenSplitter:
                 if cut.argument not in names:
                     continue
                 position = names.index(cut.argument)
-                new = _ArgumentCut(cut, cut.argument, position, self.split)
+                kind = _ArgumentGather if cut in self._plan.gathered else _ArgumentCut
+                new = kind(cut, cut.argument, position, self.split)
                 hook = hooks.setdefault((cut, position), new)
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             undo.callback(handle.remove)
@@ -279,6 +281,21 @@ class _ArgumentCut(_CutHook):
             own = self.keep(args[position])
             return (*args[:position], own, *args[position + 1 :]), kwargs
         return args, kwargs
+
+
+class _ArgumentGather(_ArgumentCut):
+    """A forward pre-hook that gathers an argument."""
+
+    def keep(self, value: Any) -> Any:
+        """Return the tokens of all ranks."""
+        share, dim = self.split.share, self.cut.dim
+        if share is None or not isinstance(value, torch.Tensor):
+            return value
+        _expect(value, dim, share.length, self.name)
+        rows = value if dim else value[None]
+        gathered = gather_sequence(rows.flatten(2), share.lengths)
+        whole = gathered.reshape(rows.shape[0], share.total, *rows.shape[2:])
+        return whole if dim else whole[0]
 
 
 def _keep(cut: Cut, share: TokenShare, x: torch.Tensor) -> torch.Tensor:

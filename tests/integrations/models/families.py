@@ -162,7 +162,7 @@ def kandinsky_inputs() -> dict[str, Any]:
     }
 
 
-def ltx2() -> Any:
+def ltx2(**changes: Any) -> Any:
     from diffusers import LTX2VideoTransformer3DModel
 
     return LTX2VideoTransformer3DModel(
@@ -178,12 +178,13 @@ def ltx2() -> Any:
         audio_cross_attention_dim=HEADS * 8,
         num_layers=2,
         caption_channels=12,
+        **changes,
     )
 
 
 def ltx2_inputs() -> dict[str, Any]:
     return {
-        "hidden_states": normal(2, 72, 4),
+        "hidden_states": normal(2, 45, 4),
         # More than the video's tokens: no grid is found among them either.
         "audio_hidden_states": normal(2, 80, 4),
         "encoder_hidden_states": normal(2, 7, 12),
@@ -192,10 +193,17 @@ def ltx2_inputs() -> dict[str, Any]:
         "encoder_attention_mask": mask(7, 4, total=7),
         "audio_encoder_attention_mask": mask(7, 4, total=7),
         "num_frames": 3,
-        "height": 4,
-        "width": 6,
+        "height": 3,
+        "width": 5,
         "audio_num_frames": 80,
     }
+
+
+def ltx2_timesteps() -> dict[str, Any]:
+    """Return a call whose first frame is given: its tokens have a timestep of their own."""
+    timestep = torch.full((2, 45), 700.0)
+    timestep[:, :15] = 0
+    return ltx2_inputs() | {"timestep": timestep, "audio_timestep": torch.full((2,), 700.0)}
 
 
 def z_image() -> Any:
@@ -261,6 +269,8 @@ SPLIT = {
     "motif video": Case(motif, motif_inputs(6, 3)),
     "cosmos": Case(cosmos, cosmos_inputs),
     "kandinsky 5": Case(kandinsky, kandinsky_inputs),
+    "ltx 2": Case(ltx2, ltx2_inputs),
+    "ltx 2 with a timestep per token": Case(lambda: ltx2(rope_type="split"), ltx2_timesteps),
     "z image": Case(z_image, z_image_inputs(9, 9)),
     # In blocks for the image alone there are as many rows as a rank has for image and caption.
     "z image whose caption is half as long": Case(z_image, z_image_inputs(20, width=14)),
@@ -270,7 +280,6 @@ SPLIT = {
 
 WHOLE = {
     "sd3 with layers over the image alone": Case(lambda: sd3(0), sd3_inputs),
-    "ltx 2": Case(ltx2, ltx2_inputs),
     "motif video with decoder layers": Case(lambda: motif(1), motif_inputs(6, 3)),
 }
 """Families, or forms of them, that run on one GPU."""

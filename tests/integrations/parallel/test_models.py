@@ -26,16 +26,18 @@ def make(name):
     return model, SPLIT_CASES[name].inputs()
 
 
-def stacked(output):
-    """Return an output of some models, a list of images, as one tensor."""
-    return torch.stack(output) if isinstance(output, list) else output
+def flat(output):
+    """Return all that a model gives, images in lists and sound too, as one row."""
+    if isinstance(output, torch.Tensor):
+        return output.flatten()
+    return torch.cat([flat(each) for each in output if each is not None])
 
 
 def run(name):
     """Return the outputs of one process and of the ranks, and how many rows layers had."""
     model, inputs = make(name)
     with use_parallel_groups(None), apply(model), torch.no_grad():
-        want = stacked(model(**inputs, return_dict=False)[0])
+        want = flat(model(**inputs, return_dict=False))
     rows = []
     attend = USPAttention.attend
 
@@ -48,7 +50,7 @@ def run(name):
     USPAttention.attend = record
     try:
         with apply(model) as handle, torch.no_grad():
-            got = stacked(model(**inputs, return_dict=False)[0])
+            got = flat(model(**inputs, return_dict=False))
             report = handle.report()
     finally:
         USPAttention.attend = attend
