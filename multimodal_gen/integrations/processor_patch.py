@@ -56,9 +56,8 @@ def with_layer_in_calls(method: FunctionType, owner: str) -> CodeType:
     rewriter = _AttentionRewriter(definition.args.args[0].arg, _dispatch_names(method))
     rewriter.visit(definition)
     if not rewriter.count:
-        if not _mentions(method.__code__, SDPA):
-            raise CannotPatchError(f"{method.__qualname__} names backends of diffusers itself")
-        raise CannotPatchError(f"{method.__qualname__} does not call {SDPA} itself")
+        name = SDPA if _mentions(method.__code__, SDPA) else _DISPATCH
+        raise CannotPatchError(f"{method.__qualname__} does not call {name} itself")
     body = ast.parse(f"class {owner}: pass").body
     assert isinstance(body[0], ast.ClassDef)
     body[0].body, tree.body = [definition], body
@@ -79,8 +78,8 @@ class _AttentionRewriter(ast.NodeTransformer):
     """Hands the layer to attention calls.
 
     `F.scaled_dot_product_attention(...)` becomes `hook(self._attention_backend, ...)`, and
-    `dispatch_attention_fn(...)` without a backend, or with `backend=None`, gets
-    `backend=self._attention_backend`.
+    `dispatch_attention_fn(...)` without a backend, with `backend=None` or with FlexAttention's,
+    whose masks layers take, gets `backend=self._attention_backend`.
     """
 
     def __init__(self, self_name: str, dispatch_names: set[str]) -> None:
@@ -96,10 +95,9 @@ class _AttentionRewriter(ast.NodeTransformer):
             given = {keyword.arg: keyword for keyword in node.keywords}
             if not given.keys() & {"backend", None}:
                 node.keywords.append(ast.keyword("backend", layer))
-            elif "backend" in given and _is_none(given["backend"].value):
+            elif "backend" in given and _is_none_or_flex(given["backend"].value):
                 given["backend"].value = layer
-            # Others go to the backend of diffusers that they name.
-            self.count += "backend" not in given or not _is_named(given["backend"].value)
+            self.count += 1
             return node
         if not (isinstance(node.func, ast.Attribute) and node.func.attr == SDPA):
             return node
@@ -109,15 +107,11 @@ class _AttentionRewriter(ast.NodeTransformer):
         return node
 
 
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def _is_named(node: ast.AST) -> bool:
-    """Whether it is a backend by name: "flex" or `AttentionBackendName.FLEX`."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return node.value.id == "AttentionBackendName"
-    return isinstance(node, ast.Constant) and node.value is not None
+def _is_none_or_flex(node: ast.AST) -> bool:
+    """Whether an expression is None, "flex" or `AttentionBackendName.FLEX`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == _FLEX.upper()
+    return isinstance(node, ast.Constant) and node.value in (None, _FLEX)
 
 
 def _future_flags() -> int:
@@ -133,6 +127,7 @@ _BEFORE = "_multimodal_gen_before"
 _OURS = frozenset({LAYER, _REPLACED, _BEFORE})
 _SUPPORTED = "_SUPPORTED_BACKENDS"
 _FLEX = "flex"
+_REPLACED_BACKENDS = ("None", f'"{_FLEX}"', f"AttentionBackendName.{_FLEX.upper()}")
 
 
 class _WithOurs(tuple[str, ...]):
@@ -324,11 +319,12 @@ def _patched(method: FunctionType, replacements: Mapping[str, Any], owner: str) 
 
 
 def _leaves_backend_open(method: FunctionType) -> bool:
-    """Return whether some calls of a method name no backend, beside those that name its own."""
+    """Return whether calls of a method name none or FlexAttention's, beside those with its own."""
     try:
-        return "backend=None" in inspect.getsource(method)
+        source = inspect.getsource(method)
     except OSError:
         return False
+    return any(f"backend={name}" in source for name in _REPLACED_BACKENDS)
 
 
 def _helpers(method: FunctionType) -> dict[str, FunctionType]:

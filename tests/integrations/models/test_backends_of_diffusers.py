@@ -80,11 +80,31 @@ def test_a_model_that_asks_which_backend_it_has_is_left_as_it_is():
     assert out.shape == (1, 4, 2)
 
 
-def test_processors_that_name_a_backend_in_every_call_are_left_alone():
-    from diffusers.models.transformers.transformer_kandinsky6_sr import Kandinsky6SRAttnProcessor
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_calls_that_name_flex_attention_run_on_layers():
+    from diffusers import Kandinsky6SRTransformer3DModel
 
-    with pytest.raises(CannotPatchError, match="__call__ names backends of diffusers itself"):
-        patched_class(Kandinsky6SRAttnProcessor)
+    torch.manual_seed(3)
+    model = Kandinsky6SRTransformer3DModel(
+        in_visual_dim=4,
+        out_visual_dim=4,
+        time_dim=16,
+        model_dim=32,
+        ff_dim=24,
+        num_visual_blocks=1,
+        axes_dims=(4, 6, 6),
+    ).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    inputs = torch.randn(1, 2, 16, 16, 9), torch.full((1,), 500.0)
+    with torch.no_grad():
+        stock = model(*inputs, return_dict=False)[0]
+        with apply(model) as handle:
+            out = model(*inputs, return_dict=False)[0]
+            (layer,) = handle.report().layers
+    torch.testing.assert_close(out, stock)
+    assert [detour.calls for detour in layer.detours] == [1]
+    assert "the mask is one of blocks" in layer.detours[0].selection.reason
 
 
 def test_calls_that_are_left_to_diffusers_keep_the_backend_that_was_set(fresh, monkeypatch):
