@@ -346,6 +346,8 @@ class ModuleAttention(StandIn):
             causal=causal,
             of_text=of_text,
         )
+        if params not in self.others and torch.compiler.is_compiling():
+            params = params._replace(of_text=True)  # which is not asked while a graph is traced
         if params not in self.others:
             if torch.compiler.is_compiling():
                 raise UsageError(

@@ -1,6 +1,7 @@
 """Every family: the stock output by dense backends, and sparse ones where they are asked for."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.integrations.models import newer_families
 from tests.integrations.models.families import SPLIT, WHOLE, sana_video, sana_video_inputs
@@ -205,6 +207,38 @@ def refusal(name):
     except UsageError as error:
         return str(error)
     return ""
+
+
+def test_steps_of_minimax_h3_are_those_of_its_video():
+    """Its keyframes keep the largest timestep, near 1, while that of the video rises to it."""
+    model, inputs = made(NEW["minimax h3 with keyframes"])
+    schedule = torch.tensor([0.1, 0.3, 0.7])
+    scheduler = SimpleNamespace(timesteps=schedule)
+    pipe = SimpleNamespace(components={"transformer": model}, scheduler=scheduler)
+    seen = []
+
+    def note(*args):
+        context = current_forward_context()
+        seen.append((context.current_timestep, context.num_steps))
+
+    model.norm_out.register_forward_hook(note)
+    with apply(pipe):
+        for value in schedule:
+            call(model, inputs | {"timestep": torch.tensor([value, 0.6, 0.99])})
+    assert seen == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_steps_of_cosmos_3_are_told_by_its_vision_timesteps():
+    model, inputs = made(NEW["cosmos 3"])
+    scheduler = SimpleNamespace(timesteps=torch.tensor([900.0, 700.0]))
+    pipe = SimpleNamespace(components={"transformer": model}, scheduler=scheduler)
+    seen = []
+    model.norm_moe_gen.register_forward_hook(
+        lambda *args: seen.append(current_forward_context().current_timestep)
+    )
+    with apply(pipe):
+        call(model, inputs)
+    assert seen == [1]
 
 
 def test_linear_self_attention_is_left_alone_and_the_report_says_so():
