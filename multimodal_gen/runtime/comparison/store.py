@@ -244,13 +244,16 @@ def clip_writers(
 
 def _smaller(data: Any) -> Any:
     """Return pixels as floats in [0, 1], rows and columns averaged in groups until they are few."""
+    import numpy as np
+
     factor = -(-data.shape[-2] // _PREVIEW_WIDTH)
     height, width = (size // factor * factor for size in data.shape[-3:-1])
-    cut = data[..., :height, :width, :]
-    grouped = cut.reshape(
-        *cut.shape[:-3], height // factor, factor, width // factor, factor, cut.shape[-1]
-    )
-    return grouped.mean(axis=(-4, -2)) / 255.0
+    shape = (*data.shape[:-3], height // factor, width // factor, data.shape[-1])
+    total = np.zeros(shape, np.uint32)
+    for row in range(factor):  # numpy's mean over two axes apart takes ten times as long
+        for column in range(factor):
+            total += data[..., row:height:factor, column:width:factor, :]
+    return total / (255.0 * factor**2)
 
 
 def weights_digest(pipe: Any) -> str:
