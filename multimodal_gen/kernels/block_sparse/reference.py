@@ -107,9 +107,10 @@ def _weights(
     scores = (q @ k.transpose(-1, -2)) * scale
     # Empty rows stay unmasked until the end: a softmax over nothing is NaN.
     scores = scores.masked_fill(~keep & ~empty, float("-inf"))
-    weights = scores.softmax(-1).masked_fill(empty, 0.0)
-    lse = scores.logsumexp(-1, keepdim=True).masked_fill(empty, float("-inf"))
-    return weights, lse.squeeze(-1)
+    weights = scores.softmax(-1)
+    # exp(highest - lse) is the largest weight; torch.logsumexp takes four times a softmax.
+    lse = scores.amax(-1) - weights.amax(-1).log()
+    return weights.masked_fill(empty, 0.0), lse.masked_fill(empty.squeeze(-1), float("-inf"))
 
 
 def _near(

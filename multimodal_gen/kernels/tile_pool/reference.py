@@ -34,11 +34,11 @@ def _positions(
         int64 [n, N], 0 where a tile has no such token; bool [n, N].
     """
     values = tensor.shape[0] * len(starts) * tensor.shape[2:].numel()
-    for tokens in torch.arange(size, device=starts.device).split(
-        max(1, _VALUES_AT_ONCE // max(1, values))
-    ):
-        real = lengths > tokens[:, None]
-        position = torch.where(real, starts + tokens[:, None], 0).long()
+    step = max(1, _VALUES_AT_ONCE // max(1, values))
+    for first in range(0, size, step):
+        token = torch.arange(first, min(first + step, size), device=starts.device)[:, None]
+        real = lengths > token
+        position = torch.where(real, starts + token, 0).long()
         yield (position if index is None else index[position].long()), real
 
 
