@@ -10,6 +10,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.padding import KeyPadding
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.timing import Times
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -143,6 +144,7 @@ class DenoiserContext(ForwardContext):
     Attributes:
         padding: which keys are padding, or None when there is none, or nothing tells.
         split: how ranks share the tokens, or None where they stay together.
+        lists: the blocks of tokens that self-attention keeps, or None for all.
         batch: samples that the model was called with, or None when unknown.
         described: what the user said of its tokens, where the grid is known from that alone.
         no_grid: why the latent grid is unknown, where it is.
@@ -153,6 +155,7 @@ class DenoiserContext(ForwardContext):
 
     padding: KeyPadding | None = None
     split: TokenSplit | None = None
+    lists: BlockPlan | None = None
     batch: int | None = None
     described: DescribedTokens | None = None
     no_grid: str = "this call of the model has none"

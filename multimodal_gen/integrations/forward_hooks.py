@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.causal_blocks import CausalBlocks
 from multimodal_gen.integrations.denoiser_context import DenoiserContext, current_denoiser_context
 from multimodal_gen.integrations.guidance_branch import branch_name
 from multimodal_gen.integrations.hooks import (
@@ -123,6 +124,9 @@ class DenoiserHooks:
         self._pipeline = pipeline
         self._splitter = splitter
         self._config = getattr(model, "config", None)
+        entry = adapter.causal_blocks
+        self._blocks = None if entry is None or splitter is not None else CausalBlocks(entry)
+        self._model = model
         self._names = [*inspect.signature(type(model).forward).parameters][1:]
         self._timestep = next((name for name in _TIMESTEPS if name in self._names), None)
         self._memo = WeakTensorKeyDictionary()
@@ -150,6 +154,8 @@ class DenoiserHooks:
         """
         if self._splitter is not None:
             self._splitter.end()
+        if self._blocks is not None:
+            self._blocks.end(self._model)
         context = current_forward_context()
         while context is not None:
             ours = context if isinstance(context, DenoiserContext) else None
@@ -173,7 +179,10 @@ class DenoiserHooks:
         if self.named_by_sigma is not None and step.sigmas is None:
             self._tracker.require_sigmas(self.named_by_sigma)
         grid, text = self._adapter.grid(call), self._adapter.text_span(call)
-        splitter = self._splitter
+        splitter, lists = self._splitter, None
+        if self._blocks is not None:
+            latents = call.tensor("hidden_states")
+            lists = None if latents is None else self._blocks.begin(module, grid, latents.device)
         context = DenoiserContext(
             current_timestep=step.index,
             timestep=timestep,
@@ -188,6 +197,7 @@ class DenoiserHooks:
             call_number=None if splitter is None else splitter.begin(call, text),
             padding=padding,
             split=None if splitter is None else splitter.split,
+            lists=lists,
             batch=_batch_of(arguments),
             described=self._adapter.described,
             hooks=self,

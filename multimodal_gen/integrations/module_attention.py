@@ -81,6 +81,8 @@ def prepare_call(
         if context.cfg_branch == "both" and context.batch == 2 * call.query.shape[0]:
             context = conditional_half(context)
         call = _on_grid(call, context)
+        if context.lists is not None and layer.site.role is AttentionRole.SELF:
+            call = call._replace(lists=context.lists)
     split = None if context is None else context.split
     share = None if split is None else split.share
     if (

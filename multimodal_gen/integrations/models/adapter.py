@@ -77,6 +77,8 @@ class ModelAdapter:
         masks_padding: stock processor classes whose masks tell the padding and nothing else.
         replacements: globals of stock processors to replace, by class name.
         gated: stock processor classes whose replacements hand the gate of a coarse branch on.
+        causal_blocks: entry of its configuration that has the frames of a block which sees no later
+            one, and for which it makes a mask of all tokens; None where there is none.
         split: how its tokens are split over ranks, or None where that is not known.
         repeats_keys: its processors hand keys and values to the attention call as often as queries.
         described: what the user says of its tokens, where that is all there is to go by.
@@ -96,6 +98,7 @@ class ModelAdapter:
         default_factory=lambda: MappingProxyType({})
     )
     gated: tuple[str, ...] = ()
+    causal_blocks: str | None = None
     split: SplitPlan | None = None
     repeats_keys: bool = False
     described: DescribedTokens | None = None

@@ -29,6 +29,7 @@ def _tokens(call: ModelCall) -> int | None:
 SKYREELS_V2 = ModelAdapter(
     classes=("SkyReelsV2Transformer3DModel",),
     grid=_grid,
+    causal_blocks="num_frame_per_block",
     split=SplitPlan(
         tokens=_tokens,
         cuts=(

@@ -1,7 +1,8 @@
-"""Stock pipelines that make a video chunk by chunk, on our layers and on diffusers' own."""
+"""Stock models of causal chunks, on our layers and on diffusers' own attention."""
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR
@@ -40,3 +41,93 @@ def test_a_sparse_backend_leaves_a_past_of_other_tokens_dense_and_says_so():
         report = handle.report()
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
     assert any("its latent grid is unknown" in note for note in report.notes)
+
+
+class MasksOfPairs(TorchDispatchMode):
+    """How many bool tensors with an entry for every pair of `tokens` are made."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.count = tokens, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
+            self.count += tuple(out.shape[-2:]) == (self.tokens, self.tokens)
+        return out
+
+
+@pytest.fixture
+def skyreels():
+    """A model whose blocks of two frames see no later ones, and inputs of 6 x 4 x 6 tokens."""
+    from diffusers import SkyReelsV2Transformer3DModel
+
+    torch.manual_seed(3)
+    model = SkyReelsV2Transformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        text_dim=12,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=1,
+        num_frame_per_block=2,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 6, 8, 12),
+        "timestep": torch.tensor([500, 500]),
+        "encoder_hidden_states": torch.randn(2, 7, 12),
+    }
+    return model.eval(), inputs
+
+
+@torch.no_grad()
+def run(model, inputs):
+    return model(**inputs, return_dict=False)[0]
+
+
+def test_blocks_of_frames_are_causal_without_a_mask_of_all_tokens(skyreels):
+    model, inputs = skyreels
+    with MasksOfPairs(6 * 4 * 6) as made:
+        stock = run(model, inputs)
+    assert made.count
+    with apply(model) as handle:
+        with MasksOfPairs(6 * 4 * 6) as made:
+            ours = run(model, inputs)
+        layers = {layer.name: layer for layer in handle.report().layers}
+        assert model.config.num_frame_per_block == 2
+        model._set_ar_attention(3)
+        wider = run(model, inputs)
+        assert model.config.num_frame_per_block == 3
+    assert made.count == 0
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
+    (detour,) = layers["blocks.0.attn1"].detours
+    assert (detour.calls, "the mask is one of blocks" in detour.selection.reason) == (1, True)
+    assert layers["blocks.0.attn2"].detours == ()
+    torch.testing.assert_close(run(model, inputs), wider, rtol=0, atol=1e-5)
+    model._set_ar_attention(1)
+    assert (run(model, inputs) - stock).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_call_that_fails_leaves_the_configuration_as_it_was(skyreels, error, monkeypatch):
+    model, inputs = skyreels
+    stock = run(model, inputs)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    def run_and_fail():
+        with monkeypatch.context() as patch:
+            patch.setattr(model.blocks[0], "forward", fail)
+            run(model, inputs)
+
+    with apply(model):
+        with pytest.raises(error):
+            run_and_fail()
+        torch.testing.assert_close(run(model, inputs), stock, rtol=0, atol=1e-5)
+        with pytest.raises(error):
+            run_and_fail()
+    assert model.config.num_frame_per_block == 2
+    assert torch.equal(run(model, inputs), stock)
