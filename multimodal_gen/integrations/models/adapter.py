@@ -144,6 +144,26 @@ def video_grid(call: ModelCall, patch: tuple[int, int, int]) -> Grid | None:
     return (sizes[0] // patch[0], sizes[1] // patch[1], sizes[2] // patch[2])
 
 
+def history_tokens(call: ModelCall, name: str, coarser: int) -> int:
+    """Return the tokens of earlier frames, in patches of so many of the grid's on each axis.
+
+    Args:
+        call: a call of the model.
+        name: of the argument `latents_...` [B, C, frames, height, width]; without its frames'
+            `indices_...` the model leaves it out.
+        coarser: patches of the grid that one covers on each axis.
+    """
+    latent = call.tensor(f"latents_{name}")
+    if latent is None or call.arguments.get(f"indices_latents_{name}") is None:
+        return 0
+    config = call.config
+    patch = config.patch_size
+    if isinstance(patch, int):
+        patch = (config.patch_size_t, patch, patch)
+    sizes = zip(latent.shape[2:], patch, strict=True)
+    return math.prod(-(-size // (step * coarser)) for size, step in sizes)
+
+
 def image_grid(call: ModelCall, patch: tuple[int, ...]) -> Grid | None:
     """Return the grid of `hidden_states` [B, C, height, width] cut into patches."""
     latent = call.tensor("hidden_states")

@@ -1,4 +1,8 @@
-"""HunyuanVideo and HunyuanVideo-1.5: joint attention with the text, padded, behind the video."""
+"""HunyuanVideo and HunyuanVideo-1.5: joint attention with the text, padded, behind the video.
+
+FramePack has tokens of earlier frames in front of the video's, coarser the longer ago. They, and an
+image and the text behind the video, are attended to by all.
+"""
 
 import math
 from types import MappingProxyType
@@ -9,6 +13,7 @@ from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
     ModelCall,
+    history_tokens,
     rear_text,
     refiner_role,
     tokens_of,
@@ -89,4 +94,20 @@ HUNYUAN_VIDEO_15 = ModelAdapter(
             "HunyuanVideo15AttnProcessor2_0": MappingProxyType({"F": FunctionalWithPairMask}),
         }
     ),
+)
+
+# How many patches of the video one of the earlier frames covers on each axis.
+_EARLIER = MappingProxyType({"clean": 1, "history_2x": 2, "history_4x": 4})
+
+
+def _earlier(call: ModelCall) -> TextSpan | None:
+    length = sum(history_tokens(call, name, coarser) for name, coarser in _EARLIER.items())
+    return TextSpan(start=0, length=length) if length else None
+
+
+FRAMEPACK = ModelAdapter(
+    classes=("HunyuanVideoFramepackTransformer3DModel",),
+    role_of=refiner_role,
+    grid=_grid,
+    text_span=_earlier,
 )

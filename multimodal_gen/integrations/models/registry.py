@@ -3,15 +3,21 @@
 from types import MappingProxyType
 
 from multimodal_gen.integrations.models.adapter import ModelAdapter
+from multimodal_gen.integrations.models.allegro import ALLEGRO
 from multimodal_gen.integrations.models.anyflow import ANYFLOW
 from multimodal_gen.integrations.models.cogvideox import COGVIDEOX
 from multimodal_gen.integrations.models.cosmos import COSMOS
 from multimodal_gen.integrations.models.cosmos3 import COSMOS3
+from multimodal_gen.integrations.models.easyanimate import EASYANIMATE
 from multimodal_gen.integrations.models.flux import FLUX, FLUX2
 from multimodal_gen.integrations.models.flux3 import FLUX3
 from multimodal_gen.integrations.models.helios import HELIOS
 from multimodal_gen.integrations.models.hunyuan_image import HUNYUAN_IMAGE
-from multimodal_gen.integrations.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
+from multimodal_gen.integrations.models.hunyuan_video import (
+    FRAMEPACK,
+    HUNYUAN_VIDEO,
+    HUNYUAN_VIDEO_15,
+)
 from multimodal_gen.integrations.models.kandinsky import KANDINSKY5, KANDINSKY6
 from multimodal_gen.integrations.models.krea2 import KREA2
 from multimodal_gen.integrations.models.ltx import LTX
@@ -59,6 +65,9 @@ ADAPTERS: MappingProxyType[str, ModelAdapter] = MappingProxyType(
             ANYFLOW,
             HELIOS,
             COSMOS3,
+            FRAMEPACK,
+            ALLEGRO,
+            EASYANIMATE,
         )
         for name in adapter.classes
     }

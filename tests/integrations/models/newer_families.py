@@ -361,6 +361,97 @@ def cosmos3_inputs(*, sound: int = 0) -> Callable[[], dict[str, Any]]:
     return make
 
 
+def framepack() -> Any:
+    from diffusers import HunyuanVideoFramepackTransformer3DModel
+
+    return HunyuanVideoFramepackTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=HEADS,
+        attention_head_dim=SIZE,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        text_embed_dim=12,
+        pooled_projection_dim=10,
+        rope_axes_dim=(4, 6, 6),
+        has_image_proj=True,
+        image_proj_dim=8,
+        has_clean_x_embedder=True,
+    )
+
+
+def framepack_inputs() -> dict[str, Any]:
+    inputs = {
+        "hidden_states": normal(1, 4, 3, 6, 10),
+        "indices_latents": torch.arange(5.0, 8.0),
+        "timestep": torch.full((1,), 700),
+        "guidance": torch.full((1,), 6000.0),
+        "encoder_hidden_states": normal(1, 7, 12),
+        "encoder_attention_mask": mask(5, total=7),
+        "pooled_projections": normal(1, 10),
+        "image_embeds": normal(1, 4, 8),
+    }
+    for name, frames in (("clean", 2), ("history_2x", 2), ("history_4x", 5)):
+        inputs[f"latents_{name}"] = normal(1, 4, frames, 6, 10)
+        inputs[f"indices_latents_{name}"] = torch.arange(float(frames))
+    return inputs
+
+
+def allegro() -> Any:
+    from diffusers import AllegroTransformer3DModel
+
+    return AllegroTransformer3DModel(
+        num_attention_heads=HEADS,
+        attention_head_dim=SIZE,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        cross_attention_dim=WIDTH,
+        sample_width=10,
+        sample_height=6,
+        sample_frames=3,
+        caption_channels=12,
+    )
+
+
+def allegro_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": normal(2, 4, 3, 6, 10),
+        "timestep": torch.full((2,), 700),
+        "encoder_hidden_states": normal(2, 7, 12),
+        "encoder_attention_mask": mask(6, 3, total=7),
+    }
+
+
+def easyanimate() -> Any:
+    from diffusers import EasyAnimateTransformer3DModel
+
+    return EasyAnimateTransformer3DModel(
+        num_attention_heads=HEADS,
+        attention_head_dim=SIZE,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        mmdit_layers=1,
+        patch_size=2,
+        text_embed_dim=12,
+        text_embed_dim_t5=10,
+        time_embed_dim=16,
+        resize_inpaint_mask_directly=False,
+    )
+
+
+def easyanimate_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": normal(2, 4, 3, 6, 10),
+        "timestep": torch.full((2,), 700.0),
+        "encoder_hidden_states": normal(2, 7, 12),
+        "encoder_hidden_states_t5": normal(2, 4, 10),
+    }
+
+
 SPLIT = {
     "minimax h3": Case(minimax_h3, minimax_h3_inputs()),
     "minimax h3 with keyframes": Case(minimax_h3, minimax_h3_inputs(keyframes=2)),
@@ -381,6 +472,9 @@ WHOLE = {
     "anyflow": Case(anyflow, anyflow_inputs),
     "helios": Case(helios, helios_inputs()),
     "helios without a history": Case(helios, helios_inputs(history=False)),
+    "framepack": Case(framepack, framepack_inputs),
+    "allegro": Case(allegro, allegro_inputs),
+    "easyanimate": Case(easyanimate, easyanimate_inputs),
     "cosmos 3": Case(cosmos3, cosmos3_inputs()),
     "cosmos 3 with sound": Case(cosmos3, cosmos3_inputs(sound=8)),
 }

@@ -124,7 +124,7 @@ def test_dense_backends_give_the_stock_output_and_sparse_ones_run(name):
     check_sparse(report, "video_sparse_attn", text_alone=name in TEXT_ALONE)
 
 
-@pytest.mark.parametrize("name", ["minimax h3 with keyframes", *TEXT_ALONE, "helios"])
+@pytest.mark.parametrize("name", ["minimax h3 with keyframes", *TEXT_ALONE, "helios", "framepack"])
 def test_a_sparse_method_that_leaves_nothing_out_gives_the_stock_output(name):
     stock, out, report = run(
         NEW[name],
