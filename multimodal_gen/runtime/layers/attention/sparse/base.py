@@ -16,6 +16,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, plan_of_map
+from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -70,6 +71,9 @@ Tail = Literal["none", "pooled"]
 _ConfigT = TypeVar("_ConfigT", bound=SparseConfig)
 
 _FAR = 0.1  # from what was asked for
+
+# Pairs of blocks that are weighed at a time: 128 MiB in fp32.
+_PAIRS_AT_ONCE = 2**25
 
 # Runs of a layer that are remembered; a run has one grid and one length of text.
 _MOST_RUNS = 256
@@ -323,6 +327,17 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         # In this form the mean of equal numbers is that number.
         self._densities[step] = (mean + (density - mean) * (num_heads / heads), heads)
 
+    def record_pairs(
+        self, context: ForwardContext, plan: BlockPlan, layout: SequenceLayout, num_heads: int
+    ) -> None:
+        """Note what a plan of the first heads keeps, which stand for all of the call.
+
+        For lists of equal length, whose blocks are of several sizes: which are, is up to the data.
+        """
+        of_video = plan.pairs(full=True).double().mean() / layout.num_video**2
+        of_tiles = of_video - (layout.num_keys - layout.num_video) / layout.num_video
+        self.record(context, layout.density(of_tiles), num_heads)
+
     def warn_of_density(
         self, layout: SequenceLayout, asked: float, kept: int, num_blocks: int
     ) -> None:
@@ -533,7 +548,7 @@ class MapImpl(SparseImpl[_ConfigT]):
         queries, keys = in_tiles(layout, tile, call.query.device)
         with torch.no_grad():
             chosen = self.choose(config, means_of(call, queries), context)
-        self.record_map(context, layout, chosen, call.query.shape[2])
+        self.record_map(context, layout, chosen, call.query.shape[2], queries.order)
         # Text is behind the blocks of the video.
         listed = chosen
         if keys.num_text_blocks:
@@ -571,7 +586,7 @@ class MapImpl(SparseImpl[_ConfigT]):
             call=None,
         )
         chosen = self.choose(config, means, context)
-        self.record_map(context, layout, chosen, inputs.query.shape[2])
+        self.record_map(context, layout, chosen, inputs.query.shape[2], queries.order)
         tail = None
         if self.pools_tail:
             tail = PooledBlocks(keys=key, values=values[0], counts=counts.int().unsqueeze(1))
@@ -580,8 +595,29 @@ class MapImpl(SparseImpl[_ConfigT]):
         )
 
     def record_map(
-        self, context: ForwardContext, layout: SequenceLayout, chosen: torch.Tensor, num_heads: int
+        self,
+        context: ForwardContext,
+        layout: SequenceLayout,
+        chosen: torch.Tensor,
+        num_heads: int,
+        order: TileOrder | None = None,
     ) -> None:
-        """Note the share of exact blocks, as if every block were of mean size."""
-        share: Any = chosen.sum(dtype=torch.int64).double() / chosen.numel()
-        self.record(context, layout.density(share), num_heads)
+        """Note the share of the pairs that are attended to exactly.
+
+        Args:
+            context: the running denoiser call.
+            layout: where the video lies.
+            chosen: bool [B|1, H|1, Nq, Nk], the exact blocks.
+            num_heads: H.
+            order: the blocks, where they are those of both sides; None for blocks of one size.
+        """
+        if order is None or order.uniform:
+            share: Any = chosen.sum(dtype=torch.int64).double() / chosen.numel()
+            self.record(context, layout.density(share), num_heads)
+            return
+        lengths = order.lengths.to(chosen.device, torch.float32)
+        at_once = max(1, _PAIRS_AT_ONCE // max(1, chosen[:, :1].numel()))
+        # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
+        kept = [part.float() @ lengths for part in chosen.split(at_once, dim=1)]
+        pairs = (torch.cat(kept, dim=1).double() @ lengths.double()).mean()
+        self.record(context, layout.density(pairs / layout.num_video**2), num_heads)

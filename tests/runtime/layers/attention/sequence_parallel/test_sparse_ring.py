@@ -78,9 +78,9 @@ def check(backend, config, grid, lengths, heads, text=(0, 0), masked=False):
     assert entries[0].calls == entries[1].calls == 1
     densities = [dict(entry.densities) for entry in entries]
     if backend == "sliding_tile_attn" or parallel_groups().ulysses.size == 1:  # else of its heads
-        # In a ring, blocks of SLA that are cut short count as ones of mean size.
-        tolerance = {"abs": 0.17} if backend == "sla_attn" else {}
-        assert densities[1] == pytest.approx(densities[0], **tolerance)
+        # In a ring, blocks of lists that are cut short count as ones of mean size.
+        far = {"sla_attn": 0.17, "subblock_sparse_attn": 0.05, "pisa_attn": 0.05}.get(backend)
+        assert densities[1] == pytest.approx(densities[0], abs=far)
     assert 0 < densities[0][1] < 1
 
 

@@ -102,7 +102,8 @@ class PisaImpl(SparseImpl[PisaConfig]):
         call = replace(call, layout=layout, first_order=config.first_order)
         queries, keys = in_tiles(layout, (1, 1, _BLOCK), call.query.device)
         kept, num = self._kept(config, layout), len(queries.order.starts)
-        self.record(context, layout.density(kept / num), call.query.shape[2])
+        if queries.order.uniform:
+            self.record(context, layout.density(kept / num), call.query.shape[2])
         query, key, real = tile_means(call, queries)
         group = query.shape[1] // key.shape[1]
 
@@ -110,7 +111,10 @@ class PisaImpl(SparseImpl[PisaConfig]):
             used = key[:, heads.start // group : heads.stop // group]
             text = keys.num_text_blocks
             lists = select_tiles(query[:, heads], used, kept, always=text, real=real)
-            return plan_of_tiles(lists, queries, keys)
+            plan = plan_of_tiles(lists, queries, keys)
+            if heads.start == 0 and not queries.order.uniform:
+                self.record_pairs(context, plan, layout, call.query.shape[2])
+            return plan
 
         return attend_tiled(call, queries, keys, plan_of)
 

@@ -120,12 +120,16 @@ class SubblockImpl(SparseImpl[SubblockConfig]):
         num = len(queries.order.starts)
         kept = kept_blocks(ratio_now(config.sparsity), num)
         self.warn_of_density(layout, 1 - ratio_now(config.sparsity), kept, num)
-        self.record(context, layout.density(kept / num), call.query.shape[2])
+        if queries.order.uniform:
+            self.record(context, layout.density(kept / num), call.query.shape[2])
         means = cell_means(call, queries, (config.n_q, config.n_k))
 
         def plan_of(heads: slice) -> BlockPlan:
             lists = means.best(heads, kept, scale=self.softmax_scale, always=keys.num_text_blocks)
-            return plan_of_tiles(lists, queries, keys)
+            plan = plan_of_tiles(lists, queries, keys)
+            if heads.start == 0 and not queries.order.uniform:
+                self.record_pairs(context, plan, layout, call.query.shape[2])
+            return plan
 
         return attend_tiled(call, queries, keys, plan_of)
 

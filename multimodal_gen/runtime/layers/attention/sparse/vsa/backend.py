@@ -208,7 +208,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
                 lists = cells.best(heads, kept, scale=call.scale, always=text)
                 plan = plan_of_tiles(lists, queries, keys)
             if heads.start == 0 and not queries.order.uniform:
-                self._record_pairs(context, plan, call.layout, num_heads)
+                self.record_pairs(context, plan, call.layout, num_heads)
             return plan
 
         if is_upstream:
@@ -327,7 +327,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         mine = shards[call.group.index]
         if not queries.order.uniform:
             plan = coarse.plan(_first_heads(inputs, layout), kept)
-            self._record_pairs(context, plan, layout, num_heads)
+            self.record_pairs(context, plan, layout, num_heads)
         out = attend_ring_lists(
             inputs,
             shards,
@@ -349,17 +349,6 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         coarse = ring_coarse_stage(inputs, queries, keys, shards)
         mine = shards[call.group.index]
         return coarse.add_to_shard(mine, out, inputs.gate, self.softmax_scale)
-
-    def _record_pairs(
-        self, context: ForwardContext, plan: BlockPlan, layout: SequenceLayout, num_heads: int
-    ) -> None:
-        """Note what a plan of the first heads keeps, which stand for all of the call.
-
-        Which tiles are cut short is up to the data.
-        """
-        of_video = plan.pairs(full=True).double().mean() / layout.num_video**2
-        of_tiles = of_video - (layout.num_keys - layout.num_video) / layout.num_video
-        self.record(context, layout.density(of_tiles), num_heads)
 
 
 def _best_seen(

@@ -176,7 +176,8 @@ def test_the_report_tells_the_share_of_exact_blocks():
     qkv, attention = inputs(), layer()
     run_sparse(attention, qkv, GRID)
     ((step, density),) = attention.report().entries[-1].densities
-    share = exact_blocks(qkv, cut(None)).float().mean()
+    blocks, tokens = cut(None), qkv.query.shape[1]
+    share = token_mask(exact_blocks(qkv, blocks), blocks, blocks, tokens, tokens).double().mean()
     assert (step, density) == (0, pytest.approx(float(share)))
 
 
