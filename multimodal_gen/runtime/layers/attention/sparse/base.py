@@ -618,6 +618,7 @@ class MapImpl(SparseImpl[_ConfigT]):
         lengths = order.lengths.to(chosen.device, torch.float32)
         at_once = max(1, _PAIRS_AT_ONCE // max(1, chosen[:, :1].numel()))
         # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
-        kept = [part.float() @ lengths for part in chosen.split(at_once, dim=1)]
+        starts = range(0, chosen.shape[1], at_once)
+        kept = [chosen[:, first : first + at_once].float() @ lengths for first in starts]
         pairs = (torch.cat(kept, dim=1).double() @ lengths.double()).mean()
         self.record(context, layout.density(pairs / layout.num_video**2), num_heads)
