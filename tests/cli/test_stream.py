@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import imageio_ffmpeg
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.generator import DiffGenerator
+from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator.output import GrowingVideo, OutputTarget
 from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR, HELIOS
 
@@ -250,3 +252,10 @@ def test_pipelines_that_make_a_video_as_a_whole_are_refused(sglang, tiny_pipelin
     assert found.code == 2
     assert "--stream must be left out for WanPipeline" in found.err
     assert "HeliosPipeline, AnyFlowFARPipeline" in found.err
+
+
+def test_several_ranks_are_refused(generator, monkeypatch) -> None:
+    groups = SimpleNamespace(mesh=Mesh(ulysses=2))
+    monkeypatch.setattr("multimodal_gen.runtime.generator.stream.parallel_groups", lambda: groups)
+    with pytest.raises(UsageError, match=r"--stream must be left out on several ranks.* got 2 r"):
+        streamed(generator)

@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.profiler import ProfilerActivity, profile
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan, teacher_forcing_plan
 from multimodal_gen.runtime.layers.attention import LocalAttention
@@ -23,7 +24,7 @@ from multimodal_gen.testing.block_plans import dense_mask
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.tile_choice import TokenTiles, best_tiles, token_tiles
-from multimodal_gen.testing.tiny_models.streaming import HELIOS
+from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR, HELIOS
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
 pytestmark = [
@@ -326,3 +327,44 @@ def test_a_stream_hands_on_the_frames_of_the_whole_video(tmp_path):
     frames = torch.cat([torch.as_tensor(chunk.frames) for chunk in chunks])
     torch.testing.assert_close(frames, torch.as_tensor(whole.pixels[0]), rtol=0, atol=1e-3)
     assert made.record["stream"]["frames_per_second"] > 0
+
+
+def test_causal_blocks_of_skyreels_are_those_of_its_own_mask():
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.SkyReelsV2Transformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=128,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=1,
+        num_frame_per_block=3,
+    )
+    model = model.eval().to("cuda", torch.bfloat16)
+    drawn = {"device": "cuda", "dtype": torch.bfloat16}
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 9, 30, 52, **drawn),
+        "timestep": torch.tensor([500], device="cuda"),
+        "encoder_hidden_states": torch.randn(1, 20, 32, **drawn),
+    }
+    with torch.no_grad():
+        stock = model(**inputs, return_dict=False)[0]
+        with apply(model) as handle:
+            ours = model(**inputs, return_dict=False)[0]
+            (layer,) = [x for x in handle.report().layers if x.name == "blocks.0.attn1"]
+    assert [detour.selection.variant in ("gluon", "triton") for detour in layer.detours] == [True]
+    error = (ours - stock).double().norm() / stock.double().norm()
+    assert error < 2e-2
+
+
+def test_the_past_of_anyflow_far_gives_the_stock_latents():
+    for name in ("diffusers", "transformers", "ftfy"):
+        pytest.importorskip(name)
+    pipe = ANYFLOW_FAR.build(0).to("cuda")
+    pipe.set_progress_bar_config(disable=True)
+    call = {**ANYFLOW_FAR.generate_kwargs, "output_type": "latent"}
+    stock = pipe(**call, generator=torch.Generator().manual_seed(0)).frames
+    with apply(pipe):
+        ours = pipe(**call, generator=torch.Generator().manual_seed(0)).frames
+    torch.testing.assert_close(ours, stock, rtol=0, atol=2e-2)

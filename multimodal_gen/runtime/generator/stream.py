@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator.denoise import Denoised, Timings, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.sampling import Call
@@ -85,10 +86,17 @@ def check_stream(index: PipelineIndex, args: ServerArgs) -> None:
 
     Raises:
         ConfigError: the file of prompts cannot be read, or is none.
-        UsageError: the pipeline does not make its video chunk by chunk, or decodes in tiles.
+        UsageError: the pipeline does not make its video chunk by chunk, or decodes in tiles; or
+            several ranks run it.
     """
     if not args.stream:
         return
+    groups = parallel_groups()
+    if groups is not None:
+        raise UsageError(
+            f"--stream must be left out on several ranks, which write one video at its end, got "
+            f"{groups.mesh.world_size} ranks; run it on one GPU"
+        )
     if index.name not in _TAKEN:
         raise UsageError(
             f"--stream must be left out for {index.name}, which makes a video as a whole; these "
