@@ -155,6 +155,7 @@ def test_ctrl_c_ends_the_video_with_what_is_done(sglang, helios, tmp_path, monke
     assert record["produced"]["num_frames"] == num_frames(tmp_path / "a.mp4") == 9
 
 
+@pytest.mark.slow
 def test_an_interrupted_video_is_not_taken_for_done(sglang, helios, tmp_path, monkeypatch) -> None:
     test_ctrl_c_ends_the_video_with_what_is_done(sglang, helios, tmp_path, monkeypatch)
     monkeypatch.undo()
