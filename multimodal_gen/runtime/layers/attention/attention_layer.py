@@ -136,7 +136,7 @@ class AttentionLayer(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_places(site, scope, supported_attention_backends)
+        check_places(site, scope, supported_attention_backends, prefix)
         check_sizes(num_heads, head_size, num_kv_heads)
         check_numbers(softmax_scale, compute_dtype)
         construction = current_component()

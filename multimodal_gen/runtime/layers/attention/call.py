@@ -31,6 +31,7 @@ __all__ = [
     "LayerGeometry",
     "Watch",
     "all_or_none",
+    "check_flags",
     "check_mask_meta",
     "check_no_replicated",
     "check_numbers",
@@ -434,8 +435,17 @@ def check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
         )
 
 
-def check_places(site: object, scope: object, supported: object) -> None:
+def check_flags(**flags: object) -> None:
+    """Refuse what is neither true nor false: a text such as "no" would count as true."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_places(site: object, scope: object, supported: object, prefix: object) -> None:
     """Refuse what does not say where a layer sits, what was configured, or what it prefers."""
+    if not isinstance(prefix, str):
+        raise ConfigError(f"prefix must be a dotted path such as 'blocks.3.attn', got {prefix!r}")
     if site is not None and not isinstance(site, LayerSite):
         raise ConfigError(f"site must be a LayerSite or None, got {site!r}")
     if scope is not None and not isinstance(scope, SelectionScope):

@@ -15,6 +15,7 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     all_or_none,
+    check_flags,
     check_mask_meta,
     check_no_replicated,
     check_replicated,
@@ -89,6 +90,7 @@ class LocalAttention(AttentionLayer):
         site: LayerSite | None = None,
         scope: SelectionScope | None = None,
     ) -> None:
+        check_flags(is_cross_attention=is_cross_attention)
         super().__init__(
             num_heads,
             head_size,
@@ -322,6 +324,11 @@ class USPAttention(SequenceParallelLayer):
     ) -> None:
         if dropout_rate != 0.0:
             raise UsageError(f"dropout_rate must be 0.0, got {dropout_rate}; kernels apply none")
+        check_flags(
+            is_cross_attention=is_cross_attention,
+            skip_sequence_parallel=skip_sequence_parallel,
+            enable_packed_qkv_input_a2a=enable_packed_qkv_input_a2a,
+        )
         super().__init__(
             num_heads,
             head_size,

@@ -13,7 +13,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.requirements import HeadSizes
-from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector
 from multimodal_gen.runtime.layers.attention.custom_ops import _LAYERS
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
@@ -77,6 +77,7 @@ def test_a_layer_computes_attention(num_heads, num_kv_heads, scale, causal, num_
         ({"softmax_scale": "x"}, "softmax_scale must be a number, got 'x'"),
         ({"softmax_scale": True}, "softmax_scale must be a number, got True"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"is_cross_attention": "no"}, "is_cross_attention must be True or False, got 'no'"),
         ({"compute_dtype": "bfloat16"}, r"such as torch\.bfloat16, got 'bfloat16'"),
         ({"default_attention_backend": "bogus"}, "must be one of fa, .*, got 'bogus'"),
         ({"supported_attention_backends": {"bogus"}}, "must be one of fa, .*, got 'bogus'"),
@@ -86,6 +87,22 @@ def test_a_layer_computes_attention(num_heads, num_kv_heads, scale, causal, num_
 def test_impossible_arguments_are_refused_at_construction(arguments, message):
     with pytest.raises(ConfigError, match=message):
         LocalAttention(**({"num_heads": 4, "head_size": 8} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefix": 5}, r"prefix must be a dotted path such as 'blocks\.3\.attn', got 5"),
+        (
+            {"skip_sequence_parallel": "no"},
+            "skip_sequence_parallel must be True or False, got 'no'",
+        ),
+        ({"is_cross_attention": None}, "is_cross_attention must be True or False, got None"),
+    ],
+)
+def test_what_only_split_layers_take_is_checked_as_well(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        USPAttention(4, 8, **arguments)
 
 
 @pytest.mark.parametrize(
