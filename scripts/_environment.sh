@@ -124,15 +124,20 @@ use_environment() {
 }
 
 # After an installation, imports once what many processes of the tests import at the same time,
-# which each would compile.
+# which each would compile: what all of it needs first, then the rest in two processes.
 compile_imports() {
   [[ -n $INSTALLED ]] || return 0
+  _import torch
+  _import torch._dynamo torch._inductor.compile_fx torch.distributed.run &
+  _import diffusers.pipelines.wan.pipeline_wan diffusers.pipelines.flux.pipeline_flux \
+    pytest hypothesis multimodal_gen.cli.main multimodal_gen.runtime.generator.run &
+  wait
+}
+
+_import() {
   "$PYTHON" -c 'import importlib, sys
 for name in sys.argv[1:]:
-    importlib.import_module(name)' \
-    torch._dynamo torch._inductor.compile_fx torch.distributed.run pytest hypothesis \
-    diffusers.pipelines.wan.pipeline_wan diffusers.pipelines.flux.pipeline_flux \
-    multimodal_gen.cli.main multimodal_gen.runtime.generator.run >/dev/null 2>&1 || true
+    importlib.import_module(name)' "$@" >/dev/null 2>&1 || true
 }
 
 # Puts the releases of scripts/triton.txt into $ENVIRONMENT/kernels, one folder each, unless the
