@@ -96,6 +96,8 @@ def recommend(
     from multimodal_gen.runtime.comparison import recommend as choice
 
     limits = choice.Limits(min_psnr=min_psnr, min_vmaf=min_vmaf, max_error=max_error)
+    if output is not None:
+        choice.check_file(output)
     if settings["model_path"] is None:
         _refuse_search(prompt, prompts, backends, settings)
         report = _read(comparison)

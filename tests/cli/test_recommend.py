@@ -65,6 +65,24 @@ def test_a_folder_without_a_report_is_one_line(
     assert "must be a readable JSON file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("searched", [False, True])
+def test_a_config_that_cannot_be_written_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], searched: bool
+) -> None:
+    held = sorted(folder.iterdir())
+    arguments = ["--comparison", str(folder), "--min-psnr", "20"]
+    arguments += ["--model-path", "nowhere", "--prompt", "a fox"] if searched else []
+    assert main(["attention", "recommend", *arguments, "--output", str(folder)]) == 2
+    assert f"--output must be a file, got {str(folder)!r}, which is a" in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == held
+    (tmp_path / "file").touch()
+    below = tmp_path / "file" / "a.yaml"
+    assert main(["attention", "recommend", *arguments, "--output", str(below)]) == 2
+    assert "--output must lie in a folder" in capsys.readouterr().err
+    assert main(["attention", "recommend", *arguments, "--output", "/proc/x/a.yaml"]) == 2
+    assert "error: --output must be writable" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_search_ends_with_a_config_that_generate_takes(
     tiny_pipeline: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,15 +20,23 @@ from typing import Any
 
 import yaml
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.comparison.configurations import cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Report, Run
 from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure
-from multimodal_gen.runtime.generator.output import Staging
+from multimodal_gen.runtime.generator.output import Staging, require_writable
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 
-__all__ = ["GRID", "Limits", "Recommendation", "attention_config", "recommend", "write_config"]
+__all__ = [
+    "GRID",
+    "Limits",
+    "Recommendation",
+    "attention_config",
+    "check_file",
+    "recommend",
+    "write_config",
+]
 
 GRID = (
     "sage_attn",
@@ -153,7 +161,9 @@ def write_config(recommendation: Recommendation, path: Path) -> None:
 
     Raises:
         ConfigError: the run's backend does not take its parameters any more.
+        UsageError: the file cannot be written.
     """
+    check_file(path)
     assert recommendation.run is not None, "there is something to write"
     config = attention_config(recommendation.run)
     scope_from(attention_config=config)
@@ -165,8 +175,27 @@ def write_config(recommendation: Recommendation, path: Path) -> None:
         for line in reason.splitlines()
     )
     text = comments + yaml.safe_dump(config, sort_keys=False)
-    with Staging(overwrite=True) as staging:
-        staging.path(path).write_text(text, "utf-8")
+    try:
+        with Staging(overwrite=True) as staging:
+            staging.path(path).write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--output must be a file that can be written, got {str(path)!r} ({error.strerror})"
+        ) from error
+
+
+def check_file(path: Path) -> None:
+    """Check that a config can be written, before minutes are spent on a search for it.
+
+    Raises:
+        UsageError: the file is a folder, or cannot lie where it is to lie.
+    """
+    if path.is_dir():
+        raise UsageError(
+            f"--output must be a file, got {str(path)!r}, which is a folder; try "
+            f"{str(path / 'attention.yaml')!r}"
+        )
+    require_writable(path.parent, "--output")
 
 
 def _step_seconds(run: Run) -> float:

@@ -6,6 +6,7 @@ free, in a folder the next free name is taken. A video that is streamed is the e
 name from the first frames on, and is a whole video whenever writing ends.
 """
 
+import errno
 import importlib.metadata
 import itertools
 import json
@@ -193,7 +194,8 @@ class Staging:
 
     Args:
         overwrite: replace files that exist by then. Otherwise the block ends with
-            `FileExistsError`, whatever moment they appeared at.
+            `FileExistsError`, whatever moment they appeared at. A folder is never replaced: where
+            one has a final name, the block ends with `IsADirectoryError`.
         mark: what the temporary names start with, for `sweep`.
     """
 
@@ -240,6 +242,8 @@ class Staging:
             _rename_to_free(temporary, final)
             undo.callback(final.unlink, missing_ok=True)
             return
+        if final.is_dir() and not final.is_symlink():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
         if os.path.lexists(final):
             old = self._temporary(final, "replaced")
             final.replace(old)

@@ -153,6 +153,18 @@ def test_staged_files_appear_together_when_the_block_ends(tmp_path) -> None:
     assert [final.read_text() for final in finals] == ["a.png", "a.json"]
 
 
+def test_a_folder_is_never_replaced(tmp_path) -> None:
+    (tmp_path / "a.png").mkdir()
+    (tmp_path / "a.png" / "kept").write_text("old")
+    (tmp_path / "first.png").write_text("old")
+    with pytest.raises(IsADirectoryError, match=r"a\.png"), Staging(overwrite=True) as staging:  # noqa: PT012
+        for name in ("first.png", "a.png"):
+            staging.path(tmp_path / name).write_text("new")
+    assert {each.name for each in tmp_path.iterdir()} == {"a.png", "first.png"}
+    assert (tmp_path / "a.png" / "kept").read_text() == "old"
+    assert (tmp_path / "first.png").read_text() == "old"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_after_an_error_no_staged_file_is_left_and_old_ones_are_kept(tmp_path, error) -> None:
     old = tmp_path / "a.png"
