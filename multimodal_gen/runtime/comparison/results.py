@@ -73,8 +73,7 @@ class Results:
 
     def reference_latents(self, prompt: int, seed: int) -> Any:
         """Return what was kept of the reference's latents, fp32 [T, values]."""
-        key = self._generation_key(self._plan.reference, prompt, seed)
-        return self._store.read_array(f"latents/{key}.npy")
+        return self._store.read_array(self._latents_path(prompt, seed))
 
     def keep(
         self,
@@ -117,7 +116,8 @@ class Results:
         )
         if configuration is self._plan.reference:
             latents = steps.latents()
-            files[f"latents/{key}.npy"] = lambda path: np.save(path, latents, allow_pickle=False)
+            path = self._latents_path(*clip)
+            files[path] = lambda path: np.save(path, latents, allow_pickle=False)
         stored = StoredGeneration(
             generation=generation,
             spent=spent,
@@ -204,11 +204,16 @@ class Results:
 
     def _missing(self, configuration: Configuration) -> list[tuple[int, int]]:
         """Return the prompts' indices and seeds that are not done yet."""
+        is_reference = configuration is self._plan.reference
         return [
             clip
             for clip in self._plan.clips
             if self._stored_generation(configuration, *clip) is None
+            or (is_reference and not self._store.has_array(self._latents_path(*clip)))
         ]
+
+    def _latents_path(self, prompt: int, seed: int) -> str:
+        return f"latents/{self._generation_key(self._plan.reference, prompt, seed)}.npy"
 
     def _replay(self, configuration: Configuration, clip: tuple[int, int]) -> StoredReplay | None:
         return self._store.find(StoredReplay, self._replay_key(configuration, clip))
@@ -216,7 +221,13 @@ class Results:
     def _stored_generation(
         self, configuration: Configuration, prompt: int, seed: int
     ) -> StoredGeneration | None:
-        return self._store.find(StoredGeneration, self._generation_key(configuration, prompt, seed))
+        found = self._store.find(
+            StoredGeneration, self._generation_key(configuration, prompt, seed)
+        )
+        if found is None:
+            return None
+        # A comparison that goes on may have its prompts at other places.
+        return replace(found, generation=replace(found.generation, prompt=prompt, seed=seed))
 
     def _generation_key(self, configuration: Configuration, prompt: int, seed: int) -> str:
         reference = self._plan.reference

@@ -88,6 +88,8 @@ from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 __all__ = ["AttachScope", "Attached", "Comparison"]
 
 _SETTINGS = (*CALL_SETTINGS, "fps")
+# What changes how long a generation takes, or its pixels, and is not in the model's identity.
+_LOADING = ("enable_torch_compile", "offload", "vae_tiling")
 _FLOORS = 2  # exact kernels beside the reference, where there are as many
 _WARM_UP_STEPS = 2
 
@@ -167,6 +169,7 @@ class Comparison:
             "environment": self._environment,
             "model": replace(self._model, path=""),
             "settings": self._settings,
+            "loading": {name: str(getattr(args, name)) for name in _LOADING},
             "version": VERSION,
         }
         self._kept = Store(plan.folder, depends, resume=plan.resume) if self._is_main else None

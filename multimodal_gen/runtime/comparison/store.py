@@ -154,8 +154,10 @@ class Store:
         except ConfigError:
             return None
         if isinstance(found, StoredGeneration):
-            paths = (found.generation.frames_path, found.generation.preview_path)
-            if not all(path and (self.folder / path).is_file() for path in paths):
+            frames, preview = found.generation.frames_path, found.generation.preview_path
+            if not (frames and self.has_array(frames)):
+                return None
+            if not (preview and (self.folder / preview).is_file()):
                 return None
         return found
 
@@ -184,6 +186,14 @@ class Store:
             raise UsageError(
                 f"the comparison could not be written to {str(self.folder)!r}: {error}"
             ) from error
+
+    def has_array(self, path: str) -> bool:
+        """Whether a file in the folder holds a whole array."""
+        try:
+            self.read_array(path)
+        except (OSError, ValueError):
+            return False
+        return True
 
     def read_array(self, path: str) -> Any:
         """Return an array of a file in the folder, mapped into memory."""
@@ -257,14 +267,15 @@ def _smaller(data: Any) -> Any:
 
 
 def weights_digest(pipe: Any) -> str:
-    """Return what tells the weights of a loaded pipeline from others.
+    """Return what tells the weights of a loaded pipeline, and how it is configured, from others.
 
-    Of every parameter that is its shape and some of its values; of those that a library offloaded
-    to where they cannot be read, the shape alone.
+    Of every component that is its class and its configuration, but for where it came from, and of
+    every parameter its shape and some of its values; of those that a library offloaded to where
+    they cannot be read, the shape alone.
     """
     digest = hashlib.sha256()
     for name, component in sorted(pipe.components.items()):
-        digest.update(f"{name} {type(component).__name__}".encode())
+        digest.update(f"{name} {type(component).__name__} {_configuration(component)}".encode())
         if not isinstance(component, torch.nn.Module):
             continue
         for key, value in component.state_dict().items():
@@ -275,3 +286,13 @@ def weights_digest(pipe: Any) -> str:
             some = flat[:: max(1, flat.numel() // _SAMPLES)].double().cpu()
             digest.update(some.numpy().tobytes())
     return digest.hexdigest()[:24]
+
+
+def _configuration(component: Any) -> str:
+    """Return the configuration of a scheduler or a model as text, without names of folders."""
+    config: Any = getattr(component, "config", None)
+    given = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(given, Mapping):
+        return ""
+    public = {name: value for name, value in given.items() if not name.startswith("_")}
+    return json.dumps(public, sort_keys=True, default=str)

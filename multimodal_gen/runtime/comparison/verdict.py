@@ -8,11 +8,13 @@ broken
     reference's has more; or a clip stands still (less than `STILL` of the reference's flicker)
     where the reference's moves (at least `MOVES` levels).
 unknown
-    Nothing finished; or something is beyond rounding and there is no noise to put it beside.
+    Nothing finished; the reference itself is broken; or something is beyond rounding and there is
+    no noise to put it beside. VMAF alone is not: it gives equal clips 97 to 100.
 within the noise of dense kernels
     Every measure's distance from the reference, as a mean over prompts and seeds, is at most
     `FACTOR` times that of exact kernels on the same prompts and seeds, plus `rounding`. With
-    several exact kernels, the one that is farther away on a clip counts there.
+    several exact kernels, the one that is farther away on a clip counts there. A kernel that
+    left pairs out is none.
 visible
     Anything else. The figures tell it from noise; whether it is worse is for eyes to judge.
 
@@ -27,6 +29,7 @@ from typing import Literal
 
 from multimodal_gen.runtime.comparison.frames import MOST_DB, mean_and_spread
 from multimodal_gen.runtime.comparison.record import Generation, Report, Run, Verdict
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = [
     "FACTOR",
@@ -142,15 +145,39 @@ class Beside:
 
 def judged(report: Report) -> Report:
     """Return the report with the verdict of every run but the reference."""
-    sound = tuple(run for run in report.floor if not _defects(run))
-    floor = []
-    for run in report.floor:
-        verdict = judge(run, [run])
-        if verdict.word == "within the noise of dense kernels":
-            verdict = replace(verdict, reasons=("An exact kernel: its difference is the noise.",))
-        floor.append(replace(run, verdict=verdict))
-    candidates = [replace(run, verdict=judge(run, sound)) for run in report.candidates]
-    return replace(report, floor=tuple(floor), candidates=tuple(candidates))
+    if defects := _defects(report.reference):
+        reason = f"The reference, {report.reference.name}, is broken: {' '.join(defects)}"
+        verdict = Verdict(word="unknown", reasons=(reason,))
+        floor, candidates = (
+            tuple(replace(run, verdict=verdict) for run in runs)
+            for runs in (report.floor, report.candidates)
+        )
+        notes = (*report.notes, reason)
+        return replace(report, floor=floor, candidates=candidates, notes=notes)
+    sound = tuple(run for run in report.floor if not _defects(run) and not _leaves_pairs_out(run))
+    return replace(
+        report,
+        floor=tuple(replace(run, verdict=_of_floor(run)) for run in report.floor),
+        candidates=tuple(replace(run, verdict=judge(run, sound)) for run in report.candidates),
+    )
+
+
+def _of_floor(run: Run) -> Verdict:
+    if _leaves_pairs_out(run) and not _defects(run):
+        reason = "It leaves pairs out, so its difference is not the noise; name an exact kernel."
+        return Verdict(word="unknown", reasons=(reason,))
+    verdict = judge(run, [run])
+    if verdict.word != "within the noise of dense kernels":
+        return verdict
+    return replace(verdict, reasons=("An exact kernel: its difference is the noise.",))
+
+
+def _leaves_pairs_out(run: Run) -> bool:
+    return run.cost is not None and not _attends_to_all(run)
+
+
+def _attends_to_all(run: Run) -> bool:
+    return run.cost is not None and run.cost.density > 1 - 1e-6
 
 
 def judge(run: Run, floor: Sequence[Run]) -> Verdict:
@@ -170,14 +197,20 @@ def judge(run: Run, floor: Sequence[Run]) -> Verdict:
     if beyond:
         return Verdict(word="visible", reasons=tuple(map(_sentence, beyond)))
     unjudged = [each for each in found if each.within is None]
+    if [each.measure.name for each in unjudged] == ["vmaf"] and len(found) > 1:
+        unjudged = []
     if unjudged:
         reason = "No other exact kernel ran, so there is no noise to put the figures beside."
         return Verdict(word="unknown", reasons=(reason, *map(_sentence, unjudged)))
     word: Literal["within the noise of dense kernels"] = "within the noise of dense kernels"
     by_name = {each.measure.name: each for each in found}
+    reasons = tuple(map(_sentence, found))
     if "psnr" in by_name and math.isinf(by_name["psnr"].mean):
-        return Verdict(word=word, reasons=("Every clip equals the reference's.",))
-    return Verdict(word=word, reasons=tuple(map(_sentence, found)))
+        reasons = ("Every clip equals the reference's.",)
+    if _attends_to_all(run) and AttentionBackendEnum.parse(run.backend).is_sparse:
+        dense = "It attended to every pair in every layer and step: this says nothing of the method"
+        reasons = (f"{dense} (see its attention).", *reasons)
+    return Verdict(word=word, reasons=reasons)
 
 
 def beside_noise(run: Run, floor: Sequence[Run]) -> tuple[Beside, ...]:

@@ -128,15 +128,18 @@ def row_errors(found: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
     Returns:
         [3, H]: relative L1 and relative L2 error, and the mean cosine over rows. Where the truth is
-        zero, an error that is none counts as 0, and the cosine of a row as 1.
+        zero, an error that is none counts as 0, and the cosine of a row as 1; a row of zeros that
+        should be something else has a cosine of 0.
     """
     found = found.to(truth.dtype)
     error = (found - truth).transpose(0, 2).flatten(1)  # [H, R * B * D]
     whole = truth.transpose(0, 2).flatten(1)
     l1 = _ratio(error.abs().sum(1), whole.abs().sum(1))
     l2 = _ratio(error.square().sum(1).sqrt(), whole.square().sum(1).sqrt())
-    lengths = found.norm(dim=-1) * truth.norm(dim=-1)
-    cosines = torch.where(lengths == 0, 1.0, (found * truth).sum(-1) / lengths)
+    whole_rows = truth.norm(dim=-1)
+    lengths = found.norm(dim=-1) * whole_rows
+    missing = torch.where(whole_rows == 0, 1.0, 0.0).to(truth.dtype)
+    cosines = torch.where(lengths == 0, missing, (found * truth).sum(-1) / lengths)
     return torch.stack((l1, l2, cosines.mean((0, 1))))
 
 

@@ -249,7 +249,7 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
     # What was half-written when a process was killed is made again.
     records = sorted((tmp_path / "out" / "records").glob("*.json"))
     (clip,) = (tmp_path / "out" / "clips").glob("video_sparse_attn-p0*.npy")
-    clip.unlink()
+    clip.write_bytes(clip.read_bytes()[:1000])  # as a full disk leaves it
     (tmp_path / "out" / "clips" / ".compare-x.partial.npy").write_bytes(b"half")
     (tmp_path / "out" / "records" / f"{'0' * 24}.json").write_text("{")
     lines.clear()
@@ -269,6 +269,24 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
     assert as_json(dataclasses.replace(again, **same)) == as_json(
         dataclasses.replace(report, **same)
     )
+
+
+def test_a_comparison_goes_on_with_its_prompts_at_other_places(
+    tiny_pipeline: Any, tmp_path: Path
+) -> None:
+    pipe, lines = loaded(tiny_pipeline("flux")), list[str]()
+    given = arguments("flux", backends=tiles(1, 1), output=tmp_path / "out", replayed_steps=0)
+    given |= {"num_inference_steps": 1, "prompts": ["a fox", "a dog"]}
+    before = found(multimodal_gen.compare(pipe, **given), tiles(1, 1)).generations
+    given["prompts"] = ["a dog", "a fox"]
+    report = multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
+    assert lines == []
+    after = found(report, tiles(1, 1)).generations
+    assert [each.prompt for each in after] == [0, 1]
+    assert [each.frames for each in after] == [each.frames for each in reversed(before)]
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=9.0)
+    multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
+    assert sum(line.startswith("[") for line in lines) == 6  # nothing of another scheduler counts
 
 
 def test_clips_that_are_written_beside_the_next_run_are_the_same(

@@ -119,6 +119,11 @@ def test_weights_are_told_apart_by_their_values() -> None:
 
     assert digest() == digest()
     assert digest() != digest(0.5)
+    shifted = [
+        weights_digest(SimpleNamespace(components={"scheduler": SimpleNamespace(config=config)}))
+        for config in ({"shift": 3.0, "_path": "a"}, {"shift": 3.0}, {"shift": 9.0})
+    ]
+    assert shifted[0] == shifted[1] != shifted[2]
     on_meta = torch.nn.Linear(3, 3, device="meta")
     assert weights_digest(SimpleNamespace(components={"transformer": on_meta})) != digest()
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from multimodal_gen.runtime.comparison.record import (
+    Cost,
     Environment,
     FrameMetrics,
     Generation,
@@ -191,6 +192,56 @@ def test_a_broken_exact_kernel_is_no_noise() -> None:
     assert found.floor[0].verdict.word == "broken"
     assert found.candidates[0].verdict is not None
     assert found.candidates[0].verdict.word == "unknown"
+
+
+def cost(density: float) -> Cost:
+    return Cost(
+        step_seconds=1.0,
+        generation_seconds=2.0,
+        warm_up_seconds=0.0,
+        peak_memory=None,
+        density=density,
+        attention_share=0.5,
+    )
+
+
+def test_a_kernel_that_leaves_pairs_out_is_no_noise() -> None:
+    sparse = run(FrameMetrics(psnr=20.0), name="other", cost=cost(0.1))
+    found = judged(report((sparse,), run(FrameMetrics(psnr=30.0), cost=cost(0.5))))
+    verdicts = [each.verdict for each in (*found.floor, *found.candidates)]
+    assert [each and each.word for each in verdicts] == ["unknown", "unknown"]
+    assert verdicts[0] is not None
+    assert verdicts[0].reasons[0].startswith("It leaves pairs out")
+
+
+def test_a_sparse_method_that_was_dense_throughout_is_said_so() -> None:
+    equal, text = FrameMetrics(psnr=math.inf), "It attended to every pair in every layer and step"
+    for backend, density, said in (
+        ("sliding_tile_attn", 1.0, True),
+        ("sliding_tile_attn", 0.3, False),
+        ("torch_sdpa", 1.0, False),
+    ):
+        verdict = judge(run(equal, backend=backend, cost=cost(density)), [])
+        assert verdict.word == WITHIN
+        assert verdict.reasons[0].startswith(text) is said
+
+
+def test_a_broken_reference_is_blamed_itself() -> None:
+    broken = replace(
+        report((run(),), run(FrameMetrics(psnr=math.inf))),
+        reference=run(FrameMetrics(non_finite=3), name="dense"),
+    )
+    found = judged(broken)
+    text = "The reference, dense, is broken: NaN or infinite values in 1 of 1 clip."
+    assert found.notes == (text,)
+    verdicts = [each.verdict for each in (*found.floor, *found.candidates)]
+    assert [each and (each.word, each.reasons) for each in verdicts] == [("unknown", (text,))] * 2
+
+
+def test_vmaf_alone_asks_for_no_noise() -> None:
+    near = FrameMetrics(psnr=90.8, ssim=1.0, vmaf=97.4)  # VMAF gives equal clips as little
+    assert judge(run(near), []).word == WITHIN
+    assert judge(run(replace(near, psnr=40.0)), []).word == "unknown"
 
 
 def test_every_run_but_the_reference_gets_a_verdict() -> None:

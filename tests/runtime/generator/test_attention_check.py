@@ -87,6 +87,7 @@ def test_errors_are_relative_and_by_head() -> None:
     assert torch.allclose(row_errors(found, truth), torch.tensor(expected, dtype=torch.float64))
     nothing = torch.zeros_like(truth)
     assert row_errors(nothing, nothing).tolist() == [[0] * 3, [0] * 3, [1] * 3]
+    assert row_errors(nothing, truth).tolist() == [[1] * 3, [1] * 3, [0] * 3]
     found[0, 0, 0, 0] = torch.nan
     assert row_errors(found, truth)[:, 0].isnan().all()
     assert row_errors(found, truth)[:, 1:].isfinite().all()
