@@ -293,7 +293,7 @@ def print_report(report: "Report") -> None:
         typer.echo("~ an estimate: what computes it does not tell which pairs it keeps")
     typer.echo("")
     typer.echo("cost")
-    headings = ("backend", "step", "speed-up", "generation", "warm-up", "memory", "density", "attn")
+    headings = ("backend", "generation", "speed-up", "step", "warm-up", "memory", "density", "attn")
     echo(table(headings, [Row(tuple(_cost(run, report.reference))) for run in report.runs]))
     for note in report.notes:
         echo(wrapped(f"note: {note}"))
@@ -330,14 +330,16 @@ def _remarks(run: "Run") -> list[str]:
 
 
 def _cost(run: "Run", reference: "Run") -> Iterator[str]:
+    from multimodal_gen.runtime.comparison.record import speed_up
+
     yield run.name
-    cost, usual = run.cost, reference.cost
+    cost, ratio = run.cost, speed_up(run, reference)
     if cost is None:
         yield from ("-",) * 7
         return
+    yield f"{cost.generation_seconds:.2f} s"
+    yield "-" if ratio is None else f"{ratio:.2f}x"
     yield f"{cost.step_seconds:.3f} s"
-    yield f"{usual.generation_seconds / cost.generation_seconds:.2f}x" if usual else "-"
-    yield f"{cost.generation_seconds:.1f} s"
     yield f"{cost.warm_up_seconds:.1f} s"
     yield "-" if cost.peak_memory is None else f"{cost.peak_memory / 2**30:.1f} GiB"
     yield f"{cost.density:.1%}"

@@ -34,6 +34,7 @@ from multimodal_gen.runtime.comparison.record import (
     Report,
     Run,
     kept_mass_sources,
+    speed_up,
 )
 from multimodal_gen.runtime.comparison.verdict import FACTOR, MEASURES, Beside, beside_noise
 from multimodal_gen.runtime.generator.output import Staging
@@ -50,9 +51,9 @@ _PICTURES = 6  # of masks, by run
 _SEARCHED = ("psnr", "vmaf")  # what time is drawn against
 _PACKAGE = "multimodal_gen.runtime.comparison"
 _COSTS = (
-    ("time per step", "median"),
-    ("speed", "of the reference's"),
     ("time per clip", "without warm-up"),
+    ("speed", "clips, of the reference's"),
+    ("time per step", "median"),
     ("warm-up", "longer by"),
     ("memory", "at most"),
     ("density", "pairs attended to"),
@@ -152,8 +153,8 @@ def _context(report: Report) -> dict[str, Any]:
     found = {run.name: beside_noise(run, report.floor) for run in report.runs[1:]}
     measures = [m for m in MEASURES if any(e.measure is m for run in found.values() for e in run)]
     trade_offs = [
-        (Markup(svg), f"Each run's time against its {measure.label}, mean over clips; bars are "
-         f"the spread.")
+        (Markup(svg), f"Each run's time per clip against its {measure.label}, mean over clips; "
+         f"bars are the spread.")
         for measure in MEASURES
         if measure.name in _SEARCHED and (svg := time_against_quality(series, measure))
     ]  # fmt: skip
@@ -218,14 +219,14 @@ def _glance(report: Report) -> list[tuple[str, str, str]]:
         ("visible", "Fastest with a visible difference"),
     ):
         timed = [
-            (run.cost.step_seconds, run.name)
+            (run.cost.generation_seconds, run)
             for run in (*report.floor, *report.candidates)
             if run.verdict and run.verdict.word == word and run.cost
         ]
         if timed and reference:
-            seconds, name = min(timed)
-            ratio = reference.step_seconds / seconds if seconds else 1.0
-            found.append((label, name, f"{ratio:.2f} x the reference's speed"))
+            _, fastest = min(timed, key=lambda each: (each[0], each[1].name))
+            speed = f"{_speed(fastest, report.reference)} the reference's speed"
+            found.append((label, fastest.name, speed))
     broken = [r.name for r in report.runs if r.verdict and r.verdict.word == "broken"]
     return [*found, *([("Broken", ", ".join(broken), "")] if broken else [])]
 
@@ -301,18 +302,20 @@ def _costs(run: Run, reference: Run) -> list[str]:
     cost = run.cost
     if cost is None:
         return []
-    speed = "-"
-    if reference.cost is not None and cost.step_seconds:
-        speed = f"{reference.cost.step_seconds / cost.step_seconds:.2f} x"
     return [
-        _seconds(cost.step_seconds),
-        speed,
         _seconds(cost.generation_seconds),
+        _speed(run, reference),
+        _seconds(cost.step_seconds),
         _seconds(cost.warm_up_seconds),
         "-" if cost.peak_memory is None else f"{cost.peak_memory / 2**30:.2f} GiB",
         f"{cost.density:.1%}",
         f"{cost.attention_share:.0%}",
     ]
+
+
+def _speed(run: Run, reference: Run) -> str:
+    ratio = speed_up(run, reference)
+    return "-" if ratio is None else f"{ratio:.2f} x"
 
 
 def _seconds(seconds: float) -> str:

@@ -120,12 +120,12 @@ def series_of(report: Report) -> tuple[Series, ...]:
 
 
 def time_against_quality(series: Sequence[Series], measure: Measure) -> str | None:
-    """Draw the time of a step against a metric of frames; None where no run has both."""
+    """Draw the time of a generation against a metric of frames; None where no run has both."""
     points = []
     for each in series[1:]:
         figures = [f for clip in each.run.generations if (f := measure.of(clip)) is not None]
         if figures and each.run.cost is not None:
-            points.append((each, each.run.cost.step_seconds, mean_and_spread(figures)))
+            points.append((each, each.run.cost.generation_seconds, mean_and_spread(figures)))
     finite = [mean for _, _, (mean, _) in points if math.isfinite(mean)]
     if not points:
         return None
@@ -141,10 +141,12 @@ def time_against_quality(series: Sequence[Series], measure: Measure) -> str | No
             axes.text(1, equal, "equal", transform=axes.get_yaxis_transform(), va="bottom",
                       ha="right", color=_MUTED, fontsize=9)  # fmt: skip
         if reference is not None:
-            axes.axvline(reference.step_seconds, color=_INK, lw=1, ls=":", label="reference's time")
+            axes.axvline(
+                reference.generation_seconds, color=_INK, lw=1, ls=":", label="reference's time"
+            )
         axes.set_xlim(left=0)
         axes.margins(x=0.1, y=0.15)
-        axes.set_xlabel("time per step (s), less is better")
+        axes.set_xlabel("time per clip (s), less is better")
         unit = f" ({measure.unit})" if measure.unit else ""
         axes.set_ylabel(f"{measure.label}{unit}, {measure.better} is better")
         _legend(figure, axes)
@@ -152,7 +154,7 @@ def time_against_quality(series: Sequence[Series], measure: Measure) -> str | No
             f"{each.run.name}: {seconds:.3g} s, {measure.text(mean)}"
             for each, seconds, (mean, _) in points
         )
-        return _svg(figure, f"Time per step against {measure.label}", text)
+        return _svg(figure, f"Time per clip against {measure.label}", text)
 
 
 def latents_over_steps(series: Sequence[Series]) -> str | None:

@@ -9,7 +9,8 @@ Good enough is what meets every limit that is given, as a mean over prompts and 
 Without any limit it is what is within the noise of dense kernels. A run that is broken or did not
 finish is never good enough, and neither is one that lacks a figure that is limited. Exact kernels
 may win, too; the reference wins where something is good enough, but nothing that is faster. The
-fastest has the least time per step.
+fastest takes the least time for a generation, from the prompt to the pixels: a step in the middle
+tells little of a cache, or of a schedule that starts with dense steps.
 """
 
 import math
@@ -126,13 +127,13 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
     """
     usual = report.reference
     finished = [run for run in report.runs[1:] if run.status == "done" and run.cost is not None]
-    finished.sort(key=_step_seconds)
+    finished.sort(key=_seconds)
     misses = {run.name: _misses(run, limits) for run in finished}
     good = next((run for run in finished if not misses[run.name]), None)
     if good is not None:
-        if usual.cost is not None and _step_seconds(usual) < _step_seconds(good):
+        if usual.cost is not None and _seconds(usual) < _seconds(good):
             good = usual
-        faster = [run for run in finished if _step_seconds(run) < _step_seconds(good)]
+        faster = [run for run in finished if _seconds(run) < _seconds(good)]
         reasons = [_chosen(good, usual, limits)]
         reasons += [f"{run.name} is faster: {'; '.join(misses[run.name])}." for run in faster]
         return Recommendation(run=good, nearest=None, reasons=tuple(reasons))
@@ -198,9 +199,9 @@ def check_file(path: Path) -> None:
     require_writable(path.parent, "--output")
 
 
-def _step_seconds(run: Run) -> float:
+def _seconds(run: Run) -> float:
     assert run.cost is not None
-    return run.cost.step_seconds
+    return run.cost.generation_seconds
 
 
 def _misses(run: Run, limits: Limits) -> list[str]:
@@ -268,7 +269,7 @@ def _chosen(run: Run, usual: Run, limits: Limits) -> str:
     text += f" ({', '.join(figures) if figures else _WITHIN})"
     if usual.cost is not None:
         text += (
-            f": {_step_seconds(run):.3g} s per step, where {usual.name} takes "
-            f"{_step_seconds(usual):.3g} s"
+            f": {_seconds(run):.3g} s per generation, where {usual.name} takes "
+            f"{_seconds(usual):.3g} s"
         )
     return f"{text}."

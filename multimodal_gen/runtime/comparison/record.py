@@ -51,6 +51,7 @@ __all__ = [
     "from_json",
     "kept_mass_sources",
     "read_record",
+    "speed_up",
     "write_record",
 ]
 
@@ -165,8 +166,9 @@ class Cost:
     """What a backend takes; medians over its generations, the warm-up apart.
 
     Attributes:
-        step_seconds: of a denoising step.
-        generation_seconds: from the prompt to the pixels.
+        step_seconds: of a denoising step. Where steps differ, as with a cache or after dense steps,
+            it does not tell how long all of them take.
+        generation_seconds: from the prompt to the pixels. Runs are ranked by it.
         warm_up_seconds: of its first calls, before anything is measured: kernels' compilation
             mostly. Of the reference, of a short generation.
         peak_memory: bytes at most on the device, weights included; None on the CPU.
@@ -333,6 +335,16 @@ def kept_mass_sources(run: Run) -> tuple[str, ...]:
     """Return how the masses of a run that leaves something out were found; empty for others."""
     found = {call.kept_mass_source for call in run.layers}
     return tuple(source for source in ("plan", "estimate") if source in found)
+
+
+def speed_up(run: Run, reference: Run) -> float | None:
+    """Return how many generations a run makes while the reference makes one.
+
+    It is the one figure of speed, wherever one is shown. None where one of them has no time.
+    """
+    if run.cost is None or reference.cost is None or not run.cost.generation_seconds:
+        return None
+    return reference.cost.generation_seconds / run.cost.generation_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

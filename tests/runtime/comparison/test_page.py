@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from multimodal_gen.cli.compare import print_report
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.comparison import page as module
 from multimodal_gen.runtime.comparison.page import LIMIT, write_page
@@ -78,6 +79,25 @@ def test_the_page_holds_everything_it_shows(report: Report, page_file: Path) -> 
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert not list(page_file.parent.glob(".*"))
+
+
+def test_speed_is_that_of_generations_wherever_it_stands(
+    report: Report, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slow,) = few(report).candidates
+    assert slow.cost is not None
+    assert report.reference.cost is not None
+    seconds = 2 * report.reference.cost.generation_seconds  # and a median step that is short
+    slow = replace(slow, cost=replace(slow.cost, generation_seconds=seconds))
+    changed = replace(few(report), candidates=(slow,), seeds=())
+    page = written(changed, folder, tmp_path / "report.html")
+    assert re.search(r"Fastest with a visible difference</dt>.*\s*<small>0.50 x the ref", page)
+    assert page.count(">0.50 x</td>") == 1
+    assert ">time per clip (s), less is better<" in page
+    assert f"{slow.name}: {seconds:.3g} s" in page
+    print_report(changed)
+    (line,) = re.findall(rf"^{slow.name} +{seconds:.2f} s .*$", capsys.readouterr().out, re.M)
+    assert line.split()[3] == "0.50x"
 
 
 def test_text_of_users_is_text(report: Report, folder: Path, tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def test_the_fastest_run_that_meets_every_limit_is_recommended() -> None:
     assert found.run is not None
     assert (found.run.name, found.nearest) == ("middle", None)
     assert found.reasons == (
-        "middle:x=1 is the fastest that is good enough (PSNR 35.0 dB, VMAF 85.0): 0.5 s per step, "
-        "where torch_sdpa takes 1 s.",
+        "middle:x=1 is the fastest that is good enough (PSNR 35.0 dB, VMAF 85.0): 5 s per "
+        "generation, where torch_sdpa takes 10 s.",
         "broken is faster: it is broken: A frame of one colour in 1 of 2 clips.",
         "fast is faster: PSNR is 21.0 dB, not at least 30.0 dB; VMAF is 71.0, not at least 80.0.",
     )
@@ -142,6 +142,22 @@ def test_the_reference_is_recommended_where_it_is_faster() -> None:
     assert found.run.name == "torch_sdpa"
     assert "faster than everything that is good enough" in found.reasons[0]
     assert [reason.split()[0] for reason in found.reasons[1:]] == ["fast"]
+
+
+def test_runs_are_ranked_by_a_whole_generation() -> None:
+    """Of 20 dense steps of 10 s and 30 sparse ones of 2 s the median step is 2 s."""
+    late, even = run("late", 2.0, 50.0, 50.0), run("even", 3.0, 50.0, 50.0)
+    late, even = (
+        replace(each, cost=replace(each.cost, generation_seconds=seconds))
+        for each, seconds in ((late, 260.0), (even, 150.0))
+    )
+    found = recommend(report(late, even, seconds=50.0), Limits(min_psnr=40))
+    assert found.run is not None
+    assert found.run.name == "fa"  # 9 s
+    found = recommend(replace(report(late, even, seconds=50.0), floor=()), Limits(min_psnr=40))
+    assert found.run is not None
+    assert found.run.name == "even"
+    assert ": 150 s per generation, where torch_sdpa takes 500 s." in found.reasons[0]
 
 
 def test_limits_must_be_numbers() -> None:
