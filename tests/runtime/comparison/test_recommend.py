@@ -51,7 +51,7 @@ def run(name: str, seconds: float, *psnrs: float, **fields: Any) -> Run:
         density=1,
         attention_share=0.5,
     )
-    values = {"configuration": f"{name}:x=1", "backend": name, "parameters": {}, **fields}
+    values = {"configuration": f"{name}:x=1", "backend": "sage_attn", "parameters": {}, **fields}
     return Run(name=name, generations=clips, cost=cost, **values)
 
 
