@@ -172,6 +172,7 @@ class Streaming:
         self._started = time.perf_counter()
         self._fps = 1
         self._shape = (0, 0)
+        self._non_finite = 0
         self._made: list[tuple[int, float, str]] = []
 
     @property
@@ -221,7 +222,8 @@ class Streaming:
 
         if not len(frames):
             return
-        if not np.isfinite(frames).any():
+        finite = int(np.isfinite(frames).sum())
+        if not finite:
             raise UsageError(
                 f"the decoded frames must be finite, got nothing but nan or infinite values from "
                 f"frame {self.num_frames} on; the autoencoder overflows, or the denoiser before "
@@ -234,6 +236,7 @@ class Streaming:
         )
         self._shape = (int(frames.shape[1]), int(frames.shape[2]))
         self._made.append((chunk.num_frames, seconds, text))
+        self._non_finite += int(frames.size) - finite
         self._give(chunk)
 
     def produced(self) -> dict[str, Json]:
@@ -244,7 +247,7 @@ class Streaming:
             "num_frames": self.num_frames,
             "height": height,
             "width": width,
-            "non_finite_values": 0,
+            "non_finite_values": self._non_finite,
         }
 
     def as_dict(self) -> dict[str, Json]:
