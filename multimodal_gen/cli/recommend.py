@@ -55,7 +55,8 @@ _Output = Annotated[
     typer.Option(
         "--output",
         metavar="FILE",
-        help="YAML file for --attention-config to write; an older one is replaced.",
+        help="YAML file to write, for --attention-config of `sglang generate`, or for --config "
+        "where a step cache won; an older one is replaced.",
     ),
 ]
 _Backends = Annotated[
@@ -90,6 +91,7 @@ def recommend(
 ) -> None:
     """Recommend the fastest backend of a comparison that is good enough, and say why.
 
+    The fastest takes the least time for a generation, from the prompt to the pixels.
     What is good enough is said by limits, or is what is within the noise of dense kernels. Where
     nothing is, says what comes nearest, writes no file, and ends with status 1.
     """
@@ -128,7 +130,8 @@ def recommend(
         for reason in found.reasons:
             echo(wrapped(reason))
         if output is not None and found.run is not None:
-            typer.echo(f"\nattention config: {output}")
+            kind = "attention config" if found.cache is None else "config, for --config"
+            typer.echo(f"\n{kind}: {output}")
     if found.run is None:
         raise typer.Exit(1)
 

@@ -26,6 +26,7 @@ from multimodal_gen.runtime.comparison.configurations import cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Report, Run
 from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure
+from multimodal_gen.runtime.generator.cache import read_cache
 from multimodal_gen.runtime.generator.output import Staging, require_writable
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 
@@ -108,12 +109,18 @@ class Recommendation:
     nearest: Run | None
     reasons: tuple[str, ...]
 
+    @property
+    def cache(self) -> str | None:
+        """The step cache of the run, as `--cache` takes it; None where there is none."""
+        return None if self.run is None else cache_of(self.run.configuration)
+
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON data, with what `--attention-config` takes."""
+        """Return it as JSON data, with what `--attention-config` and `--cache` take."""
         return {
             "recommended": self.run.name if self.run else None,
             "nearest": self.nearest.name if self.nearest else None,
             "attention_config": attention_config(self.run) if self.run else None,
+            "cache": self.cache,
             "reasons": list(self.reasons),
         }
 
@@ -136,6 +143,11 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
         faster = [run for run in finished if _seconds(run) < _seconds(good)]
         reasons = [_chosen(good, usual, limits)]
         reasons += [f"{run.name} is faster: {'; '.join(misses[run.name])}." for run in faster]
+        if (cache := cache_of(good.configuration)) is not None:
+            reasons.append(
+                f"It takes --cache {cache}, which is no part of an --attention-config: its file is "
+                f"one for `sglang generate --config`, which holds both."
+            )
         return Recommendation(run=good, nearest=None, reasons=tuple(reasons))
     sound = [run for run in finished if run.verdict is None or run.verdict.word != "broken"]
     nearest = min(sound, key=lambda run: _shortfall(run, limits), default=None)
@@ -156,24 +168,24 @@ def attention_config(run: Run) -> dict[str, Any]:
 
 
 def write_config(recommendation: Recommendation, path: Path) -> None:
-    """Write a recommended run as a file for `--attention-config`, all of it or nothing.
+    """Write a recommended run as a file for `sglang generate`, all of it or nothing.
 
-    The reasons stand above it as comments. An older file is replaced.
+    It is one for `--attention-config`; of a run with a step cache, which those cannot hold, it is
+    one for `--config`. The reasons stand above it as comments. An older file is replaced.
 
     Raises:
-        ConfigError: the run's backend does not take its parameters any more.
+        ConfigError: the run's backend or cache does not take its parameters any more.
         UsageError: the file cannot be written.
     """
     check_file(path)
     assert recommendation.run is not None, "there is something to write"
     config = attention_config(recommendation.run)
     scope_from(attention_config=config)
-    cache = cache_of(recommendation.run.configuration)
-    beside = () if cache is None else (f"It ran with --cache {cache}, which this does not set.",)
+    if recommendation.cache is not None:
+        read_cache(recommendation.cache)
+        config = {"attention_config": config, "cache": recommendation.cache}
     comments = "".join(
-        f"# {line}\n"
-        for reason in (*recommendation.reasons, *beside)
-        for line in reason.splitlines()
+        f"# {line}\n" for reason in recommendation.reasons for line in reason.splitlines()
     )
     text = comments + yaml.safe_dump(config, sort_keys=False)
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from multimodal_gen.cli.batch import asked_for, jobs_of
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.comparison.configurations import read_configurations
 from multimodal_gen.runtime.comparison.recommend import (
@@ -28,7 +29,7 @@ from multimodal_gen.runtime.comparison.record import (
 )
 from multimodal_gen.runtime.comparison.verdict import judged
 from multimodal_gen.runtime.layers.attention.config import config_as_dict
-from multimodal_gen.runtime.layers.attention.rules import scope_from
+from multimodal_gen.runtime.layers.attention.rules import scope_from, scope_from_args
 
 
 def run(name: str, seconds: float, *psnrs: float, **fields: Any) -> Run:
@@ -185,6 +186,37 @@ def test_the_file_holds_what_was_run(text: str, tmp_path: Path) -> None:
     if scope.default.config is not None:
         assert config_as_dict(scope.default.config) == configuration.parameters
     assert [each.name for each in tmp_path.iterdir()] == ["attention.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "backend"),
+    [
+        ("torch_sdpa + first_block:threshold=0.1", "torch_sdpa"),
+        ("video_sparse_attn:sparsity=0.9 + first_block:threshold=0.1", "video_sparse_attn"),
+    ],
+)
+def test_a_cache_is_part_of_what_generate_gets(text: str, backend: str, tmp_path: Path) -> None:
+    (configuration,) = read_configurations([text])
+    chosen = run(
+        configuration.name, 0.1, 99.0, 99.0,
+        configuration=text, backend=configuration.backend, parameters=configuration.parameters,
+    )  # fmt: skip
+    found = recommend(report(chosen), Limits())
+    assert found.as_dict()["cache"] == "first_block:threshold=0.1"
+    assert "It takes --cache first_block:threshold=0.1" in found.reasons[-1]
+    path = tmp_path / "generate.yaml"
+    write_config(found, path)
+    assert "# It takes --cache first_block:threshold=0.1" in path.read_text()
+    typed = {"config": str(path), "model_path": "m", "prompt": ["a fox"]}
+    (job,) = jobs_of(asked_for(typed))
+    assert job.args.cache == "first_block:threshold=0.1"
+    scope = scope_from_args(job.args)
+    assert scope.default is not None
+    assert str(scope.default.backend) == backend
+    if scope.default.config is not None:
+        assert config_as_dict(scope.default.config) == configuration.parameters
+    with pytest.raises(ConfigError, match="attention_config"):  # nothing runs without the cache
+        scope_from(attention_config=str(path))
 
 
 def test_a_configuration_that_is_no_more_is_not_written(tmp_path: Path) -> None:
