@@ -1,7 +1,8 @@
 """`compare`: what attention backends do to a pipeline's output, and what they save."""
 
+import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from multimodal_gen.runtime.comparison.run import Comparison
 from multimodal_gen.runtime.distributed.groups import is_main_rank
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import ServerArgs
 
 __all__ = ["compare", "run_plan"]
@@ -76,8 +78,8 @@ def compare(
         The report, which is also written to the folder.
 
     Raises:
-        UsageError: an argument does not fit the pipeline, the folder is in use, or the reference
-            cannot run.
+        UsageError: an argument is of another type or does not fit the pipeline, the folder is in
+            use, or the reference cannot run.
         ConfigError: a backend or its parameters are wrong.
         MissingDependencyError: an encoder for videos or what the page needs is not installed.
     """
@@ -86,20 +88,21 @@ def compare(
             f"pipe must be a diffusers pipeline, got a {type(pipe).__name__}; a bare model "
             f"generates nothing"
         )
-    texts = [prompts] if isinstance(prompts, str) else prompts
+    prompts = _texts(prompts, "prompts")
+    _check_texts(reference, backends, floor)
     (dense,) = read_configurations([reference], name="reference")
     candidates = read_configurations(backends, name="backends", taken=[dense.name])
     taken = [dense.name, *(each.name for each in candidates)]
     plan = Plan(
-        prompts=tuple(dict.fromkeys(texts)),
-        seeds=tuple(dict.fromkeys(seeds)),
+        prompts=tuple(dict.fromkeys(prompts)),
+        seeds=tuple(dict.fromkeys(_seeds(seeds))),
         reference=dense,
         candidates=candidates,
         floor=None if floor is None else read_configurations(floor, name="floor", taken=taken),
-        folder=Path(output),
+        folder=_folder(output),
         resume=resume,
-        replayed_steps=replayed_steps,
-        layers_for=layers_for,
+        replayed_steps=_count(replayed_steps, "replayed_steps", 0),
+        layers_for=_count(layers_for, "layers_for", 1),
     )
     args = ServerArgs(
         model_path=str(getattr(pipe, "name_or_path", "") or type(pipe).__name__),
@@ -135,6 +138,51 @@ def run_plan(
     if page and is_main_rank():
         write_page(report, plan.folder, plan.folder / "report.html")
     return report
+
+
+def _check_texts(reference: object, backends: object, floor: object) -> None:
+    """Check the types of configurations; what they say is for `read_configurations`."""
+    if not isinstance(reference, str):
+        raise UsageError(f"reference must be text such as 'torch_sdpa', got {short(reference)}")
+    _texts(backends, "backends")
+    if floor is not None:
+        _texts(floor, "floor")
+
+
+def _texts(given: object, name: str) -> tuple[str, ...]:
+    """Return a text, or several, as a tuple."""
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+        raise UsageError(f"{name} must be a text or a list of texts, got {short(given)}")
+    return tuple(given)
+
+
+def _seeds(given: Any) -> Iterator[int]:
+    """Yield seeds, numbers of NumPy as those of Python."""
+    try:
+        found = [None if isinstance(each, bool) else operator.index(each) for each in given]
+    except TypeError:
+        found = [None]
+    for seed in found:
+        if seed is None or seed < 0:
+            raise UsageError(
+                f"seeds must be a list of whole numbers from 0, such as [0, 1] or range(4), got "
+                f"{short(given)}"
+            )
+        yield seed
+
+
+def _count(given: object, name: str, least: int) -> int | None:
+    if given is None or (type(given) is int and given >= least):
+        return given
+    raise UsageError(f"{name} must be a whole number from {least}, or None, got {short(given)}")
+
+
+def _folder(given: object) -> Path:
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise UsageError(f"output must be the path of a folder, got {short(given)}")
+    return Path(given)
 
 
 def _index_of(pipe: Any, name: str) -> PipelineIndex:
