@@ -298,21 +298,8 @@ class Session:
                 also = _attention_record(args, record, report, check)
                 write = partial(_write, target, run, call, timings, record, notes, mark, also)
                 saved = _save(target, len(run.pixels), write)
-        return Generated(
-            pixels=run.pixels,
-            latents=run.latents,
-            fps=call.fps if self.index.kind == "video" else None,
-            record=saved.record,
-            media=saved.names.media if saved.names else (),
-            record_path=saved.names.record if saved.names else None,
-            latents_path=saved.names.latents if saved.names else None,
-            attention_path=saved.attention,
-            seed=args.seed or 0,
-            seconds=time.perf_counter() - started,
-            report=report,
-            mesh=_mesh(),
-            notes=saved.notes,
-        )
+        seconds = time.perf_counter() - started
+        return _generated(self.index, args, run, call, report, saved, seconds)
 
     def _stream(
         self,
@@ -357,22 +344,9 @@ class Session:
                 names = replace(names, latents=None)
             also = _attention_record(args, record, report, check)
             saved = _write(target, run, call, timings, record, notes, mark, also, names)
-        return Generated(
-            pixels=(),
-            latents=run.latents,
-            fps=call.fps,
-            record=saved.record,
-            media=saved.names.media if saved.names else (),
-            record_path=saved.names.record if saved.names else None,
-            latents_path=saved.names.latents if saved.names else None,
-            attention_path=saved.attention,
-            seed=args.seed or 0,
-            seconds=time.perf_counter() - started,
-            report=report,
-            mesh=None,
-            notes=saved.notes,
-            interrupted=stream.interrupted,
-        )
+        seconds = time.perf_counter() - started
+        generated = _generated(self.index, args, run, call, report, saved, seconds)
+        return replace(generated, interrupted=stream.interrupted)
 
     def close(self) -> None:
         """Let go of the model; what was made stays."""
@@ -628,6 +602,34 @@ def _write(
         for path, other in also.items():
             output.write_record(other, staging.path(path))
     return _Saved(notes=notes, record=complete, names=names, attention=next(iter(also), None))
+
+
+def _generated(
+    index: PipelineIndex,
+    args: ServerArgs,
+    run: Denoised,
+    call: Call,
+    report: Report,
+    saved: _Saved,
+    seconds: float,
+) -> Generated:
+    """Return what was made, with the files that were written."""
+    names = saved.names
+    return Generated(
+        pixels=run.pixels,
+        latents=run.latents,
+        fps=call.fps if index.kind == "video" else None,
+        record=saved.record,
+        media=names.media if names else (),
+        record_path=names.record if names else None,
+        latents_path=names.latents if names else None,
+        attention_path=saved.attention,
+        seed=args.seed or 0,
+        seconds=seconds,
+        report=report,
+        mesh=_mesh(),
+        notes=saved.notes,
+    )
 
 
 def _ending(
