@@ -1,7 +1,7 @@
 """`sglang attention compare`: what backends do to the output of a model, and what they save."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -174,8 +174,11 @@ def run_comparison(
     replayed_steps: int | None,
     layers_for: int | None = None,
     page: bool = True,
+    check: Callable[["Plan", ServerArgs], object] = lambda plan, args: None,
 ) -> "Report | None":
     """Load a pipeline, compare backends on it, and return the report; see `compare`.
+
+    Before anything is loaded, `check` may refuse what is planned.
 
     On several GPUs, ranks do it. Where torchrun started them, only the first one gets the report.
     """
@@ -198,6 +201,7 @@ def run_comparison(
         replayed_steps=replayed_steps,
         layers_for=layers_for,
     )
+    check(plan, args)
     job = _Job(args=args, plan=plan, page=page)
     if is_launched_rank():
         found: list[Report | None] = []

@@ -31,8 +31,8 @@ _Folder = Annotated[
     typer.Option(
         "--comparison",
         metavar="FOLDER",
-        help="Folder of a comparison. With --model-path the comparison is made there, or gone on "
-        "with.",
+        help="Folder of a comparison. With --model-path the comparison is made there: new, or this "
+        "search's own, which is gone on with.",
     ),
 ]
 _MinPsnr = Annotated[
@@ -114,6 +114,7 @@ def recommend(
             seeds=seeds,
             resume=comparison.exists(),
             replayed_steps=0,
+            check=choice.check_search,
         )
         if found_report is None:
             return

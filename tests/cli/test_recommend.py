@@ -1,6 +1,7 @@
 """`sglang attention recommend` on reports of comparisons that were made before."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from multimodal_gen.cli.main import main
-from multimodal_gen.runtime.comparison.record import write_record
+from multimodal_gen.runtime.comparison.record import Report, read_record, write_record
 from multimodal_gen.testing.reports import make_report
 
 
@@ -81,6 +82,48 @@ def test_a_config_that_cannot_be_written_is_one_line(
     assert "--output must lie in a folder" in capsys.readouterr().err
     assert main(["attention", "recommend", *arguments, "--output", "/proc/x/a.yaml"]) == 2
     assert "error: --output must be writable" in capsys.readouterr().err
+
+
+def search(folder: Path, *flags: str) -> list[str]:
+    """Return the command line of a search, which finds no model."""
+    prompt = "A red fox runs through fresh snow at sunrise"
+    given = ["--model-path", "A made-up model", "--prompt", prompt, "--comparison", str(folder)]
+    size = ["--height", "480", "--width", "832", "--steps", "2", "--seeds", "0-1"]
+    return ["attention", "recommend", *given, *size, *flags]
+
+
+def test_a_search_replaces_no_other_comparison(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = (folder / "report.json").read_bytes()
+    other = ["--prompt", "a cat", "--height", "64", "--seeds", "7", "--dtype", "float32"]
+    assert main(search(folder, "--backends", "sage_attn", *other)) == 2
+    said = capsys.readouterr().err
+    assert f"or this search's own, got {str(folder)!r}, which holds another" in said
+    assert (
+        "with other dtype, settings, seeds, backends, replayed layers; name another folder" in said
+    )
+    assert (folder / "report.json").read_bytes() == held
+    (tmp_path / "thesis.txt").touch()
+    assert main(search(tmp_path)) == 2
+    assert "which has files in it that are no comparison" in capsys.readouterr().err
+    assert main(search(tmp_path / "thesis.txt")) == 2
+    assert "which is a file" in capsys.readouterr().err
+
+
+def test_a_search_goes_on_with_its_own(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = read_record(Report, folder / "report.json")
+    runs = [replace(run, layers=()) for run in report.candidates[:2]]
+    bare = replace(report.reference, layers=()), (replace(report.floor[0], layers=()),)
+    report = replace(report, reference=bare[0], floor=bare[1], candidates=tuple(runs))
+    write_record(report, tmp_path / "own" / "report.json")
+    asked = "sage_attn;sliding_tile_attn:window=[3,3,3];video_sparse_attn:sparsity=0.5"
+    (tmp_path / "interrupted" / "records").mkdir(parents=True)
+    for name in ("own", "interrupted", "new"):
+        assert main(search(tmp_path / name, "--backends", asked)) == 2
+        assert "'A made-up model'" in capsys.readouterr().err  # nothing else was wrong
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ tells little of a cache, or of a schedule that starts with dense steps.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,14 @@ from typing import Any
 import yaml
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.comparison.configurations import cache_of
+from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, Plan, cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
-from multimodal_gen.runtime.comparison.record import Report, Run
+from multimodal_gen.runtime.comparison.record import Report, Run, read_record
 from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure
 from multimodal_gen.runtime.generator.cache import read_cache
 from multimodal_gen.runtime.generator.output import Staging, require_writable
 from multimodal_gen.runtime.layers.attention.rules import scope_from
+from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
 __all__ = [
     "GRID",
@@ -36,6 +38,7 @@ __all__ = [
     "Recommendation",
     "attention_config",
     "check_file",
+    "check_search",
     "recommend",
     "write_config",
 ]
@@ -209,6 +212,69 @@ def check_file(path: Path) -> None:
             f"{str(path / 'attention.yaml')!r}"
         )
     require_writable(path.parent, "--output")
+
+
+def check_search(plan: Plan, args: ServerArgs) -> None:
+    """Refuse a search in a folder whose report would lose something by it.
+
+    A search goes on with its own: the report there, if there is one yet, has nothing but prompts,
+    seeds and configurations of the search, with the same model, settings and reference.
+
+    Args:
+        plan: what is searched.
+        args: settings of its generations.
+
+    Raises:
+        UsageError: the folder is none, or holds something else.
+        ConfigError: it holds a report that cannot be read.
+    """
+    folder = plan.folder
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        holds = "is a file"
+    elif (folder / "report.json").exists():
+        differs = _not_searched(read_record(Report, folder / "report.json"), plan, args)
+        holds = f"holds another comparison, with other {', '.join(differs)}" if differs else ""
+    else:
+        found = [path.name for path in folder.iterdir()]
+        interrupted = {"records", "failures"} & set(found)
+        holds = "" if interrupted or not found else "has files in it that are no comparison"
+    if holds:
+        raise UsageError(
+            f"--comparison must be a new or empty folder, or this search's own, got "
+            f"{str(folder)!r}, which {holds}; name another folder, or read a comparison that is "
+            f"there by leaving --model-path out"
+        )
+
+
+def _not_searched(report: Report, plan: Plan, args: ServerArgs) -> list[str]:
+    """Return what a report has that the one of a search in its folder would not have."""
+    asked = {
+        name: value
+        for name in (*CALL_SETTINGS, "fps")
+        if (value := getattr(args, name)) is not None
+    }
+    settings = dict(report.settings)
+    if args.fps is None:  # what the pipeline says
+        settings.pop("fps", None)
+    paths = {
+        os.path.realpath(os.path.expanduser(path))  # refuses no name
+        for path in (report.model.path, args.model_path)
+    }
+    same = {
+        "model": len(paths) == 1,
+        "dtype": args.dtype in ("auto", report.model.dtype),
+        "settings": settings == asked,
+        "reference": report.reference.configuration == plan.reference.text,
+        "prompts": set(report.prompts) <= set(plan.prompts),
+        "seeds": set(report.seeds) <= set(plan.seeds),
+        "backends": {run.configuration for run in report.candidates}
+        <= {each.text for each in plan.candidates},
+        "exact kernels": {run.configuration for run in report.floor} <= set(EXACT_KERNELS),
+        "replayed layers": not any(run.layers for run in report.runs),
+    }
+    return [what for what, is_same in same.items() if not is_same]
 
 
 def _seconds(run: Run) -> float:
