@@ -385,7 +385,11 @@ def _plain_numbers(axis: Any) -> None:
 def _whole_numbers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    low, high = sorted(axis.get_view_interval())
+    if high - low < 1:  # one number, for which a locator makes up a range of fractions
+        middle = round((low + high) / 2)
+        axis.axes.set_xlim(middle - 0.5, middle + 0.5)
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
 
 
 def _svg(figure: Any, title: str, description: str) -> str:

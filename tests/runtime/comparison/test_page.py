@@ -18,6 +18,7 @@ from multimodal_gen.cli.compare import print_report
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.comparison import page as module
 from multimodal_gen.runtime.comparison.page import LIMIT, write_page
+from multimodal_gen.runtime.comparison.plots import error_over_steps, series_of
 from multimodal_gen.runtime.comparison.record import Report
 from multimodal_gen.runtime.comparison.verdict import judged
 from multimodal_gen.testing.reports import make_report
@@ -98,6 +99,20 @@ def test_speed_is_that_of_generations_wherever_it_stands(
     print_report(changed)
     (line,) = re.findall(rf"^{slow.name} +{seconds:.2f} s .*$", capsys.readouterr().out, re.M)
     assert line.split()[3] == "0.50x"
+
+
+@pytest.mark.parametrize(
+    ("steps", "ticks"), [((1,), "1"), ((0, 1), "0 1"), ((3, 9), "3 4 5 6 7 8 9")]
+)
+def test_steps_are_whole_numbers(report: Report, steps: tuple[int, ...], ticks: str) -> None:
+    run = report.candidates[1]
+    layers = tuple(replace(run.layers[0], step=step) for step in steps)
+    few_steps = replace(report, floor=(), candidates=(replace(run, layers=layers),))
+    drawing = error_over_steps(series_of(few_steps))
+    assert drawing is not None
+    axis, _ = drawing.split(">denoising step<")
+    shown = re.findall(r"text-anchor: middle[^>]*>(\d[^<]*)</text>", axis)
+    assert shown == ticks.split()
 
 
 def test_text_of_users_is_text(report: Report, folder: Path, tmp_path: Path) -> None:
@@ -269,6 +284,15 @@ def test_everything_is_seen_and_nothing_is_fetched(
     assert opened.complaints == []
     remote = [url for url in opened.requests if not url.startswith("data:")]
     assert remote == [page_file.as_uri()]
+
+
+def test_tables_are_seen_whole_on_a_small_screen(opened: Opened) -> None:
+    opened.page.set_viewport_size({"width": 1100, "height": 900})
+    hidden = opened.page.evaluate(
+        "() => [...document.querySelectorAll('.scroll')].map((e) => e.scrollWidth - e.clientWidth)"
+    )
+    opened.page.set_viewport_size({"width": 1440, "height": 900})
+    assert hidden == [0, 0, 0]
 
 
 def test_clips_move_in_step(opened: Opened) -> None:
