@@ -42,7 +42,9 @@ def main() -> None:
         shots = []
         for width, height, scheme, section in VIEWS:
             page = browser.new_page(
-                viewport={"width": width, "height": height}, color_scheme=scheme
+                viewport={"width": width, "height": height},
+                color_scheme=scheme,
+                reduced_motion="reduce",  # scrolls at once
             )
             page.goto(page_file.as_uri())
             if section == "clips":
