@@ -76,7 +76,11 @@ _Seeds = Annotated[
 ]
 _Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Go on with what --output holds; what is done is not repeated."),
+    typer.Option(
+        "--resume",
+        help="Go on with what --output holds. What is done is not repeated, but for generations of "
+        "the reference whose layers are still to be replayed on a backend that is new.",
+    ),
 ]
 _Replayed = Annotated[
     int | None,

@@ -26,7 +26,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, Plan, cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Report, Run, read_record
-from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure
+from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure, defects_of
 from multimodal_gen.runtime.generator.cache import read_cache
 from multimodal_gen.runtime.generator.output import Staging, require_writable
 from multimodal_gen.runtime.layers.attention.rules import scope_from
@@ -136,6 +136,9 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
         limits: what is good enough.
     """
     usual = report.reference
+    if broken := defects_of(usual):
+        text = f"The reference, {usual.name}, is broken, so nothing can be put beside it: "
+        return Recommendation(run=None, nearest=None, reasons=(text + " ".join(broken),))
     finished = [run for run in report.runs[1:] if run.status == "done" and run.cost is not None]
     finished.sort(key=_seconds)
     misses = {run.name: _misses(run, limits) for run in finished}

@@ -91,8 +91,8 @@ class Model:
         pipeline: class of the pipeline.
         kind: what it makes.
         dtype: dtype of the denoiser, e.g. "bfloat16".
-        identity: digest of the weights' files, or of the weights themselves for a pipeline from
-            Python.
+        identity: digest of what its components are configured with and of some values of every
+            weight.
     """
 
     path: str

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.comparison.frames import MOST_DB, mean_and_spread
 from multimodal_gen.runtime.comparison.record import Generation, Report, Run, Verdict
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -39,6 +40,7 @@ __all__ = [
     "Beside",
     "Measure",
     "beside_noise",
+    "defects_of",
     "judge",
     "judged",
 ]
@@ -145,7 +147,7 @@ class Beside:
 
 def judged(report: Report) -> Report:
     """Return the report with the verdict of every run but the reference."""
-    if defects := _defects(report.reference):
+    if defects := defects_of(report.reference):
         reason = f"The reference, {report.reference.name}, is broken: {' '.join(defects)}"
         verdict = Verdict(word="unknown", reasons=(reason,))
         floor, candidates = (
@@ -154,7 +156,7 @@ def judged(report: Report) -> Report:
         )
         notes = (*report.notes, reason)
         return replace(report, floor=floor, candidates=candidates, notes=notes)
-    sound = tuple(run for run in report.floor if not _defects(run) and not _leaves_pairs_out(run))
+    sound = tuple(run for run in report.floor if not defects_of(run) and not _leaves_pairs_out(run))
     return replace(
         report,
         floor=tuple(replace(run, verdict=_of_floor(run)) for run in report.floor),
@@ -163,7 +165,7 @@ def judged(report: Report) -> Report:
 
 
 def _of_floor(run: Run) -> Verdict:
-    if _leaves_pairs_out(run) and not _defects(run):
+    if _leaves_pairs_out(run) and not defects_of(run):
         reason = "It leaves pairs out, so its difference is not the noise; name an exact kernel."
         return Verdict(word="unknown", reasons=(reason,))
     verdict = judge(run, [run])
@@ -174,6 +176,13 @@ def _of_floor(run: Run) -> Verdict:
 
 def _leaves_pairs_out(run: Run) -> bool:
     return run.cost is not None and not _attends_to_all(run)
+
+
+def _is_sparse(backend: str) -> bool:
+    try:
+        return AttentionBackendEnum.parse(backend).is_sparse
+    except ConfigError:  # of a plug-in that is not there any more
+        return False
 
 
 def _attends_to_all(run: Run) -> bool:
@@ -187,7 +196,7 @@ def judge(run: Run, floor: Sequence[Run]) -> Verdict:
         run: what is judged.
         floor: exact kernels on the same prompts and seeds. Those that are broken are no noise.
     """
-    if defects := _defects(run):
+    if defects := defects_of(run):
         return Verdict(word="broken", reasons=defects)
     found = beside_noise(run, floor)
     if not found:
@@ -207,7 +216,7 @@ def judge(run: Run, floor: Sequence[Run]) -> Verdict:
     reasons = tuple(map(_sentence, found))
     if "psnr" in by_name and math.isinf(by_name["psnr"].mean):
         reasons = ("Every clip equals the reference's.",)
-    if _attends_to_all(run) and AttentionBackendEnum.parse(run.backend).is_sparse:
+    if _attends_to_all(run) and _is_sparse(run.backend):
         dense = "It attended to every pair in every layer and step: this says nothing of the method"
         reasons = (f"{dense} (see its attention).", *reasons)
     return Verdict(word=word, reasons=reasons)
@@ -220,7 +229,7 @@ def beside_noise(run: Run, floor: Sequence[Run]) -> tuple[Beside, ...]:
         run: what is judged.
         floor: exact kernels on the same prompts and seeds.
     """
-    noises = [each for each in floor if not _defects(each)]
+    noises = [each for each in floor if not defects_of(each)]
     found = (_beside(measure, run, noises) for measure in MEASURES)
     return tuple(each for each in found if each is not None)
 
@@ -272,8 +281,8 @@ def _figures(measure: Measure, run: Run) -> dict[tuple[int, int], float]:
     return {clip: figure for clip, figure in found.items() if figure is not None}
 
 
-def _defects(run: Run) -> tuple[str, ...]:
-    """Return a sentence for each kind of defect that makes a run broken."""
+def defects_of(run: Run) -> tuple[str, ...]:
+    """Return a sentence for each kind of defect that makes a run broken, the reference too."""
     clips = run.generations
     frames = [each.frames for each in clips if each.frames is not None]
     not_finite = sum(each.non_finite > 0 for each in clips)

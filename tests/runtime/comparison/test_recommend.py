@@ -145,6 +145,15 @@ def test_the_reference_is_recommended_where_it_is_faster() -> None:
     assert [reason.split()[0] for reason in found.reasons[1:]] == ["fast"]
 
 
+def test_nothing_is_recommended_beside_a_broken_reference() -> None:
+    usual = report(run("sparse", 0.5, 40.0))
+    (clip, *others) = usual.reference.generations or (Generation(prompt=0, seed=0),)
+    broken = replace(usual.reference, generations=(replace(clip, non_finite=1), *others))
+    found = recommend(replace(usual, reference=broken), Limits(min_psnr=30))
+    assert (found.run, found.nearest) == (None, None)
+    assert found.reasons[0].endswith("NaN or infinite values in 1 of 1 clip.")
+
+
 def test_runs_are_ranked_by_a_whole_generation() -> None:
     """Of 20 dense steps of 10 s and 30 sparse ones of 2 s the median step is 2 s."""
     late, even = run("late", 2.0, 50.0, 50.0), run("even", 3.0, 50.0, 50.0)
