@@ -83,8 +83,13 @@ def test_the_page_holds_everything_it_shows(report: Report, page_file: Path) -> 
 
 
 def test_speed_is_that_of_generations_wherever_it_stands(
-    report: Report, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report: Report,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a row in one line
     (slow,) = few(report).candidates
     assert slow.cost is not None
     assert report.reference.cost is not None
