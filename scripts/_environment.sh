@@ -128,9 +128,10 @@ use_environment() {
 compile_imports() {
   [[ -n $INSTALLED ]] || return 0
   _import torch
-  _import torch._dynamo torch._inductor.compile_fx torch.distributed.run &
+  _import torch._dynamo torch._inductor.compile_fx torch.distributed.run pytest hypothesis \
+    multimodal_gen.cli.main &
   _import diffusers.pipelines.wan.pipeline_wan diffusers.pipelines.flux.pipeline_flux \
-    pytest hypothesis multimodal_gen.cli.main multimodal_gen.runtime.generator.run &
+    multimodal_gen.runtime.generator.run &
   wait
 }
 
