@@ -46,6 +46,7 @@ __all__ = [
     "forget_choices",
     "kernel_name",
     "place_of",
+    "records_gradient",
     "runs_triton",
     "serves",
 ]
@@ -346,6 +347,11 @@ def place_of(device: torch.device) -> tuple[str, tuple[int, int] | None]:
     return "cuda", torch.cuda.get_device_capability(device)
 
 
+def records_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd records what is computed from tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def runs_triton(
     tensors: Iterable[torch.Tensor],
     dtypes: frozenset[torch.dtype],
@@ -361,7 +367,7 @@ def runs_triton(
     """
     if not all(x.device.type == "cuda" and x.dtype in dtypes for x in tensors):
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in gradients):
+    if records_gradient(*gradients):
         return False
     return installed(TRITON) is not None
 

@@ -7,7 +7,7 @@ the text, keyframes and references, and the sound.
 import torch
 from torch import nn
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
 from multimodal_gen.integrations.models.positions import raster_grid
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -52,11 +52,6 @@ def _timestep(call: ModelCall) -> torch.Tensor | None:
     return timesteps[indices[-1:]]
 
 
-def _tokens(call: ModelCall) -> int | None:
-    grid = _grid(call)
-    return None if grid is None else grid[0] * grid[1] * grid[2]
-
-
 MINIMAX_H3 = ModelAdapter(
     classes=("MiniMaxH3Transformer3DModel",),
     role_of=_role,
@@ -64,7 +59,7 @@ MINIMAX_H3 = ModelAdapter(
     text_span=_front,
     timestep=_timestep,
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=tokens_of(_grid),
         cuts=(
             Cut(module="rope", dim=0, dims=2, with_text=True),
             Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, with_text=True),

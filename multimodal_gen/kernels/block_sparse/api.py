@@ -46,6 +46,7 @@ from multimodal_gen.kernels.engine import (
     fa4_keys,
     kernel_name,
     place_of,
+    records_gradient,
     serves,
 )
 
@@ -224,7 +225,7 @@ def kernel_for(
     Raises:
         UnsupportedBackendError: the kernel asked for cannot serve this call; lists the reasons.
     """
-    backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    backward = records_gradient(q, k, v)
     return choose(BLOCK_SPARSE, kernel, request_for(q, k, v, plan, backward=backward))
 
 

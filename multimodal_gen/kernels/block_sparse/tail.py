@@ -27,6 +27,7 @@ from multimodal_gen.kernels.engine import (
     choose,
     kernel_name,
     place_of,
+    records_gradient,
     runs_triton,
     serves,
 )
@@ -221,8 +222,7 @@ def add_tail(
         return out, lse
     inputs = (out, lse, q, pooled.keys, pooled.values)
     if torch.compiler.is_compiling():
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        chosen = "reference" if recorded else ""
+        chosen = "reference" if records_gradient(*inputs) else ""
     else:
         chosen = _kernel(q, kernel, inputs)
     if not chosen:  # what a call is like is known when the graph runs
@@ -265,7 +265,7 @@ def _kernel(q: torch.Tensor, kernel: KernelChoice, inputs: tuple[torch.Tensor, .
         capability=capability,
         dtype=q.dtype,
         head_size=q.shape[3],
-        backward=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
+        backward=records_gradient(*inputs),
         device=q.device.index,
     )
     name = kernel_name(kernel)

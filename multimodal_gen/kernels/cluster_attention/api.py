@@ -24,6 +24,7 @@ from multimodal_gen.kernels.engine import (
     Request,
     choose,
     place_of,
+    records_gradient,
 )
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 
@@ -72,7 +73,7 @@ def cluster_attention(
     _validate(q, k, queries, keys, keep)
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    recorded = records_gradient(q, k, v)
     kernel = _chosen(sorted_q, sorted_k, sorted_v, kernel, backward=recorded)
     if num_pooled:
         found = _with_tail(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import runs_triton
+from multimodal_gen.kernels.engine import records_gradient, runs_triton
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,
     pool_tiles_reference,
@@ -364,7 +364,7 @@ def add_gated(
             f"{coarse.device}"
         )
     arguments = (out, gate, coarse, starts, lengths, index, size)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (out, gate, coarse)):
+    if records_gradient(out, gate, coarse):
         found: torch.Tensor = _Gated.apply(*arguments)  # type: ignore[no-untyped-call]
         return found
     return _add_gated(*arguments)

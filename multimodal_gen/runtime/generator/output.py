@@ -358,6 +358,8 @@ def _even(data: Any) -> Any:
     import numpy as np
 
     height, width = data.shape[1:3]
+    if height % 2 == 0 and width % 2 == 0:
+        return data
     return np.pad(data, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
 
 

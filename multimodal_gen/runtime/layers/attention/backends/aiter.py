@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.requirements import HeadSizes, PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -42,7 +43,7 @@ class AiterImpl(AlignedImpl):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        grad = records_gradient(query, key, value)
         wanted = lse or grad  # with gradients the package insists on it
         result: Any = self._dense(
             query,
@@ -66,7 +67,7 @@ class AiterImpl(AlignedImpl):
         max_seqlen_k: int,
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_varlen`."""
-        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        grad = records_gradient(query, key, value)
         result = self._varlen(
             query,
             key,

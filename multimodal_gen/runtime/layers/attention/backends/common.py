@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def refuse_grad(backend: str, *tensors: torch.Tensor) -> None:
     Raises:
         UsageError: gradients are recorded and a tensor requires them.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if records_gradient(*tensors):
         raise UsageError(
             f"query, key and value must not require grad on {backend}, which has no backward; "
             f"call it under torch.no_grad() or use torch_sdpa"

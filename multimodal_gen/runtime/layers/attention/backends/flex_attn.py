@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -123,7 +124,7 @@ class FlexAttentionImpl(AlignedImpl):
             return flex_attention(q, k, v, **options)
         if query.device.type == "cpu":
             return _unfused()(q, k, v, **options)
-        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        grad = records_gradient(q, k, v)
         kind = (q.shape, k.shape, v.shape, q.dtype, grad, mask_kind, *options)
         with nullcontext() if kind in self._compiled_for else _no_recompilation_limit():
             out = _compiled()(q, k, v, **options)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -199,7 +200,7 @@ class CudnnSDPAImpl(AlignedImpl):
         causal: bool,
         lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        lse = lse or _needs_grad(query, key, value)  # the backward reads it
+        lse = lse or records_gradient(query, key, value)  # the backward reads it
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
         out, stats = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, bias, lse, 0.0, causal, False, scale=self.softmax_scale
@@ -237,10 +238,6 @@ class CudnnSDPABackend(AttentionBackend):
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return `CudnnSDPAImpl`."""
         return CudnnSDPAImpl
-
-
-def _needs_grad(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _takes_grouped_heads(q: torch.Tensor, mask: torch.Tensor | None) -> bool:

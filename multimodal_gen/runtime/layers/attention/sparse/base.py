@@ -16,6 +16,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, plan_of_map
+from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -216,7 +217,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         below = getattr(self.config, "skip_below", None)
         if below is None:
             return None
-        if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
+        if records_gradient(*qkv):
             raise UsageError(
                 f"`skip_below` of {self.label} must be left out where a gradient is asked for, got "
                 f"{below:g}: a backward pass does not know what a kernel left out; remove it, or "
@@ -411,7 +412,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             return None  # without a grid, the call itself is refused
         if torch.are_deterministic_algorithms_enabled():
             return None
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        if records_gradient(query, key):
             return None
         heads = slice(first_head, first_head + query.shape[2])
         step = (context.current_timestep, context.num_steps) if self.varies_by_step else None

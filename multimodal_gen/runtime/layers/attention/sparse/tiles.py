@@ -21,7 +21,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, PooledTail
-from multimodal_gen.kernels.engine import AUTO, SelectedKernel
+from multimodal_gen.kernels.engine import AUTO, SelectedKernel, records_gradient
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
     TileOrder,
@@ -543,7 +543,7 @@ def attend_tiled(
         out[:, span] = attend_rows(query[:, span], key, value, keep, call.scale)
 
     calls = [*(partial(attend_to_all, span) for span in queries.rest)]
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    recorded = records_gradient(query, key, value)
     shares = [slice(0, kv_heads)] if recorded else head_slices(query, out, kv_heads)
     for part in shares:
         now = partial(attend, part)

@@ -14,6 +14,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
 from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
+from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
     SortedRows,
@@ -279,8 +280,7 @@ def attend_chunks(
 
     calls = [*(partial(attend_rest, span) for span in layout.text)]
     calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
-    inputs = (query, call.key, call.value)
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    recorded = records_gradient(query, call.key, call.value)
     run_on_two_streams(calls, query.device, recorded=recorded)
     return out, share
 
