@@ -7,7 +7,9 @@ differ in the self-attention and in how the past is kept alone:
 * clone-and-shift: keys and values of the window in order; every chunk moves them by its length;
 * cache: `CausalCache`, read by a layer of ours on the backend named; `in pieces` sees a chunk less,
   so that its slots are lists on the block-sparse engine; `windows in space` sees 3x3 tiles of 8x8
-  around each, of every chunk; `video_sparse_attn` chooses a fifth of all; `graph` replays a graph.
+  around each, of every chunk, and `wide windows in space` 3x5; `video_sparse_attn` chooses a fifth
+  of all; `graph` replays a graph;
+* no self-attention: the values as they are, and no past: what no attention can be faster than.
 
 Outputs of all are compared after the window has been filled and has moved; then whole chunks are
 timed in turns, and one attention call by itself. `chunk 1000` is the same after 1,000 chunks were
@@ -62,8 +64,11 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 BOUND = 5e-2
 BOUND_OF_8_BITS = 0.2
 IN_PIECES, IN_WINDOWS = "cache, in pieces", "cache, windows in space"
+IN_WIDE = "cache, wide windows in space"
 CHOSEN = "cache, video_sparse_attn"
-SEE_LESS = (IN_PIECES, IN_WINDOWS, CHOSEN)
+NOTHING = "no self-attention"
+SEE_LESS = (IN_PIECES, IN_WINDOWS, IN_WIDE, CHOSEN, NOTHING)
+IN_GRAPHS = ("fa3, clone-and-shift", "cache, auto", IN_WINDOWS, IN_WIDE, CHOSEN, NOTHING)
 SPARSITY = 0.8
 FORWARDS = 5  # four denoising steps and a clean pass
 FRAMES_OF_LATENT = 4
@@ -100,6 +105,7 @@ class Case:
         sink: first chunks that are always seen.
         tile: (height, width) of the tiles in which chunks are kept.
         space: (height, width) of a window in space, in tiles.
+        wide: the same of the wide one.
     """
 
     name: str
@@ -113,6 +119,7 @@ class Case:
     text: int = 512
     tile: tuple[int, int] = (8, 8)
     space: tuple[int, int] = (3, 3)
+    wide: tuple[int, int] = (3, 5)
 
     @property
     def width(self) -> int:
@@ -147,6 +154,7 @@ SMOKE = Case(
     text=4,
     tile=(1, 2),
     space=(1, 3),
+    wide=(2, 3),
 )
 
 
@@ -313,6 +321,16 @@ class SlottedPast:
         return lambda i, q, k, v: layer(q, k, v, cache=parts[i])
 
 
+class NoPast:
+    """Keeps nothing."""
+
+    def begin(self, number: int) -> None:
+        """Do nothing."""
+
+    def commit(self) -> None:
+        """Do nothing."""
+
+
 @cache
 def fa3() -> Callable[..., torch.Tensor] | None:
     """Return FlashAttention 3, or None where it is not installed."""
@@ -366,7 +384,7 @@ def layer_of(
     return LocalAttention(case.heads, case.head_size, scope=scope, compute_dtype=torch.bfloat16)
 
 
-Past = ShiftedPast | SlottedPast
+Past = ShiftedPast | SlottedPast | NoPast
 
 
 def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, LocalAttention]]:
@@ -379,7 +397,9 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, Lo
     found["sdpa, clone-and-shift"] = (shifted, shifted.attend(sdpa))
     if DEVICE == "cuda":
         found["flex, clone-and-shift"] = (shifted, shifted.attend(Flex(case)))
-    layers = {name: layer_of(case, None) for name in ("cache, auto", IN_PIECES, IN_WINDOWS)}
+    found[NOTHING] = (NoPast(), lambda i, q, k, v: v)
+    spaces = {IN_WINDOWS: case.space, IN_WIDE: case.wide}
+    layers = {name: layer_of(case, None) for name in ("cache, auto", IN_PIECES, *spaces)}
     if DEVICE == "cuda":
         chooses = {"sparsity": SPARSITY, "tile_size": [4, *case.tile]}
         layers[CHOSEN] = layer_of(case, "video_sparse_attn", chooses)
@@ -389,8 +409,7 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, Lo
             layers["cache, fa"] = layer_of(case, "fa")
     for name, layer in layers.items():
         window = case.window - 1 if name == IN_PIECES else None
-        space = case.space if name == IN_WINDOWS else None
-        found[name] = (slotted, slotted.attend(layer, window=window, space=space))
+        found[name] = (slotted, slotted.attend(layer, window=window, space=spaces.get(name)))
     layers["cache, 8 bits"] = layer_of(case, None)
     found["cache, 8 bits"] = (bytes_, bytes_.attend(layers["cache, 8 bits"]))
     return found, layers
@@ -426,7 +445,7 @@ class Run:
         past, _ = self.found[name]
         if isinstance(past, SlottedPast):
             past.cache.reset()
-        else:
+        elif isinstance(past, ShiftedPast):
             past.end = 0
         self.numbers[id(past)] = 0
         for seed in range(chunks):
@@ -510,13 +529,12 @@ def captured(run: Run, name: str) -> Callable[[], torch.Tensor]:
 
 def check_graph(run: Run, name: str, chunk: Callable[[], torch.Tensor]) -> None:
     """Stop unless replays give what plain calls give, two chunks on."""
-    past, _ = run.found[name]
-    assert isinstance(past, SlottedPast)
+    past, attend = run.found[name]
     for _ in range(2):
         out = chunk().clone()
         number = run.numbers[id(past)] - 1
-        past.begin(number)  # the chunk that is kept, written anew
-        attend = run.found[name][1]
+        if isinstance(past, SlottedPast):
+            past.begin(number)  # the chunk that is kept, written anew
         plain = run.model(run.noise, run.time, run.text, attend)
         past.commit()
         error = relative_error(out, plain)
@@ -554,7 +572,7 @@ def cache_gib(past: Past) -> float:
     """Return what a past takes."""
     if isinstance(past, SlottedPast):
         return past.cache.size.num_bytes / 2**30
-    return 2 * past.keys.numel() * 2 / 2**30
+    return 2 * past.keys.numel() * 2 / 2**30 if isinstance(past, ShiftedPast) else 0.0
 
 
 def bench_chunks(
@@ -563,7 +581,7 @@ def bench_chunks(
     """Time whole chunks of all contenders, then chunk 1,000 of ours; yields the rows of each."""
     chunks = {name: (lambda name=name: run.chunk(name)) for name in run.found}
     if DEVICE == "cuda":
-        for name in {"cache, auto", CHOSEN} & run.found.keys():
+        for name in (name for name in IN_GRAPHS if name in run.found):
             chunks[f"{name}, graph"] = captured(run, name)
             check_graph(run, name, chunks[f"{name}, graph"])
     for case, number, wanted in (("chunk 30", 30, ""), ("chunk 1000", 1000, "cache, auto")):
@@ -581,11 +599,10 @@ def share_seen(case: Case, contender: str) -> float:
     contender = contender.removesuffix(", graph")
     if contender == IN_PIECES:
         return 1 - case.tokens / case.keys
-    if contender == IN_WINDOWS:
-        return pair_density((1, *case.space), (1, *case.grid[1:]), (1, *case.tile))
-    if contender == CHOSEN:
-        return 1 - SPARSITY
-    return 1.0
+    if contender in (IN_WINDOWS, IN_WIDE):
+        space = case.space if contender == IN_WINDOWS else case.wide
+        return pair_density((1, *space), (1, *case.grid[1:]), (1, *case.tile))
+    return {CHOSEN: 1 - SPARSITY, NOTHING: 0.0}.get(contender, 1.0)
 
 
 def streaming_rows(
@@ -633,8 +650,9 @@ def bench_attention(run: Run, commit: str, rounds: int) -> list[StreamingRow]:
     pasts = {id(past): past for past, _ in run.found.values()}
     for key, past in pasts.items():
         past.begin(run.numbers[key])
-    for name, (_, attend) in run.found.items():
-        calls[name] = lambda attend=attend: attend(0, q, k, v)
+    for name, (past, attend) in run.found.items():
+        if not isinstance(past, NoPast):
+            calls[name] = lambda attend=attend: attend(0, q, k, v)
     flash = fa3()
     if flash is not None:
         keys, values = (torch.randn(1, c.keys, c.heads, c.head_size, **drawn) for _ in range(2))
