@@ -1,5 +1,7 @@
 """Forward and backward of the engine, dense and over random lists, beside torch and others.
 
+Peers that are not installed, flash-attn-4 and fastvideo-kernel, are left out with a word.
+
 Gradients of one head are checked first, against float64 by the definition: they may err at most
 twice as much as plain PyTorch code in bfloat16 does. What is wrong is not timed, and makes the
 script fail at the end. With `--tiles`, the two kernels of the backward pass are timed alone, in
@@ -75,11 +77,13 @@ class Contender:
         attend: the attention.
         plan: the pairs it keeps.
         version: of the package it comes from.
+        heads_first: whether it takes and returns [B, H, S, D].
     """
 
     attend: Attend
     plan: BlockPlan
     version: str = ""
+    heads_first: bool = False
 
 
 def random_lists(case: Case, size: int) -> BlockPlan:
@@ -163,6 +167,54 @@ def flash_attention_4(plan: BlockPlan) -> Contender:
     return Contender(attend=attend, plan=plan, version=version_of("flash-attn-4"))
 
 
+def flash_attention_4_lists(plan: BlockPlan) -> Contender:
+    """Return flash-attn-4's attention over the lists of a plan, and their transposes for its back.
+
+    Its last tiles may be short, which it calls masked.
+    """
+    from multimodal_gen.kernels.block_sparse.backward_kernel import transposed
+    from multimodal_gen.kernels.block_sparse.fa4 import make_lists
+
+    function = importlib.import_module("flash_attn.cute").flash_attn_func
+    tensors = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+    by_query, by_key = (
+        tensors(
+            mask_block_cnt=lists.mask_counts.expand(lists.full_counts.shape).contiguous(),
+            mask_block_idx=lists.mask_indices.expand(*lists.full_counts.shape, 1).contiguous(),
+            full_block_cnt=lists.full_counts,
+            full_block_idx=lists.full_indices.contiguous(),
+            block_size=(plan.q.size, plan.kv.size),
+        )
+        for lists in (make_lists(x, plan.kv.size) for x in (plan, transposed(plan)))
+    )
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = function(
+            q, k, v, pack_gqa=False, block_sparse_tensors=by_query, block_sparse_tensors_bwd=by_key
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return Contender(attend=attend, plan=plan, version=version_of("flash-attn-4"))
+
+
+def fastvideo(plan: BlockPlan) -> Contender:
+    """Return fastvideo-kernel's attention over a map of blocks of 64."""
+    function = importlib.import_module("fastvideo_kernel.block_sparse_attn").block_sparse_attn
+    keep = torch.zeros((*plan.indices.shape[:3], plan.kv.num), dtype=torch.bool, device=DEVICE)
+    keep = keep.scatter_(-1, plan.indices.long(), True)
+    sizes = torch.full((plan.kv.num,), plan.kv.size, dtype=torch.int32, device=DEVICE)
+    sizes[-1] = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
+    if plan.kv.total % plan.kv.size:
+        raise ValueError(f"it takes whole blocks of {plan.kv.size}, got {plan.kv.total} tokens")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, _ = function(q, k, v, keep, sizes)
+        return out
+
+    version = version_of("fastvideo-kernel")
+    return Contender(attend=attend, plan=plan, version=version, heads_first=True)
+
+
 def flex(plan: BlockPlan) -> Contender:
     """Return FlexAttention over the lists of a plan."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -208,8 +260,11 @@ def contenders_of(case: Case, *, quick: bool) -> dict[str, Contender]:
         makers["cudnn dense"] = partial(torchs_own, SDPBackend.CUDNN_ATTENTION, dense)
         makers["flash dense"] = partial(torchs_own, SDPBackend.FLASH_ATTENTION, dense)
         makers["fa4 dense"] = partial(flash_attention_4, dense)
+        makers["fa4 128x128"] = partial(flash_attention_4_lists, r128)
+        makers["fastvideo 64x64"] = partial(fastvideo, r64)
         if not quick:
             makers["flex 128x128"] = partial(flex, r128)
+            makers["flex 64x64"] = partial(flex, r64)
     found = {}
     for name, make in makers.items():
         try:
@@ -222,7 +277,13 @@ def contenders_of(case: Case, *, quick: bool) -> dict[str, Contender]:
 def gradients_of(
     contender: Contender, inputs: tuple[torch.Tensor, ...], upstream: torch.Tensor
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Return what runs the backward pass alone, again and again."""
+    """Return what runs the backward pass alone, again and again.
+
+    Args:
+        contender: what is measured.
+        inputs: q, k and v, in its layout.
+        upstream: gradient of out, in its layout.
+    """
     out = contender.attend(*inputs)
     return partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
 
@@ -251,13 +312,19 @@ def measure(case: Case, options: argparse.Namespace) -> list[str]:
     shape = (1, case.tokens, case.heads, case.head_size)
     *given, upstream = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in given)
+    turned = [x.detach().transpose(1, 2).contiguous() for x in (*inputs, upstream)]
+    heads_first = tuple(x.requires_grad_() for x in turned[:3])
     forward: dict[str, Callable[[], object]] = {}
     backward: dict[str, Callable[[], object]] = {}
     errors, flops, versions, wrong = {}, {}, {}, []
     for name, contender in contenders_of(case, quick=options.quick).items():
         try:
-            run = gradients_of(contender, inputs, upstream)
-            errors[name], excess = errors_of(run(), inputs, upstream, contender.plan)
+            taken, above = (heads_first, turned[3]) if contender.heads_first else (inputs, upstream)
+            run = gradients_of(contender, taken, above)
+            found = run()
+            if contender.heads_first:
+                found = tuple(x.transpose(1, 2) for x in found)
+            errors[name], excess = errors_of(found, inputs, upstream, contender.plan)
         except Exception as error:  # one contender must not end the others
             print(f"FAILED {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
             wrong += [name] if name.startswith("engine") else []
@@ -266,7 +333,7 @@ def measure(case: Case, options: argparse.Namespace) -> list[str]:
             print(f"WRONG {name}: error {errors[name]:.2e}, {excess:.2f} of what is allowed")
             wrong.append(name)
             continue
-        forward[name], backward[name] = partial(contender.attend, *inputs), run
+        forward[name], backward[name] = partial(contender.attend, *taken), run
         pairs = contender.plan.pairs()
         flops[name] = float(pairs.sum()) * case.heads / pairs.numel() * case.head_size
         versions[name] = contender.version

@@ -1,9 +1,12 @@
 """Sparse-Linear Attention: whole layers beside dense attention and the authors' operator.
 
+With `--backward`, the backward passes alone are timed instead; the authors' operator may choose
+other blocks there too, so gradients are compared loosely.
+
 Sampled rows of every output are checked against float32 first; what is wrong is not timed, and
 makes the script fail at the end.
 
-    python3 scripts/bench/sla.py --commit HASH [--only "sla bench"] [--rounds 7]
+    python3 scripts/bench/sla.py --commit HASH [--only "sla bench"] [--rounds 7] [--backward]
     python3 scripts/bench/sla.py --commit HASH --smoke    # tiny cases, on any machine
 """
 
@@ -172,18 +175,24 @@ class Setting:
             yield name, Contender(branch=branch, run=self.layer(branch), version=version)
         yield from self._upstream()
 
-    def _upstream(self) -> Iterator[tuple[str, Contender]]:
-        """Yield the authors' operator where it can be imported, on tensors in its own layout."""
+    def operator(self) -> nn.Module | None:
+        """Return the authors' operator, which takes [B, H, S, D], where it can be imported."""
         try:
             package = importlib.import_module("sparse_linear_attention")
         except ImportError as error:
             print(f"left out: thu-ml/SLA, {error}", flush=True)
-            return
-        case = self.case
+            return None
         module = package.SparseLinearAttention(
-            case.head_size, topk=case.ratio, BLKQ=Q_SIZE, BLKK=KV_SIZE
+            self.case.head_size, topk=self.case.ratio, BLKQ=Q_SIZE, BLKK=KV_SIZE
         )
         module.proj_l = self.projection
+        return module
+
+    def _upstream(self) -> Iterator[tuple[str, Contender]]:
+        """Yield the authors' operator, on tensors in its own layout."""
+        module = self.operator()
+        if module is None:
+            return
         heads_first = [x.transpose(1, 2).contiguous() for x in self.qkv]
         yield (
             "thu-ml/SLA",
@@ -331,16 +340,76 @@ def measure(case: Case, rounds: int, commit: str) -> tuple[list[SLARow], list[st
     return rows, wrong
 
 
+Gradients = Callable[[], tuple[torch.Tensor, ...]]
+
+
+def backward_runs(setting: Setting) -> Iterator[tuple[str, str, Gradients, bool]]:
+    """Yield name, version, what runs a backward pass alone, and whether it has heads first."""
+    upstream = torch.randn_like(setting.qkv[0])
+    weights = list(setting.projection.parameters())
+    inputs = [*setting.qkv, *weights]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    out = setting.layer("all")()
+    run = partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
+    yield "sla layer", version_of("triton"), run, False
+    module = setting.operator()
+    if module is not None:
+        turned = [x.detach().transpose(1, 2).contiguous() for x in (*setting.qkv, upstream)]
+        inputs = [*(x.requires_grad_() for x in turned[:3]), *weights]
+        out = module(*turned[:3])
+        run = partial(torch.autograd.grad, out, inputs, turned[3], retain_graph=True)
+        yield "thu-ml/SLA", "git", run, True
+
+
+def measure_backward(case: Case, rounds: int, commit: str) -> tuple[list[SLARow], list[str]]:
+    """Time the backward passes of a case; returns its rows, and the names of what is wrong."""
+    runs: dict[str, Gradients] = {}
+    errors, wrong, versions = {}, [], {}
+    first: tuple[torch.Tensor, ...] = ()
+    torch.manual_seed(0)
+    with set_forward_context(0, latent_grid=case.grid):
+        for name, version, run, heads_first in backward_runs(Setting(case)):
+            found = run()
+            if heads_first:
+                found = (*(x.transpose(1, 2) for x in found[:3]), *found[3:])
+            first = first or found
+            errors[name] = max(relative_error(x, y) for x, y in zip(found, first, strict=True))
+            if errors[name] < OWN_SELECTION:
+                runs[name], versions[name] = run, version
+            else:
+                print(f"WRONG {name}: {errors[name]:.2e} from the layer's gradients", flush=True)
+                wrong.append(name)
+    times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 0.0)
+    blocks = -(-case.tokens // KV_SIZE)
+    density = max(1, int(case.ratio * blocks + 1e-9)) / blocks
+    rows = rows_of(
+        times,
+        commit=commit,
+        benchmark="sla backward",
+        case=f"{case.name} {case.ratio}",
+        shape=case.shape,
+        flop=10.0 * case.batch * case.heads * case.head_size * case.tokens**2 * density,
+        flop_formula=FLOP.replace("4*", "10*"),
+        errors=errors,
+        versions=versions,
+    )
+    nothing = {"speedup_over_fa3": math.nan, "extra_memory_share": math.nan}
+    return [SLARow(**asdict(row), density=round(density, 5), **nothing) for row in rows], wrong
+
+
 def main() -> int:
     """Run the command line; 1 if anything is wrong."""
     parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny cases, on any machine")
+    parser.add_argument("--backward", action="store_true", help="time the backward passes")
     options = parser.parse_args()
+    timed = measure_backward if options.backward else measure
     failed = []
     for case in SMOKE if options.smoke else CASES:
         if options.only not in case.name:
             continue
-        rows, wrong = measure(case, options.rounds, options.commit)
+        rows, wrong = timed(case, options.rounds, options.commit)
         write_rows(options.out / "sla.csv", rows)
         failed += [f"{case.name}: {name}" for name in wrong]
     if failed:
