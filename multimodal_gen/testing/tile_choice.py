@@ -99,3 +99,140 @@ def best_tiles(
     keep = torch.zeros_like(ranked, dtype=torch.bool)
     keep.scatter_(-1, ranked.topk(kept, dim=-1).indices, True)
     return keep[:, :, q_tiles.tile][..., k_tiles.tile]
+
+
+def token_blocks(chunks: Sequence[int], rows: int, *, cells: int = 1) -> TokenTiles:
+    """Return where the tokens of chunks lie that are cut into pieces as they came.
+
+    Args:
+        chunks: tokens of every chunk.
+        rows: tokens of a piece; the last one of a chunk may be shorter.
+        cells: cells of a piece.
+    """
+    before, tiles, places = 0, [], []
+    for tokens in chunks:
+        place = torch.arange(tokens)
+        tiles.append(place // rows + before)
+        places.append(place % rows // -(-rows // cells))
+        before += -(-tokens // rows)
+    tile = torch.cat(tiles)
+    return TokenTiles(tile=tile, cell=tile * cells + torch.cat(places), cells=cells)
+
+
+def tile_means(x: torch.Tensor, tiles: TokenTiles) -> torch.Tensor:
+    """Return the mean of every tile of [B, S, H, D], [B, H, N, D] in float64."""
+    member = torch.nn.functional.one_hot(tiles.tile, tiles.num).double().to(x.device)
+    return torch.einsum("bshd,sn->bhnd", x.double(), member / member.sum(0))
+
+
+def near_tiles(q_tiles: TokenTiles, k_tiles: TokenTiles, reach: int) -> torch.Tensor:
+    """Return whether tiles lie at most `reach` apart, bool [Nq, Nk]; queries are the last keys."""
+    own = torch.arange(q_tiles.num) + k_tiles.num - q_tiles.num
+    return (own[:, None] - torch.arange(k_tiles.num)).abs() <= reach
+
+
+def outstanding_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_tiles: TokenTiles,
+    k_tiles: TokenTiles,
+    *,
+    tau: float,
+    exact: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Return the tiles whose score stands out among those of its row, bool [B, H, Nq, Nk].
+
+    Sol-Attn's rule, arXiv:2607.24027: above the mean by `tau` deviations, which are those of the
+    row's scores (`exact`), or follow from the variances of the channels of the keys' means.
+    """
+    rows, keys = tile_means(q, q_tiles), tile_means(k, k_tiles)
+    keys = keys.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+    scores = rows @ keys.mT * scale
+    mean = scores.mean(-1, keepdim=True)
+    if exact:
+        variance = (scores - mean).square().mean(-1, keepdim=True)
+    else:
+        spread = (keys - keys.mean(2, keepdim=True)).square().mean(2, keepdim=True)
+        variance = scale**2 * (rows.square() * spread).sum(-1, keepdim=True)
+    return scores > mean + tau * (variance + 1e-6).sqrt()
+
+
+def selected_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    own: torch.Tensor,
+    k_tiles: TokenTiles,
+    *,
+    topk: int | None = None,
+    threshold: float = 0.0,
+) -> torch.Tensor:
+    """Return the tiles that every query selects as V-MoBA does, bool [B, H, Sq, Nk].
+
+    Its own, and the best ones of the others by the means of their keys: so many in all, or, best
+    first, until their share of the row's scores, moved and stretched to [0, 1], reaches a
+    threshold; at least one then.
+
+    Args:
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D].
+        own: int64 [Sq], every query's own tile.
+        k_tiles: where the keys lie.
+        topk: how many; None to go by `threshold`.
+        threshold: share of the scores.
+    """
+    means = tile_means(k, k_tiles).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+    scores = q.double().transpose(1, 2) @ means.mT
+    if topk is not None:
+        best = scores.scatter(-1, own.expand(scores.shape[:3])[..., None], torch.inf).topk(topk)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best.indices, True)
+    flat, chosen = scores.flatten(0, 1), torch.zeros(scores.flatten(0, 1).shape, dtype=torch.bool)
+    for head, row in ((h, r) for h in range(len(flat)) for r in range(flat.shape[1])):
+        line, mine = flat[head, row], int(own[row])
+        chosen[head, row, mine] = True
+        others = [int(j) for j in line.argsort(descending=True) if int(j) != mine]
+        mass = (line - line.min()) / (line.max() - line.min())
+        total, reached = mass.sum(), mass[mine]
+        for number, other in enumerate(others):
+            if number and reached >= threshold * total:
+                break
+            chosen[head, row, other] = True
+            reached = reached + mass[other]
+    return chosen.view(scores.shape)
+
+
+def attention_with_tail(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_tiles: TokenTiles,
+    kept: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Return attention in float64 in which tiles that are not kept count by their means.
+
+    Args:
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D].
+        v: [B, Sk, Hkv, D].
+        k_tiles: where the keys lie.
+        kept: bool [B, H, Sq, Nk], the tiles that every query keeps.
+        scale: factor of the scores.
+    """
+    group = q.shape[2] // k.shape[2]
+    keys, values, means, mean_values = (
+        x.repeat_interleave(group, dim=1)
+        for x in (
+            k.double().transpose(1, 2),
+            v.double().transpose(1, 2),
+            tile_means(k, k_tiles),
+            tile_means(v, k_tiles),
+        )
+    )
+    queries = q.double().transpose(1, 2)
+    counts = torch.bincount(k_tiles.tile, minlength=k_tiles.num).double().to(q.device)
+    tokens = (queries @ keys.mT * scale).masked_fill(~kept[..., k_tiles.tile], -torch.inf)
+    pooled = (queries @ means.mT * scale + counts.log()).masked_fill(kept, -torch.inf)
+    weights = torch.cat((tokens, pooled), dim=-1).softmax(-1)
+    return (weights @ torch.cat((values, mean_values), dim=2)).transpose(1, 2)

@@ -23,7 +23,14 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.block_plans import dense_mask
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tile_choice import TokenTiles, best_tiles, token_tiles
+from multimodal_gen.testing.tile_choice import (
+    TokenTiles,
+    attention_with_tail,
+    best_tiles,
+    near_tiles,
+    selected_tiles,
+    token_tiles,
+)
 from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR, HELIOS
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 
@@ -137,12 +144,60 @@ def test_windows_in_space_are_those_of_the_lists():
             cache.commit()
 
 
-# A latent frame and its tiles in two of the sizes that the method has, the last ones cut short.
-CHOICES = [
-    pytest.param((10, 14), (4, 4), "mean", id="64 mean"),
-    pytest.param((12, 12), (8, 8), "mean", id="256 mean"),
-    pytest.param((12, 12), (8, 8), "subblock", id="256 subblock"),
-]
+# By name: a latent frame, the cache's tiles, the backend, its parameters, and the tiles it keeps of
+# so many; two sizes of tiles, the last ones cut short.
+LARGE, SMALL = ((12, 12), (8, 8)), ((10, 14), (4, 4))
+CHOICES = {
+    "vsa, 64 mean": (
+        *SMALL,
+        "video_sparse_attn",
+        {"sparsity": 0.7, "tile_size": [4, 4, 4]},
+        lambda num: -(-3 * num // 10),
+    ),
+    "vsa, 256 mean": (
+        *LARGE,
+        "video_sparse_attn",
+        {"sparsity": 0.7, "tile_size": [4, 8, 8]},
+        lambda num: -(-3 * num // 10),
+    ),
+    "vsa, 256 subblock": (
+        *LARGE,
+        "video_sparse_attn",
+        {"sparsity": 0.7, "tile_size": [4, 8, 8], "router": "subblock"},
+        lambda num: -(-3 * num // 10),
+    ),
+    "cube": (
+        *SMALL,
+        "cube_sparse_attn",
+        {"local_cube_size": [3, 4, 4], "topk_ratio": 0.3},
+        lambda num: max(1, int(0.3 * num)),
+    ),
+    "sol, with its tail": (
+        *LARGE,
+        "sol_attn",
+        {
+            "topk_ratio": 0.4,
+            "tile_size": [3, 8, 8],
+            "neighbours": 0,
+            "dense_steps": 0,
+            "dense_layers": None,
+        },
+        lambda num: max(1, min(round(0.4 * num), num - 1)),
+    ),
+    "vmoba": (
+        *LARGE,
+        "vmoba_attn",
+        {
+            "moba_select_mode": "topk",
+            "st_topk": 3,
+            "st_chunk_size": [3, 8, 8],
+            "temporal_layer": 0,
+            "spatial_layer": 0,
+            "first_full_step": 0,
+        },
+        lambda num: min(num, 3),
+    ),
+}
 
 
 def ranked_tiles(number: int, tiles: TokenTiles):
@@ -161,19 +216,30 @@ def ranked_tiles(number: int, tiles: TokenTiles):
     return q, k, v
 
 
+def kept_tiles(name, q, keys, queries, seen):
+    """Return what a method keeps by definition, in float64: bool [B, H, Sq, tiles of keys]."""
+    kept = CHOICES[name][4](seen.num)
+    own = near_tiles(queries, seen, 0)[queries.tile].to(q.device)
+    if name == "vmoba":
+        mine = queries.tile + seen.num - queries.num
+        return selected_tiles(q.cpu(), keys.cpu(), mine, seen, topk=kept).to(q.device)
+    mask = best_tiles(q, keys, queries, seen, kept, scale=SCALE)
+    first = [int((seen.tile == n).nonzero()[0, 0]) for n in range(seen.num)]
+    return mask[..., first] | own if name in ("cube", "sol, with its tail") else mask[..., first]
+
+
 @pytest.mark.parametrize("how", ["called", "replayed"])
-@pytest.mark.parametrize(("grid", "tile", "router"), CHOICES)
-def test_video_sparse_attention_chooses_tiles_of_a_cache(grid, tile, router, how):
+@pytest.mark.parametrize("name", CHOICES)
+def test_sparse_methods_choose_among_the_tiles_of_a_cache(name, how):
     """Against the choice by definition, in float64, over the chunks that are seen."""
-    backend, frames = AttentionBackendEnum.VIDEO_SPARSE_ATTN, 3
+    grid, tile, backend_name, options, _ = CHOICES[name]
+    backend, frames = AttentionBackendEnum(backend_name), 3
     config = build_config(
-        find_backend(backend, PlatformEnum.CUDA).config_cls,
-        {"sparsity": 0.7, "tile_size": [4, *tile], "router": router},
-        backend=str(backend),
+        find_backend(backend, PlatformEnum.CUDA).config_cls, options, backend=backend_name
     )
     asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     layer = LocalAttention(HEADS, SIZE, KV_HEADS, scope=SelectionScope(default=asked, strict=True))
-    tokens, cells = frames * grid[0] * grid[1], 4 if router == "subblock" else 1
+    tokens, cells = frames * grid[0] * grid[1], 4 if "subblock" in name else 1
     cache = cache_of(chunk_tokens=tokens, grid=grid, tile=tile, window=3, sink=1)
     queries = token_tiles([frames], grid, tile, cells=cells)
     part, graph, past = cache.layers[0], torch.cuda.CUDAGraph(), []
@@ -195,9 +261,13 @@ def test_video_sparse_attention_chooses_tiles_of_a_cache(grid, tile, router, how
             past.append(kv)
             seen = token_tiles([frames] * min(number + 1, 4), grid, tile, cells=cells)
             keys, values = past_of(past, 1, 3)
-            kept = -(-3 * seen.num // 10)
-            mask = best_tiles(q, keys, queries, seen, kept, scale=SCALE)
-            assert_within_error_budget(out, q, keys, values, scale=SCALE, mask=mask)
+            kept = kept_tiles(name, q, keys, queries, seen)
+            if "tail" in name:
+                want = attention_with_tail(q, keys, values, seen, kept, scale=SCALE)
+                torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+            else:
+                mask = kept[..., seen.tile]
+                assert_within_error_budget(out, q, keys, values, scale=SCALE, mask=mask)
             cache.commit()
     (entry,) = layer.report().entries
     assert entry.selection.backend is backend

@@ -21,7 +21,13 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.slots import SeenTiles, SlotLists, TileLists
+from multimodal_gen.kernels.block_sparse.slots import (
+    CacheCut,
+    KeptChunks,
+    SeenTiles,
+    SlotLists,
+    TileLists,
+)
 from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
 from multimodal_gen.runtime.distributed.groups import parallel_groups
@@ -144,6 +150,11 @@ class CacheSize:
         return tile_order((frames, *self.grid), (frames, *fitted), device)
 
     @property
+    def kept(self) -> KeptChunks:
+        """How chunks are kept."""
+        return KeptChunks(self.chunk_tokens, self.num_frames, self.tile)
+
+    @property
     def num_slots(self) -> int:
         """N, chunks that are kept at a time."""
         return self.sink + self.window
@@ -217,11 +228,11 @@ class Visible(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What a layer sees of what is kept: chunks of the sink and the window, and tiles in space."""
+    """What a layer sees of what is kept: chunks of the sink and the window, and blocks of these."""
 
     sink: int
     window: int
-    space: Pair | None
+    cut: CacheCut | None
 
 
 class CausalCache:
@@ -419,20 +430,32 @@ class CausalCache:
             with torch.inference_mode(False):
                 self._views[view] = (
                     SlotLists(size.num_slots, size.chunk_tokens, self.device)
-                    if view.space is None
-                    else self._tile_lists(view.space)
+                    if view.cut is None
+                    else self._tile_lists(view.cut)
                 )
             self._views[view].update(self._tokens_seen(view))
         return self._views[view]
 
-    def _tile_lists(self, space: Pair) -> TileLists:
+    def _tile_lists(self, cut: CacheCut) -> TileLists:
         size = self.size
-        kept = kept_indices((1, *space), size.tile_order(size.chunk_tokens, "cpu").tiles)
-        return TileLists(size.num_slots, size.chunk_tokens, size.tile_order, kept, self.device)
+        slots, rows = size.num_slots, size.chunk_tokens
+        if cut.window is not None:
+            kept = kept_indices((1, *cut.window), size.tile_order(rows, "cpu").tiles)
+            return TileLists(slots, rows, size.tile_order, kept, self.device)
+        assert cut.rows is not None, "a cut has one of them"
+        block = min(cut.rows, rows)
+        every = torch.arange(-(-rows // block), dtype=torch.int32)
+
+        def pieces(tokens: int, device: torch.device | str) -> TileOrder:
+            return tile_order((1, 1, tokens), (1, 1, min(block, tokens)), device)
+
+        kept = every.expand(len(every), -1)
+        return TileLists(slots, rows, pieces, kept, self.device, in_order=True)
 
     def _tokens_seen(self, view: _View) -> dict[int, int]:
-        seen = self._seen(view.sink, view.window)
-        return {slot: chunk.tokens for slot, chunk in seen.items()}
+        """Return the tokens of the slots of a view, in the order of time."""
+        seen = sorted(self._seen(view.sink, view.window).items(), key=lambda item: item[1])
+        return {slot: chunk.tokens for slot, chunk in seen}
 
     def _places(self) -> dict[int, int]:
         """Return the position of every slot that the running chunk sees."""
@@ -489,7 +512,7 @@ class LayerCache:
         layer: index of the layer.
         sink: how many chunks of the sink the layer sees; all when None.
         window: how many chunks its window has; all when None.
-        space: height and width of its window in space, in tiles of the cache; all when None.
+        cut: the blocks that it sees of every chunk; all of it in one when None.
         samples: first and last + 1 of the samples of the batch that calls have; all when None.
         heads: the same for the key heads.
     """
@@ -498,7 +521,7 @@ class LayerCache:
     layer: int
     sink: int | None = None
     window: int | None = None
-    space: Pair | None = None
+    cut: CacheCut | None = None
     samples: Span | None = None
     heads: Span | None = None
 
@@ -531,7 +554,8 @@ class LayerCache:
                 f"space must be tiles of a cache that has some, got {space} with tiles "
                 f"{size.tile}; give CacheSize a grid and a tile"
             )
-        return replace(self, sink=sink, window=window, space=space)
+        cut = None if space is None else CacheCut(window=space)
+        return replace(self, sink=sink, window=window, cut=cut)
 
     def part(self, *, samples: Span | None = None, heads: Span | None = None) -> "LayerCache":
         """Return the same, for calls that have some samples of the batch, or some key heads.
@@ -589,7 +613,7 @@ class LayerCache:
         view = _View(
             cache.size.sink if self.sink is None else self.sink,
             cache.size.window if self.window is None else self.window,
-            self.space,
+            self.cut,
         )
         lists, tokens = cache._lists_of(view), cache.running.tokens
         keys, values = (self._of(x[at]) for x in (cache._store.keys, cache._store.values))

@@ -51,6 +51,7 @@ Lists: TypeAlias = "BlockPlan | BlockMask"
 _IN_PIECES = "what a chunk sees lies in pieces of the cache"
 _BY_BLOCKS = "the mask is one of blocks"
 _OF_SEVERAL = "keys in a cache are those of several calls"
+_IN_WINDOWS = "the layer sees windows of it already"
 
 
 class DetourCalls:
@@ -164,8 +165,8 @@ def attend_listed(
 ) -> torch.Tensor:
     """Return attention of a call with a cache, lists of blocks, or sink logits.
 
-    Sparse methods choose their keys themselves: such calls of theirs run dense, except over a cache
-    that is kept in the tiles of a method that can choose among those.
+    Sparse methods choose their keys themselves: over a cache among blocks of what is kept, where
+    they can (`AttentionImpl.cut_of_cache`). Their other calls of this kind run dense.
 
     Args:
         entry: what serves the layer at the running step.
@@ -202,15 +203,14 @@ def _attend_cached(
     served: DetourCalls,
 ) -> torch.Tensor:
     """Return attention of the running chunk of a cache, once it is written."""
-    impl, size = entry.primary.impl, cache.cache.size
-    window = None
-    if entry.primary.selection.backend.is_sparse:
-        if size.tile is not None and cache.space is None:
-            window = impl.window_in_cache(size.num_frames, size.tile)
-        if window is None:
-            entry = entry.off_grid(_OF_SEVERAL)
+    impl, context = entry.primary.impl, current_forward_context()
+    chooses = entry.primary.selection.backend.is_sparse
+    if chooses:
+        cut = _IN_WINDOWS if cache.cut else impl.cut_of_cache(cache.cache.size.kept, context)
+        if isinstance(cut, str):
+            chooses, entry = False, entry.off_grid(f"{_OF_SEVERAL}: {cut}")
         else:
-            cache = replace(cache, space=window)
+            cache = replace(cache, cut=cut)
     cache.append(call.key, call.value)
     seen = cache.visible()
     key, value = seen.keys, seen.values
@@ -219,18 +219,18 @@ def _attend_cached(
         call = call._replace(key=key, value=value)
         return _with_sink(call, *_on_its_backend(entry, call))
     query, tiles = call.query, seen.tiles
-    if tiles is not None:
+    if tiles is not None and not tiles.in_order:
         (query,) = gather_tokens([query], tiles.order.order)
     call = call._replace(query=query, key=key, value=value)
-    if tiles is not None and window is not None:
-        results = impl.forward_tiles(query, key, value, tiles, current_forward_context())
+    if tiles is not None and chooses:
+        results = impl.forward_tiles(query, key, value, tiles, context)
         entry.primary.calls += 1
         out = _with_sink(call, *results)
     else:
         kernel, out, lse = _on_the_engine(call, (seen.plan,), geometry)
         served.count(_by_the_engine(entry.primary.selection, kernel, _IN_PIECES))
         out = _with_sink(call, out, lse)
-    if tiles is None:
+    if tiles is None or tiles.in_order:
         return out
     in_order = torch.empty_like(out, memory_format=torch.contiguous_format)
     scatter_tokens(out, tiles.order.order, in_order)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.slots import SeenTiles
+from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
@@ -95,10 +95,12 @@ class AttentionImpl(ABC):
         per_head: whether settings differ by head. `forward` and `forward_gated` then take
             `first_head`, the index of the call's first head among the layer's heads, and `forward`
             takes `continued`, whether earlier heads of the same call came before.
+        cache_reason: why a sparse method sees no blocks of a cache.
     """
 
     takes_projection: ClassVar[bool] = False
     per_head: ClassVar[bool] = False
+    cache_reason: ClassVar[str] = "it chooses among the keys of one call"
 
     def __init__(
         self,
@@ -261,18 +263,18 @@ class AttentionImpl(ABC):
         """Return why this configuration cannot be part of a ring, or None."""
         return None
 
-    def window_in_cache(self, frames: int, tile: tuple[int, int]) -> tuple[int, int] | None:
-        """Return the window in space in which the method sees a cache that is kept in tiles.
+    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
+        """Return the blocks that a sparse method sees of a cache of chunks.
 
         Args:
-            frames: latent frames of the longest chunk, all of which a tile has.
-            tile: height and width of the cache's tiles, in tokens.
+            kept: how the cache keeps chunks.
+            context: the running denoiser call.
 
         Returns:
-            Height and width in tiles; None where it has none, or other tiles: such calls run dense.
+            The blocks; or why there are none, which makes such calls dense.
         """
-        del frames, tile
-        return None
+        del kept, context
+        return self.cache_reason
 
     def forward_tiles(
         self,
@@ -284,7 +286,7 @@ class AttentionImpl(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [B, Sq, H, D] and lse [B, H, Sq] over tiles of a cache.
 
-        Called only where `window_in_cache` gave a window.
+        Called only where `cut_of_cache` gave blocks.
 
         Args:
             query: [B, Sq, H, D], tile by tile.

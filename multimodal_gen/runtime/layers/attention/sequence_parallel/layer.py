@@ -243,7 +243,7 @@ def _ring_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | N
 def _past_of(call: AttentionCall) -> tuple[object, ...]:
     """Return what a call sees of a cache, as ranks compare it."""
     part = call.cache
-    return () if part is None else (*part.cache.running, part.sink, part.window, part.space)
+    return () if part is None else (*part.cache.running, part.sink, part.window, part.cut)
 
 
 def _video() -> str:

@@ -15,7 +15,14 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, plan_of_map
+from multimodal_gen.kernels.block_sparse.slots import (
+    CacheCut,
+    SeenMeans,
+    SeenTiles,
+    means_of_seen,
+    pooled_seen,
+)
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, PooledTail, plan_of_map
 from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.distributed.ring import RingInputs
@@ -242,14 +249,13 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         """Whether blocks that are not kept count by their means."""
         return getattr(self.config, "tail", "none") == "pooled"
 
-    def takes_tiles(self, upstream: Collection[str]) -> bool:
-        """Whether calls can be lists of tiles of a cache: nothing but what is kept counts.
-
-        Args:
-            upstream: kernels of other packages, which take no such lists.
-        """
-        skips = getattr(self.config, "skip_below", None) is not None
-        return not self.pools_tail and not skips and self.kernel.name not in upstream
+    def cut_with(self, cut: CacheCut | str, upstream: Collection[str] = ()) -> CacheCut | str:
+        """Return blocks of a cache, or why there are none: `upstream` kernels take no lists."""
+        if isinstance(cut, CacheCut) and self.kernel.name in upstream:
+            return f"kernel {self.kernel.name} takes no lists of a cache"
+        if isinstance(cut, CacheCut) and getattr(self.config, "skip_below", None) is not None:
+            return "`skip_below` is for keys of one call"
+        return cut
 
     def attend_plan(
         self,
@@ -259,16 +265,49 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         plan: BlockPlan,
         context: ForwardContext | None,
         density: float | torch.Tensor,
+        tail: PooledTail | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and lse over a plan of tiles of a cache; see `forward_tiles`."""
         self.kernel.begin_call()
         if context is not None:
             self.record(context, density, query.shape[2])
         found = block_sparse_attention(
-            query, key, value, plan, scale=self.softmax_scale, kernel=self.kernel, return_lse=True
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.kernel,
+            return_lse=True,
+            tail=tail,
         )
         assert isinstance(found, tuple), "the lse was asked for"
         return found
+
+    def attend_lists(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tiles: SeenTiles,
+        lists: torch.Tensor | None,
+        context: ForwardContext | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and lse over lists, int32 [B, H, Nq, K], of blocks; see `forward_tiles`.
+
+        Without lists, over all that is seen.
+        """
+        if lists is None:
+            return self.attend_plan(query, key, value, tiles.plan, context, 1.0)
+        plan, density = tiles.plan_of(lists)
+        tail = self.tail_of_seen(key, value, tiles)
+        return self.attend_plan(query, key, value, plan, context, density, tail)
+
+    def tail_of_seen(
+        self, key: torch.Tensor, value: torch.Tensor, tiles: SeenTiles
+    ) -> PooledTail | None:
+        """Return by what blocks of a cache count that are not kept; None where they do not."""
+        return PooledTail(pooled=pooled_seen(key, value, tiles)) if self.pools_tail else None
 
     def ring_layout(self, inputs: RingInputs, context: ForwardContext | None) -> SequenceLayout:
         """Return where the video lies in the sequence of a ring; the beginning of a call in one.
@@ -559,6 +598,40 @@ class MapImpl(SparseImpl[_ConfigT]):
             return plan_of_map(listed[:, heads], queries.blocks, keys.blocks, keys.num_tiles)
 
         return attend_tiled(call, queries, keys, plan_of)
+
+    def choose_seen(
+        self,
+        config: _ConfigT,
+        means: SeenMeans,
+        tiles: SeenTiles,
+        context: ForwardContext | None,
+    ) -> torch.Tensor:
+        """Return which blocks of a cache each block attends to exactly: bool [B, H, Nq, Nk].
+
+        Blocks that are not seen are left out afterwards.
+
+        Args:
+            config: the parameters of the running step.
+            means: what to choose by.
+            tiles: see `forward_tiles`.
+            context: see `forward_tiles`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sees no tiles of a cache")
+
+    def forward_tiles(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tiles: SeenTiles,
+        context: ForwardContext | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention over the chosen blocks; see `AttentionImpl.forward_tiles`."""
+        config, means = self.settings(context), means_of_seen(query, key, tiles)
+        chosen = self.choose_seen(config, means, tiles, context) & means.real[:, None, None]
+        plan = plan_of_map(chosen, tiles.plan.q, tiles.plan.kv, tiles.plan.kv.num)
+        tail = self.tail_of_seen(key, value, tiles)
+        return self.attend_plan(query, key, value, plan, context, tiles.density(plan), tail)
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""

@@ -11,6 +11,14 @@ from typing import ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.block_sparse.slots import (
+    CacheCut,
+    KeptChunks,
+    SeenMeans,
+    SeenTiles,
+    best_means,
+    near,
+)
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -148,6 +156,21 @@ class CubeImpl(MapImpl[CubeConfig]):
         itself = torch.eye(num, dtype=torch.bool, device=lists.device)
         return lists_as_map(lists, num) | itself
 
+    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
+        """See `AttentionImpl`: it chooses among all cubes that the cache shows."""
+        return self.cut_with(kept.in_tiles(self.config.local_cube_size))
+
+    def choose_seen(
+        self,
+        config: CubeConfig,
+        means: SeenMeans,
+        tiles: SeenTiles,
+        context: ForwardContext | None,
+    ) -> torch.Tensor:
+        """Return the best cubes, and itself; see `MapImpl.choose_seen`."""
+        kept = max(1, first_of(self._ratio(config, context), tiles.num_tiles))
+        return lists_as_map(best_means(means, kept), means.key.shape[2]) | near(tiles, 0)
+
     def check_run(self, context: ForwardContext) -> None:
         """Refuse a list of ratios for another number of steps; warn if no step is sparse.
 
@@ -165,11 +188,12 @@ class CubeImpl(MapImpl[CubeConfig]):
                 f"{total} steps, got {len(ratios)}; topk_ratio takes them by share of the schedule"
             )
 
-    def _ratio(self, config: CubeConfig, context: ForwardContext) -> float:
+    def _ratio(self, config: CubeConfig, context: ForwardContext | None) -> float:
         """Return the ratio of the running step."""
-        ratios, step = config.topk_ratio_list, context.current_timestep
-        if ratios is None:
-            return ratio_now(config.topk_ratio)
+        ratios = config.topk_ratio_list
+        if ratios is None or context is None:
+            return ratio_now(config.topk_ratio) if ratios is None else ratios[0]
+        step = context.current_timestep
         self._check_steps(context.num_steps)
         if step >= len(ratios):
             raise ConfigError(

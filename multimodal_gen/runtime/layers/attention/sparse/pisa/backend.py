@@ -94,6 +94,7 @@ class PisaImpl(SparseImpl[PisaConfig]):
     """PISA of one layer."""
 
     declaration = PisaBackend
+    cache_reason: ClassVar[str] = "its first-order term is a sum over all keys of one call"
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention to the best blocks and to the others' means; see `SparseImpl.attend`."""

@@ -174,6 +174,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
 
     declaration: ClassVar[type[AttentionBackend]] = SLABackend
     takes_projection: ClassVar[bool] = True
+    cache_reason: ClassVar[str] = "its linear branch sums over all keys of one call"
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return both branches; see `SparseImpl.attend`."""

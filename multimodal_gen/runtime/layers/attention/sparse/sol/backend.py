@@ -14,6 +14,13 @@ from typing import ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.block_sparse.slots import (
+    CacheCut,
+    KeptChunks,
+    SeenMeans,
+    SeenTiles,
+    near,
+)
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -158,7 +165,7 @@ class SolImpl(MapImpl[SolConfig]):
 
     def choose(self, config: SolConfig, means: Means, context: ForwardContext) -> torch.Tensor:
         """Return the exact blocks; see `MapImpl.choose`."""
-        router = self._router(config, means.layout, means.blocks)
+        router = self._router(config, self._sink(config, means.layout, means.blocks))
         best = self._best_cells(config, means) if config.router == "subblock" else None
         return router.choose(means.query, means.key, means.real, best)
 
@@ -171,21 +178,48 @@ class SolImpl(MapImpl[SolConfig]):
         cells = cell_means(means.call, means.blocks, (_CELLS, _CELLS))
         return cells.best(slice(None), kept, scale=self.softmax_scale)
 
+    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
+        """See `AttentionImpl`: its blocks are those of the chunks, one chunk after the other."""
+        config = self.config
+        if config.sink_tokens:
+            return "`sink_tokens` are places in one sequence; the cache has a sink of its own"
+        if config.router == "subblock":
+            return "router subblock ranks the blocks of one call"
+        if config.tile_size is None:
+            return self.cut_with(kept.in_rows(config.block_size))
+        return self.cut_with(kept.in_tiles(config.tile_size))
+
+    def choose_seen(
+        self,
+        config: SolConfig,
+        means: SeenMeans,
+        tiles: SeenTiles,
+        context: ForwardContext | None,
+    ) -> torch.Tensor:
+        """Return the exact blocks; see `MapImpl.choose_seen`."""
+        router = self._router(config, None)
+        neighbours = near(tiles, config.neighbours)
+        return router.choose_among(means.query, means.key, means.real, tiles.num_tiles) | neighbours
+
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
         if self.config.router == "subblock":
             return "router subblock compares cells, which ranks do not exchange"
         return super().ring_reason()
 
-    def _router(self, config: SolConfig, layout: SequenceLayout, queries: TiledSequence) -> Router:
-        sink = None
-        if config.sink_tokens:
-            start = config.sink_start
-            if start is None:
-                start = max(layout.num_keys - config.sink_tokens, 0)
-            span = (max(start - layout.start, 0), start + config.sink_tokens - layout.start)
-            order, device = queries.order, queries.index.device
-            sink = blocks_of_span(order.grid, order.tile, *span, device)
+    def _sink(
+        self, config: SolConfig, layout: SequenceLayout, queries: TiledSequence
+    ) -> torch.Tensor | None:
+        if not config.sink_tokens:
+            return None
+        start = config.sink_start
+        if start is None:
+            start = max(layout.num_keys - config.sink_tokens, 0)
+        span = (max(start - layout.start, 0), start + config.sink_tokens - layout.start)
+        order, device = queries.order, queries.index.device
+        return blocks_of_span(order.grid, order.tile, *span, device)
+
+    def _router(self, config: SolConfig, sink: torch.Tensor | None) -> Router:
         ratio = config.topk_ratio
         return Router(
             scale=self.softmax_scale,

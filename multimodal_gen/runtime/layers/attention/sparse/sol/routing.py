@@ -68,13 +68,11 @@ class Router:
             real: bool [B, N], blocks of which not everything is masked; None for all.
             best: lists of the blocks that score best, int32 [B, H, N, K], where others found them.
         """
-        if best is None:
-            best = self._best(query, key, real)
-        if best is None:
-            chosen = self._outstanding(query, key, real)
-        else:
-            chosen = lists_as_map(best, query.shape[2])
-        place = torch.arange(query.shape[2], device=query.device)
+        num = query.shape[2]
+        chosen = (
+            self.choose_among(query, key, real, num) if best is None else lists_as_map(best, num)
+        )
+        place = torch.arange(num, device=query.device)
         chosen |= (place[:, None] - place).abs() <= self.neighbours
         if self.sink is not None:
             chosen |= self.sink
@@ -82,15 +80,24 @@ class Router:
                 chosen |= self.sink[:, None]
         return chosen
 
-    def _best(
-        self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Return lists of the blocks that score best, or None where there is a threshold."""
+    def choose_among(
+        self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None, total: int
+    ) -> torch.Tensor:
+        """Return the blocks that stand out or score best, without neighbours and sink.
+
+        Args:
+            query: means of blocks of queries, [B, H, Nq, D].
+            key: means of blocks of keys, [B, Hkv, Nk, D].
+            real: bool [B, Nk], see `choose`.
+            total: how many blocks of keys the share is of.
+
+        Returns:
+            bool [B, H, Nq, Nk].
+        """
         if self.topk_ratio is None:
-            return None
-        num = query.shape[2]
-        kept = max(1, min(round(self.topk_ratio * num), num - 1))
-        return select_tiles(query, key, kept, real=real)
+            return self._outstanding(query, key, real)
+        kept = max(1, min(round(self.topk_ratio * total), total - 1))
+        return lists_as_map(select_tiles(query, key, kept, real=real), key.shape[2])
 
     def _outstanding(
         self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None
@@ -98,7 +105,7 @@ class Router:
         """Return the blocks that score above their row's threshold."""
         batch, heads, num, _ = query.shape
         group = heads // key.shape[1]
-        at_once = max(1, _SCORES_AT_ONCE // max(1, batch * num * num))
+        at_once = max(1, _SCORES_AT_ONCE // max(1, batch * num * key.shape[2]))
         parts = []
         for first in range(0, heads, at_once):
             rows = query[:, first : first + at_once].float()

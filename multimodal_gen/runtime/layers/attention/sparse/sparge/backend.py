@@ -124,6 +124,7 @@ class SpargeImpl(MapImpl[SpargeConfig]):
     """SpargeAttn of one layer."""
 
     declaration = SpargeBackend
+    cache_reason: ClassVar[str] = "it compares the tokens of blocks of one call"
 
     def cut(self, config: SpargeConfig, layout: SequenceLayout) -> Cut:
         """Return blocks in the order of the sequence; see `MapImpl.cut`."""

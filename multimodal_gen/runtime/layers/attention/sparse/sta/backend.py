@@ -12,7 +12,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.slots import SeenTiles
+from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.kernels.static_cache import static_cache
@@ -258,12 +258,15 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
         windows = self._windows(layout, queries.order.tiles, heads, context)
         return self._attend_windows(call, queries, keys, windows)
 
-    def window_in_cache(self, frames: int, tile: tuple[int, int]) -> tuple[int, int] | None:
+    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
         """See `AttentionImpl`: that of `window`; the cache has its own window in time."""
-        window, size = self.config.window, self.config.tile_size
-        if window is None or tuple(size[1:]) != tile or frames > size[0]:
-            return None
-        return (window[1], window[2]) if self.takes_tiles(UPSTREAM) else None
+        window = self.config.window
+        if window is None:
+            return "windows by head and step are of one latent grid"
+        if self.pools_tail:
+            return "its windows are lists that change in place, which a tail is not made from"
+        cut = self.cut_with(kept.in_tiles(self.config.tile_size), UPSTREAM)
+        return cut if isinstance(cut, str) else CacheCut(window=(window[1], window[2]))
 
     def forward_tiles(
         self,

@@ -136,6 +136,7 @@ class StaticImpl(SparseImpl[StaticConfig]):
     """Static sparse attention of one layer."""
 
     declaration = StaticBackend
+    cache_reason: ClassVar[str] = "its patterns are places in one latent grid"
 
     def prepare(self) -> None:
         """The global frames of LVSA rotate."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles, best_cells
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.tile_pool.api import select_cells
 from multimodal_gen.runtime.distributed.ring import RingInputs
@@ -132,6 +133,26 @@ class SubblockImpl(SparseImpl[SubblockConfig]):
             return plan
 
         return attend_tiled(call, queries, keys, plan_of)
+
+    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
+        """See `AttentionImpl`: its blocks are those of the chunks, one chunk after the other."""
+        return self.cut_with(kept.in_rows(_BLOCK))
+
+    def forward_tiles(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tiles: SeenTiles,
+        context: ForwardContext | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionImpl.forward_tiles`; what is seen stays dense where it is short."""
+        config, lists = self.settings(context), None
+        kept = kept_blocks(ratio_now(config.sparsity), tiles.num_tiles)
+        if kept < tiles.num_tiles and tiles.num_tokens >= config.min_seq_len:
+            cells = (config.n_q, config.n_k)
+            lists = best_cells(query, key, tiles, kept, cells=cells, scale=self.softmax_scale)
+        return self.attend_lists(query, key, value, tiles, lists, context)
 
     def dense_reason(
         self,

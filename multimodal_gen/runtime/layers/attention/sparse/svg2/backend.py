@@ -197,6 +197,7 @@ class SVG2Impl(SparseImpl[SVG2Config]):
     """
 
     declaration = SVG2Backend
+    cache_reason: ClassVar[str] = "it clusters the keys of one call"
 
     def prepare(self) -> None:
         """Refuse a kernel that cannot serve the layer; no step was seen yet."""

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
 from multimodal_gen.kernels.chunk_select.api import Rule
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
@@ -45,6 +46,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
 from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
     ChunkKind,
     attend_chunks,
+    attend_seen_chunks,
     chunk_kind,
     chunk_shape,
     density,
@@ -246,6 +248,62 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
         else:
             return None
         return layout.density(share), math.prod(shape)
+
+    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
+        """See `AttentionImpl`: temporal chunks are frames, spatio-temporal ones the cache's tiles.
+
+        The chunks of a cache are cut by themselves: no chunk of keys lies in two of them.
+        """
+        kind = self.config.kind(None if self.site is None else self.site.layer)
+        size = self.config.chunk_size(kind)
+        if kind == "spatial":
+            return "its spatial chunks have a part in every chunk of the cache"
+        if kind == "st":
+            return self.cut_with(kept.in_tiles(size), (UPSTREAM,))
+        grid = None if context is None else context.latent_grid
+        if kept.frames:
+            rows = size[0] * (kept.tokens // kept.frames)
+        elif grid is not None:
+            rows = size[0] * grid[1] * grid[2]
+        else:
+            return "how many tokens a latent frame has is unknown"
+        whole = rows >= kept.tokens
+        cut = CacheCut(rows=kept.tokens) if whole else kept.in_rows(rows)
+        return self.cut_with(cut, (UPSTREAM,))
+
+    def forward_tiles(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tiles: SeenTiles,
+        context: ForwardContext | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionImpl.forward_tiles`."""
+        config, num = self.settings(context), tiles.num_tiles
+        rule = config.rule(config.kind(None if self.site is None else self.site.layer))
+        all_of_it = rule.keeps_own_only(num) and config.only_own_chunk == "full"
+        if rule.keeps_all(num) or all_of_it:
+            return self.attend_lists(query, key, value, tiles, None, context)
+        self.kernel.begin_call()
+        call = SparseCall(
+            query=query,
+            key=key,
+            value=value,
+            layout=SequenceLayout(
+                grid=(1, 1, query.shape[1]),
+                start=0,
+                num_queries=query.shape[1],
+                num_keys=key.shape[1],
+            ),
+            scale=self.softmax_scale,
+            kernel=self.kernel,
+            tail=self.pools_tail,
+        )
+        out, lse, share = attend_seen_chunks(call, tiles, rule)
+        if context is not None:
+            self.record(context, share, query.shape[2])
+        return out, lse
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return attention over the selected chunks; see `SparseImpl.attend`."""

@@ -12,8 +12,14 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.slots import SeenTiles, pooled_seen
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
-from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
+from multimodal_gen.kernels.chunk_select.api import (
+    ChunkMeans,
+    Rule,
+    chunk_means,
+    select_chunks,
+)
 from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
@@ -42,6 +48,7 @@ __all__ = [
     "ChunkKind",
     "Partition",
     "attend_chunks",
+    "attend_seen_chunks",
     "chunk_kind",
     "chunk_shape",
     "density",
@@ -102,7 +109,7 @@ class Partition:
     @property
     def num_chunks(self) -> int:
         """N."""
-        return len(self.keys.order.starts)
+        return self.keys.num_tiles
 
     @property
     def has_rest(self) -> bool:
@@ -233,12 +240,68 @@ def attend_chunks(
     Returns:
         [B, Sq, H, D] in the order of the sequence, zero where a query sees no key; and float64 [].
     """
+    bits, pairs = select(call, chunks, rule)
+    heads, rows = slice(0, call.query.shape[2]), partial(_rows_of_bits, bits, chunks, call.layout)
+    tell_pairs(heads, rows)
+    pooled = pooled_video(call, chunks.keys) if call.tail else None
+    out = _attend_bits(call, chunks, bits, groups=groups, pooled=pooled)
+    return out, density(call, pairs)
+
+
+def attend_seen_chunks(
+    call: SparseCall, tiles: SeenTiles, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return attention over the chunks of a cache that queries select; waits for nothing.
+
+    Args:
+        call: the call; its queries in the order of their tiles, its keys all rows of the cache.
+        tiles: what is seen of them; every block is a chunk.
+        rule: how queries choose among them.
+
+    Returns:
+        [B, Sq, H, D]; its log-sum-exp, [B, H, Sq]; and the share of pairs attended to, float64 [].
+    """
+    query, order, blocks = call.query, tiles.order, tiles.plan.kv
+    starts, lengths = (bound.view(-1) for bound in blocks.tensors())
+    own = torch.repeat_interleave(tiles.itself, order.lengths, output_size=order.num_tokens)
+    means = chunk_means(call.key, starts, lengths.clamp_min(1), size=blocks.size)
+    counts = lengths.expand(len(query), -1).contiguous()
+    seen = ChunkMeans(means=means.means, counts=counts, masked=True)
+    bits, pairs = select_chunks(query, seen, own, rule)
+    # What is seen of a cache lies as it is read: where keys come from is never asked.
+    keys = TiledSequence(order=order, index=own, blocks=blocks, num_tiles=blocks.num, in_order=True)
+    chunks = Partition(keys=keys, own=own, in_order=True)
+    lse = torch.empty(
+        (query.shape[0], query.shape[2], query.shape[1]), dtype=torch.float32, device=query.device
+    )
+    pooled = pooled_seen(call.key, call.value, tiles) if call.tail else None
+    out = _attend_bits(call, chunks, bits, pooled=pooled, lse=lse)
+    every = query.shape[0] * query.shape[2] * order.num_tokens * tiles.num_tokens
+    return out, lse, pairs.double() / every
+
+
+def _attend_bits(
+    call: SparseCall,
+    chunks: Partition,
+    bits: torch.Tensor,
+    *,
+    groups: ChunkGroups | None = None,
+    pooled: PooledBlocks | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return attention over the chunks that rows chose, a few heads at a time.
+
+    Args:
+        call: the call.
+        chunks: the chunks.
+        bits: int32 [B, H, V, words], which chunks every query of the video chose.
+        groups: see `attend_chunks`.
+        pooled: means of all chunks, where those that a row did not choose count by them.
+        lse: [B, H, V], where the log-sum-exp of the video's queries goes.
+    """
     query, key, layout = call.query, call.key, call.layout
     group = query.shape[2] // key.shape[2]
     groups = groups or chunk_groups(chunks.num_chunks, layout.num_video)
-    bits, pairs = select(call, chunks, rule)
-    share = density(call, pairs)
-    tell_pairs(slice(0, query.shape[2]), partial(_rows_of_bits, bits, chunks, layout))
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
     # Rows of a query block that suit the kernel that will run.
     copied = not chunks.in_order or call.keep is not None
@@ -248,7 +311,6 @@ def attend_chunks(
     at_once = (passes[0].stop - passes[0].start) * group
     keys = chunks.key_blocks(groups, at_once, call.keep)
     orders = _orders(rows.counts, len(passes))
-    pooled = pooled_video(call, chunks.keys) if call.tail else None
 
     def attend_rest(span: slice) -> None:
         out[:, span] = attend_rows(query[:, span], key, call.value, call.keep, call.scale)
@@ -269,20 +331,25 @@ def attend_chunks(
         )
         own, target = query[:, layout.video, heads], out[:, layout.video, heads]
         moved = move_rows(own, chosen)
-        parts, lse = block_sparse_attention(
+        parts, of_parts = block_sparse_attention(
             moved, k, v, plan, scale=call.scale, return_lse=True, kernel=call.kernel
         )
         if pooled is None:
-            merge_parts(parts, lse, chosen, target)
-            return
-        means = pooled.heads(part)
-        _merge_with_tail(call, own, parts, lse, chosen, means, bits[:, heads], target)
+            merge_parts(parts, of_parts, chosen, target)
+            total = None if lse is None else lse_of_parts(of_parts, chosen)
+        else:
+            means = pooled.heads(part)
+            total = _merge_with_tail(
+                call, own, parts, of_parts, chosen, means, bits[:, heads], target
+            )
+        if lse is not None and total is not None:
+            lse[:, heads] = total
 
     calls = [*(partial(attend_rest, span) for span in layout.text)]
     calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
     recorded = records_gradient(query, call.key, call.value)
     run_on_two_streams(calls, query.device, recorded=recorded)
-    return out, share
+    return out
 
 
 def _rows_of_bits(
@@ -319,8 +386,10 @@ def _merge_with_tail(
     pooled: PooledBlocks,
     bits: torch.Tensor,
     out: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """Write attention that also sees the means of the chunks that rows did not choose.
+
+    Returns the log-sum-exp over both, [B, H, V].
 
     Args:
         call: the call.
@@ -336,11 +405,12 @@ def _merge_with_tail(
     merged = torch.empty_like(out) if torch.is_grad_enabled() else out
     merge_parts(parts, lse, rows, merged)
     total = lse_of_parts(lse, rows)
-    found, _ = add_tail(
+    found, total = add_tail(
         merged, total, query, pooled, bits, None, scale=call.scale, kernel=call.kernel
     )
     if found is not out:
         out.copy_(found)
+    return total
 
 
 def _orders(counts: torch.Tensor, passes: int) -> tuple[torch.Tensor, ...]:

@@ -17,15 +17,17 @@ import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.slots import SeenTiles
+from multimodal_gen.kernels.block_sparse.slots import (
+    CacheCut,
+    KeptChunks,
+    SeenTiles,
+    best_cells,
+    best_means,
+    means_of_seen,
+)
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
-from multimodal_gen.kernels.tile_pool.api import (
-    pool_cells,
-    pool_tiles,
-    select_cells,
-    select_tiles,
-)
+from multimodal_gen.kernels.tile_pool.api import select_tiles
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -76,7 +78,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 _VSA = PackageProbe(module="vsa", distribution="vsa", install="pip install vsa")
 
 _CELLS = 4  # of a tile, where they rank tiles
-_EVERYWHERE = (1 << 20, 1 << 20)  # a window larger than any grid
 _TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
 
 
@@ -262,12 +263,9 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         tiles = in_tiles(call.layout, self.config.tile_size, query.device)
         return coarse_stage(call, *tiles).add(out, call)
 
-    def window_in_cache(self, frames: int, tile: tuple[int, int]) -> tuple[int, int] | None:
+    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
         """See `AttentionImpl`: it chooses among all tiles that the cache shows."""
-        size = self.config.tile_size
-        if tuple(size[1:]) != tile or frames > size[0] or not self.takes_tiles(UPSTREAM):
-            return None
-        return _EVERYWHERE
+        return self.cut_with(kept.in_tiles(self.config.tile_size), UPSTREAM)
 
     def forward_tiles(
         self,
@@ -278,19 +276,14 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         context: ForwardContext | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the fine stage; see `AttentionImpl.forward_tiles`."""
-        config = self.settings(context)
+        config, lists = self.settings(context), None
         kept = kept_tiles(config, tiles.num_tiles, tiles.num_tokens)
-        density: float | torch.Tensor = kept / tiles.num_tiles
-        plan, order = tiles.plan, tiles.order
-        if kept < tiles.num_tiles:
-            indices = _best_seen(config.router, query, key, tiles, kept, self.softmax_scale)
-            counts = indices.new_full((1, 1, 1), kept).expand(indices.shape[:3])
-            plan = BlockPlan(indices=indices, counts=counts, q=plan.q, kv=plan.kv, uniform=True)
-            if not order.uniform or tiles.num_tokens != tiles.num_tiles * order.largest:
-                # Which of the tiles that are cut short are kept is up to the data.
-                density = plan.pairs(full=True).double().mean()
-                density = density / (order.num_tokens * tiles.num_tokens)
-        return self.attend_plan(query, key, value, plan, context, density)
+        if kept < tiles.num_tiles and config.router == "subblock":
+            cells, scale = (_CELLS, _CELLS), self.softmax_scale
+            lists = best_cells(query, key, tiles, kept, cells=cells, scale=scale)
+        elif kept < tiles.num_tiles:
+            lists = best_means(means_of_seen(query, key, tiles), kept)
+        return self.attend_lists(query, key, value, tiles, lists, context)
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""
@@ -349,40 +342,6 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
         coarse = ring_coarse_stage(inputs, queries, keys, shards)
         mine = shards[call.group.index]
         return coarse.add_to_shard(mine, out, inputs.gate, self.softmax_scale)
-
-
-def _best_seen(
-    router: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    tiles: SeenTiles,
-    kept: int,
-    scale: float,
-) -> torch.Tensor:
-    """Return the best tiles of a cache for every tile of queries, int32 [B, H, Nq, kept].
-
-    What is seen of the cache is data, so that a CUDA graph chooses anew whenever it is replayed.
-
-    Args:
-        router: see `VideoSparseConfig`.
-        query: [B, Sq, H, D], tile by tile.
-        key: [B, Sk, Hkv, D], all rows of the cache.
-        tiles: what is seen of them.
-        kept: tiles to keep, at most those that are seen.
-        scale: factor of the scores.
-    """
-    order, kv = tiles.order, tiles.plan.kv
-    starts, lengths = (bound.view(-1) for bound in kv.tensors())
-    if router == "subblock":
-        means, q_real = pool_cells(query, order.starts, order.lengths, _CELLS, size=order.largest)
-        key_means, k_real = pool_cells(key, starts, lengths, _CELLS, size=kv.size)
-        cells = (_CELLS, _CELLS)
-        return select_cells(means, key_means, q_real, k_real, kept, cells=cells, scale=scale)
-    (means,) = pool_tiles((query,), order.starts, order.lengths, size=order.largest)
-    # Tiles that are not seen have no tokens; they count one here, and are left out below.
-    (key_means,) = pool_tiles((key,), starts, lengths.clamp_min(1), size=kv.size)
-    real = (lengths > 0).expand(len(query), -1)
-    return select_tiles(means, key_means, kept, real=real)
 
 
 @lru_cache(maxsize=1024)
