@@ -13,10 +13,10 @@ BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 @pytest.fixture
 def streaming(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    for name in ("_harness", "streaming"):
+    for name in ("_harness", "_streaming_model", "streaming"):
         sys.modules.pop(name, None)
     yield importlib.import_module("streaming")
-    for name in ("_harness", "streaming"):
+    for name in ("_harness", "_streaming_model", "streaming"):
         sys.modules.pop(name, None)
 
 
