@@ -23,7 +23,8 @@ class Case:
         sink: first chunks that are always seen.
         tile: (height, width) of the tiles in which chunks are kept.
         space: (height, width) of a window in space, in tiles.
-        wide: the same of the wide one.
+        tall_tile: tiles that leave little of the kernel's steps empty, here of half the height.
+        tall: a window of them.
     """
 
     name: str
@@ -37,7 +38,8 @@ class Case:
     text: int = 512
     tile: tuple[int, int] = (8, 8)
     space: tuple[int, int] = (3, 3)
-    wide: tuple[int, int] = (3, 5)
+    tall_tile: tuple[int, int] = (16, 8)
+    tall: tuple[int, int] = (2, 3)
 
     @property
     def width(self) -> int:
@@ -72,7 +74,8 @@ SMOKE = Case(
     text=4,
     tile=(1, 2),
     space=(1, 3),
-    wide=(2, 3),
+    tall_tile=(2, 2),
+    tall=(2, 2),
 )
 
 

@@ -33,7 +33,7 @@ def test_every_way_to_keep_the_past_is_compared_and_timed(streaming, monkeypatch
     chunks = {row["contender"]: row for row in rows if "chunk 30" in row["case"]}
     assert set(chunks) == {
         "sdpa, clone-and-shift", "cache, auto", "cache, in pieces", "cache, windows in space",
-        "cache, wide windows in space", "cache, 8 bits", "no self-attention",
+        "cache, tall windows in space", "cache, 8 bits", "no self-attention",
     }  # fmt: skip
     assert all(float(row["frames_per_second"]) > 0 for row in chunks.values())
     assert float(chunks["cache, 8 bits"]["relative_error"]) < 1e-2
