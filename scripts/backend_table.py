@@ -132,7 +132,9 @@ def models() -> Iterator[Sequence[str]]:
     yield ["class", "dense", "sparse", "split over GPUs", "trained gates (VSA)"]
     for name, adapter in ADAPTERS.items():
         sparse = "no: its self-attention is linear" if name in LINEAR else "yes"
-        split = "yes" if adapter.split else SPLIT_BY_DIFFUSERS.get(name, "no")
+        split = SPLIT_BY_DIFFUSERS.get(name, "no") if adapter.split is None else "yes"
+        if isinstance(adapter.split, str):
+            split = f"no: it {adapter.split}"
         dense = "cross-attention" if name in LINEAR else "yes"
         yield [f"`{name}`", dense, sparse, split, "yes" if adapter.gated else "no"]
 

@@ -5,6 +5,7 @@ S tokens of all ranks.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -25,11 +26,16 @@ __all__ = [
     "DenoiserContext",
     "TokenShare",
     "TokenSplit",
+    "WithText",
     "conditional_half",
     "current_denoiser_context",
     "current_padding",
     "share_tokens",
 ]
+
+WithText: TypeAlias = bool | Literal["front", "behind"]
+"""Where a tensor has text beside the tokens: True for wherever joint attention has it, or on one
+side alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,7 @@ class TokenShare:
         index: this rank among them.
         front: text tokens in front of them in joint attention, on all ranks.
         back: such tokens behind them.
+        keys_alone: those in front have keys alone where the others attend to them.
         exact: self-attention over anything else than these is an error.
     """
 
@@ -48,6 +55,7 @@ class TokenShare:
     index: int
     front: int = 0
     back: int = 0
+    keys_alone: bool = False
     exact: bool = False
 
     @property
@@ -66,9 +74,27 @@ class TokenShare:
         return self.lengths[self.index]
 
     @property
-    def joint_length(self) -> int:
-        """Rows of this rank in joint attention: its tokens and the text."""
-        return self.front + self.length + self.back
+    def joint_lengths(self) -> tuple[int, int]:
+        """Queries and keys of this rank in joint attention: its tokens and the text."""
+        keys = self.front + self.length + self.back
+        return keys - self.front * self.keys_alone, keys
+
+    @property
+    def replicated(self) -> tuple[int, int, int]:
+        """Tokens that all ranks hold in joint attention: in front, behind, keys in front."""
+        return (0, self.back, self.front) if self.keys_alone else (self.front, self.back, 0)
+
+    def beside(self, num_rows: int, own: int, where: WithText) -> tuple[int, int]:
+        """Return how many rows of a tensor in front of and behind so many tokens are text.
+
+        Args:
+            num_rows: of the tensor, which may have no text after all.
+            own: how many are tokens.
+            where: where it may have text.
+        """
+        front = self.front if where in (True, "front") else 0
+        back = self.back if where in (True, "behind") else 0
+        return (front, back) if num_rows == front + own + back else (0, 0)
 
     def of_leading(self, count: int) -> int:
         """Return how many of the first `count` tokens this rank has."""

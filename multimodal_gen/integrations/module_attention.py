@@ -101,7 +101,8 @@ def prepare_call(
         call = call._replace(query=query, key=key, value=value, mask=None, zero_rows=dropped)
     elif padding is not None and call.mask is not None:
         call = call._replace(whole_mask=_mask_of(padding, like=call.mask))
-    text = (share.front, share.back - dropped, 0)
+    front, back, keys_in_front = share.replicated
+    text = (front, back - dropped, keys_in_front)
     return call._replace(replicated=text, seq_lens=share.lengths)
 
 
@@ -119,6 +120,8 @@ def _on_grid(call: AttentionCall, context: DenoiserContext) -> AttentionCall:
     if front and call.query.shape[1] + front == call.key.shape[1] >= least:
         # The text in front has keys alone.
         return call._replace(replicated=(0, 0, front))
+    if call.query.shape[1] == call.key.shape[1] == least - front:
+        return call  # over the grid's tokens alone
     if min(call.query.shape[1], call.key.shape[1]) < least:
         # As those of an IP-adapter: a few keys of its own.
         return call._replace(off_grid="some calls attend to fewer tokens than it has")
@@ -131,7 +134,7 @@ def _as_described(
     """Return a call that says so if its rows are not those that the user told of."""
     share = None if context.split is None else context.split.share
     rows = (call.query.shape[1], call.key.shape[1])
-    if share is not None and rows == (share.joint_length, share.joint_length):
+    if share is not None and rows == share.joint_lengths:
         rows = (share.front + share.total + share.back,) * 2
     if rows == (described.rows, described.rows):
         return call
@@ -146,9 +149,9 @@ def _attends_to(share: TokenShare, layer: AttentionLayer, call: AttentionCall) -
     if layer.site.role is not AttentionRole.SELF:
         return False
     rows = (call.query.shape[1], call.key.shape[1])
-    if rows == (share.joint_length, share.joint_length):
+    if rows == share.joint_lengths:
         return True
-    if share.exact:
+    if share.exact or (share.keys_alone and rows[1] > share.front):
         raise UsageError(
             f"{layer.site.name} must attend to the {share.length} tokens of this rank, got "
             f"{rows[0]} queries and {rows[1]} keys; the plan of its model does not tell "

@@ -36,7 +36,7 @@ def test_tokens_are_split_as_evenly_as_they_can_be(total, ranks, lengths):
 def test_text_is_where_the_model_has_it(span, around):
     share = share_tokens(5, 2, 1, span)
     assert (share.front, share.back) == around
-    assert share.joint_length == sum(around) + 2
+    assert share.joint_lengths == (sum(around) + 2,) * 2
 
 
 def test_text_in_front_is_kept_whole():

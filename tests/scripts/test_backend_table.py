@@ -70,9 +70,10 @@ def test_every_model_with_an_adapter_has_a_row(script):
     head, *rows = script.models()
     assert [row[0] for row in rows] == [f"`{name}`" for name in ADAPTERS]
     split = {row[0]: row[head.index("split over GPUs")] for row in rows}
-    assert split["`SanaVideoTransformer3DModel`"] == "no"
+    assert split["`SanaVideoTransformer3DModel`"].startswith("no: it has linear attention")
     assert split["`SD3Transformer2DModel`"] == "yes"
-    assert {name for name, adapter in ADAPTERS.items() if adapter.split is None} == {
+    plans = {name: adapter.split for name, adapter in ADAPTERS.items()}
+    assert {name for name, plan in plans.items() if plan is None or isinstance(plan, str)} == {
         name.strip("`") for name, how in split.items() if how != "yes"
     }
 

@@ -79,7 +79,8 @@ class ModelAdapter:
         gated: stock processor classes whose replacements hand the gate of a coarse branch on.
         causal_blocks: entry of its configuration that has the frames of a block which sees no later
             one, and for which it makes a mask of all tokens; None where there is none.
-        split: how its tokens are split over ranks, or None where that is not known.
+        split: how its tokens are split over ranks; the predicate of a sentence that says why they
+            cannot be; or None where neither is known.
         repeats_keys: its processors hand keys and values to the attention call as often as queries.
         described: what the user says of its tokens, where that is all there is to go by.
     """
@@ -99,7 +100,7 @@ class ModelAdapter:
     )
     gated: tuple[str, ...] = ()
     causal_blocks: str | None = None
-    split: SplitPlan | None = None
+    split: SplitPlan | str | None = None
     repeats_keys: bool = False
     described: DescribedTokens | None = None
 

@@ -4,7 +4,8 @@ The causal form of it (`AnyFlowFARTransformer3DModel`) attends by FlexAttention'
 past; layers take those as they are, dense, and it has no adapter.
 """
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
 
 def _grid(call: ModelCall) -> Grid | None:
@@ -16,4 +17,17 @@ def _grid(call: ModelCall) -> Grid | None:
     return (frames // patch[0], height // patch[1], width // patch[2])
 
 
-ANYFLOW = ModelAdapter(classes=("AnyFlowTransformer3DModel",), grid=_grid)
+ANYFLOW = ModelAdapter(
+    classes=("AnyFlowTransformer3DModel",),
+    grid=_grid,
+    split=SplitPlan(
+        tokens=tokens_of(_grid),
+        cuts=(
+            Cut(module="rope", dim=2, dims=4),
+            Cut(module="patch_embedding", dim=2, dims=5, flat=True),
+            # The two times of a frame, for each of its tokens.
+            Cut(module="condition_embedder", index=0, dims=3),
+            Cut(module="condition_embedder", index=1, dims=3),
+        ),
+    ),
+)

@@ -1,9 +1,12 @@
 """Cosmos (1, 2 and 2.5): separate self and cross attention."""
 
-import math
-
-from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, video_grid
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    tokens_of,
+    video_grid,
+)
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
 
@@ -12,27 +15,27 @@ def _grid(call: ModelCall) -> Grid | None:
     return video_grid(call, (frames, height, width))
 
 
-def _tokens(call: ModelCall) -> int | None:
+def _refuse(call: ModelCall) -> str | None:
     timestep = call.tensor("timestep")
     if timestep is not None and timestep.dim() > 1:
-        raise UsageError(
+        return (
             f"timestep must be [B] where ranks share the tokens of a video, got "
-            f"{list(timestep.shape)}: every token then has one of its own; run it on one GPU"
+            f"{list(timestep.shape)}: every token then has one of its own"
         )
     if call.arguments.get("block_controlnet_hidden_states") is not None:
-        raise UsageError(
+        return (
             "block_controlnet_hidden_states must be None where ranks share the tokens of a video, "
-            "got some, for all of the tokens; run it on one GPU"
+            "got some, for all of the tokens"
         )
-    grid = _grid(call)
-    return None if grid is None else math.prod(grid)
+    return None
 
 
 COSMOS = ModelAdapter(
     classes=("CosmosTransformer3DModel",),
     grid=_grid,
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=tokens_of(_grid),
+        refuse=_refuse,
         cuts=(
             Cut(module="rope", dim=0, dims=2),
             Cut(module="learnable_pos_embed", dims=3),

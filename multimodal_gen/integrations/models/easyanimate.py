@@ -1,6 +1,13 @@
 """EasyAnimate: joint attention with the text, of one encoder or two, in front of the video."""
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, video_grid
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    tokens_of,
+    video_grid,
+)
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 
@@ -13,4 +20,15 @@ def _text(call: ModelCall) -> TextSpan | None:
     return TextSpan(start=0, length=length) if length else None
 
 
-EASYANIMATE = ModelAdapter(classes=("EasyAnimateTransformer3DModel",), grid=_grid, text_span=_text)
+EASYANIMATE = ModelAdapter(
+    classes=("EasyAnimateTransformer3DModel",),
+    grid=_grid,
+    text_span=_text,
+    split=SplitPlan(
+        tokens=tokens_of(_grid),
+        cuts=(
+            Cut(module="rope_embedding", dim=0, dims=2),
+            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3),
+        ),
+    ),
+)

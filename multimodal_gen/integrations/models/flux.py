@@ -6,7 +6,6 @@ the projections of the attention; what reaches the attention call is as in the o
 
 import torch
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
@@ -74,15 +73,14 @@ def _grid(call: ModelCall) -> Grid | None:
     return None if call.arguments.get(_KEEPS_KEYS) else grid_of_ids(call)
 
 
-def _tokens(call: ModelCall) -> int:
+def _refuse(call: ModelCall) -> str | None:
     mode = call.arguments.get(_KEEPS_KEYS)
-    if mode:
-        raise UsageError(
-            f"{_KEEPS_KEYS} must be None where ranks share the tokens of an image, got {mode!r}: "
-            f"keys of reference images are kept whole; run it on one GPU, or use a pipeline that "
-            f"keeps none"
-        )
-    return latent_tokens(call)
+    if not mode:
+        return None
+    return (
+        f"{_KEEPS_KEYS} must be None where ranks share the tokens of an image, got {mode!r}: keys "
+        f"of reference images are kept whole"
+    )
 
 
 FLUX2 = ModelAdapter(
@@ -91,7 +89,8 @@ FLUX2 = ModelAdapter(
     text_span=front_text,
     timestep_scale=1e-3,
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=latent_tokens,
+        refuse=_refuse,
         cuts=(
             Cut(module="", argument="hidden_states", dims=3),
             Cut(module="", argument="img_ids", dim=0, dims=2),

@@ -1,13 +1,13 @@
 """FLUX.3: blocks for each kind of token, then joint attention: text, image, reference images.
 
-The blocks over one kind of token have the role `encoder`.
+The blocks over text alone and over reference images alone have the role `encoder`. Those over the
+image alone run on all of its tokens on each rank.
 """
 
 import math
 
 from torch import nn
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
@@ -19,11 +19,13 @@ from multimodal_gen.integrations.models.positions import grid_behind
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
+_IMAGE = "mode_blocks.image."
+
 
 def _role(name: str, module: nn.Module) -> AttentionRole:
     del module
-    joint = name.startswith("single_transformer_blocks.")
-    return AttentionRole.SELF if joint else AttentionRole.ENCODER
+    of_image = name.startswith(("single_transformer_blocks.", _IMAGE))
+    return AttentionRole.SELF if of_image else AttentionRole.ENCODER
 
 
 def _grid(call: ModelCall) -> Grid | None:
@@ -32,13 +34,13 @@ def _grid(call: ModelCall) -> Grid | None:
     return grid if on_grid else None
 
 
-def _tokens(call: ModelCall) -> int:
-    if call.arguments.get("image_cond_hidden_states") is not None:
-        raise UsageError(
-            "image_cond_hidden_states must be None where ranks share the tokens of an image, got "
-            "reference images, which have no output; run it on one GPU"
-        )
-    return latent_tokens(call)
+def _refuse(call: ModelCall) -> str | None:
+    if call.arguments.get("image_cond_hidden_states") is None:
+        return None
+    return (
+        "image_cond_hidden_states must be None where ranks share the tokens of an image, got "
+        "reference images, which have no output"
+    )
 
 
 FLUX3 = ModelAdapter(
@@ -48,7 +50,8 @@ FLUX3 = ModelAdapter(
     text_span=front_text,
     timestep_scale=1e-3,
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=latent_tokens,
+        refuse=_refuse,
         cuts=(
             Cut(module="single_transformer_blocks.0", argument="hidden_states", dims=3),
             Cut(module="single_transformer_blocks.*", argument="temb_mod", dims=3),
@@ -61,5 +64,6 @@ FLUX3 = ModelAdapter(
             ),
             Cut(module="norm_out", argument="temb", dims=3),
         ),
+        whole=(_IMAGE,),
     ),
 )

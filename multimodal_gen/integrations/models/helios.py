@@ -10,8 +10,10 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     history_tokens,
+    tokens_of,
     video_grid,
 )
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 # How many patches of the chunk one of the history covers on each axis.
@@ -30,4 +32,21 @@ def _history(call: ModelCall) -> TextSpan | None:
     return TextSpan(start=0, length=length) if length else None
 
 
-HELIOS = ModelAdapter(classes=("HeliosTransformer3DModel",), grid=_grid, text_span=_history)
+_CHUNK = "original_context_length"  # how many tokens are not of the history
+
+HELIOS = ModelAdapter(
+    classes=("HeliosTransformer3DModel",),
+    grid=_grid,
+    text_span=_history,
+    split=SplitPlan(
+        tokens=tokens_of(_grid),
+        cuts=(
+            Cut(module="blocks.0", argument="hidden_states", dims=3, with_text=True),
+            Cut(module="blocks.*", argument="temb", dims=4, with_text=True),
+            Cut(module="blocks.*", argument="rotary_emb", dims=3, with_text=True),
+            Cut(module="blocks.*", argument=_CHUNK, is_count=True),
+            Cut(module="norm_out", argument="temb", dims=3, with_text=True),
+            Cut(module="norm_out", argument=_CHUNK, is_count=True),
+        ),
+    ),
+)

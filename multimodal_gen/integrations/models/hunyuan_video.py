@@ -105,9 +105,47 @@ def _earlier(call: ModelCall) -> TextSpan | None:
     return TextSpan(start=0, length=length) if length else None
 
 
+def _behind(call: ModelCall) -> int:
+    """Return the number of tokens of the image and the text, without padding in one sample."""
+    mask = call.tensor("encoder_attention_mask")
+    if mask is None:
+        return 0
+    if mask not in call.memo:
+        call.memo[mask] = int(mask.sum()) if len(mask) == 1 else mask.shape[1]
+    return call.length("image_embeds") + int(call.memo[mask])
+
+
 FRAMEPACK = ModelAdapter(
     classes=("HunyuanVideoFramepackTransformer3DModel",),
     role_of=refiner_role,
     grid=_grid,
     text_span=_earlier,
+    split=SplitPlan(
+        tokens=tokens_of(_grid),
+        cuts=(
+            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, with_text="front"),
+            Cut(
+                module="transformer_blocks.*",
+                argument="freqs_cis",
+                dim=0,
+                dims=2,
+                with_text="front",
+            ),
+            Cut(
+                module="single_transformer_blocks.*",
+                argument="image_rotary_emb",
+                dim=0,
+                dims=2,
+                with_text="front",
+            ),
+            *(
+                Cut(module=f"{blocks}.*", argument="attention_mask", dim=3, dims=4, with_text=True)
+                for blocks in ("transformer_blocks", "single_transformer_blocks")
+            ),
+        ),
+        behind=_behind,
+        # What follows counts the video's tokens from the end.
+        gather="single_transformer_blocks.-1",
+        with_text="front",
+    ),
 )

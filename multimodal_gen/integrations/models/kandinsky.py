@@ -5,12 +5,9 @@ squares, so such calls have no grid. Kandinsky 6 makes sound beside the video, i
 that attends to itself in modules of the role `encoder`: its tokens lie on no grid.
 """
 
-import math
-
 from torch import nn
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -31,14 +28,13 @@ def _role(name: str, module: nn.Module) -> AttentionRole:
     return AttentionRole.CROSS if name.endswith("cross_attention") else AttentionRole.SELF
 
 
-def _tokens(call: ModelCall) -> int | None:
-    if call.arguments.get("sparse_params") is not None:
-        raise UsageError(
-            "sparse_params must be None where ranks share the tokens of a video, got some: they "
-            "order the tokens of the whole video; run it on one GPU"
-        )
-    grid = _grid(call)
-    return None if grid is None else math.prod(grid)
+def _refuse(call: ModelCall) -> str | None:
+    if call.arguments.get("sparse_params") is None:
+        return None
+    return (
+        "sparse_params must be None where ranks share the tokens of a video, got some: they order "
+        "the tokens of the whole video"
+    )
 
 
 _BLOCKS = "visual_transformer_blocks"
@@ -49,7 +45,8 @@ KANDINSKY5 = ModelAdapter(
     role_of=_role,
     grid=_grid,
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=tokens_of(_grid),
+        refuse=_refuse,
         cuts=(
             Cut(module=f"{_BLOCKS}.0", argument="visual_embed", dims=3),
             Cut(module=f"{_BLOCKS}.*", argument="rope"),
@@ -71,7 +68,8 @@ KANDINSKY6 = ModelAdapter(
     padding=_padding,
     masks_padding=("Kandinsky6AttnProcessor",),
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=tokens_of(_grid),
+        refuse=_refuse,
         cuts=(
             Cut(module=f"{_BLOCKS}.0", argument="vis", dims=3),
             Cut(module=f"{_BLOCKS}.*", argument="vis_rope", dim=0),

@@ -5,7 +5,6 @@ Audio attends to itself in modules of the role `encoder`: its tokens lie on no g
 
 from torch import nn
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall, latent_tokens
 from multimodal_gen.integrations.models.ltx import packed_grid
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
@@ -20,13 +19,13 @@ def _role(name: str, module: nn.Module) -> AttentionRole:
     return AttentionRole.SELF if last == "attn1" else AttentionRole.CROSS
 
 
-def _tokens(call: ModelCall) -> int:
-    if call.arguments.get("video_self_attention_mask") is not None:
-        raise UsageError(
-            "video_self_attention_mask must be None where ranks share the tokens of a video, got "
-            "one over all pairs of them; run it on one GPU"
-        )
-    return latent_tokens(call)
+def _refuse(call: ModelCall) -> str | None:
+    if call.arguments.get("video_self_attention_mask") is None:
+        return None
+    return (
+        "video_self_attention_mask must be None where ranks share the tokens of a video, got one "
+        "over all pairs of them"
+    )
 
 
 LTX2 = ModelAdapter(
@@ -34,7 +33,8 @@ LTX2 = ModelAdapter(
     role_of=_role,
     grid=packed_grid,
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=latent_tokens,
+        refuse=_refuse,
         cuts=(
             Cut(module="", argument="hidden_states", dims=3),
             Cut(module="", argument="video_keyframes_mask", dims=3),

@@ -8,12 +8,12 @@ import math
 
 import torch
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
     ModelCall,
     rear_text,
+    tokens_of,
     video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
@@ -40,15 +40,13 @@ def _padding(call: ModelCall) -> KeyPadding | None:
     return KeyPadding(AttentionRole.SELF, text, before=math.prod(grid))
 
 
-def _tokens(call: ModelCall) -> int | None:
-    if call.config.num_decoder_layers:
-        raise UsageError(
-            f"num_decoder_layers must be 0 where ranks share the tokens of a video, got "
-            f"{call.config.num_decoder_layers}: such layers attend to the video twice; run it on "
-            f"one GPU"
-        )
-    grid = _grid(call)
-    return None if grid is None else math.prod(grid)
+def _refuse(call: ModelCall) -> str | None:
+    if not call.config.num_decoder_layers:
+        return None
+    return (
+        f"num_decoder_layers must be 0 where ranks share the tokens of a video, got "
+        f"{call.config.num_decoder_layers}: such layers attend to the video twice"
+    )
 
 
 MOTIF_VIDEO = ModelAdapter(
@@ -58,7 +56,8 @@ MOTIF_VIDEO = ModelAdapter(
     padding=_padding,
     masks_padding=("MotifVideoAttnProcessor2_0",),
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=tokens_of(_grid),
+        refuse=_refuse,
         cuts=(Cut(module="rope", dim=0, dims=2), Cut(module="x_embedder", dims=3)),
     ),
 )

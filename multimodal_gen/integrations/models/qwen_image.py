@@ -8,6 +8,7 @@ from multimodal_gen.integrations.models.adapter import (
     ModelCall,
     front_text,
     latent_tokens,
+    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
@@ -73,10 +74,26 @@ def _front_21(call: ModelCall) -> TextSpan | None:
     return TextSpan(start=0, length=call.length("encoder_hidden_states") - pictures // 4 + pictures)
 
 
+_BLOCKS_21 = "transformer_blocks.*"
+
 # The text and the pictures to go by attend to what is before them; the image attends to them all.
 QWEN_IMAGE_21 = ModelAdapter(
     classes=("QwenImage21Transformer2DModel",),
     grid=_grid_21,
     text_span=_front_21,
     timestep_scale=1e-3,
+    split=SplitPlan(
+        tokens=tokens_of(_grid_21),
+        cuts=(
+            # Without the text in calls that have its keys from an earlier step.
+            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, with_text=True),
+            Cut(module=_BLOCKS_21, argument="rotary_emb", dim=0, dims=2, with_text=True),
+            Cut(module=_BLOCKS_21, argument="target_token_mask", dim=0, dims=1, with_text=True),
+            Cut(module=_BLOCKS_21, argument="key_valid", dims=2, with_text=True),
+            Cut(module=_BLOCKS_21, argument="attention_mask", dim=3, dims=4, with_text=True),
+            Cut(module="norm_out", argument="target_token_mask", dim=0, dims=1, with_text=True),
+        ),
+        keys_alone=True,
+        with_text=True,
+    ),
 )

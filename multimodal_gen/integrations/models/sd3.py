@@ -1,16 +1,14 @@
 """Stable Diffusion 3: joint attention with the text behind the image, both branches batched."""
 
-import math
-
 from torch import nn
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
     ModelCall,
     image_grid,
     rear_text,
+    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -31,15 +29,14 @@ def _role(name: str, module: nn.Module) -> AttentionRole:
     return AttentionRole.SELF
 
 
-def _tokens(call: ModelCall) -> int | None:
-    if call.config.dual_attention_layers:
-        raise UsageError(
-            f"dual_attention_layers must be empty where ranks share the tokens of an image, got "
-            f"{list(call.config.dual_attention_layers)}: such layers attend to the image with and "
-            f"without the text; run it on one GPU"
-        )
-    grid = _grid(call)
-    return None if grid is None else math.prod(grid)
+def _refuse(call: ModelCall) -> str | None:
+    if not call.config.dual_attention_layers:
+        return None
+    return (
+        f"dual_attention_layers must be empty where ranks share the tokens of an image, got "
+        f"{list(call.config.dual_attention_layers)}: such layers attend to the image with and "
+        f"without the text"
+    )
 
 
 SD3 = ModelAdapter(
@@ -50,7 +47,8 @@ SD3 = ModelAdapter(
     batches_guidance=True,
     batched=("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"),
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=tokens_of(_grid),
+        refuse=_refuse,
         cuts=(
             Cut(module="pos_embed", dims=3),
             Cut(module="", argument="block_controlnet_hidden_states", dims=3),

@@ -1,7 +1,12 @@
 """SkyReels-V2: separate self and cross attention, with a timestep per frame if asked for."""
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, video_grid
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    tokens_of,
+    video_grid,
+)
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
 
@@ -10,20 +15,18 @@ def _grid(call: ModelCall) -> Grid | None:
     return video_grid(call, (frames, height, width))
 
 
-def _tokens(call: ModelCall) -> int | None:
+def _refuse(call: ModelCall) -> str | None:
     if call.arguments.get("enable_diffusion_forcing"):
-        raise UsageError(
+        return (
             "enable_diffusion_forcing must be False where ranks share the tokens of a video, got "
-            "True: every token then has a timestep of its own; run it on one GPU"
+            "True: every token then has a timestep of its own"
         )
     if call.config.num_frame_per_block > 1:
-        raise UsageError(
+        return (
             f"num_frame_per_block must be 1 where ranks share the tokens of a video, got "
-            f"{call.config.num_frame_per_block}: a mask over all tokens makes its blocks causal; "
-            f"run it on one GPU"
+            f"{call.config.num_frame_per_block}: a mask over all tokens makes its blocks causal"
         )
-    grid = _grid(call)
-    return None if grid is None else grid[0] * grid[1] * grid[2]
+    return None
 
 
 SKYREELS_V2 = ModelAdapter(
@@ -31,7 +34,8 @@ SKYREELS_V2 = ModelAdapter(
     grid=_grid,
     causal_blocks="num_frame_per_block",
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=tokens_of(_grid),
+        refuse=_refuse,
         cuts=(
             Cut(module="rope", dims=4),
             Cut(module="patch_embedding", dim=2, dims=5, flat=True),

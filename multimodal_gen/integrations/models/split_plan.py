@@ -15,12 +15,14 @@ from typing import Any
 
 from torch import nn
 
+from multimodal_gen.integrations.denoiser_context import WithText
+
 __all__ = ["Cut", "SplitPlan", "own_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Tensors of which a rank keeps its tokens; tuples and lists of tensors are cut one by one.
+    """Tensors of which a rank keeps its tokens; those of tuples, lists and dicts one by one.
 
     Tensors with one entry on the axis are left alone: it holds for all tokens.
 
@@ -32,7 +34,7 @@ class Cut:
         dim: axis of the tokens.
         dims: axes a tensor must have to be cut, or None for any number.
         flat: the tokens lie on `dim` and all axes after it.
-        with_text: text is on that axis too, where it is in joint attention; it stays.
+        with_text: where text may be on that axis too; it stays.
         may_end_early: tensors may have fewer tokens than the call: the last ones are missing.
         is_count: it is no tensor but a number of leading tokens.
     """
@@ -44,7 +46,7 @@ class Cut:
     dim: int = 1
     dims: int | None = None
     flat: bool = False
-    with_text: bool = False
+    with_text: WithText = False
     may_end_early: bool = False
     is_count: bool = False
 
@@ -56,10 +58,13 @@ class SplitPlan:
     Attributes:
         tokens: number of tokens of a call (a `ModelCall`), or None when the call does not tell; no
             function where the first tensor to be cut is to tell.
+        refuse: why a call cannot be split, as "name must rule, got value", or None where it can.
+        behind: number of tokens behind them that all ranks have, where text is in front too.
+        keys_alone: text in front of the tokens has keys alone where they attend to it.
         cuts: what is cut.
-        gather: module whose output [B, S, C], of a tuple the first, has all tokens again; "-1" at
-            the end of its name for the last of a list.
-        with_text: text is in that output too; it stays.
+        gather: module whose output [B, S, C] or [S, C], of a tuple the first, has all tokens again;
+            "-1" at the end of its name for the last of a list.
+        with_text: where text may be in that output too; it stays.
         whole: how names begin of modules that attend to all tokens on every rank.
         gathered: arguments that modules get with the tokens of all ranks, such as the keys of a
             stream that all ranks have.
@@ -67,8 +72,11 @@ class SplitPlan:
 
     tokens: Callable[[Any], int | None] | None
     cuts: tuple[Cut, ...]
+    refuse: Callable[[Any], str | None] | None = None
+    behind: Callable[[Any], int] | None = None
+    keys_alone: bool = False
     gather: str = "proj_out"
-    with_text: bool = False
+    with_text: WithText = False
     whole: tuple[str, ...] = ()
     gathered: tuple[Cut, ...] = ()
 

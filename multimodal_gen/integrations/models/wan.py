@@ -59,7 +59,19 @@ def _animate_role(name: str, module: nn.Module) -> AttentionRole:
     return role_by_name(name, module)
 
 
-# Ranks cannot share its tokens: the faces want whole frames.
 WAN_ANIMATE = ModelAdapter(
-    classes=("WanAnimateTransformer3DModel",), role_of=_animate_role, grid=_grid
+    classes=("WanAnimateTransformer3DModel",),
+    role_of=_animate_role,
+    grid=_grid,
+    split=SplitPlan(
+        tokens=tokens_of(_grid),
+        cuts=(
+            Cut(module="rope", dims=4),
+            # The model adds the pose to what its embedder returns.
+            Cut(module="blocks.0", argument="hidden_states", dims=3),
+            Cut(module="face_adapter.*", dims=3),
+        ),
+        # Every rank looks at the faces of whole frames.
+        gathered=(Cut(module="face_adapter.*", argument="hidden_states", dims=3),),
+    ),
 )

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
@@ -50,14 +49,13 @@ def _padded(length: int) -> int:
     return length + -length % _MULTIPLE
 
 
-def _tokens(call: ModelCall) -> int | None:
-    if call.arguments.get("controlnet_block_samples") is not None:
-        raise UsageError(
-            "controlnet_block_samples must be None where ranks share the tokens of an image, got "
-            "some, for all of the tokens; run it on one GPU"
-        )
-    grid = _grid(call)
-    return None if grid is None else math.prod(grid)
+def _refuse(call: ModelCall) -> str | None:
+    if call.arguments.get("controlnet_block_samples") is None:
+        return None
+    return (
+        "controlnet_block_samples must be None where ranks share the tokens of an image, got some, "
+        "for all of the tokens"
+    )
 
 
 Z_IMAGE = ModelAdapter(
@@ -66,7 +64,8 @@ Z_IMAGE = ModelAdapter(
     grid=_grid,
     text_span=_text,
     split=SplitPlan(
-        tokens=_tokens,
+        tokens=tokens_of(_grid),
+        refuse=_refuse,
         cuts=(
             Cut(module="layers.0", argument="x", dims=3, with_text=True),
             Cut(module="layers.*", argument="attn_mask", dims=2, with_text=True),

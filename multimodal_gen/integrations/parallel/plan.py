@@ -34,7 +34,8 @@ def is_split(role: AttentionRole) -> bool:
 
 def none_can_be_split(reasons: Sequence[str], groups: ParallelGroups) -> UsageError:
     """Return the error for a target of which no denoiser can be split over ranks."""
-    able = ", ".join(sorted(name for name, adapter in ADAPTERS.items() if adapter.split))
+    plans = {name: adapter.split for name, adapter in ADAPTERS.items()}
+    able = ", ".join(sorted(name for name in plans if isinstance(plans[name], SplitPlan)))
     return UsageError(
         f"apply() must find a denoiser whose tokens the {groups.sequence.size} ranks can share, "
         f"got {'; '.join(reasons)}; run it on one GPU, or take one of {able}"
@@ -75,10 +76,11 @@ class ParallelPlan:
         self._sequential: SequentialCfg | None = None
         self._batched: BatchedCfg | None = None
         self._ranks: CfgRanks | None = None
-        if groups is None or not heads:
+        known = None if adapter is None else adapter.split
+        if groups is None or not (heads or isinstance(known, str)):
             return
         if self._mesh.sequence > 1:
-            plan = (adapter and adapter.split) or own_plan(component.model)
+            plan = own_plan(component.model) if known is None else known
             if isinstance(plan, SplitPlan):
                 partition_heads(min(heads), min(heads), groups.ulysses.size)
                 self.splitter = TokenSplitter(component.model, plan, groups)

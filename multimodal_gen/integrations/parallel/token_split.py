@@ -8,8 +8,9 @@ B batch, S tokens, C channels.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.denoiser_context import (
     TokenShare,
     TokenSplit,
+    WithText,
     current_denoiser_context,
     share_tokens,
 )
@@ -129,16 +131,21 @@ class TokenSplitter:
         """Settle the split of a call (a `ModelCall`); return how many came before it."""
         number = self._calls
         self._calls += 1
-        self.split.settle = functools.partial(self._settle, text)
-        if self._plan.tokens is None:
+        plan = self._plan
+        refusal = None if plan.refuse is None else plan.refuse(call)
+        if refusal is not None:
+            raise UsageError(f"{refusal}; run it on one GPU")
+        behind = None if plan.behind is None else plan.behind(call)
+        settle = self.split.settle = functools.partial(self._settle, text, behind)
+        if plan.tokens is None:
             return number
-        tokens = self._plan.tokens(call)
+        tokens = plan.tokens(call)
         if tokens is None:
             raise UsageError(
                 f"a call of {type(self._model).__name__} must tell its latent size where ranks "
                 f"share its tokens, got none; run it on one GPU"
             )
-        self._settle(text, tokens)
+        settle(tokens)
         return number
 
     def end(self) -> None:
@@ -149,9 +156,11 @@ class TokenSplitter:
         """Take note that a generation is over."""
         self._calls = 0
 
-    def _settle(self, text: TextSpan | None, tokens: int) -> TokenShare:
+    def _settle(self, text: TextSpan | None, behind: int | None, tokens: int) -> TokenShare:
         group, exact = self._group, self._plan.tokens is None
         share = share_tokens(tokens, group.size, group.index, text, exact=exact)
+        back = share.back if behind is None else behind
+        share = replace(share, back=back, keys_alone=self._plan.keys_alone)
         self.split.share = share
         return share
 
@@ -190,7 +199,7 @@ class _Hook(StandIn):
 class _Gather(_Hook):
     """A forward hook that gathers what a module returns."""
 
-    def __init__(self, split: TokenSplit, name: str, *, with_text: bool) -> None:
+    def __init__(self, split: TokenSplit, name: str, *, with_text: WithText) -> None:
         super().__init__(split)
         self.name = name
         self.with_text = with_text
@@ -201,6 +210,8 @@ class _Gather(_Hook):
             return output
         if isinstance(output, tuple):
             return (self._gathered(output[0], share), *output[1:])
+        if output.dim() == 2:
+            return self._gathered(output[None], share)[0]
         return self._gathered(output, share)
 
     def _gathered(self, output: torch.Tensor, share: TokenShare) -> torch.Tensor:
@@ -209,7 +220,7 @@ class _Gather(_Hook):
                 "a denoiser must run under torch.no_grad() where its tokens are split over ranks: "
                 "its output carries no gradient"
             )
-        front, back = (share.front, share.back) if self.with_text else (0, 0)
+        front, back = share.beside(output.shape[1], share.length, self.with_text)
         _expect(output, 1, front + share.length + back, f"the output of {self.name}")
         # One rank's text is taken for all, where it belongs: each has rounded it by itself.
         last = len(share.lengths) - 1
@@ -234,14 +245,14 @@ class _CutHook(_Hook):
         share = self._share_of(value)
         if share is None:
             return value
-        if isinstance(value, torch.Tensor):
-            return _keep(cut, share, value)
-        if isinstance(value, (tuple, list)):
-            wanted = range(len(value)) if cut.index is None else (cut.index,)
-            return type(value)(
-                _keep(cut, share, x) if i in wanted else x for i, x in enumerate(value)
-            )
-        return share.of_leading(value) if cut.is_count else value
+        if cut.is_count:
+            return share.of_leading(value)
+        if cut.index is None:
+            return _keep_all(cut, share, value)
+        if not isinstance(value, (tuple, list)):
+            return value
+        own = _keep_all(cut, share, value[cut.index])
+        return type(value)(own if i == cut.index else x for i, x in enumerate(value))
 
     def _share_of(self, value: Any) -> TokenShare | None:
         """Return the split, which an argument or output settles if nothing did before."""
@@ -298,13 +309,25 @@ class _ArgumentGather(_ArgumentCut):
         return whole if dim else whole[0]
 
 
+def _keep_all(cut: Cut, share: TokenShare, value: Any) -> Any:
+    """Return this rank's part of a tensor, or of each of several; all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return _keep(cut, share, value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_keep_all(cut, share, x) for x in value)
+    if isinstance(value, Mapping):
+        return {name: _keep_all(cut, share, x) for name, x in value.items()}
+    return value
+
+
 def _keep(cut: Cut, share: TokenShare, x: torch.Tensor) -> torch.Tensor:
     if cut.dims is not None and x.dim() != cut.dims:
         return x
     whole = x.flatten(cut.dim) if cut.flat else x
     if whole.shape[cut.dim] == 1:
         return x
-    front, back = (share.front, share.back) if cut.with_text else (0, 0)
+    rows = whole.shape[cut.dim]
+    front, back = share.beside(rows, share.total, cut.with_text)
     if not cut.may_end_early:
         name = cut.argument or f"the output of {cut.module}"
         _expect(whole, cut.dim, front + share.total + back, name)

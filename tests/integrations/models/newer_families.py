@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.integrations.parallel.models import HEADS, SIZE, Case, mask, normal
+from tests.integrations.parallel.models import HEADS, RANDOM, SIZE, Case, mask, normal
 
 WIDTH = HEADS * SIZE
 
@@ -382,21 +382,25 @@ def framepack() -> Any:
     )
 
 
-def framepack_inputs() -> dict[str, Any]:
-    inputs = {
-        "hidden_states": normal(1, 4, 3, 6, 10),
-        "indices_latents": torch.arange(5.0, 8.0),
-        "timestep": torch.full((1,), 700),
-        "guidance": torch.full((1,), 6000.0),
-        "encoder_hidden_states": normal(1, 7, 12),
-        "encoder_attention_mask": mask(5, total=7),
-        "pooled_projections": normal(1, 10),
-        "image_embeds": normal(1, 4, 8),
-    }
-    for name, frames in (("clean", 2), ("history_2x", 2), ("history_4x", 5)):
-        inputs[f"latents_{name}"] = normal(1, 4, frames, 6, 10)
-        inputs[f"indices_latents_{name}"] = torch.arange(float(frames))
-    return inputs
+def framepack_inputs(*lengths: int) -> Callable[[], dict[str, Any]]:
+    def make() -> dict[str, Any]:
+        batch = len(lengths)
+        inputs = {
+            "hidden_states": normal(batch, 4, 3, 6, 10),
+            "indices_latents": torch.arange(5.0, 8.0),
+            "timestep": torch.full((batch,), 700),
+            "guidance": torch.full((batch,), 6000.0),
+            "encoder_hidden_states": normal(batch, 7, 12),
+            "encoder_attention_mask": mask(*lengths, total=7),
+            "pooled_projections": normal(batch, 10),
+            "image_embeds": normal(batch, 4, 8),
+        }
+        for name, frames in (("clean", 2), ("history_2x", 2), ("history_4x", 5)):
+            inputs[f"latents_{name}"] = normal(batch, 4, frames, 6, 10)
+            inputs[f"indices_latents_{name}"] = torch.arange(float(frames))
+        return inputs
+
+    return make
 
 
 def allegro() -> Any:
@@ -404,11 +408,11 @@ def allegro() -> Any:
 
     return AllegroTransformer3DModel(
         num_attention_heads=HEADS,
-        attention_head_dim=SIZE,
+        attention_head_dim=12,  # a third for each axis
         in_channels=4,
         out_channels=4,
         num_layers=2,
-        cross_attention_dim=WIDTH,
+        cross_attention_dim=12 * HEADS,
         sample_width=10,
         sample_height=6,
         sample_frames=3,
@@ -417,7 +421,10 @@ def allegro() -> Any:
 
 
 def allegro_inputs() -> dict[str, Any]:
+    angles = [torch.rand(9, 2, generator=RANDOM).repeat(1, 2) for _ in range(3)]
+    positions = torch.cartesian_prod(*(torch.arange(n) for n in (3, 3, 5))).T[:, None]
     return {
+        "image_rotary_emb": (tuple((x.cos(), x.sin()) for x in angles), tuple(positions)),
         "hidden_states": normal(2, 4, 3, 6, 10),
         "timestep": torch.full((2,), 700),
         "encoder_hidden_states": normal(2, 7, 12),
@@ -460,11 +467,6 @@ SPLIT = {
     "flux 3": Case(flux3, flux3_inputs()),
     "kandinsky 6": Case(kandinsky6, kandinsky6_inputs()),
     "kandinsky 6 with sound": Case(lambda: kandinsky6(ca_rope=True), kandinsky6_inputs(sound=11)),
-}
-"""Families whose tokens ranks can share."""
-
-WHOLE = {
-    "flux 3 with references": Case(flux3, flux3_inputs(references=True)),
     "qwen 2.1": Case(qwen_21, qwen_21_inputs(picture=False)),
     "qwen 2.1 with a picture": Case(qwen_21, qwen_21_inputs()),
     "qwen 2.1 that keeps its text's keys": Case(qwen_21, qwen_21_inputs(cached=True)),
@@ -472,10 +474,16 @@ WHOLE = {
     "anyflow": Case(anyflow, anyflow_inputs),
     "helios": Case(helios, helios_inputs()),
     "helios without a history": Case(helios, helios_inputs(history=False)),
-    "framepack": Case(framepack, framepack_inputs),
+    "framepack": Case(framepack, framepack_inputs(5)),
+    "framepack with different padding": Case(framepack, framepack_inputs(7, 4)),
     "allegro": Case(allegro, allegro_inputs),
     "easyanimate": Case(easyanimate, easyanimate_inputs),
     "cosmos 3": Case(cosmos3, cosmos3_inputs()),
     "cosmos 3 with sound": Case(cosmos3, cosmos3_inputs(sound=8)),
+}
+"""Families whose tokens ranks can share."""
+
+WHOLE = {
+    "flux 3 with references": Case(flux3, flux3_inputs(references=True)),
 }
 """Families, or forms of them, that run on one GPU."""

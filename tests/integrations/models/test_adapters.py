@@ -1,3 +1,4 @@
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -5,7 +6,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.models.adapter import ModelCall
 from multimodal_gen.integrations.models.positions import raster_grid
 from multimodal_gen.integrations.models.registry import ADAPTERS, find_adapter
@@ -149,9 +149,9 @@ def test_flux2_is_split_only_where_it_keeps_no_keys_of_reference_images(mode):
     flux2 = adapter("Flux2Transformer2DModel")
     arguments = {"hidden_states": latents(1, 24, 8), "img_ids": flux2_ids(4, 6)}
     assert flux2.split.tokens(call(**arguments)) == 24
+    assert flux2.split.refuse(call(**arguments)) is None
     keeps = call(**arguments, kv_cache_mode=mode)
-    with pytest.raises(UsageError, match=rf"kv_cache_mode must be None .* got '{mode}'.* one GPU"):
-        flux2.split.tokens(keeps)
+    assert re.match(rf"kv_cache_mode must be None .* got '{mode}'", flux2.split.refuse(keeps))
     assert flux2.grid(keeps) is None
 
 
@@ -365,7 +365,9 @@ def test_hunyuan_video_15_spreads_one_image_over_several_videos():
         ("MiniMaxH3Transformer3DModel", "token_refiner.refiner_blocks.0.attn", ENCODER),
         ("MiniMaxH3Transformer3DModel", "transformer_blocks.0.attn", AttentionRole.SELF),
         ("Krea2Transformer2DModel", "text_fusion.refiner_blocks.0.attn", ENCODER),
-        ("Flux3Transformer2DModel", "mode_blocks.image.0.attn", ENCODER),
+        ("Flux3Transformer2DModel", "mode_blocks.image.0.attn", AttentionRole.SELF),
+        ("Flux3Transformer2DModel", "mode_blocks.image_cond.0.attn", ENCODER),
+        ("Flux3Transformer2DModel", "txt_mode_blocks.0.attn", ENCODER),
         ("Flux3Transformer2DModel", "single_transformer_blocks.0.attn", AttentionRole.SELF),
         ("WanAnimateTransformer3DModel", "face_adapter.0", AttentionRole.CROSS),
         ("WanAnimateTransformer3DModel", "blocks.0.attn1", AttentionRole.SELF),

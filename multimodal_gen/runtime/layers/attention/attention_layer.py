@@ -296,7 +296,8 @@ class AttentionLayer(nn.Module):
             e.primary.selection.backend.is_sparse for e in self.schedule()
         ):
             return self._attend(call)
-        length = sum(call.replicated)
+        front, _, keys_in_front = call.replicated
+        length = front + keys_in_front
         span = context.text_span
         if span is None or span.start:
             context = replace(context, text_span=TextSpan(start=0, length=length))
@@ -309,8 +310,8 @@ class AttentionLayer(nn.Module):
                 ),
             )
         added = 0
-        if call.replicated[2] and (call.mask is None or _of_keys_alone(call.mask)):
-            added = call.replicated[2]
+        if keys_in_front and (call.mask is None or _of_keys_alone(call.mask)):
+            added = keys_in_front
             call = _with_queries(call)
         with use_forward_context(context):
             return self._attend(call)[:, added:]
@@ -581,11 +582,11 @@ def _of_keys_alone(mask: torch.Tensor) -> bool:
 
 def _with_queries(call: AttentionCall) -> AttentionCall:
     """Return a call with queries, zeros, for the keys in front that have none."""
-    count, mask = call.replicated[2], call.mask
+    (_, behind, count), mask = call.replicated, call.mask
     if mask is not None and mask.dim() == 2:  # over as many queries it would mask those too
         mask = mask[:, None, None, :]
     query = F.pad(call.query, (0, 0, 0, 0, count, 0))
-    return call._replace(query=query, mask=mask, mask_meta=None, replicated=(count, 0, 0))
+    return call._replace(query=query, mask=mask, mask_meta=None, replicated=(count, behind, 0))
 
 
 def check_gate(

@@ -96,13 +96,15 @@ def _ring_inputs(
         [call.shares.arrange_keys(x, me) for x in stretch[1:]]
         for stretch in (heads.tokens, heads.front, heads.back)
     )
-    shared = front if front[0].shape[1] else back if back[0].shape[1] else (None, None)
+    shared: list[torch.Tensor | None] = [None, None]
+    if front[0].shape[1] or back[0].shape[1]:
+        shared = [torch.cat(stretches, dim=1) for stretches in zip(front, back, strict=True)]
     keep = shared_keep = None
     if mask is not None:
         mask = mask.flatten(1)
         stretches = [rows.prefix + rows.in_front, sum(call.key_lengths), rows.suffix]
         before, keep, after = torch.split(mask, stretches, dim=1)
-        shared_keep = before if before.shape[1] else after
+        shared_keep = torch.cat((before, after), dim=1)
     ring = RingCall(
         group=call.groups.ring,
         lengths=call.ring_lengths,

@@ -8,6 +8,7 @@ the blocks of a plan.
 Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -202,7 +203,8 @@ def layout_of(
             f"latent_grid=(T, H, W)):`"
         )
     grid, span = context.latent_grid, context.text_span
-    text_first = span is not None and span.start == 0
+    alone = num_queries == num_keys == math.prod(grid)  # as in blocks over the video's tokens
+    text_first = span is not None and span.start == 0 and not alone
     layout = SequenceLayout(
         grid=grid,
         start=span.stop if span is not None and text_first else 0,
