@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia import hopper as host
 
-__all__ = ["async_load", "lacking", "of_tensor"]
+__all__ = ["Address", "async_load", "at_address", "lacking"]
 
 # Since 3.8 a copy of the copy engine is a load; the old name raises from 3.9 on.
 async_load: Any = getattr(tma, "async_load", None) or getattr(
@@ -54,15 +54,34 @@ _NEEDED: tuple[tuple[Any, dict[str, tuple[str, ...]]], ...] = (
 )
 
 
-def of_tensor(descriptor: Any, tensor: torch.Tensor) -> Any:
-    """Return the descriptor of a tensor with the sizes, strides and dtype of the one described.
+class Address:
+    """What a descriptor says of its tensor, without holding its memory.
 
-    Its constructor looks at all of them again, which takes longer than a small kernel runs. The
-    tensor's address must be a multiple of 16 bytes.
+    Args:
+        address: of the first element.
+        dtype: of the elements.
+    """
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
+        return self.address
+
+
+def at_address(descriptor: Any, address: int) -> Any:
+    """Return the descriptor of a tensor of the form of the one described, but elsewhere in memory.
+
+    Its constructor looks at sizes and strides again, which takes longer than a small kernel runs.
+    The address must be a multiple of 16 bytes; nothing holds the memory.
     """
     other = object.__new__(type(descriptor))
     other.__dict__.update(descriptor.__dict__)
-    other.base = tensor
+    other.base = Address(address, descriptor.base.dtype)
     return other
 
 

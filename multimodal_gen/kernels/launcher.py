@@ -4,19 +4,23 @@ Triton looks at every argument of every launch, which for kernels of many argume
 than a small attention runs. Here a launch is looked up by what compilations differ in.
 """
 
-from collections.abc import Sequence
+import copy
+import inspect
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-__all__ = ["Launch", "Launcher"]
+__all__ = ["Launch", "Launcher", "mapped_launches"]
 
 # Integers from here on are passed as 64-bit ones.
 _INT32 = 1 << 31
 # Products and sums are fused, as all kernels were measured. What Triton does where nobody says it
 # differs between releases, and follows the environment.
 _FUSED = MappingProxyType({"enable_fp_fusion": True})
+# Tensor maps that a launch keeps, of some 1 KiB each; see `_Mapped`.
+_MAX_MAPS = 1024
 
 
 class Launcher:
@@ -123,27 +127,124 @@ class Launch:
         self._grid = grid
         self._fixed = fixed
         self._variants = variants
-        self._known: dict[tuple[Any, ...], list[tuple[Any, list[Any]]]] = {}
+        self._known: dict[tuple[Any, ...], list[tuple[Callable[..., None], list[Any]]]] = {}
 
     def __call__(self, first: tuple[Any, ...], *last: Any) -> None:
         """Launch.
 
         Args:
-            first: arguments before the fixed ones.
+            first: arguments before the fixed ones. A descriptor that is the same object stands for
+                the same memory.
             *last: arguments after them.
         """
         launcher, fixed = self._launcher, self._fixed
         key = (*launcher.kinds(first), *launcher.kinds(last, len(first) + len(fixed)))
         known = self._known.get(key)
-        arguments = (*first, *fixed, *last)
         if known is not None:
             for run, named in known:
-                run(*arguments, *named)
+                run(*first, *fixed, *last, *named)
             return
+        arguments = (*first, *fixed, *last)
         every = launcher.each(self._grid, *arguments, variants=self._variants)
         if all(compiled is not None for compiled in every):
             grid = (*self._grid, 1, 1)[:3]
             self._known[key] = [
-                (compiled[grid], launcher.named(options, len(arguments)))
+                (
+                    mapped_launches(compiled, grid, arguments) or compiled[grid],
+                    launcher.named(options, len(arguments)),
+                )
                 for compiled, options in zip(every, self._variants, strict=True)
             ]
+
+
+class _Mapped:
+    """A compilation on a grid, whose launches make the tensor map of a descriptor once.
+
+    Triton has the driver make the map of every descriptor at every launch, which takes longer than
+    all the rest of it. A map says address, sizes and strides alone, and models use the same memory
+    in every step.
+
+    Args:
+        compiled: what is launched.
+        grid: number of programs along three axes.
+        launch: the compilation's launcher, which takes maps in the place of descriptors.
+        make: makes the map of a descriptor, and what is passed with it.
+        layouts: place of a descriptor among the arguments, and what the compilation says of it.
+    """
+
+    __slots__ = ("_active", "_compiled", "_grid", "_launch", "_layouts", "_make", "_maps", "_plain")
+
+    def __init__(
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        launch: Callable[..., None],
+        make: Callable[[Any, Any], list[Any]],
+        layouts: Sequence[tuple[int, Any]],
+    ) -> None:
+        from triton.runtime import driver
+
+        self._compiled, self._grid, self._plain = compiled, grid, compiled[grid]
+        self._launch, self._make, self._layouts = launch, make, layouts
+        self._active = driver.active
+        self._maps: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch; a descriptor that is the same object stands for the same memory."""
+        if _launches_are_watched():
+            self._plain(*arguments)  # profilers are told of launches in Triton's own words
+            return
+        passed: list[Any] = []
+        done = 0
+        for place, layout in self._layouts:
+            passed += arguments[done:place]
+            done = place + 1
+            descriptor = arguments[place]
+            key = place, id(descriptor)
+            known = self._maps.get(key)
+            if known is None:
+                if len(self._maps) >= _MAX_MAPS:
+                    self._maps.clear()
+                # With the descriptor, so that no other one gets its id.
+                known = self._maps[key] = descriptor, self._make(descriptor, layout)
+            passed += known[1]
+        stream = self._active.get_current_stream(self._active.get_current_device())
+        self._launch(
+            *self._grid, stream, self._compiled.function, self._compiled.packed_metadata,
+            None, None, None, *passed, *arguments[done:],
+        )  # fmt: skip
+
+
+def mapped_launches(
+    compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]
+) -> _Mapped | None:
+    """Return launches that keep tensor maps, or None where this Triton makes them elsewhere."""
+    places = [i for i, value in enumerate(arguments) if hasattr(value, "block_shape")]
+    wrapped: Any = getattr(getattr(compiled, "run", None), "launch", None)
+    if not places or getattr(wrapped, "__closure__", None) is None:
+        return None
+    from triton.backends.nvidia import driver
+
+    inside = inspect.getclosurevars(wrapped).nonlocals
+    layouts = inside.get("tensordesc_meta") or ()
+    make = getattr(driver, "make_tensordesc_arg", None)
+    if "launcher" not in inside or make is None or len(layouts) != len(places) or None in layouts:
+        return None
+    launch = copy.copy(compiled.run)
+    launch.launch = inside["launcher"]  # without the step that makes maps
+    # Releases from 3.8 on pass one more, which other GPUs ask for.
+    more = (None,) * (len(inspect.signature(make).parameters) - 2)
+    return _Mapped(
+        compiled,
+        grid,
+        launch,
+        lambda descriptor, layout: make(descriptor, layout, *more),
+        tuple(zip(places, layouts, strict=True)),
+    )
+
+
+def _launches_are_watched() -> bool:
+    from triton import knobs
+
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

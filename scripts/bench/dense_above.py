@@ -113,9 +113,14 @@ class Case:
     data: str
     head_size: int = 128
 
+    @property
+    def tokens(self) -> int:
+        """S."""
+        return math.prod(self.grid)
+
     def draw(self) -> QKV:
         """Return its tensors."""
-        shape = (1, math.prod(self.grid), self.heads, self.head_size)
+        shape = (1, self.tokens, self.heads, self.head_size)
         if self.data == "video":
             size = self.head_size
             return make_video_qkv(self.grid, self.heads, size, dtype=DTYPE, device=DEVICE)
@@ -272,14 +277,14 @@ def measure(
         if "svg2" in name or "threshold" in name:
             times[name] = [generation_ms(runs[name], str(i)) / STEPS for i in range(2)]
     best = statistics.median(times["auto"])
-    flop = 4.0 * case.heads * math.prod(case.grid) ** 2 * case.head_size
+    flop = 4.0 * case.heads * case.tokens**2 * case.head_size
     rows = []
     for row in rows_of(
         times,
         commit=commit,
         benchmark="dense_above",
         case=case.name,
-        shape=f"B1 H{case.heads} S{math.prod(case.grid)} D{case.head_size}",
+        shape=f"B1 H{case.heads} S{case.tokens} D{case.head_size}",
         flop=flop,
         flop_formula="4*H*S*S*D, of all pairs",
         errors=errors,
@@ -302,11 +307,12 @@ def main() -> None:
     """Measure the cases and append their rows; say what is slower than it should be."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--vmoba-mib", type=int, nargs="*", default=[], help="MiB of copies")
+    parser.add_argument("--case", default="", help="run the cases whose name contains this")
     parser.add_argument("--smoke", action="store_true", help="tiny cases only")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     cases, methods = (SMOKE_CASES, SMOKE) if arguments.smoke else (CASES, METHODS)
-    for case in cases:
+    for case in (case for case in cases if arguments.case in case.name):
         rows = measure(
             case,
             methods,

@@ -25,6 +25,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -53,7 +54,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, un
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
-from multimodal_gen.kernels.gluon_compat import async_load, of_tensor
+from multimodal_gen.kernels.gluon_compat import Address, async_load, at_address
 from multimodal_gen.kernels.launcher import Launch, Launcher
 
 # Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
@@ -504,8 +505,13 @@ def describe(tensor: torch.Tensor, rows: int, head_size: int) -> TensorDescripto
 
     Its first element must lie at a multiple of 16 bytes.
     """
-    known = _described(tensor.shape, tensor.stride(), tensor.dtype, rows, head_size)
-    return of_tensor(known, tensor)
+    form = (tensor.shape, tensor.stride(), tensor.dtype, rows, head_size)
+    return _described_at(tensor.data_ptr(), *form)
+
+
+@lru_cache(maxsize=4096)
+def _described_at(address: int, *form: Any) -> TensorDescriptor:
+    return at_address(_described(*form), address)
 
 
 @lru_cache(maxsize=1024)
@@ -516,8 +522,8 @@ def _described(
     sizes = [shape[i] for i in order]
     # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
     steps = [strides[i] if shape[i] > 1 else 64 for i in order[:3]]
-    nothing = torch.empty(0, dtype=dtype, device="cpu")
-    return TensorDescriptor(nothing, sizes, [*steps, 1], [1, 1, rows, head_size], _TILE_LAYOUT)
+    nowhere = Address(0, dtype)
+    return TensorDescriptor(nowhere, sizes, [*steps, 1], [1, 1, rows, head_size], _TILE_LAYOUT)
 
 
 def attend(

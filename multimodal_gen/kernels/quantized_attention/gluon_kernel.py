@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
-from multimodal_gen.kernels.gluon_compat import of_tensor
+from multimodal_gen.kernels.gluon_compat import Address, at_address
 from multimodal_gen.kernels.launcher import Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
     Outs,
@@ -508,8 +508,13 @@ def describe(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
     Columns have stride 1, other strides are multiples of 16 bytes, and so is the address.
     """
-    known = _described(tensor.shape, tensor.stride(), tensor.dtype, rows, columns)
-    return of_tensor(known, tensor)
+    form = (tensor.shape, tensor.stride(), tensor.dtype, rows, columns)
+    return _described_at(tensor.data_ptr(), *form)
+
+
+@lru_cache(maxsize=4096)
+def _described_at(address: int, *form: Any) -> TensorDescriptor:
+    return at_address(_described(*form), address)
 
 
 @lru_cache(maxsize=1024)
@@ -522,8 +527,8 @@ def _described(
     )
     # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
     steps = [strides[i] if shape[i] > 1 else 64 for i in range(3)]
-    nothing = torch.empty(0, dtype=dtype, device="cpu")
-    return TensorDescriptor(nothing, list(shape), [*steps, 1], [1, 1, rows, columns], layout)
+    nowhere = Address(0, dtype)
+    return TensorDescriptor(nowhere, list(shape), [*steps, 1], [1, 1, rows, columns], layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
