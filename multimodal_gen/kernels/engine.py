@@ -338,8 +338,9 @@ def forget_choices() -> None:
 
 
 @cache
+@cache
 def place_of(device: torch.device) -> tuple[str, tuple[int, int] | None]:
-    """Return the platform of a device, and the compute capability of an NVIDIA GPU."""
+    """Return the platform of a tensor's device, and the compute capability of an NVIDIA GPU."""
     if device.type != "cuda":
         return device.type, None
     if torch.version.hip is not None:

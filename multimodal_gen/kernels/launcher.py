@@ -8,18 +8,21 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Launch", "Launcher", "mapped_launches"]
+__all__ = ["Direct", "Launch", "Launcher"]
+
+# Launches on a grid along three axes with all of a kernel's parameters, in its order.
+_Run: TypeAlias = Callable[[tuple[int, ...], Sequence[Any]], None]
 
 # Integers from here on are passed as 64-bit ones.
 _INT32 = 1 << 31
 # Products and sums are fused, as all kernels were measured. What Triton does where nobody says it
 # differs between releases, and follows the environment.
 _FUSED = MappingProxyType({"enable_fp_fusion": True})
-# Tensor maps that a launch keeps, of some 1 KiB each; see `_Mapped`.
+# Tensor maps that a launch keeps, of some 1 KiB each; see `Direct`.
 _MAX_MAPS = 1024
 
 
@@ -35,7 +38,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], _Run] = {}
         params = getattr(kernel, "params", ())  # the interpreter has none
         self._names = tuple(p.name for p in params)
         # Whether compilations depend on the value of an integer, and not just on its width.
@@ -54,11 +57,11 @@ class Launcher:
 
     def each(
         self, grid: tuple[int, ...], *arguments: Any, variants: Sequence[dict[str, Any]]
-    ) -> list[Any]:
+    ) -> "list[_Run | None]":
         """Launch once for each of several options, one after another; see `__call__`.
 
         Returns:
-            What each was compiled to, or None where Triton is asked every time.
+            What launches each again, or None where Triton is asked every time.
         """
         if torch.version.hip is not None or not self._names:
             # Compilations for AMD GPUs differ in more.
@@ -69,14 +72,14 @@ class Launcher:
         found = []
         for options in variants:
             key = (*kinds, *options.items())
-            compiled = self._compiled.get(key)
-            if compiled is None:
+            run = self._compiled.get(key)
+            if run is not None:
+                run(_in_space(grid), (*arguments, *self.named(options, len(arguments))))
+            else:
                 compiled = self._kernel[grid](*arguments, **_FUSED, **options)
                 if compiled is not None:
-                    self._compiled[key] = compiled
-            else:
-                compiled[(*grid, 1, 1)[:3]](*arguments, *self.named(options, len(arguments)))
-            found.append(compiled)
+                    run = self._compiled[key] = Direct.of(compiled, arguments) or _plain(compiled)
+            found.append(run)
         return found
 
     def named(self, options: dict[str, Any], first: int) -> list[Any]:
@@ -124,127 +127,136 @@ class Launch:
         variants: Sequence[dict[str, Any]],
     ) -> None:
         self._launcher = launcher
-        self._grid = grid
+        self._grid = _in_space(grid)
         self._fixed = fixed
         self._variants = variants
-        self._known: dict[tuple[Any, ...], list[tuple[Callable[..., None], list[Any]]]] = {}
+        self._known: dict[tuple[Any, ...], list[tuple[_Run, list[Any]]]] = {}
 
     def __call__(self, first: tuple[Any, ...], *last: Any) -> None:
         """Launch.
 
         Args:
-            first: arguments before the fixed ones. A descriptor that is the same object stands for
-                the same memory.
+            first: arguments before the fixed ones.
             *last: arguments after them.
         """
         launcher, fixed = self._launcher, self._fixed
         key = (*launcher.kinds(first), *launcher.kinds(last, len(first) + len(fixed)))
         known = self._known.get(key)
+        arguments = (*first, *fixed, *last)
         if known is not None:
             for run, named in known:
-                run(*first, *fixed, *last, *named)
+                run(self._grid, (*arguments, *named))
             return
-        arguments = (*first, *fixed, *last)
         every = launcher.each(self._grid, *arguments, variants=self._variants)
-        if all(compiled is not None for compiled in every):
-            grid = (*self._grid, 1, 1)[:3]
-            self._known[key] = [
-                (
-                    mapped_launches(compiled, grid, arguments) or compiled[grid],
-                    launcher.named(options, len(arguments)),
-                )
-                for compiled, options in zip(every, self._variants, strict=True)
-            ]
+        found = [
+            (run, launcher.named(options, len(arguments)))
+            for run, options in zip(every, self._variants, strict=True)
+            if run is not None
+        ]
+        if len(found) == len(every):
+            self._known[key] = found
 
 
-class _Mapped:
-    """A compilation on a grid, whose launches make the tensor map of a descriptor once.
+class Direct:
+    """A compilation that is launched with less of Triton's own Python, and the same in effect.
 
-    Triton has the driver make the map of every descriptor at every launch, which takes longer than
-    all the rest of it. A map says address, sizes and strides alone, and models use the same memory
-    in every step.
+    Where a kernel takes descriptors, Triton has the driver make the tensor map of each at every
+    launch, which takes longer than all the rest of it. A map says address, sizes and strides
+    alone, and models use the same memory in every step: maps are kept here.
 
     Args:
         compiled: what is launched.
-        grid: number of programs along three axes.
         launch: the compilation's launcher, which takes maps in the place of descriptors.
         make: makes the map of a descriptor, and what is passed with it.
         layouts: place of a descriptor among the arguments, and what the compilation says of it.
     """
 
-    __slots__ = ("_active", "_compiled", "_grid", "_launch", "_layouts", "_make", "_maps", "_plain")
-
     def __init__(
         self,
         compiled: Any,
-        grid: tuple[int, ...],
         launch: Callable[..., None],
         make: Callable[[Any, Any], list[Any]],
         layouts: Sequence[tuple[int, Any]],
     ) -> None:
+        from triton import knobs
         from triton.runtime import driver
 
-        self._compiled, self._grid, self._plain = compiled, grid, compiled[grid]
-        self._launch, self._make, self._layouts = launch, make, layouts
-        self._active = driver.active
+        self._compiled, self._launch, self._make, self._layouts = compiled, launch, make, layouts
+        self._active, self._hooks = driver.active, knobs.runtime
         self._maps: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
 
-    def __call__(self, *arguments: Any) -> None:
-        """Launch; a descriptor that is the same object stands for the same memory."""
-        if _launches_are_watched():
-            self._plain(*arguments)  # profilers are told of launches in Triton's own words
+    @classmethod
+    def of(cls, compiled: Any, arguments: Sequence[Any]) -> "Direct | None":
+        """Return launches of a compilation, or None where this Triton launches otherwise.
+
+        Args:
+            compiled: what a launch returned.
+            arguments: what was launched.
+        """
+        run = getattr(compiled, "run", None)
+        if run is None:
+            return None
+        from triton import knobs
+        from triton.backends.nvidia import driver
+
+        watched = getattr(knobs.runtime, "launch_enter_hook", None)
+        if type(run) is not getattr(driver, "CudaLauncher", None) or not hasattr(watched, "calls"):
+            return None
+        launch, make = copy.copy(run), getattr(driver, "make_tensordesc_arg", None)
+        places = [i for i, value in enumerate(arguments) if hasattr(value, "block_shape")]
+        if not places or make is None:
+            return None if places else cls(compiled, launch, lambda *_: [], ())
+        # Triton makes maps in a function around the driver's.
+        inside = inspect.getclosurevars(run.launch).nonlocals
+        layouts = inside.get("tensordesc_meta") or ()
+        if "launcher" not in inside or len(layouts) != len(places) or None in layouts:
+            return None
+        launch.launch = inside["launcher"]
+        # Releases from 3.8 on pass one more, which other GPUs ask for.
+        more = (None,) * (len(inspect.signature(make).parameters) - 2)
+        return cls(
+            compiled,
+            launch,
+            lambda descriptor, layout: make(descriptor, layout, *more),
+            tuple(zip(places, layouts, strict=True)),
+        )
+
+    def __call__(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """Launch; an `Address` that is the same object stands for the same memory."""
+        if self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
+            self._compiled[grid](*arguments)  # profilers are told in Triton's own words
             return
-        passed: list[Any] = []
-        done = 0
-        for place, layout in self._layouts:
-            passed += arguments[done:place]
-            done = place + 1
-            descriptor = arguments[place]
-            key = place, id(descriptor)
-            known = self._maps.get(key)
-            if known is None:
-                if len(self._maps) >= _MAX_MAPS:
-                    self._maps.clear()
-                # With the descriptor, so that no other one gets its id.
-                known = self._maps[key] = descriptor, self._make(descriptor, layout)
-            passed += known[1]
+        passed = arguments
+        if self._layouts:
+            passed, done = [], 0
+            for place, layout in self._layouts:
+                passed += arguments[done:place]
+                done = place + 1
+                passed += self._map(arguments[place], place, layout)
+            passed += arguments[done:]
         stream = self._active.get_current_stream(self._active.get_current_device())
-        self._launch(
-            *self._grid, stream, self._compiled.function, self._compiled.packed_metadata,
-            None, None, None, *passed, *arguments[done:],
-        )  # fmt: skip
+        compiled = self._compiled
+        function, metadata = compiled.function, compiled.packed_metadata
+        self._launch(*grid, stream, function, metadata, None, None, None, *passed)
+
+    def _map(self, descriptor: Any, place: int, layout: Any) -> list[Any]:
+        if isinstance(descriptor.base, torch.Tensor):
+            return self._make(descriptor, layout)  # what is kept would hold its memory
+        key = place, id(descriptor)
+        known = self._maps.get(key)
+        if known is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            # With the descriptor, so that no other one gets its id.
+            known = self._maps[key] = descriptor, self._make(descriptor, layout)
+        return known[1]
 
 
-def mapped_launches(
-    compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]
-) -> _Mapped | None:
-    """Return launches that keep tensor maps, or None where this Triton makes them elsewhere."""
-    places = [i for i, value in enumerate(arguments) if hasattr(value, "block_shape")]
-    wrapped: Any = getattr(getattr(compiled, "run", None), "launch", None)
-    if not places or getattr(wrapped, "__closure__", None) is None:
-        return None
-    from triton.backends.nvidia import driver
-
-    inside = inspect.getclosurevars(wrapped).nonlocals
-    layouts = inside.get("tensordesc_meta") or ()
-    make = getattr(driver, "make_tensordesc_arg", None)
-    if "launcher" not in inside or make is None or len(layouts) != len(places) or None in layouts:
-        return None
-    launch = copy.copy(compiled.run)
-    launch.launch = inside["launcher"]  # without the step that makes maps
-    # Releases from 3.8 on pass one more, which other GPUs ask for.
-    more = (None,) * (len(inspect.signature(make).parameters) - 2)
-    return _Mapped(
-        compiled,
-        grid,
-        launch,
-        lambda descriptor, layout: make(descriptor, layout, *more),
-        tuple(zip(places, layouts, strict=True)),
-    )
+def _plain(compiled: Any) -> _Run:
+    """Return launches of a compilation by Triton's own Python."""
+    return lambda grid, arguments: compiled[grid](*arguments)
 
 
-def _launches_are_watched() -> bool:
-    from triton import knobs
-
-    runtime = knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+def _in_space(grid: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a grid along three axes."""
+    return (*grid, 1, 1)[:3]

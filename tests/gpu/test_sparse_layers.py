@@ -47,6 +47,7 @@ Window = tuple[int, int, int]
 def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs take as many passes as large ones, with nothing left of other tests."""
     monkeypatch.setattr(tiles_module, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(tiles_module, "_BYTES_IN_TWO", 0)
     monkeypatch.setattr(tiles_module, "_SHARE_AT_ONCE", 0.0)
     for cached in (sta_backend._plan, tiles_module._tiled_sequence, tiles_module.tiled_video):
         cached.cache_clear()

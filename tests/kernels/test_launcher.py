@@ -124,7 +124,7 @@ def test_a_launch_with_fixed_arguments_compiles_once_and_passes_all() -> None:
     assert len(kernel.compiled) == 2
     for compiled, shape in zip(kernel.compiled, ("do", "redo"), strict=True):
         assert [(grid, a[0] is DATA, *a[1:]) for grid, a in compiled.launches] == [
-            ((3,), True, 7, 5, shape),
+            ((3, 1, 1), True, 7, 5, shape),
             ((3, 1, 1), True, 7, 16, shape),
         ]
 
@@ -150,4 +150,4 @@ def test_launches_with_other_fixed_arguments_share_what_is_compiled() -> None:
     for grid in (1, 2):
         Launch(launcher, (grid,), (7,), VARIANTS[:1])((DATA,), 5)
     (compiled,) = kernel.compiled
-    assert [grid for grid, _ in compiled.launches] == [(1,), (2, 1, 1)]
+    assert [grid for grid, _ in compiled.launches] == [(1, 1, 1), (2, 1, 1)]

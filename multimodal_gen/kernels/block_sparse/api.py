@@ -32,6 +32,7 @@ from multimodal_gen.kernels.block_sparse.tail import (
 )
 from multimodal_gen.kernels.block_sparse.tuning import (
     CHOICE_ROWS,
+    REDO_PAYS,
     BackwardTiles,
     backward_tiles,
     gluon_tile,
@@ -291,13 +292,14 @@ def _run_gluon(call: Call) -> _Results:
 
     q, plan = call.q, call.plan
     out, lse = empty_results(q, plan, call.return_lse)
+    small = q.numel() * plan.kv.total < REDO_PAYS
     tile = gluon_tile(
         q_size=plan.q.size,
         kv_size=plan.kv.size,
         regular=plan.kv.is_regular,
         row_bits=plan.row_bits is not None,
-        fast=q.dtype == torch.bfloat16 and call.skip is None,
-        deterministic=call.deterministic,
+        fast=q.dtype == torch.bfloat16 and call.skip is None and not small,
+        deterministic=call.deterministic or small,
         skips=call.skip is not None,
     )
     attend(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile, skip=call.skip)

@@ -557,9 +557,11 @@ def attend(
     if prepared is None:
         prepared = plan.remember(key, _prepare(q, k, plan, tile, out, lse, below))
     size, rows = prepared.head_size, prepared.num_flags
-    # One allocation, whose second part begins at a multiple of 16 bytes like the first.
-    marks = prepared.counts.new_zeros(rows + prepared.num_sweeps)
-    sweep = marks[rows:] if prepared.num_sweeps else marks
+    marks = sweep = prepared.counts  # where nothing is marked
+    if rows or prepared.num_sweeps:
+        # One allocation, whose second part begins at a multiple of 16 bytes like the first.
+        marks = prepared.counts.new_zeros(rows + prepared.num_sweeps)
+        sweep = marks[rows:] if prepared.num_sweeps else marks
     # Where steps are skipped nothing is flagged, and they are counted in that place.
     flags = marks if skip is None else skip.counts_on(q.device)
     prepared.launch(
@@ -584,7 +586,7 @@ class _Prepared:
         launch: the kernel, and the one that redoes flagged tiles, if any.
         head_size: D, padded.
         counts: a tensor of the plan.
-        num_flags: int32 flags to make room for, a multiple of four.
+        num_flags: int32 flags to make room for, a multiple of four; 0 where no tile is flagged.
         num_sweeps: positions of key sweeps to make room for.
     """
 
@@ -647,7 +649,7 @@ def _prepare(
         launch=Launch(_launcher(), (num_tiles,), arguments, variants),
         head_size=shape.head_size,
         counts=counts,
-        num_flags=-(-num_tiles // 4) * 4 if tile.fast else 4,
+        num_flags=-(-num_tiles // 4) * 4 if tile.fast else 0,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
     )
 

@@ -24,7 +24,7 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     gluon_tile,
     triton_tile,
 )
-from multimodal_gen.kernels.launcher import mapped_launches
+from multimodal_gen.kernels.launcher import Direct
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import (
@@ -353,13 +353,34 @@ def test_the_backward_kernels_hardly_spill(
     assert_clean(compiler.kernels, most=16)
 
 
-def test_a_launch_that_keeps_tensor_maps_passes_what_triton_would(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By Triton's own launcher, but for its last step and the driver's function for a map."""
-    import triton
+def stand_in(launches: list[Any]) -> Any:
+    """Return a compilation of four parameters, two of them descriptors, that notes its launches.
+
+    All of it is Triton's own but the function that asks the driver to launch.
+    """
     from triton.backends.nvidia import driver
     from triton.compiler.compiler import CompiledKernel
+
+    run = object.__new__(driver.CudaLauncher)
+    zero = ("launch_pdl", "launch_cooperative_grid", "gsan_enabled")
+    for kind in ("global", "profile"):
+        zero += (f"{kind}_scratch_size", f"{kind}_scratch_align")
+    run.__dict__ |= dict.fromkeys(zero, 0)
+    run.__dict__ |= {"num_ctas": 1, "arg_annotations": "a", "kernel_signature": "s"}
+    run.launch = driver.wrap_handle_tensordesc(
+        lambda *passed: launches.append(passed),
+        {0: "tensordesc<bf16[64]>", 1: "i32", 2: "tensordesc<bf16[64]>", 3: "i32"},
+        ["first", "second"],
+    )
+    compiled = object.__new__(type("Compiled", (CompiledKernel,), {"__del__": lambda self: None}))
+    compiled.__dict__ |= {"module": 1, "function": 5, "_run": run, "packed_metadata": "packed"}
+    compiled.__dict__ |= {"name": "kernel", "src": None}
+    return compiled
+
+
+def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from triton.backends.nvidia import driver
 
     from multimodal_gen.kernels.block_sparse.gluon_kernel import describe
 
@@ -371,27 +392,15 @@ def test_a_launch_that_keeps_tensor_maps_passes_what_triton_would(
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", make)
     monkeypatch.setattr(triton.runtime.driver, "_active", StandInDriver())
-    signature = {0: "tensordesc<bf16[64]>", 1: "i32", 2: "tensordesc<bf16[64]>", 3: "i32"}
-    run = object.__new__(driver.CudaLauncher)
-    run.__dict__ |= dict.fromkeys(
-        ("global_scratch_size", "global_scratch_align", "profile_scratch_size",
-         "profile_scratch_align", "launch_pdl", "launch_cooperative_grid", "gsan_enabled"), 0,
-    ) | {"num_ctas": 1, "arg_annotations": "annotations", "kernel_signature": "signature"}  # fmt: skip
-    run.launch = driver.wrap_handle_tensordesc(
-        lambda *passed: launches.append(passed), signature, ["first", "second"]
-    )
-    quiet = type("Compiled", (CompiledKernel,), {"__del__": lambda self: None})
-    compiled = object.__new__(quiet)
-    compiled.__dict__ |= {"module": 1, "function": 5, "_run": run, "packed_metadata": "packed"}
-    compiled.__dict__ |= {"name": "kernel", "src": None}
+    compiled = stand_in(launches)
     q, k = (torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     arguments = (describe(q, 64, 64), 7, describe(k, 64, 64), 8)
-    mapped = mapped_launches(compiled, (3, 1, 1), arguments)
-    assert mapped is not None
+    direct = Direct.of(compiled, arguments)
+    assert direct is not None
     compiled[3, 1, 1](*arguments)
     made.clear()
     for _ in range(2):
-        mapped(*arguments)
+        direct((3, 1, 1), arguments)
     assert made == ["first", "second"]
     plain, *kept = launches
     for passed in kept:
@@ -399,10 +408,10 @@ def test_a_launch_that_keeps_tensor_maps_passes_what_triton_would(
         seen = [None if b is None else a for a, b in zip(plain, passed, strict=True)]
         assert [tuple(x) if isinstance(x, list) else x for x in seen] == list(passed)
         assert sum(value is None for value in passed) - sum(value is None for value in plain) == 3
-    mapped(describe(k, 64, 64), 7, describe(k, 64, 64), 8)
+    direct((3, 1, 1), (describe(k, 64, 64), 7, describe(k, 64, 64), 8))
     assert made == ["first", "second", "first"]
     with monkeypatch.context() as patched:
         hook = triton.knobs.runtime.launch_enter_hook
         patched.setattr(hook, "calls", [lambda metadata: None])
-        mapped(*arguments)
+        direct((3, 1, 1), arguments)
         assert hook in launches[-1]

@@ -66,9 +66,11 @@ _Grid = tuple[int, int, int]
 _Share = TypeVar("_Share", float, torch.Tensor)
 
 # Copies of q, k, v and the output are made for a share of the heads at a time, and of two such
-# shares at once. Launches of less than so many bytes would cost more than they save.
+# shares at once. Launches of less than so many bytes would cost more than they save; where the
+# copies of all heads take so many at most, two shares keep the GPU busier than the host.
 _SHARE_AT_ONCE = 0.05
 _BYTES_AT_ONCE = 64 << 20
+_BYTES_IN_TWO = 512 << 20
 
 _DENSE_BLOCK = 384  # rows of a block where everything is attended to: the engine's fastest
 
@@ -647,6 +649,8 @@ def head_slices(
     """
     copies = 2 * (query.numel() + out.numel()) * query.element_size() // kv_heads
     at_once = max(int(kv_heads * share), -(-_BYTES_AT_ONCE // copies), 1)
+    if kv_heads * copies <= _BYTES_IN_TWO:
+        at_once = max(at_once, -(-kv_heads // 2))
     return [slice(h, min(h + at_once, kv_heads)) for h in range(0, kv_heads, at_once)]
 
 
