@@ -1,5 +1,6 @@
 """`sglang generate --stream` and its generator, against the same pipelines called as a whole."""
 
+import functools
 import json
 import os
 import signal
@@ -13,14 +14,22 @@ from types import SimpleNamespace
 import imageio_ffmpeg
 import numpy as np
 import pytest
+import torch
+from diffusers import HeliosPipeline
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.generator import stream
 from multimodal_gen.runtime.generator.output import GrowingVideo, OutputTarget
 from multimodal_gen.runtime.generator.stream import Streaming
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR, HELIOS
+from multimodal_gen.testing.tiny_models.streaming import (
+    ANYFLOW_FAR,
+    HELIOS,
+    HELIOS_PYRAMID,
+    SKYREELS,
+)
 
 pytestmark = [
     # The scheduler of Helios gives numpy tensors; FlexAttention is slow where it is not compiled.
@@ -81,6 +90,72 @@ def test_chunks_are_the_frames_of_the_whole_video(generator) -> None:
     # Nothing of a stream stays with the pipeline.
     again = generator.generate(prompt="a fox", seed=0, **HELIOS_CALL)
     assert np.array_equal(again.pixels[0], whole.pixels[0])
+
+
+def test_a_long_video_is_made_in_calls_that_know_no_more_than_the_model_reads(
+    generator, monkeypatch
+) -> None:
+    monkeypatch.setattr(stream, "_CHUNKS_OF_A_CALL", 1)
+    calls, own = [], HeliosPipeline.__call__
+
+    @functools.wraps(own)
+    def call(self, **arguments):
+        calls.append(arguments)
+        return own(self, **arguments)
+
+    settings = {**HELIOS_CALL, "num_frames": 35}
+    whole = generator.generate(prompt="a fox", seed=0, **settings)
+    monkeypatch.setattr(HeliosPipeline, "__call__", call)
+    chunks = []
+    made = generator.generate(
+        prompt="a fox", seed=0, stream=True, on_chunk=chunks.append, **settings
+    )
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+    # Four calls of three latent frames, each of which is given seven at most.
+    assert [x["num_frames"] for x in calls] == [9] * 4
+    assert [x["video_latents"].shape[2] for x in calls[1:]] == [3, 6, 7]
+    assert made.latents.shape[2] == 3
+    assert made.record["produced"] == whole.record["produced"]
+
+
+@pytest.mark.slow
+def test_latents_that_are_saved_are_those_of_all_calls(generator, monkeypatch, tmp_path) -> None:
+    settings = {**HELIOS_CALL, "prompt": "a fox", "seed": 0, "save_latents": True, "stream": True}
+    whole = generator.generate(**settings, output_path=tmp_path / "whole")
+    monkeypatch.setattr(stream, "_CHUNKS_OF_A_CALL", 1)
+    saved = generator.generate(**settings, output_path=tmp_path / "parts")
+    assert torch.equal(saved.latents, whole.latents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("family", "frames"),
+    [(SKYREELS, [9, 4, 4]), (HELIOS_PYRAMID, [9, 8])],
+    ids=["skyreels", "pyramid"],
+)
+def test_other_pipelines_hand_on_the_frames_of_the_whole_video(
+    family, frames, guidance, tmp_path
+) -> None:
+    family.build(0).save_pretrained(tmp_path / "model")
+    call = {"height": family.height, "width": family.width, "num_frames": family.num_frames}
+    call |= {"prompt": "a fox", "seed": 0, "guidance_scale": guidance}
+    call |= {"pipeline_arg": dict(family.extra_kwargs)}
+    if family is SKYREELS:
+        call["num_inference_steps"] = 2
+    (tmp_path / "prompts.txt").write_text("0.375 two dogs\n")
+    chunks, later = [], []
+    with DiffGenerator.from_pretrained(tmp_path / "model") as generator:
+        whole = generator.generate(**call)
+        made = generator.generate(**call, stream=True, on_chunk=chunks.append)
+        prompts = {"prompts_file": tmp_path / "prompts.txt"}
+        generator.generate(**call, **prompts, stream=True, on_chunk=later.append)
+    assert [chunk.num_frames for chunk in chunks] == frames
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+    assert made.record["produced"] == whole.record["produced"]
+    assert [chunk.prompt for chunk in later] == ["a fox"] + ["two dogs"] * (len(frames) - 1)
+    for n, (one, other) in enumerate(zip(chunks, later, strict=True)):
+        assert np.array_equal(one.frames, other.frames) is (n < 1)
 
 
 def test_values_that_are_not_finite_are_counted() -> None:
@@ -262,7 +337,7 @@ def test_pipelines_that_make_a_video_as_a_whole_are_refused(sglang, tiny_pipelin
     found = sglang("generate", "--model-path", tiny_pipeline("wan"), *flags)
     assert found.code == 2
     assert "--stream must be left out for WanPipeline" in found.err
-    assert "HeliosPipeline, AnyFlowFARPipeline" in found.err
+    assert ", ".join(stream.STREAMED) in found.err
 
 
 def test_several_ranks_are_refused(generator, monkeypatch) -> None:

@@ -78,8 +78,9 @@ class Timings:
         return time.perf_counter()
 
     def start_steps(self) -> None:
-        """Mark the start of the first denoising step."""
-        self._started = self._mark = self.now()
+        """Mark the start of denoising steps; pipelines of several chunks have several starts."""
+        self._mark = self.now()
+        self._started = self._started or self._mark
 
     def step_done(self) -> None:
         """Mark the end of a denoising step."""
@@ -90,7 +91,7 @@ class Timings:
     def split(self, start: float) -> None:
         """Take what ran since `start`, outside the steps, as the phases "prepare" and "decode"."""
         end = self.now()
-        self.phases["prepare"] = (self._started or start) - start
+        self.phases.setdefault("prepare", (self._started or start) - start)
         self.phases["decode"] = end - (self._mark or end)
 
     def as_dict(self) -> dict[str, Json]:

@@ -1,16 +1,20 @@
 """Frames of a video as its chunks finish, from pipelines that make it chunk by chunk.
 
 Such pipelines return the whole video at the end of one call. Here every chunk is taken out of the
-call when it is done, decoded if the pipeline did not do so, and handed on; nothing but the latents
-is kept. The frames are those that the call would have returned.
+call when it is done, decoded if the pipeline did not do so, and handed on. The frames are those
+that the call would have returned.
 
-    HeliosPipeline      decodes each chunk by itself: the result of its autoencoder is taken away
-    AnyFlowFARPipeline  forwards the past once more after each chunk: before that the chunk is
-                        decoded, with what the autoencoder knows of the frames before it
+    HeliosPipeline,         decode each chunk by itself: the result of the autoencoder is taken
+    HeliosPyramidPipeline   away. They keep all latents and read the last few, so that a long video
+                            is made in several calls, each of which is given those few
+    AnyFlowFARPipeline      forwards all of the past once more after each chunk: before that the
+                            chunk is decoded, with what the autoencoder knows of the frames before
+    SkyReelsV2Diffusion-    makes a long video in parts that overlap: a part is decoded, likewise,
+    ForcingPipeline         when the next one begins
 
-A later prompt takes over with the first chunk that begins at its time or after it. Helios keeps
-latents of the past, which have no prompt. AnyFlow-FAR encodes its past anew before every chunk,
-from then on with the new prompt.
+A later prompt takes over with the first chunk that begins at its time or after it. Helios and
+SkyReels-V2 keep latents of the past, which have no prompt. AnyFlow-FAR encodes its past anew before
+every chunk, from then on with the new prompt.
 
 Shapes: B batch, C channels, T frames, H and W height and width, in pixels or latents.
 """
@@ -39,6 +43,7 @@ from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import expanded
 
 __all__ = [
+    "STREAMED",
     "Give",
     "StreamedChunk",
     "Streaming",
@@ -102,9 +107,14 @@ def check_stream(index: PipelineIndex, args: ServerArgs) -> None:
             f"--stream must be left out for {index.name}, which makes a video as a whole; these "
             f"pipelines make it chunk by chunk: {', '.join(_TAKEN)}"
         )
-    if args.vae_tiling and index.name == "AnyFlowFARPipeline":
+    if args.last_image_path is not None and _TAKEN[index.name] is _SkyReels:
         raise UsageError(
-            "--vae-tiling must be left out with --stream and AnyFlowFARPipeline: tiles of the "
+            f"--last-image-path must be left out with --stream and {index.name}, whose last frames "
+            "it cuts off when all are there"
+        )
+    if args.vae_tiling and issubclass(_TAKEN[index.name], _Followed):
+        raise UsageError(
+            f"--vae-tiling must be left out with --stream and {index.name}: tiles of the "
             "autoencoder know nothing of the frames of the chunk before"
         )
     read_timed_prompts(args.prompts_file)
@@ -168,6 +178,7 @@ class Streaming:
         self.later = read_timed_prompts(args.prompts_file)
         self.interrupted = False
         self._first = args.prompt or ""
+        self._saves = args.save_latents
         self._give = give
         self._started = time.perf_counter()
         self._fps = 1
@@ -181,9 +192,11 @@ class Streaming:
         return sum(frames for frames, _, _ in self._made)
 
     def run(self, pipe: Any, call: Call, timings: Timings) -> Denoised:
-        """Run the pipeline; the result has the latents of the whole video and no pixels.
+        """Run the pipeline; the result has latents and no pixels.
 
-        Ctrl-C, once frames were handed on, ends it with what is done, and without latents.
+        They are of the whole video where the pipeline keeps them itself, or where they are to be
+        saved; else of the last call that was made of it. Ctrl-C, once frames were handed on, ends
+        it with what is done, and without latents.
 
         Raises:
             UsageError: the pipeline refuses its arguments, or decodes what is not finite.
@@ -193,10 +206,14 @@ class Streaming:
         taken = _TAKEN[type(pipe).__name__](pipe, self, self._embedded(pipe, arguments))
         try:
             with taken.hooked():
-                run = denoise(pipe, replace(call, arguments=arguments), timings)
-                latents = torch.stack(run.pixels)
+                latents, kept = torch.empty(0), []
+                for part in taken.parts(arguments):
+                    run = denoise(pipe, replace(call, arguments=part), timings)
+                    latents = taken.made(torch.stack(run.pixels))
+                    kept += [latents.cpu()] * self._saves
                 with torch.no_grad():
                     taken.end(latents)
+                latents = torch.cat(kept, dim=2) if len(kept) > 1 else latents
         except KeyboardInterrupt:
             if not self._made:
                 raise
@@ -291,6 +308,7 @@ class _Taken(ABC):
         self.stream = stream
         self.later = later
         self.num_latents = 0  # latent frames of the chunks that are done
+        self._text: torch.Tensor | None = None
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -302,6 +320,14 @@ class _Taken(ABC):
         finally:
             hook.remove()
 
+    def parts(self, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Yield the arguments of the calls that make the video, each when the last one is done."""
+        yield arguments
+
+    def made(self, latents: torch.Tensor) -> torch.Tensor:
+        """Take what a call returned, [1, C, T, H, W]; returns what it made of it."""
+        return latents
+
     @abstractmethod
     def decoding(self) -> Any:
         """Return a context manager in which the autoencoder decodes chunk by chunk."""
@@ -312,12 +338,26 @@ class _Taken(ABC):
 
     @abstractmethod
     def end(self, latents: torch.Tensor) -> None:
-        """Hand on what is left; `latents` are [1, C, T, H, W], of the whole video."""
+        """Hand on what is left; `latents` are [1, C, T, H, W], of the last call."""
 
     def prompt_from(self, latent_frame: int) -> int:
         """Return which prompt holds from a latent frame on; see `Streaming.prompt_at`."""
         factor = self.pipe.vae_scale_factor_temporal
         return self.stream.prompt_at(max(0, (latent_frame - 1) * factor + 1))
+
+    def text_from(self, arguments: Mapping[str, Any], prompt: int) -> Mapping[str, Any]:
+        """Return what differs in a call that has either the prompt or the negative one.
+
+        Args:
+            arguments: of the call.
+            prompt: which prompt holds.
+        """
+        text = arguments["encoder_hidden_states"]
+        if self._text is None:  # the first call is that of the prompt, not of the negative one
+            self._text = text
+        if text is not self._text or not prompt:
+            return {}
+        return {"encoder_hidden_states": self.later[prompt - 1]}
 
     def pixels(self, video: torch.Tensor) -> Any:
         """Return [1, 3, T, H, W] in [-1, 1] as floats in [0, 1], [T, H, W, 3]."""
@@ -327,14 +367,61 @@ class _Taken(ABC):
         return args, {**kwargs, **self.before_forward(kwargs)}
 
 
+_CHUNKS_OF_A_CALL = 16
+"""Of Helios, whose memory grows by the latents of every chunk of a call."""
+
+
 class _Helios(_Taken):
     """Chunks of a pipeline that decodes each of them by itself."""
 
     def __init__(self, pipe: Any, stream: Streaming, later: Sequence[torch.Tensor]) -> None:
         super().__init__(pipe, stream, later)
         self._waiting: list[Any] = []  # frames that the pipeline may cut off at the end
-        self._text: torch.Tensor | None = None
         self._prompt = 0
+        self._first: torch.Tensor | None = None  # latent frame of the video, [1, C, 1, H, W]
+        self._last = torch.empty(0)  # latents that the next call is given
+        self._added = 0  # latent frames that a call returns and did not make
+
+    def parts(self, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """See `_Taken.parts`; what begins with an image or a video is made in one call."""
+        known = signature(type(self.pipe).__call__).parameters
+
+        def of(name: str) -> Any:
+            return arguments.get(name, known[name].default)
+
+        window = (of("num_latent_frames_per_chunk") - 1) * self.pipe.vae_scale_factor_temporal + 1
+        chunks = max(1, -(-max(of("num_frames"), 1) // window))
+        given = ("image", "image_latents", "fake_image_latents", "video", "video_latents")
+        if chunks <= _CHUNKS_OF_A_CALL or any(of(name) is not None for name in given):
+            yield arguments
+            return
+        history = sum(of("history_sizes"))
+        for done in range(0, chunks, _CHUNKS_OF_A_CALL):
+            part = {
+                **arguments,
+                "num_frames": window * min(_CHUNKS_OF_A_CALL, chunks - done),
+            }
+            if done:
+                past = self._last[:, :, -history:]
+                self._added = past.shape[2]
+                part |= {
+                    "video_latents": past,
+                    "image_latents": self._first if of("keep_first_frame") else None,
+                    "add_noise_to_image_latents": False,
+                    "add_noise_to_video_latents": False,
+                }
+                if "is_amplify_first_chunk" in known:
+                    part["is_amplify_first_chunk"] = False
+            self._text = None
+            yield part
+
+    def made(self, latents: torch.Tensor) -> torch.Tensor:
+        """See `_Taken.made`: the past that a call was given is in front."""
+        new = latents[:, :, self._added :]
+        if self._first is None:
+            self._first = new[:, :, :1].clone()
+        self._last = latents
+        return new
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -356,13 +443,8 @@ class _Helios(_Taken):
 
     def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `_Taken.before_forward`."""
-        text = arguments["encoder_hidden_states"]
-        if self._text is None:  # the first call is that of the prompt, not of the negative one
-            self._text = text
         self._prompt = self.prompt_from(self.num_latents)
-        if text is not self._text or not self._prompt:
-            return {}
-        return {"encoder_hidden_states": self.later[self._prompt - 1]}
+        return self.text_from(arguments, self._prompt)
 
     def end(self, latents: torch.Tensor) -> None:
         """See `_Taken.end`; all is decoded, and frames that still wait are cut off."""
@@ -383,12 +465,8 @@ class _Helios(_Taken):
         self.stream.hand_on(every[: end - before], self._prompt)
 
 
-class _AnyFlowFAR(_Taken):
-    """Chunks of a pipeline that encodes the past anew after each of them."""
-
-    def __init__(self, pipe: Any, stream: Streaming, later: Sequence[torch.Tensor]) -> None:
-        super().__init__(pipe, stream, later)
-        self._prompt = 0
+class _Followed(_Taken):
+    """Chunks that are decoded here, with what the autoencoder knows of the frames before them."""
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -402,24 +480,11 @@ class _AnyFlowFAR(_Taken):
             del vae._decode
             vae.clear_cache()
 
-    def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `_Taken.before_forward`."""
-        chunks, text = arguments["chunk_partition"], arguments["encoder_hidden_states"]
-        past = sum(chunks[:-1])
-        if arguments["kv_cache_flag"]["is_cache_step"]:
-            # [B, T, C, H, W], the unconditional branch first; all of it is past now.
-            self._take(arguments["hidden_states"][-1:, past:].transpose(1, 2))
-            past = sum(chunks)
-        self._prompt = self.prompt_from(past)
-        if not self._prompt:
-            return {}
-        return {"encoder_hidden_states": torch.cat([text[:-1], self.later[self._prompt - 1]])}
-
     def end(self, latents: torch.Tensor) -> None:
-        """See `_Taken.end`: the last chunk never becomes past."""
-        self._take(latents[:, :, self.num_latents :])
+        """See `_Taken.end`: nothing follows on the last chunk, which would have told of it."""
+        self.take(latents[:, :, self.num_latents :])
 
-    def _take(self, latents: torch.Tensor) -> None:
+    def take(self, latents: torch.Tensor) -> None:
         """Decode and hand on the latents of a chunk, [1, C, T, H, W]."""
         vae, prompt = self.pipe.vae, self.prompt_from(self.num_latents)
         latents = latents.to(vae.dtype)
@@ -456,7 +521,58 @@ class _AnyFlowFAR(_Taken):
         return DecoderOutput(sample=video) if return_dict else (video,)
 
 
+class _AnyFlowFAR(_Followed):
+    """Chunks of a pipeline that encodes the past anew after each of them."""
+
+    def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `_Taken.before_forward`."""
+        chunks, text = arguments["chunk_partition"], arguments["encoder_hidden_states"]
+        past = sum(chunks[:-1])
+        if arguments["kv_cache_flag"]["is_cache_step"]:
+            # [B, T, C, H, W], the unconditional branch first; all of it is past now.
+            self.take(arguments["hidden_states"][-1:, past:].transpose(1, 2))
+            past = sum(chunks)
+        prompt = self.prompt_from(past)
+        if not prompt:
+            return {}
+        return {"encoder_hidden_states": torch.cat([text[:-1], self.later[prompt - 1]])}
+
+
+class _SkyReels(_Followed):
+    """Parts of a long video, of a pipeline that begins each with the end of the one before."""
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """See `_Taken.decoding`; the pipeline hands its latents on when a part begins."""
+        own = self.pipe.prepare_latents
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            past = kwargs.get("video_latents")
+            if past is not None:
+                self.take(past[:, :, self.num_latents :])
+            return own(*args, **kwargs)
+
+        self.pipe.prepare_latents = prepare
+        try:
+            with super().decoding():
+                yield
+        finally:
+            del self.pipe.prepare_latents
+
+    def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `_Taken.before_forward`."""
+        return self.text_from(arguments, self.prompt_from(self.num_latents))
+
+
 _TAKEN: Mapping[str, type[_Taken]] = MappingProxyType(
-    {"HeliosPipeline": _Helios, "AnyFlowFARPipeline": _AnyFlowFAR}
+    {
+        "HeliosPipeline": _Helios,
+        "HeliosPyramidPipeline": _Helios,
+        "AnyFlowFARPipeline": _AnyFlowFAR,
+        "SkyReelsV2DiffusionForcingPipeline": _SkyReels,
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline": _SkyReels,
+    }
 )
+
+STREAMED = tuple(_TAKEN)
 """Pipelines that make a video chunk by chunk, by their names."""

@@ -1,11 +1,11 @@
-"""Tiny pipelines that make a video chunk by chunk: AnyFlow-FAR and Helios."""
+"""Tiny pipelines that make a video chunk by chunk: AnyFlow-FAR, Helios and SkyReels-V2."""
 
 from typing import Any, Final
 
 from multimodal_gen.testing.tiny_models import text_encoders, tokenizers
 from multimodal_gen.testing.tiny_models.family import TinyFamily, initialise, seeded
 
-__all__ = ["ANYFLOW_FAR", "HELIOS"]
+__all__ = ["ANYFLOW_FAR", "HELIOS", "HELIOS_PYRAMID", "SKYREELS"]
 
 
 def _text_and_vae(seed: int) -> dict[str, Any]:
@@ -47,10 +47,56 @@ def _build_anyflow_far(seed: int) -> Any:
 
 
 def _build_helios(seed: int) -> Any:
-    from diffusers import HeliosPipeline, HeliosScheduler, HeliosTransformer3DModel
+    from diffusers import HeliosPipeline, HeliosScheduler
+
+    return HeliosPipeline(
+        **_text_and_vae(seed),
+        transformer=_helios_transformer(seed),
+        scheduler=HeliosScheduler(stages=1, stage_range=[0, 1], gamma=1 / 3),
+    )
+
+
+def _build_helios_pyramid(seed: int) -> Any:
+    from diffusers import HeliosPyramidPipeline, HeliosScheduler
+
+    return HeliosPyramidPipeline(
+        **_text_and_vae(seed),
+        transformer=_helios_transformer(seed),
+        scheduler=HeliosScheduler(stages=2, stage_range=[0, 1 / 2, 1], gamma=1 / 3),
+    )
+
+
+def _build_skyreels(seed: int) -> Any:
+    from diffusers import (
+        SkyReelsV2DiffusionForcingPipeline,
+        SkyReelsV2Transformer3DModel,
+        UniPCMultistepScheduler,
+    )
 
     with seeded(seed, "transformer"):
         transformer = initialise(
+            SkyReelsV2Transformer3DModel(
+                num_attention_heads=2,
+                attention_head_dim=24,
+                text_dim=text_encoders.TEXT_WIDTH,
+                freq_dim=32,
+                ffn_dim=64,
+                num_layers=2,
+                inject_sample_info=True,
+            )
+        )
+    return SkyReelsV2DiffusionForcingPipeline(
+        **_text_and_vae(seed),
+        transformer=transformer,
+        scheduler=UniPCMultistepScheduler(flow_shift=8.0, use_flow_sigmas=True),
+    )
+
+
+def _helios_transformer(seed: int) -> Any:
+    from diffusers import HeliosTransformer3DModel
+
+    with seeded(seed, "transformer"):
+        return initialise(
             HeliosTransformer3DModel(
                 num_attention_heads=2,
                 attention_head_dim=24,
@@ -61,11 +107,6 @@ def _build_helios(seed: int) -> Any:
                 num_layers=2,
             )
         )
-    return HeliosPipeline(
-        **_text_and_vae(seed),
-        transformer=transformer,
-        scheduler=HeliosScheduler(stages=1, stage_range=[0, 1], gamma=1 / 3),
-    )
 
 
 # Chunks of 1, 2, 2, 2 and 1 latent frames; the last but two are compressed in the history.
@@ -93,4 +134,36 @@ HELIOS: Final = TinyFamily(
     num_inference_steps=2,
     latent_grid=(3, 2, 4),
     extra_kwargs={"num_latent_frames_per_chunk": 3, "history_sizes": [4, 2, 1]},
+)
+
+# The same, in two sizes one after the other.
+HELIOS_PYRAMID: Final = TinyFamily(
+    name="helios_pyramid",
+    pipeline_class="HeliosPyramidPipeline",
+    output="video",
+    build=_build_helios_pyramid,
+    height=64,
+    width=64,
+    num_frames=18,
+    num_inference_steps=2,
+    latent_grid=(3, 4, 4),
+    extra_kwargs={
+        "num_latent_frames_per_chunk": 3,
+        "history_sizes": [4, 2, 1],
+        "pyramid_num_inference_steps_list": [1, 1],
+    },
+)
+
+# Parts of three latent frames, of which the first two are the last ones of the part before.
+SKYREELS: Final = TinyFamily(
+    name="skyreels",
+    pipeline_class="SkyReelsV2DiffusionForcingPipeline",
+    output="video",
+    build=_build_skyreels,
+    height=32,
+    width=64,
+    num_frames=17,
+    num_inference_steps=2,
+    latent_grid=(3, 2, 4),
+    extra_kwargs={"base_num_frames": 9, "overlap_history": 5},
 )
