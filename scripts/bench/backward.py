@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile, TritonTile
 
 DENSITY = 0.1
 CHUNK = 1024
@@ -382,7 +382,19 @@ def write(
     write_rows(options.out / "backward.csv", rows)
 
 
-def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, TritonTile]:
+Tile = TritonTile | GluonBackwardTile
+
+
+def _sm90(*shapes: tuple[int, int, int], own: bool = False) -> dict[str, Tile]:
+    return {
+        f"sm90 {consumers}x64x{step} s{stages}": GluonBackwardTile(
+            consumers=consumers, step=step, stages=stages, own=own
+        )
+        for consumers, step, stages in shapes
+    }
+
+
+def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, Tile]:
     return {
         f"{rows}x{keys} w{warps} s{stages}": TritonTile(
             rows=rows, keys=keys, warps=warps, stages=stages
@@ -392,11 +404,11 @@ def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, TritonTile]:
 
 
 # Other shapes of the programs: (blocks, kernel) -> tiles of rows x keys, by name.
-WIDE_DQ = _tiles((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2))
-WIDE_DKV = _tiles((64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 2), (32, 128, 8, 5))
-NARROW_DQ = _tiles((64, 64, 4, 2), (64, 32, 4, 4))
-NARROW_DKV = _tiles((32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 4), (64, 64, 4, 2))
-TILES: dict[tuple[str, str], dict[str, TritonTile]] = {
+WIDE_DQ = {**_tiles((128, 64, 8, 3)), **_sm90((2, 64, 4), (2, 64, 3))}
+WIDE_DKV = {**_tiles((64, 128, 8, 3)), **_sm90((2, 64, 4))}
+NARROW_DQ = {**_tiles((64, 64, 4, 2)), **_sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True)}
+NARROW_DKV = {**_tiles((32, 64, 4, 3)), **_sm90((2, 64, 2), own=True)}
+TILES: dict[tuple[str, str], dict[str, Tile]] = {
     ("dense", "dq"): WIDE_DQ,
     ("dense", "dkv"): WIDE_DKV,
     ("128x128", "dq"): WIDE_DQ,
@@ -407,7 +419,7 @@ TILES: dict[tuple[str, str], dict[str, TritonTile]] = {
 
 
 def tile_run(
-    case: Case, blocks: str, kernel: str, tile: TritonTile
+    case: Case, blocks: str, kernel: str, tile: Tile
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Return what launches one kernel of the backward pass in a shape."""
     from multimodal_gen.kernels.block_sparse import backward_kernel as portable
@@ -423,9 +435,19 @@ def tile_run(
     # Any level and delta take as long; these keep weights small.
     rows = torch.randn((2, 1, case.heads, case.tokens), device=DEVICE, generator=generator)
     rows[0] += 12.0
-    launch = portable.key_gradients if of_keys else portable.query_gradient
-    arguments = (inputs, plan, *rows, *results)
-    run = partial(launch, *arguments, scale=scale, tile=tile, copy_engine=True)
+    if isinstance(tile, TritonTile):
+        launch = portable.key_gradients if of_keys else portable.query_gradient
+        arguments = (inputs, plan, *rows, *results)
+        run = partial(launch, *arguments, scale=scale, tile=tile, copy_engine=True)
+    else:
+        from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
+
+        q, k, v, upstream = inputs
+        own, others = ((k, v), (q, upstream)) if of_keys else ((q, upstream), (k, v))
+        lists = portable.transposed(plan) if of_keys else plan
+        run = partial(
+            sm90.launch, own, others, lists, rows, results, scale=scale, tile=tile, of_keys=of_keys
+        )
 
     def launched() -> tuple[torch.Tensor, ...]:
         run()

@@ -87,12 +87,44 @@ def check(kernel: str, plan: BlockPlan, inputs: QKV) -> None:
     )
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("row_bits", [False, True], ids=["blocks", "rows choose"])
 @pytest.mark.parametrize("name", PLANS)
-def test_gradients_of_every_form_of_plan_are_right(kernel: str, name: str, row_bits: bool) -> None:
+def test_gradients_of_every_form_of_plan_are_right(
+    kernel: str, name: str, row_bits: bool, kv_heads: int
+) -> None:
     shape = dataclasses.replace(PLANS[name], row_bits=row_bits)
     plan = random_plan(shape, seed=1, device="cuda")
-    check(kernel, plan, inputs_for(plan))
+    check(kernel, plan, inputs_for(plan, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize(("name", "kv_heads", "taken"), [
+    ("regular 64", 4, True), ("tiles of 384", 4, True), ("ragged", 4, True),
+    ("ragged", 2, False), ("padded 64", 4, False),
+])  # fmt: skip
+def test_the_kernels_for_sm90_compute_gradients_where_they_can(
+    name: str, kv_heads: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
+
+    plan = random_plan(PLANS[name], seed=1, device="cuda")
+    q, k, v = (x.requires_grad_() for x in inputs_for(plan, kv_heads=kv_heads))
+    if kernel_for(q, k, v, plan) != "gluon":
+        pytest.skip("needs compute capability 9.0")
+    calls = []
+    original = sm90.attend_backward
+    monkeypatch.setattr(
+        sm90, "attend_backward", lambda *x, **y: calls.append(1) or original(*x, **y)
+    )
+    block_sparse_attention(q, k, v, plan).sum().backward()
+    assert bool(calls) == taken
+
+
+def test_dense_gradients_are_right(kernel: str) -> None:
+    """Whose last query and key blocks are short, as of the dense backend."""
+    blocks = Blocks.regular(1000, 384)
+    plan = BlockPlan.dense(blocks, blocks, "cuda")
+    check(kernel, plan, inputs_for(plan, kv_heads=4))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -109,7 +141,7 @@ def test_gradients_of_head_sizes_are_right(kernel: str, head_size: int, name: st
     if kernel == "gluon" and head_size > 128:
         pytest.skip("gluon serves head sizes up to 128")
     plan = random_plan(PLANS[name], seed=2, device="cuda")
-    check(kernel, plan, inputs_for(plan, head_size=head_size))
+    check(kernel, plan, inputs_for(plan, head_size=head_size, kv_heads=4))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(500, 900), (900, 500), (512, 512)])

@@ -55,3 +55,17 @@ def test_rows_whose_selection_is_too_close_are_left_out(sla):
     for dense, sparse in zip(expected._outputs["dense"], expected._outputs["all"], strict=True):
         assert dense.isfinite().all()
         assert sparse.isnan().all()
+
+
+def test_backward_passes_are_timed_where_their_gradients_agree(sla, monkeypatch, capsys):
+    runs = sla.backward_runs
+
+    def with_another(setting):
+        for name, version, run, heads_first in runs(setting):
+            yield name, version, run, heads_first
+            yield "wrong", "", lambda run=run: tuple(2 * x for x in run()), heads_first
+
+    monkeypatch.setattr(sla, "backward_runs", with_another)
+    (row,), wrong = sla.measure_backward(sla.SMOKE[0], 1, "c0ffee")
+    assert (row.contender, row.benchmark, wrong) == ("sla layer", "sla backward", ["wrong"])
+    assert "WRONG wrong: 1.00e+00 from the layer's gradients" in capsys.readouterr().out

@@ -34,13 +34,16 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     CHOICE_ROWS,
     REDO_PAYS,
     BackwardTiles,
+    GluonBackwardTile,
     backward_tiles,
+    gluon_backward_tile,
     gluon_tile,
     triton_tile,
 )
 from multimodal_gen.kernels.engine import (
     AUTO,
     BLOCK_SPARSE,
+    TRITON_WITH_GLUON,
     KernelChoice,
     Request,
     choose,
@@ -50,6 +53,7 @@ from multimodal_gen.kernels.engine import (
     records_gradient,
     serves,
 )
+from multimodal_gen.kernels.requirements import installed
 
 __all__ = [
     "RUN",
@@ -105,7 +109,8 @@ def block_sparse_attention(
         q: queries, [B, Sq, H, D], any strides.
         k: keys, [B, Sk, Hkv, D], any strides; query head h uses key head h // (H / Hkv).
         v: values, [B, Sk, Hkv, D], any strides. Rows of keys and values that belong to no block
-            must be finite.
+            must be finite; where a gradient is asked for, those of queries and of the gradient of
+            out too.
         plan: which pairs count; on the device of q.
         scale: positive factor of the scores, 1 / sqrt(D) by default.
         return_lse: whether to return the log-sum-exp of the scores as well.
@@ -392,6 +397,23 @@ def _tiles_backward(q: torch.Tensor, plan: BlockPlan) -> BackwardTiles:
     )
 
 
+def _tiles_gluon(plan: BlockPlan) -> tuple[GluonBackwardTile, GluonBackwardTile]:
+    """Return the tiles of the SM90 kernels for dq, and for dk and dv."""
+    return gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size)
+
+
+def _prepare_backward(kernel: str, q: torch.Tensor, k: torch.Tensor, plan: BlockPlan) -> None:
+    """Derive from a plan what the backward pass of a kernel will read."""
+    from multimodal_gen.kernels.block_sparse.backward_kernel import prepare_backward
+
+    if kernel == "gluon" and _on_sm90(q, k, plan):
+        for_dq, for_dkv = _tiles_gluon(plan)
+        prepare_backward(plan, for_dq.step, for_dkv.step)
+    else:
+        tiles = _tiles_backward(q, plan)
+        prepare_backward(plan, tiles.queries.keys, tiles.keys.rows)
+
+
 def _backward_triton(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
@@ -417,9 +439,43 @@ def _backward_triton(
     )  # fmt: skip
 
 
+def _backward_gluon(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+) -> _Gradients:
+    if not _on_sm90(q, k, plan):
+        return _backward_triton(grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
+    from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import attend_backward
+
+    grad_out = grad_out if loadable(grad_out) else grad_out.contiguous()
+    given = (q, k, v, plan, out, lse, grad_out, grad_lse)
+    return attend_backward(*given, scale=scale, tiles=_tiles_gluon(plan))
+
+
+def _on_sm90(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan) -> bool:
+    """Whether the SM90 kernels compute the gradients of what the SM90 kernel computed.
+
+    They would read padding, which may hold anything. No self-check looks at them, so they only run
+    with releases of Triton that were tried.
+    """
+    version = installed(TRITON_WITH_GLUON)
+    if not version or not TRITON_WITH_GLUON.was_tried(version):
+        return False
+    padded = any(x.lengths is not None and x.starts is None for x in (plan.q, plan.kv))
+    return plan.row_bits is None and not plan.causal and not padded and q.shape[2] == k.shape[2]
+
+
 _BACKWARD: MappingProxyType[str, Callable[..., _Gradients]] = MappingProxyType(
     {
-        "gluon": _backward_triton,
+        "gluon": _backward_gluon,
         "triton": _backward_triton,
         "reference": attention_reference_backward,
     }
@@ -435,11 +491,9 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kernel: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         plan = call.plan
-        if _BACKWARD[kernel] is _backward_triton:
-            from multimodal_gen.kernels.block_sparse.backward_kernel import prepare_backward
-
+        if _BACKWARD[kernel] is not attention_reference_backward:
             # Here, where the first use of a plan that is used often is on the right stream.
-            prepare_backward(plan, _tiles_backward(q, plan))
+            _prepare_backward(kernel, q, k, plan)
         out, lse = RUN[kernel](call._replace(q=q, k=k, v=v, return_lse=True))
         assert lse is not None, "it was asked for"
         ctx.save_for_backward(q, k, v, out, lse)

@@ -423,14 +423,16 @@ _launch_query_gradient = Launcher(_query_gradient_kernel)
 _launch_key_gradients = Launcher(_key_gradients_kernel)
 
 
-def prepare_backward(plan: BlockPlan, tiles: BackwardTiles) -> None:
-    """Derive from a plan, once, what its backward pass reads; does not wait for the device."""
-    queries, keys = tiles.queries, tiles.keys
-    steps = _steps(plan, queries.keys)
-    launch_order(plan, lists_of(plan, steps)[1])
-    turned = transposed(plan)
-    steps = _steps(turned, keys.rows)
-    launch_order(turned, lists_of(turned, steps)[1])
+def prepare_backward(plan: BlockPlan, keys: int, queries: int) -> None:
+    """Derive from a plan, once, what its backward pass reads; does not wait for the device.
+
+    Args:
+        plan: the plan.
+        keys: keys of a step of the kernel for dq.
+        queries: queries of a step of the kernel for dk and dv.
+    """
+    for lists, step in ((plan, keys), (transposed(plan), queries)):
+        launch_order(lists, lists_of(lists, _steps(lists, step))[1])
 
 
 def transposed(plan: BlockPlan) -> BlockPlan:

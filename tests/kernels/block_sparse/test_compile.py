@@ -21,6 +21,7 @@ from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tuning import (
     GluonTile,
     backward_tiles,
+    gluon_backward_tile,
     gluon_tile,
     triton_tile,
 )
@@ -415,3 +416,28 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
         patched.setattr(hook, "calls", [lambda metadata: None])
         direct((3, 1, 1), arguments)
         assert hook in launches[-1]
+
+
+EVERY_SM90_BACKWARD = [
+    (form, size, of_keys)
+    for form in ("dense", "regular", "ragged")
+    for size in (64, 128, 384)
+    for of_keys in (False, True)
+]
+SM90_BACKWARD = [("ragged", 64, True)] if with_oldest() else []
+
+
+@pytest.mark.parametrize(("form", "size", "of_keys"), with_slow(EVERY_SM90_BACKWARD, SM90_BACKWARD))
+def test_the_backward_kernels_for_sm90_compile(
+    compiler: Compiler, form: str, size: int, of_keys: bool
+) -> None:
+    from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import launch
+
+    plan = plan_of(form, size, size)
+    q, k, v, out = tensors_for(plan, 128, torch.bfloat16)
+    k, v = (torch.zeros(2, plan.kv.total, 4, 128, dtype=torch.bfloat16) for _ in range(2))
+    rows = torch.empty(2, 2, 4, max(plan.q.total, plan.kv.total))
+    results = torch.empty(1 + of_keys, *out.shape, dtype=torch.bfloat16)
+    tile = gluon_backward_tile(block=size)
+    launch((q, out), (k, v), plan, rows, results, scale=0.1, tile=tile, of_keys=of_keys)
+    assert_clean(compiler.kernels)

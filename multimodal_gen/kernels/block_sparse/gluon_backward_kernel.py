@@ -1,0 +1,525 @@
+"""The backward pass of block-sparse attention on SM90 in Gluon, for plans without row bits.
+
+One kernel serves both sides. A consumer warpgroup owns 64 rows of two tensors A and B; steps of
+STEP rows of two others, X and Y, travel through a ring in shared memory. With s = scale a x^T, the
+level of a query row its log-sum-exp, and delta as in `backward_kernel`:
+
+    p = exp(s - level);  ds = p (b y^T - delta)
+
+* queries: A and B are q and dO, X and Y are k and v; dq = scale ds x. The product of a step runs
+  while the scores of the next one are computed.
+* keys: A and B are k and v, X and Y are q and dO, so s and p are transposed, and level and delta
+  are those of the step's columns; dk = scale ds x, dv = p y.
+
+Lists are those of the plan for queries, and of the transposed plan for keys. OWN: every consumer
+has its own block, ring and producer warp. Rows of a tensor that belong to no block must be finite.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from multimodal_gen.kernels.block_sparse.backward_kernel import levels, transposed
+from multimodal_gen.kernels.block_sparse.gluon_kernel import describe
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, find_work, tail_keys
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
+from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
+from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
+from multimodal_gen.kernels.gluon_compat import async_load
+from multimodal_gen.kernels.launcher import Launcher
+
+
+class Rings(NamedTuple):
+    """Shared memory: tiles, and barriers that say when they are full and empty."""
+
+    a: Any
+    b: Any
+    x: Any
+    y: Any
+    own_full: Any
+    full: Any
+    empty: Any
+
+
+class Rows(NamedTuple):
+    """Levels of query rows, deltas `plane` entries behind them, and the second output's place."""
+
+    level: Any
+    plane: Any
+    second: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Compile-time shape of the kernel; see `gluon_work_kernel.Shape` for what is not said here.
+
+    Attributes:
+        of_keys: whether keys are owned, and dk and dv computed.
+    """
+
+    of_keys: bool
+    keys: int
+    head_size: int
+    channels: int
+    sub: int
+    q_tiles: int
+    consumers: int
+    stages: int
+    own: bool
+    ragged: bool
+    ordered: bool
+    q_starts: bool
+    q_lengths: bool
+    registers: int
+    producer_registers: int
+
+
+@gluon.jit
+def _start_of(work, step, C: gl.constexpr):
+    """Return the first row of a step: whole ones come first."""
+    is_whole = step < work.num_full
+    if C.sub > 0:
+        block = gl.load(work.row_list + step // C.sub, mask=is_whole, other=0)
+        start = (block * C.sub + step % C.sub) * C.keys
+        if C.ragged:
+            start = gl.where(is_whole, start, work.tail)
+    else:
+        start = gl.load(
+            work.row_list + gl.where(is_whole, step, work.tail - (step - work.num_full))
+        )
+    return start
+
+
+@gluon.jit
+def _rows_of(work, step, C: gl.constexpr):
+    """Return how many rows of a step are real."""
+    rows = gl.to_tensor(C.keys)
+    if C.ragged:
+        tail = tail_keys(work, gl.maximum(step - work.num_full, 0), C)
+        rows = gl.where(step < work.num_full, rows, tail)
+    return rows
+
+
+@gluon.jit
+def _producer(da, db, dx, dy, work, rings, W: gl.constexpr, C: gl.constexpr):
+    """One warp: loads a tile's own rows, and both tensors of every step."""
+    SHARERS: gl.constexpr = 1 if C.own else C.consumers
+    FIRST: gl.constexpr = W * C.stages if C.own else 0
+    steps = work.num_full + work.num_tail
+    if steps > 0:
+        for c in gl.static_range(SHARERS):
+            row = work.row + c * 64
+            mbarrier.expect(rings.own_full.index(W + c), 2 * 64 * C.head_size * 2)
+            full = rings.own_full.index(W + c)
+            async_load(da, [work.b, work.h, row, 0], full, rings.a.index(W + c))
+            async_load(db, [work.b, work.h, row, 0], full, rings.b.index(W + c))
+        start = _start_of(work, 0, C)
+        for step in range(steps):
+            following = _start_of(work, gl.minimum(step + 1, steps - 1), C)
+            slot = FIRST + step % C.stages
+            mbarrier.wait(rings.empty.index(slot), ((step // C.stages) & 1) ^ 1)
+            mbarrier.expect(rings.full.index(slot), 2 * C.keys * C.head_size * 2)
+            full = rings.full.index(slot)
+            async_load(dx, [work.b, work.h, start, 0], full, rings.x.index(slot))
+            async_load(dy, [work.b, work.h, start, 0], full, rings.y.index(slot))
+            start = following
+
+
+@gluon.jit
+def _store(acc, tile, ptr, work, row_stride, ROW: gl.constexpr, dtype: gl.constexpr,
+           C: gl.constexpr):  # fmt: skip
+    """Write 64 rows of a gradient, those that the block owns, through a tile."""
+    D: gl.constexpr = C.head_size
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    tile.store(acc.to(dtype))
+    values = tile.load(layout)
+    rows = ROW + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, D, gl.SliceLayout(0, layout))
+    ptrs = ptr + (gl.expand_dims(rows * row_stride, 1) + gl.expand_dims(channel, 0))
+    if C.q_lengths:
+        values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
+    mask = gl.expand_dims(rows < work.owned, 1)
+    if C.channels < D:
+        mask = mask & gl.expand_dims(channel < C.channels, 0)
+    gl.store(ptrs, values, mask=mask)
+
+
+@gluon.jit
+def _query_step(
+    a, b, rings, acc, pending, level, delta, rows, step, scale_log2, FIRST: gl.constexpr,
+    MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Return ds of a step of keys; `pending`, that of the step before, is multiplied meanwhile."""
+    N: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    zero = gl.zeros([64, N], gl.float32, s_layout)
+    slot = FIRST + step % C.stages
+    before = FIRST + (step - 1) % C.stages
+    mbarrier.wait(rings.full.index(slot), (step // C.stages) & 1)
+    x_t = rings.x.index(slot).reshape([N, D]).permute((1, 0))
+    y_t = rings.y.index(slot).reshape([N, D]).permute((1, 0))
+    s_token = hopper.warpgroup_mma(a, x_t, zero, use_acc=False, is_async=True)
+    p_token = hopper.warpgroup_mma(b, y_t, zero, use_acc=False, is_async=True)
+    x = rings.x.index(before).reshape([N, D])
+    o_token = hopper.warpgroup_mma(pending, x, acc, is_async=True)
+    s = hopper.warpgroup_mma_wait(2, deps=[s_token])
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(level, 1))
+    dp = hopper.warpgroup_mma_wait(1, deps=[p_token])
+    ds = p * (dp - gl.expand_dims(delta, 1))
+    if MASKED:
+        columns = gl.arange(0, N, gl.SliceLayout(0, s_layout))
+        ds = gl.where(gl.expand_dims(columns < rows, 0), ds, 0.0)
+    acc, pending = hopper.warpgroup_mma_wait(0, deps=[o_token, pending])
+    mbarrier.arrive(rings.empty.index(before))
+    return acc, gl.convert_layout(ds.to(dtype), pending.type.layout)
+
+
+@gluon.jit
+def _queries(
+    work, rings, rows_in, scale, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
+):
+    """One warpgroup: dq of 64 queries."""
+    FIRST: gl.constexpr = W * C.stages if C.own else 0
+    ROW: gl.constexpr = 0 if C.own else W * 64
+    N: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    a = rings.a.index(W).reshape([64, D])
+    b = rings.b.index(W).reshape([64, D])
+    acc = gl.zeros([64, D], gl.float32, o_layout)
+    steps = work.num_full + work.num_tail
+    if steps > 0:
+        inside = ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        real = inside < work.real
+        level = gl.load(work.lse + inside, mask=real, other=float("inf"))
+        delta = gl.load(work.lse + rows_in.plane + inside, mask=real, other=0.0)
+        mbarrier.wait(rings.own_full.index(W), 0)
+        mbarrier.wait(rings.full.index(FIRST), 0)
+        x_t = rings.x.index(FIRST).reshape([N, D]).permute((1, 0))
+        y_t = rings.y.index(FIRST).reshape([N, D]).permute((1, 0))
+        zero = gl.zeros([64, N], gl.float32, s_layout)
+        s_token = hopper.warpgroup_mma(a, x_t, zero, use_acc=False, is_async=True)
+        p_token = hopper.warpgroup_mma(b, y_t, zero, use_acc=False, is_async=True)
+        s = hopper.warpgroup_mma_wait(1, deps=[s_token])
+        p = gl.exp2(s * scale_log2 - gl.expand_dims(level, 1))
+        dp = hopper.warpgroup_mma_wait(0, deps=[p_token])
+        ds = p * (dp - gl.expand_dims(delta, 1))
+        if C.ragged:
+            columns = gl.arange(0, N, gl.SliceLayout(0, s_layout))
+            ds = gl.where(gl.expand_dims(columns < _rows_of(work, 0, C), 0), ds, 0.0)
+        pending = gl.convert_layout(ds.to(dtype), p_layout)
+        for step in range(1, work.num_full):
+            acc, pending = _query_step(
+                a, b, rings, acc, pending, level, delta, N, step, scale_log2, FIRST, False, dtype, C
+            )  # fmt: skip
+        if C.ragged:
+            for step in range(gl.maximum(work.num_full, 1), steps):
+                rows = _rows_of(work, step, C)
+                acc, pending = _query_step(
+                    a, b, rings, acc, pending, level, delta, rows, step, scale_log2, FIRST, True,
+                    dtype, C,
+                )  # fmt: skip
+        x = rings.x.index(FIRST + (steps - 1) % C.stages).reshape([N, D])
+        o_token = hopper.warpgroup_mma(pending, x, acc, is_async=True)
+        acc, pending = hopper.warpgroup_mma_wait(0, deps=[o_token, pending])
+    _store(acc * scale, a, work.out, work, work.out_s, ROW, dtype, C)
+
+
+@gluon.jit
+def _begin(zero, columns):
+    """Return `columns` in all rows, in registers of its own."""
+    values, _ = gl.broadcast(gl.expand_dims(columns, 0), zero)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _keys(
+    work, rings, rows_in, scale, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
+):
+    """One warpgroup: dk and dv of 64 keys."""
+    FIRST: gl.constexpr = W * C.stages if C.own else 0
+    ROW: gl.constexpr = 0 if C.own else W * 64
+    N: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    a = rings.a.index(W).reshape([64, D])
+    b = rings.b.index(W).reshape([64, D])
+    dk = gl.zeros([64, D], gl.float32, o_layout)
+    dv = gl.zeros([64, D], gl.float32, o_layout)
+    steps = work.num_full + work.num_tail
+    if steps > 0:
+        column = gl.arange(0, N, one_each)
+        base = work.lse - work.row + column
+        # Scores begin at minus their level, and dO v^T at minus delta, which costs no register more
+        # than the sums themselves. What a step begins with is read a step ahead, one value per
+        # thread; where it lies, two steps ahead.
+        start = _start_of(work, 0, C)
+        real = column < _rows_of(work, 0, C)
+        level_next = gl.load(base + start, mask=real, other=float("inf"))
+        delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
+        start = _start_of(work, gl.minimum(1, steps - 1), C)
+        level = gl.convert_layout(level_next / -scale_log2, columns)
+        delta = gl.convert_layout(-delta_next, columns)
+        real = column < _rows_of(work, gl.minimum(1, steps - 1), C)
+        level_next = gl.load(base + start, mask=real, other=float("inf"))
+        delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
+        start = _start_of(work, gl.minimum(2, steps - 1), C)
+        mbarrier.wait(rings.own_full.index(W), 0)
+        for step in range(steps):
+            slot = FIRST + step % C.stages
+            mbarrier.wait(rings.full.index(slot), (step // C.stages) & 1)
+            x = rings.x.index(slot).reshape([N, D])
+            y = rings.y.index(slot).reshape([N, D])
+            zero = gl.zeros([64, N], gl.float32, s_layout)
+            s_first = _begin(zero, level)
+            p_first = _begin(zero, delta)
+            s_token = hopper.warpgroup_mma(a, x.permute((1, 0)), s_first, is_async=True)
+            p_token = hopper.warpgroup_mma(b, y.permute((1, 0)), p_first, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=[s_token])
+            p = gl.exp2(s * scale_log2)
+            weights = gl.convert_layout(p.to(dtype), p_layout)
+            dp = hopper.warpgroup_mma_wait(0, deps=[p_token])
+            v_token = hopper.warpgroup_mma(weights, y, dv, is_async=True)
+            scores = gl.convert_layout((p * dp).to(dtype), p_layout)
+            k_token = hopper.warpgroup_mma(scores, x, dk, is_async=True)
+            level = gl.convert_layout(level_next / -scale_log2, columns)
+            delta = gl.convert_layout(-delta_next, columns)
+            real = column < _rows_of(work, gl.minimum(step + 2, steps - 1), C)
+            level_next = gl.load(base + start, mask=real, other=float("inf"))
+            delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
+            start = _start_of(work, gl.minimum(step + 3, steps - 1), C)
+            dv, dk, weights, scores = hopper.warpgroup_mma_wait(
+                0, deps=[v_token, k_token, weights, scores]
+            )
+            mbarrier.arrive(rings.empty.index(slot))
+    _store(dk * scale, a, work.out, work, work.out_s, ROW, dtype, C)
+    _store(dv, b, work.out + rows_in.second, work, work.out_s, ROW, dtype, C)
+
+
+@gluon.jit
+def _consumer(
+    work, rings, rows_in, scale, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
+):
+    """One warpgroup."""
+    if C.of_keys:
+        _keys(work, rings, rows_in, scale, scale_log2, W, dtype, C)
+    else:
+        _queries(work, rings, rows_in, scale, scale_log2, W, dtype, C)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "room", "tail_room",
+        "steps_b", "steps_h", "steps_q", "count_b", "count_h", "count_q",
+        "q_start_b", "q_start_h", "q_length_b", "q_length_h", "q_size", "q_total", "total",
+    ]
+)  # fmt: skip
+def backward_kernel(
+    da, db, dx, dy, out_ptr, level_ptr,
+    step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, q_start_ptr, q_length_ptr,
+    rows, rep_h, num_q, plan_h, kv_last, kv_tail, room, tail_room,
+    steps_b, steps_h, steps_q, count_b, count_h, count_q,
+    q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
+    out_b, out_s, out_h, level_b, level_h, plane, second, scale, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program per tile."""
+    plan = Plan(
+        step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, count_ptr,
+        rows, rep_h, num_q, plan_h, 1, kv_last, kv_tail, room, tail_room,
+        steps_b, steps_h, steps_q, count_b, count_h, count_q, 0, q_start_ptr, q_length_ptr,
+        q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
+        step_ptr, step_ptr, 0, 0, 0,
+    )  # fmt: skip
+    outs = Outs(out_ptr, level_ptr, out_b, out_s, out_h, level_b, level_h)
+    rows_in = Rows(level_ptr, plane, second)
+    dtype: gl.constexpr = da.dtype
+    D: gl.constexpr = C.head_size
+    CONSUMERS: gl.constexpr = C.consumers
+    SLOTS: gl.constexpr = C.consumers * C.stages if C.own else C.stages
+    SHARERS: gl.constexpr = 1 if C.own else C.consumers
+    one: gl.constexpr = mbarrier.MBarrierLayout()
+    rings = Rings(
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], da.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], db.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.keys, D], dx.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.keys, D], dy.layout),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+    )
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(rings.own_full.index(w), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(rings.full.index(slot), count=1)
+        mbarrier.init(rings.empty.index(slot), count=SHARERS)
+    hopper.fence_async_shared()
+    scale_log2 = scale * 1.4426950408889634
+    work = find_work(0, plan, outs, C)
+    # warp_specialize takes literal lists of partitions only.
+    if C.own:
+        other = find_work(1, plan, outs, C)
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, rows_in, scale, scale_log2, 0, dtype, C)),
+                (_consumer, (other, rings, rows_in, scale, scale_log2, 1, dtype, C)),
+                (_producer, (da, db, dx, dy, work, rings, 0, C)),
+                (_producer, (da, db, dx, dy, other, rings, 1, C)),
+            ],
+            [4, 1, 1],
+            [C.registers, C.producer_registers, C.producer_registers],
+        )
+    elif C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, rows_in, scale, scale_log2, 0, dtype, C)),
+                (_consumer, (work, rings, rows_in, scale, scale_log2, 1, dtype, C)),
+                (_producer, (da, db, dx, dy, work, rings, 0, C)),
+            ],
+            [4, 1],
+            [C.registers, C.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, rows_in, scale, scale_log2, 0, dtype, C)),
+                (_consumer, (work, rings, rows_in, scale, scale_log2, 1, dtype, C)),
+                (_consumer, (work, rings, rows_in, scale, scale_log2, 2, dtype, C)),
+                (_producer, (da, db, dx, dy, work, rings, 0, C)),
+            ],
+            [4, 4, 1],
+            [C.registers, C.registers, C.producer_registers],
+        )
+
+
+@cache
+def _launcher() -> Launcher:
+    return Launcher(backward_kernel)
+
+
+def attend_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    *,
+    scale: float,
+    tiles: tuple[GluonBackwardTile, GluonBackwardTile],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v; see `backward_kernel.attend_backward`.
+
+    All tensors have as many heads, stride 1 along D and other strides that are multiples of 16
+    bytes.
+
+    Args:
+        q: [B, Sq, H, D].
+        k: [B, Sk, H, D].
+        v: [B, Sk, H, D].
+        plan: the pairs; neither causal nor with row bits.
+        out: what the forward pass gave.
+        lse: likewise.
+        grad_out: gradient of out.
+        grad_lse: gradient of lse, or None for zero.
+        scale: factor of the scores.
+        tiles: shapes of the programs for dq, and for dk and dv.
+    """
+    rows = levels(out, lse, grad_out, grad_lse)
+    make = torch.empty if plan.q.starts is None else torch.zeros
+    dq = make((1, *q.shape), dtype=q.dtype, device=q.device)
+    make = torch.empty if plan.kv.starts is None else torch.zeros
+    dkv = make((2, *k.shape), dtype=k.dtype, device=k.device)
+    for_dq, for_dkv = tiles
+    launch((q, grad_out), (k, v), plan, rows, dq, scale=scale, tile=for_dq, of_keys=False)
+    turned = transposed(plan)
+    launch((k, v), (q, grad_out), turned, rows, dkv, scale=scale, tile=for_dkv, of_keys=True)
+    return dq[0], dkv[0], dkv[1]
+
+
+def launch(
+    own: tuple[torch.Tensor, torch.Tensor],
+    steps_of: tuple[torch.Tensor, torch.Tensor],
+    plan: BlockPlan,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    tile: GluonBackwardTile,
+    of_keys: bool,
+) -> None:
+    """Write dq, or dk and dv.
+
+    Args:
+        own: q and the gradient of out, or k and v, [B, S, H, D]; all four tensors have stride 1
+            along D, other strides that are multiples of 16 bytes, and as many heads.
+        steps_of: the other two.
+        plan: the plan, or for keys the transposed one.
+        rows: level and delta of the queries, fp32 [2, B, H, Sq], contiguous.
+        out: dq [1, B, Sq, H, D], or dk and dv [2, B, Sk, H, D], contiguous.
+        scale: factor of the scores.
+        tile: shape of a program.
+        of_keys: whether `own` are k and v.
+    """
+    batch, _, heads, channels = own[0].shape
+    kv, size = plan.kv, 64 if channels <= 64 else 128
+    sub = kv.size // tile.step if kv.is_regular and kv.size % tile.step == 0 else 0
+    steps = None if sub else make_steps(plan, tile.step)
+    lists = unit_stride(plan.indices if steps is None else steps.starts)
+    counts = plan.counts if steps is None else steps.num_full
+    order = launch_order(plan, counts)
+    _, plan_h, num_q = counts.shape
+    total = batch * heads * num_q
+    q_tiles = 1 if tile.own else -(-plan.q.size // (64 * tile.consumers))
+    kv_tail = kv.total - (kv.num - 1) * kv.size
+    shape = Shape(
+        of_keys=of_keys, keys=tile.step, head_size=size, channels=channels, sub=sub,
+        q_tiles=q_tiles, consumers=tile.consumers, stages=tile.stages, own=tile.own,
+        ragged=sub == 0 or kv_tail != kv.size, ordered=order is not None,
+        q_starts=plan.q.starts is not None, q_lengths=plan.q.lengths is not None,
+        registers=tile.registers, producer_registers=24,
+    )  # fmt: skip
+    starts, lengths = (
+        counts if t is None else unit_stride(t).expand(batch, heads, -1)
+        for t in (plan.q.starts, plan.q.lengths)
+    )
+    every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
+    _launcher()(
+        (-(-total // tile.consumers) if tile.own else total * q_tiles,),
+        *(describe(x, 64, size) for x in own), *(describe(x, tile.step, size) for x in steps_of),
+        out, rows, every_list, every_count,
+        counts if steps is None else steps.num_tail,
+        counts if steps is None else steps.tail_lengths,
+        counts if order is None else order, starts, lengths,
+        counts.numel(), heads // plan_h, num_q, plan_h, kv.num - 1, kv_tail,
+        lists.shape[3], plan.indices.shape[3], *every_list.stride()[:3], *every_count.stride(),
+        *starts.stride()[:2], *lengths.stride()[:2], plan.q.size, plan.q.total, total,
+        *out.stride()[1:4], *rows.stride()[1:3], rows.stride(0), out.stride(0), scale,
+        C=shape, num_warps=4,
+    )  # fmt: skip
