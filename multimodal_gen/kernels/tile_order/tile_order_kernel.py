@@ -11,14 +11,20 @@ shape. Only offsets within a row's piece are 32-bit.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launcher import Launch, Launcher
 from multimodal_gen.kernels.shared_kernel import next_power_of_2
+
+# Sizes and strides, [B, S, H, D].
+Form: TypeAlias = tuple[torch.Size, tuple[int, ...]]
+Forms: TypeAlias = tuple[Form, ...]
 
 VECTOR_BYTES = 16
 MAX_TOKENS = 256
@@ -165,26 +171,47 @@ def gather(
     batch, _, _, size = tensors[0].shape
     num_out = index.shape[-1]
     outs = tuple(t.new_empty((batch, t.shape[2], num_out, size)) for t in tensors)
-    vector = vector_of(tensors)
-    row = max(t.shape[2] for t in tensors) * size
-    tokens, width = _shape(row, tensors[0].element_size(), vector, tile)
-    ends = list(accumulate(-(-(t.shape[2] * size) // width) for t in tensors))
     index, index_b = _contiguous(index)
-    num_blocks = -(-num_out // tokens)
-    grid = (batch * num_blocks * ends[-1],)
-    slots = [min(slot, len(tensors) - 1) for slot in range(4)]
-    if math.prod(grid):
+    item = tensors[0].element_size()
+    launch, num_blocks = _gather_launch(forms_of(tensors), item, _aligned(tensors), num_out, tile)
+    if launch is not None:
+        slots = [min(slot, len(tensors) - 1) for slot in range(4)]
         with torch.cuda.device_of(tensors[0]):
-            _gather(
-                grid,
-                *(tensors[slot] for slot in slots), *(outs[slot] for slot in slots),
-                *(stride for slot in slots for stride in strides_in_vectors(tensors[slot], vector)),
-                *(tensors[slot].shape[2] for slot in slots), *(ends[slot] for slot in slots),
+            launch(
+                (*(tensors[slot] for slot in slots), *(outs[slot] for slot in slots)),
                 index, index_b, num_out, num_blocks,
-                NUM=len(tensors), D=size, VEC=vector, TOKENS=tokens, WIDTH=width,
-                num_warps=tile.warps,
             )  # fmt: skip
     return tuple(out.transpose(1, 2) for out in outs)
+
+
+@lru_cache(maxsize=1024)
+def _gather_launch(
+    forms: Forms, item: int, aligned: bool, num_out: int, tile: CopyTile
+) -> tuple[Launch | None, int]:
+    """Return the launch of a gather, None where nothing is moved, and its blocks of tokens.
+
+    Args:
+        forms: of the tensors that are gathered.
+        item: bytes of an element.
+        aligned: whether all of them begin at a multiple of 16 bytes.
+        num_out: tokens that are gathered.
+        tile: shape of a program.
+    """
+    num, (batch, _, _, size) = len(forms), forms[0][0]
+    vector = vector_of(forms, item, aligned)
+    tokens, width = _shape(max(shape[2] for shape, _ in forms) * size, item, vector, tile)
+    ends = list(accumulate(-(-(shape[2] * size) // width) for shape, _ in forms))
+    num_blocks = -(-num_out // tokens)
+    slots = [min(slot, num - 1) for slot in range(4)]
+    grid = (batch * num_blocks * ends[-1],)
+    fixed = (
+        *(stride for slot in slots for stride in strides_in_vectors(forms[slot], vector)),
+        *(forms[slot][0][2] for slot in slots),
+        *(ends[slot] for slot in slots),
+    )
+    options = {"NUM": num, "D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
+    options["num_warps"] = tile.warps
+    return Launch(_gather, grid, fixed, (options,)) if math.prod(grid) else None, num_blocks
 
 
 def scatter(
@@ -198,42 +225,67 @@ def scatter(
         out: [B, S, H, D], any strides.
         tile: shape of a program.
     """
-    batch, num_in, heads, size = source.shape
-    vector = vector_of((source, out))
-    tokens, width = _shape(heads * size, source.element_size(), vector, tile)
     index, index_b = _contiguous(index)
+    tensors = (source, out)
+    launch, num_blocks = _scatter_launch(
+        forms_of(tensors), source.element_size(), _aligned(tensors), tile
+    )
+    if launch is not None:
+        with torch.cuda.device_of(source):
+            launch(tensors, index, index_b, source.shape[1], num_blocks)
+
+
+@lru_cache(maxsize=1024)
+def _scatter_launch(
+    forms: Forms, item: int, aligned: bool, tile: CopyTile
+) -> tuple[Launch | None, int]:
+    """Return the launch of a scatter from one form to another; see `_gather_launch`."""
+    batch, num_in, heads, size = forms[0][0]
+    vector = vector_of(forms, item, aligned)
+    tokens, width = _shape(heads * size, item, vector, tile)
     num_blocks = -(-num_in // tokens)
     grid = (batch * num_blocks * -(-(heads * size) // width),)
-    if math.prod(grid):
-        with torch.cuda.device_of(source):
-            _scatter(
-                grid,
-                source, out, *strides_in_vectors(source, vector), *strides_in_vectors(out, vector),
-                heads, index, index_b, num_in, num_blocks,
-                D=size, VEC=vector, TOKENS=tokens, WIDTH=width, num_warps=tile.warps,
-            )  # fmt: skip
+    fixed = (*(s for form in forms for s in strides_in_vectors(form, vector)), heads)
+    options = {"D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
+    options["num_warps"] = tile.warps
+    return Launch(_scatter, grid, fixed, (options,)) if math.prod(grid) else None, num_blocks
 
 
-def _outer_strides(tensor: torch.Tensor) -> list[int]:
+def forms_of(tensors: tuple[torch.Tensor, ...]) -> Forms:
+    """Return the sizes and strides of tensors."""
+    return tuple((tensor.shape, tensor.stride()) for tensor in tensors)
+
+
+def _aligned(tensors: tuple[torch.Tensor, ...]) -> bool:
+    return all(tensor.data_ptr() % VECTOR_BYTES == 0 for tensor in tensors)
+
+
+def _outer_strides(form: Form) -> list[int]:
     """Strides of B, S and H in elements; 0 where there is one entry, whose stride means nothing."""
-    shape = zip(tensor.stride()[:3], tensor.shape, strict=False)
-    return [0 if n == 1 else stride for stride, n in shape]
+    return [0 if n == 1 else stride for n, stride in zip(form[0][:3], form[1], strict=False)]
 
 
-def vector_of(tensors: tuple[torch.Tensor, ...]) -> int:
-    """Return how many elements can be moved together: 16 bytes of them where all tensors allow."""
-    size = tensors[0].shape[3]
-    inner = size == 1 or all(tensor.stride(3) == 1 for tensor in tensors)
-    if not inner or any(tensor.data_ptr() % VECTOR_BYTES for tensor in tensors):
+def vector_of(forms: Forms, item: int, aligned: bool) -> int:
+    """Return how many elements can be moved together: 16 bytes of them where all tensors allow.
+
+    Args:
+        forms: of the tensors.
+        item: bytes of an element.
+        aligned: whether all of them begin at a multiple of 16 bytes.
+    """
+    size = forms[0][0][3]
+    inner = size == 1 or all(strides[3] == 1 for _, strides in forms)
+    if not inner or not aligned:
         return 1
-    strides = [stride for tensor in tensors for stride in _outer_strides(tensor)]
-    return math.gcd(VECTOR_BYTES // tensors[0].element_size(), size, *strides)
+    strides = [stride for form in forms for stride in _outer_strides(form)]
+    return math.gcd(VECTOR_BYTES // item, size, *strides)
 
 
-def strides_in_vectors(tensor: torch.Tensor, vector: int) -> tuple[int, int, int, int]:
+def strides_in_vectors(form: Form, vector: int) -> tuple[int, int, int, int]:
     """Return the strides of B, S and H in vectors, and that of D in elements."""
-    b, s, h = (stride // vector for stride in _outer_strides(tensor))
-    return b, s, h, 1 if tensor.shape[3] == 1 else tensor.stride(3)
+    b, s, h = (stride // vector for stride in _outer_strides(form))
+    shape, strides = form
+    return b, s, h, 1 if shape[3] == 1 else strides[3]
 
 
 def _shape(row: int, item: int, vector: int, tile: CopyTile) -> tuple[int, int]:
@@ -354,7 +406,9 @@ def _launch(
 ) -> None:
     batch, heads, num = index.shape
     size = tensors[0].shape[3]
-    vector = vector_of((*tensors, *outs))
+    forms, (out, *_) = forms_of(tensors), forms_of(outs)
+    together = (*tensors, *outs)
+    vector = vector_of(forms_of(together), tensors[0].element_size(), _aligned(together))
     width = next_power_of_2(size)
     tokens = max(_BYTES * vector // (16 * width), 1)
     index = index if index.stride(2) == 1 else index.contiguous()
@@ -366,8 +420,8 @@ def _launch(
             _move(
                 grid,
                 *(tensors[slot] for slot in slots), *(outs[slot] for slot in slots), index,
-                *(s for slot in slots for s in strides_in_vectors(tensors[slot], vector)),
-                *strides_in_vectors(outs[0], vector), *index.stride()[:2],
+                *(s for slot in slots for s in strides_in_vectors(forms[slot], vector)),
+                *strides_in_vectors(out, vector), *index.stride()[:2],
                 heads, num, num_blocks,
                 NUM=len(tensors), SCATTER=scatter, D=size, DP=width, VEC=vector, TOKENS=tokens,
                 num_warps=_WARPS,
