@@ -544,7 +544,7 @@ def _validate_types(q: object, k: object, v: object, plan: object) -> None:
 
 
 def _validate_scale(scale: object) -> None:
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise UsageError(f"`scale` must be a number or None, got {type(scale).__name__}")
     if not 0.0 < scale < math.inf:
         raise UsageError(f"`scale` must be positive and finite, got {scale}")

@@ -141,7 +141,7 @@ class Replay:
         steps = sampled_steps(context.num_steps, self._num_steps)
         if context.current_timestep in steps:
             with self._apart(), torch.no_grad(), watching(None):
-                seen = call.autocast() if call.autocasts else call
+                seen = call.autocast() if call.autocasts() else call
                 share = share_of_heads(layer, seen, out)
                 if share.call.query.shape[2]:
                     picture = self._pictures and context.current_timestep == max(steps)

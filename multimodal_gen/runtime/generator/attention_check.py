@@ -178,7 +178,7 @@ class AttentionCheck:
         done = self._found.setdefault((site.component, site.name), {})
         if step is not None and step not in done:
             with torch.no_grad():
-                seen = call.autocast() if call.autocasts else call
+                seen = call.autocast() if call.autocasts() else call
                 rows = sample_rows(call.query.shape[1], seed=step, device=out.device)
                 (truth,) = exact_rows(layer, seen, rows, (seen.value,))
                 done[step] = row_errors(out[:, rows], truth)

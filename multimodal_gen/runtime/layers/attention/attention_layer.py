@@ -273,7 +273,7 @@ class AttentionLayer(nn.Module):
                 call = with_cache(call, self.geometry, context.kv_cache)
             except UsageError as error:
                 raise self._refused(call, error) from None
-        # `call.is_listed`, spelled out, because it is part of every call; so it is in `_attend`.
+        # `call.is_listed()`, spelled out, because it is part of every call; so it is in `_attend`.
         listed = call.cache is not None or call.lists is not None or call.sink_logits is not None
         if misfit is None and listed:
             misfit = refusal(call, self.geometry)
@@ -365,7 +365,7 @@ class AttentionLayer(nn.Module):
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         """Serve a call on this process; the heads may be a share of the layer's."""
         query, key, value = call[:3]
-        kind = device_type(query.device)  # `call.autocasts`, spelled out
+        kind = device_type(query.device)  # `call.autocasts()`, spelled out
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):  # methods choose their precision
                 return self._attend(call.autocast())
@@ -384,7 +384,7 @@ class AttentionLayer(nn.Module):
         if call.mask is not None:
             return self._attend_masked(entry, call)
         bound = entry.primary
-        if call.wants_gradient:
+        if call.wants_gradient():
             bound = entry.with_features(Feature.BACKWARD)
         if call.first_head and bound.impl.per_head:
             out = bound.forward(query, key, value, context, first_head=call.first_head)
@@ -417,9 +417,9 @@ class AttentionLayer(nn.Module):
 
     def _trace(self, call: AttentionCall) -> torch.Tensor:
         # Here too: the traced operator's output has the dtype of the query it is given.
-        if call.autocasts:
+        if call.autocasts():
             call = call.autocast()
-        if call.wants_gradient or call.is_listed or self.geometry.projection.wants_gradient:
+        if call.wants_gradient() or call.is_listed() or self.geometry.projection.wants_gradient:
             return _attend_outside_the_graph(self, call)
         return attention_op(
             call.query,
@@ -484,7 +484,7 @@ class AttentionLayer(nn.Module):
     def _attend_masked(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
         query, key, value, attn_mask = call[:4]
         assert attn_mask is not None, "callers know"
-        gradient = call.wants_gradient
+        gradient = call.wants_gradient()
         training = (Feature.BACKWARD,) if gradient else ()
         self_attention = self.site.role is not AttentionRole.CROSS
         mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
@@ -550,7 +550,7 @@ class AttentionLayer(nn.Module):
         query, key, value = call[:3]
         gated = check_gate(entry, self.gated_entry(), call)
         bound, coarse = entry.primary, gated.primary
-        if call.wants_gradient:
+        if call.wants_gradient():
             bound = entry.with_features(Feature.BACKWARD)
             coarse = gated.with_features(Feature.BACKWARD)
         assert call.gate is not None, "callers know"

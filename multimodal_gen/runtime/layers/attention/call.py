@@ -138,7 +138,6 @@ class AttentionCall(NamedTuple):
     lists: "BlockPlan | BlockMask | None" = None
     sink_logits: torch.Tensor | None = None
 
-    @property
     def is_listed(self) -> bool:
         """Whether it has a cache, lists of blocks or sink logits."""
         return self.cache is not None or self.lists is not None or self.sink_logits is not None
@@ -191,7 +190,7 @@ class AttentionCall(NamedTuple):
                 f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}; "
                 f"move them with .to()"
             )
-        if self.autocasts:
+        if self.autocasts():
             return None
         return UsageError(
             f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them "
@@ -218,7 +217,6 @@ class AttentionCall(NamedTuple):
                 )
         return None
 
-    @property
     def autocasts(self) -> bool:
         """Whether autocast is on for the device of the tensors."""
         device = self.query.device.type
@@ -235,7 +233,6 @@ class AttentionCall(NamedTuple):
         )
         return self._replace(query=query, key=key, value=value)
 
-    @property
     def wants_gradient(self) -> bool:
         """Whether autograd records what is computed from the tensors."""
         # Spelled out: a generator would cost more than the rest of the call.
@@ -367,7 +364,7 @@ def join_tokens(front: torch.Tensor, back: torch.Tensor, names: tuple[str, str])
         front.shape[0] == back.shape[0]
         and front.shape[2:] == back.shape[2:]
         and front.device == back.device
-        and (front.dtype is back.dtype or AttentionCall(front, front, front).autocasts)
+        and (front.dtype is back.dtype or AttentionCall(front, front, front).autocasts())
     )
     if not alike:
         first, second = (f"{list(x.shape)} {x.dtype} on {x.device}" for x in (front, back))

@@ -128,7 +128,7 @@ def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
         ("a gate", call.gate is not None),
         ("replicated tokens", any(call.replicated)),
         ("both a cache and a mask of blocks", cache is not None and lists is not None),
-        ("gradients", call.wants_gradient and (cache is not None or logits is not None)),
+        ("gradients", call.wants_gradient() and (cache is not None or logits is not None)),
         ("causal=True", geometry.causal and (cache is not None or lists is not None)),
         ("cross-attention", cache is not None and geometry.site.role is AttentionRole.CROSS),
     )
@@ -258,7 +258,7 @@ def _flex_with_mask(
         and lists is not None
         and not isinstance(lists, BlockPlan)
         and lists.kv_indices.shape[1] in (1, call.query.shape[2])
-        and (not call.wants_gradient or Feature.BACKWARD in entry.primary.features)
+        and (not call.wants_gradient() or Feature.BACKWARD in entry.primary.features)
     )
     return (impl, lists) if fits else None  # type: ignore[return-value]  # narrowed above
 
@@ -308,7 +308,7 @@ def _on_the_engine(
     for more, more_lse in parts[1:]:
         assert out_lse is not None
         assert more_lse is not None
-        merge = merge_two_reference if call.wants_gradient else merge_two
+        merge = merge_two_reference if call.wants_gradient() else merge_two
         out, out_lse = merge(out, out_lse, more, more_lse, dtype=query.dtype)
     return " and ".join(dict.fromkeys(kernels)), out, out_lse
 

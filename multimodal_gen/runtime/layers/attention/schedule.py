@@ -312,7 +312,7 @@ class ScheduleEntry:
             query, key = call[:2]
             reason = self.primary.impl.dense_reason(query, key, context, call.first_head)
             return self if reason is None else self._dense(reason).at(call, context)
-        if call.wants_gradient:
+        if call.wants_gradient():
             return self
         # Spelled out, because it is part of every call.
         query, key, value, mask = call[:4]

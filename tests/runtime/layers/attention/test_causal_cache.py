@@ -659,6 +659,9 @@ def test_what_a_cache_cannot_be_combined_with_is_refused(layer):
         numbered(q, k, v)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="torch 2.9 cannot leave a graph inside of a layer"
+)
 def test_a_compiled_model_writes_its_cache():
     cache = CausalCache(size_of())
     layer = LocalAttention(HEADS, SIZE, KV_HEADS)

@@ -123,7 +123,11 @@ class FlexAttentionImpl(AlignedImpl):
 
             return flex_attention(q, k, v, **options)
         if query.device.type == "cpu":
-            return _unfused()(q, k, v, **options)
+            if not _lse_options().keys() & options.keys():
+                return _unfused()(q, k, v, **options)
+            # torch 2.9 rounds the scores of half dtypes before their exponents are summed.
+            out, extra = _unfused()(*(x.float() for x in (q, k, v)), **options)
+            return out.to(q.dtype), extra
         grad = records_gradient(q, k, v)
         kind = (q.shape, k.shape, v.shape, q.dtype, grad, mask_kind, *options)
         with nullcontext() if kind in self._compiled_for else _no_recompilation_limit():

@@ -100,7 +100,7 @@ class SequenceParallelLayer(AttentionLayer):
         refusal = _mask_refusal(call, groups) or _ring_refusal(call, groups)
         if refusal is not None:
             raise self._refused(call, refusal)
-        if call.autocasts:
+        if call.autocasts():
             with torch.autocast(call.query.device.type, enabled=False):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
@@ -126,8 +126,8 @@ class SequenceParallelLayer(AttentionLayer):
     ) -> torch.Tensor:
         if split.groups.ring.size > 1:
             return self._attend_in_ring(split, call)
-        plain = call.mask is None and call.gate is None and not call.is_listed
-        if plain and not call.wants_gradient:
+        plain = call.mask is None and call.gate is None and not call.is_listed()
+        if plain and not call.wants_gradient():
             count = num_head_groups(split, entry)
             if count > 1:
                 return attend_in_head_groups(entry.primary, split, call, count)
@@ -155,7 +155,7 @@ class SequenceParallelLayer(AttentionLayer):
         self_attention = self.site.role is not AttentionRole.CROSS and split.same_tokens
         if call.mask is not None and call.mask.dim() == 2 and self_attention:
             keep = call.mask != 0
-            if call.wants_gradient:
+            if call.wants_gradient():
                 # K and V's gradients sum over all queries: zero times NaN would reach every row.
                 query = zero_masked_rows(query, keep)
         heads = split.take_heads(query, call.key, call.value, call.gate)
@@ -180,7 +180,7 @@ class SequenceParallelLayer(AttentionLayer):
             "video": _video(),
             "replicated tokens": (rows.prefix, rows.suffix, rows.in_front),
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
-            "gradients": call.wants_gradient,
+            "gradients": call.wants_gradient(),
             "guidance branch": _branch(),
             "cache": _past_of(call),
             "mask of blocks": type(call.lists).__name__,
@@ -232,7 +232,7 @@ def _mask_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | N
 
 def _ring_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | None:
     """Return why calls with a cache, lists of blocks or sink logits cannot be part of a ring."""
-    if groups.ring.size == 1 or not call.is_listed:
+    if groups.ring.size == 1 or not call.is_listed():
         return None
     return UsageError(
         f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, got "

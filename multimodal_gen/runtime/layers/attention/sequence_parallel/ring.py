@@ -63,7 +63,7 @@ def ring_forward(
     inputs = _ring_inputs(layer, call, heads, mask)
     entry = layer.entry_for(inputs.query)
     whole = AttentionCall(inputs.query, inputs.key, inputs.value, gate=inputs.gate)
-    training, context = whole.wants_gradient, current_forward_context()
+    training, context = whole.wants_gradient(), current_forward_context()
     bound, gated = entry.primary, None
     if inputs.gate is not None:
         own = whole._replace(query=heads.tokens[0], mask=mask)
