@@ -17,7 +17,7 @@ from multimodal_gen.kernels.chunk_select.reference import (
 )
 from multimodal_gen.kernels.engine import runs_triton
 
-__all__ = ["ChunkMeans", "Rule", "chunk_means", "select_chunks"]
+__all__ = ["ChunkMeans", "Rule", "chunk_means", "pack_bits", "select_chunks"]
 
 _TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16})
 _MAX_CHUNKS = 1024  # a row of scores must fit into registers

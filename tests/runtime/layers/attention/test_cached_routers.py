@@ -25,6 +25,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.tile_choice import (
+    TokenTiles,
     attention_with_tail,
     best_tiles,
     near_tiles,
@@ -106,6 +107,13 @@ def subblock(q, k, queries, keys):
     return of_keys(best_tiles(q, k, queries, keys, kept, scale=SCALE), keys)
 
 
+def by_place(q, k, queries, keys):
+    """Two of the places of tiles, in all chunks; the queries' own is one of them."""
+    places = TokenTiles(tile=keys.tile % queries.num, cell=keys.tile, cells=1)
+    kept = selected_tiles(q, k, queries.tile, places, topk=2)
+    return kept[..., torch.arange(keys.num) % queries.num]
+
+
 def vmoba(topk, threshold=0.0):
     def rule(q, k, queries, keys):
         own = queries.tile + keys.num - queries.num
@@ -165,6 +173,19 @@ CASES = {
         {**BY_TILE, "moba_select_mode": "topk", "st_topk": 5},
         None,
         vmoba(5),
+    ),
+    "vmoba by place": (
+        "vmoba_attn",
+        {
+            "first_full_step": 0,
+            "temporal_layer": 0,
+            "st_layer": 0,
+            "spatial_chunk_size": [*TILE],
+            "moba_select_mode": "topk",
+            "spatial_topk": 2,
+        },
+        None,
+        by_place,
     ),
     "vmoba by tile, with a tail": (
         "vmoba_attn",
@@ -244,12 +265,6 @@ REFUSED = [
         r"its tiles have \[4, 8, 8\] tokens, and the cache keeps tiles of \[2, 4, 4\]",
     ),
     ("video_sparse_attn", {"skip_below": 30.0}, True, "`skip_below` is for keys of one call"),
-    (
-        "vmoba_attn",
-        {"first_full_step": 0, "temporal_layer": 0, "st_layer": 0, "spatial_chunk_size": [3, 3]},
-        True,
-        "its spatial chunks have a part in every chunk of the cache",
-    ),
     ("vmoba_attn", BY_FRAME, True, "its blocks are 60 tokens as they came, and the cache keeps"),
     ("sla_attn", {}, True, "its linear branch sums over all keys of one call"),
     ("sage_sla_attn", {}, True, "its linear branch sums over all keys of one call"),

@@ -250,15 +250,15 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
         return layout.density(share), math.prod(shape)
 
     def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
-        """See `AttentionImpl`: temporal chunks are frames, spatio-temporal ones the cache's tiles.
+        """See `AttentionImpl`: temporal chunks are frames, all others are the cache's tiles.
 
-        The chunks of a cache are cut by themselves: no chunk of keys lies in two of them.
+        The chunks of a cache are cut by themselves in time.
         """
         kind = self.config.kind(None if self.site is None else self.site.layer)
         size = self.config.chunk_size(kind)
-        if kind == "spatial":
-            return "its spatial chunks have a part in every chunk of the cache"
-        if kind == "st":
+        if kind == "spatial":  # which has a part in every chunk of the cache
+            size = (kept.frames, *size)
+        if kind != "temporal":
             return self.cut_with(kept.in_tiles(size), (UPSTREAM,))
         grid = None if context is None else context.latent_grid
         if kept.frames:
@@ -281,7 +281,10 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_tiles`."""
         config, num = self.settings(context), tiles.num_tiles
-        rule = config.rule(config.kind(None if self.site is None else self.site.layer))
+        kind = config.kind(None if self.site is None else self.site.layer)
+        rule = config.rule(kind)
+        if kind == "spatial":
+            num = len(tiles.order.starts)
         all_of_it = rule.keeps_own_only(num) and config.only_own_chunk == "full"
         if rule.keeps_all(num) or all_of_it:
             return self.attend_lists(query, key, value, tiles, None, context)
@@ -300,7 +303,7 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
             kernel=self.kernel,
             tail=self.pools_tail,
         )
-        out, lse, share = attend_seen_chunks(call, tiles, rule)
+        out, lse, share = attend_seen_chunks(call, tiles, rule, spatial=kind == "spatial")
         if context is not None:
             self.record(context, share, query.shape[2])
         return out, lse

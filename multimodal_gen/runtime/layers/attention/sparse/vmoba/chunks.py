@@ -18,6 +18,7 @@ from multimodal_gen.kernels.chunk_select.api import (
     ChunkMeans,
     Rule,
     chunk_means,
+    pack_bits,
     select_chunks,
 )
 from multimodal_gen.kernels.engine import records_gradient
@@ -249,7 +250,7 @@ def attend_chunks(
 
 
 def attend_seen_chunks(
-    call: SparseCall, tiles: SeenTiles, rule: Rule
+    call: SparseCall, tiles: SeenTiles, rule: Rule, *, spatial: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return attention over the chunks of a cache that queries select; waits for nothing.
 
@@ -257,6 +258,7 @@ def attend_seen_chunks(
         call: the call; its queries in the order of their tiles, its keys all rows of the cache.
         tiles: what is seen of them; every block is a chunk.
         rule: how queries choose among them.
+        spatial: whether the tiles of one place are one chunk, in all slots together.
 
     Returns:
         [B, Sq, H, D]; its log-sum-exp, [B, H, Sq]; and the share of pairs attended to, float64 [].
@@ -264,20 +266,36 @@ def attend_seen_chunks(
     query, order, blocks = call.query, tiles.order, tiles.plan.kv
     starts, lengths = (bound.view(-1) for bound in blocks.tensors())
     own = torch.repeat_interleave(tiles.itself, order.lengths, output_size=order.num_tokens)
-    means = chunk_means(call.key, starts, lengths.clamp_min(1), size=blocks.size)
-    counts = lengths.expand(len(query), -1).contiguous()
-    seen = ChunkMeans(means=means.means, counts=counts, masked=True)
-    bits, pairs = select_chunks(query, seen, own, rule)
+    found = chunk_means(call.key, starts, lengths.clamp_min(1), size=blocks.size)
+    seen = replace(found, counts=lengths.expand(len(query), -1).contiguous(), masked=True)
+    if spatial:
+        places = len(order.starts)
+        chosen, pairs = select_chunks(query, _by_place(seen, places), own % places, rule)
+        num_slots = blocks.num // places
+        chosen_places = bits_of(chosen, places)
+        bits = pack_bits(chosen_places.repeat(1, 1, 1, num_slots) & (lengths > 0))
+    else:
+        bits, pairs = select_chunks(query, seen, own, rule)
     # What is seen of a cache lies as it is read: where keys come from is never asked.
     keys = TiledSequence(order=order, index=own, blocks=blocks, num_tiles=blocks.num, in_order=True)
-    chunks = Partition(keys=keys, own=own, in_order=True)
     lse = torch.empty(
         (query.shape[0], query.shape[2], query.shape[1]), dtype=torch.float32, device=query.device
     )
     pooled = pooled_seen(call.key, call.value, tiles) if call.tail else None
+    chunks = Partition(keys=keys, own=own, in_order=True)
     out = _attend_bits(call, chunks, bits, pooled=pooled, lse=lse)
     every = query.shape[0] * query.shape[2] * order.num_tokens * tiles.num_tokens
     return out, lse, pairs.double() / every
+
+
+def _by_place(seen: ChunkMeans, places: int) -> ChunkMeans:
+    """Return the means of the tiles of every place, over all slots."""
+    batch, heads, _, size = seen.means.shape
+    counts = seen.counts.view(batch, -1, places)
+    total = counts.sum(1, dtype=torch.int32)
+    weight = (counts / total.clamp_min(1).unsqueeze(1)).to(seen.means.dtype)
+    means = seen.means.view(batch, heads, -1, places, size) * weight[:, None, :, :, None]
+    return ChunkMeans(means=means.sum(2), counts=total, masked=True)
 
 
 def _attend_bits(
