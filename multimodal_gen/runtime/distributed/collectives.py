@@ -37,6 +37,7 @@ __all__ = [
     "ScatterHeadsWork",
     "Span",
     "all_gather_tokens",
+    "all_gather_with_gradients",
     "gather_heads",
     "gather_heads_async",
     "partition_heads",
@@ -521,6 +522,32 @@ def all_gather_tokens(x: torch.Tensor, lengths: Sequence[int], group: Group) -> 
         dist.all_gather(received, sent, group=group.handle)
         parts = [part[..., :length] for part, length in zip(received, lengths, strict=True)]
         return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+def all_gather_with_gradients(
+    x: torch.Tensor, lengths: Sequence[int], group: Group
+) -> torch.Tensor:
+    """Do as `all_gather_tokens`, with the gradient of what all ranks made of it.
+
+    The backward pass is an exchange, too, so every rank must use the result.
+    """
+    gathered: torch.Tensor = _AllGather.apply(lengths, group, x)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lengths: Sequence[int], group: Group, x: torch.Tensor) -> torch.Tensor:
+        ctx.lengths, ctx.group = list(lengths), group
+        return all_gather_tokens(x.detach(), lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        if ctx.group.handle is not None:
+            with exchanging(grad.device):
+                dist.all_reduce(total, group=ctx.group.handle)
+        return None, None, torch.split(total, ctx.lengths, dim=-1)[ctx.group.index]
 
 
 class _Scatter(torch.autograd.Function):

@@ -6,7 +6,8 @@ all ranks hold (text) does not travel: every rank attends to its own copy, once.
 A part is an output [B, Sq, H, Dv] and the natural log-sum-exp of its scores, fp32 [B, H, Sq]; any
 kernel that returns both will do. A query that sees none of the keys has output 0 and log-sum-exp
 -inf. Gradients do not go through the kernel: a second round recomputes the weights from the merged
-log-sum-exp, and the gradients of keys and values travel with them until they are home.
+log-sum-exp, and the gradients of keys and values travel with them until they are home. Where parts
+record gradients themselves, as those of sparse methods do, all keys are collected first instead.
 
 Shapes: B batch, S tokens of a rank, H heads, D head size; q/k suffix = query/key side.
 """
@@ -33,6 +34,7 @@ __all__ = [
     "Transfer",
     "part_attention",
     "part_attention_backward",
+    "recorded_ring_attention",
     "ring_attention",
 ]
 
@@ -312,6 +314,72 @@ def ring_attention(
         attend, call, query, key, value, shared_key, shared_value
     )
     return out
+
+
+def recorded_ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shared_key: torch.Tensor | None,
+    shared_value: torch.Tensor | None,
+    attend: AttendPart,
+    call: RingCall,
+) -> torch.Tensor:
+    """Do as `ring_attention`, not causal, for an `attend` that records gradients.
+
+    The keys and values of all ranks stay in memory until the backward pass has run.
+    """
+    assert not call.causal, "parts are of all queries"
+    query, *held = _Collected.apply(call, query, key, value)  # type: ignore[no-untyped-call]
+    group, (batch, rows, heads) = call.group, query.shape[:3]
+    owners: list[int | None] = [(group.index - step) % group.size for step in range(group.size)]
+    keys = list(zip(owners, held[::2], held[1::2], strict=True))
+    if shared_key is not None and shared_value is not None:
+        keys.append((None, shared_key, shared_value))
+    found = [
+        attend(query, part) for owner, k, v in keys for _, part in _parts(call, owner, k, v)
+    ]  # fmt: skip
+    if not found:  # without queries, whose ranks take part in the backward pass nevertheless
+        return query.new_zeros((batch, rows, heads, value.shape[3])) + 0 * query[..., :1]
+    outs, stats = zip(*found, strict=True)
+    precise = torch.promote_types(query.dtype, torch.float32)
+    lse = torch.stack([x.to(precise) for x in stats])
+    # Rows that see no key have parts that are all zero.
+    lse = lse.masked_fill((lse == -math.inf).all(0), 0.0)
+    weights = lse.softmax(0).transpose(2, 3).unsqueeze(-1)
+    merged = sum(weight * out.to(precise) for weight, out in zip(weights, outs, strict=True))
+    return merged.to(query.dtype)
+
+
+class _Collected(torch.autograd.Function):
+    """The queries, then keys and values of every rank, this one's first; see `_rotate`.
+
+    Queries are only here so that every rank's backward pass comes by.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: RingCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call, ctx.like = call, (key.detach(), value.detach())
+        rounds = _rotate(call, key, value, shared=(None, None))
+        found = [x for _, pair in rounds for x in pair]
+        return query.view_as(query), key.view_as(key), value.view_as(value), *found[2:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: RingCall = ctx.call
+        gradients = _GradientRing(call, *ctx.like)
+        for step in range(call.group.size):
+            owner = (call.group.index - step) % call.group.size
+            pair = grads[1 + 2 * step : 3 + 2 * step]
+            gradients.send(owner, [x.to(torch.promote_types(x.dtype, torch.float32)) for x in pair])
+        grad_key, grad_value = gradients.wait()
+        return (
+            None,
+            grads[0],
+            *(x.to(like.dtype) for x, like in zip((grad_key, grad_value), ctx.like, strict=True)),
+        )
 
 
 class _Ring(torch.autograd.Function):

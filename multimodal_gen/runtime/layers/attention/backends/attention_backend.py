@@ -95,11 +95,13 @@ class AttentionImpl(ABC):
         per_head: whether settings differ by head. `forward` and `forward_gated` then take
             `first_head`, the index of the call's first head among the layer's heads, and `forward`
             takes `continued`, whether earlier heads of the same call came before.
+        trains_in_ring: whether `forward_ring` and `add_coarse_ring` record gradients.
         cache_reason: why a sparse method sees no blocks of a cache.
     """
 
     takes_projection: ClassVar[bool] = False
     per_head: ClassVar[bool] = False
+    trains_in_ring: ClassVar[bool] = False
     cache_reason: ClassVar[str] = "it chooses among the keys of one call"
 
     def __init__(
@@ -241,7 +243,8 @@ class AttentionImpl(ABC):
         """Return attention of this rank's queries over the keys of all ranks.
 
         For methods whose choice of keys depends on where tokens lie, and whose variants therefore
-        declare `ring` without `lse`. Every rank of the ring calls it, without gradients.
+        declare `ring` without `lse`. Every rank of the ring calls it, without gradients unless
+        `trains_in_ring`.
 
         Args:
             inputs: what this rank holds.

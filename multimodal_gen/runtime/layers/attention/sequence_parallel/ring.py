@@ -70,11 +70,13 @@ def ring_forward(
         gated = check_gate(entry, layer.gated_entry(), own).primary.impl
     if bound.has_ring:
         if training:
-            raise _no_gradients(entry)
+            if not bound.impl.trains_in_ring:
+                raise _no_gradients(entry)
+            bound = entry.with_features(Feature.BACKWARD)
         out = bound.impl.forward_ring(inputs, context)
         bound.calls += 1
         return out
-    if training and gated is not None:
+    if training and gated is not None and not gated.trains_in_ring:
         raise _no_gradients(entry)
     if mask is not None and layer.geometry.causal:
         # Leaving out keys would move the diagonal of the kernels.

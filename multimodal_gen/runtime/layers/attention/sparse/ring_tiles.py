@@ -19,17 +19,28 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
-from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, KernelChoice, SelectedKernel
+from multimodal_gen.kernels.engine import (
+    AUTO,
+    BLOCK_SPARSE,
+    KernelChoice,
+    SelectedKernel,
+    records_gradient,
+)
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
-from multimodal_gen.runtime.distributed.collectives import ExchangeRowsWork, all_gather_tokens
+from multimodal_gen.runtime.distributed.collectives import (
+    ExchangeRowsWork,
+    all_gather_tokens,
+    all_gather_with_gradients,
+)
 from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.ring import (
     KeyPart,
     PartMerger,
     RingCall,
     RingInputs,
+    recorded_ring_attention,
     ring_attention,
 )
 from multimodal_gen.runtime.distributed.timing import attending
@@ -346,14 +357,24 @@ def pool_over_ring(
     of. A tile that one rank holds is not changed by that. Does not wait for the device.
 
     Args:
-        tensors: this rank's tokens, [B, S, H, D], alike but for H.
+        tensors: this rank's tokens, [B, S, H, D], alike but for H. If they carry gradients, all
+            ranks must use the means in what they differentiate.
         shards: the tokens of every rank.
         call: how they are split; masked tokens do not count.
 
     Returns:
         For every tensor [B, H, N, D], fp32 (fp64 for fp64), zero where no token counts; and how
         many tokens of every tile count, [B, N] in the same dtype.
+
+    Raises:
+        UsageError: a gradient is asked for, and a rank holds no token of the video.
     """
+    recorded = records_gradient(*tensors)
+    if recorded and not all(shard is not None and shard.num_video for shard in shards):
+        raise UsageError(
+            "every rank of a ring must hold tokens of the video where a gradient goes through "
+            "means of tiles, got one without; use --ring-degree 1, or fewer ranks"
+        )
     (batch, _, _, size), like = tensors[0].shape, tensors[0]
     precise = torch.promote_types(like.dtype, torch.float32)
     held = [
@@ -368,7 +389,8 @@ def pool_over_ring(
 
     columns = [x.shape[2] * size for x in tensors]
     sizes = [0 if c is None else batch * len(c.tiles) * sum(columns) for c in shards]
-    received = all_gather_tokens(_own(tensors, shards, call, precise), sizes, call.group)
+    gather = all_gather_with_gradients if recorded else all_gather_tokens
+    received = gather(_own(tensors, shards, call, precise), sizes, call.group)
     blocks = [block for block in torch.split(received, sizes) if len(block)]
     means = like.new_zeros((len(order.starts), batch, sum(columns)), dtype=precise)
     for (shard, counts), block in zip(held, blocks, strict=True):
@@ -441,7 +463,7 @@ def attend_ring_tiles(
         queries: this rank's tokens in the tiles of queries, where those of keys are others.
         attend: what computes the plans, where that is not the block-sparse engine.
         halo: which keys ranks send each other instead of passing all of them round, where the
-            sequence has no text and no mask; None for the ring.
+            sequence has no text and no mask and no gradient is asked for; None for the ring.
         tail: what queries of the video see of tiles that they do not keep; None for nothing.
 
     Returns:
@@ -481,11 +503,13 @@ def attend_ring_tiles(
         text = _shard_keys(text_shard(inputs.shared_key.shape[1], query.device), call.shared_keep)
         parts.shared = text
         shared = text.ordered(inputs.shared_key, inputs.shared_value)
-    if halo is not None:
+    recorded = records_gradient(query, key, value, *(x for x in shared if x is not None))
+    if halo is not None and not recorded:
         out = _attend_halo(query, key, value, call.group, parts, halo)
     else:
         plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
-        out = ring_attention(query, key, value, *shared, parts.attend, plain)
+        travel = recorded_ring_attention if recorded else ring_attention
+        out = travel(query, key, value, *shared, parts.attend, plain)
     if order is None:
         return out
     result = torch.empty_like(out)

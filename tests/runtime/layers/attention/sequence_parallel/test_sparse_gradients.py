@@ -1,14 +1,17 @@
-"""Gradients of sparse methods under Ulysses, against one process; a ring refuses them."""
+"""Gradients of sparse methods under Ulysses and in a ring, against one process."""
+
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.processes import own
@@ -18,24 +21,36 @@ METHODS = {
     "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
     "video_sparse_attn": {"sparsity": 0.7, "tile_size": [4, 4, 4]},
 }
+TAILS = {f"{backend} tail": {**config, "tail": "pooled"} for backend, config in METHODS.items()}
+REFUSED = {"sla_attn": {"topk_ratio": 0.2, "BLKQ": 64}}
 
 
 def layer_of(backend, cls=USPAttention):
-    config = METHODS[backend]
-    args = ServerArgs(model_path="none", attention_backend=backend, attention_backend_config=config)
+    config = {**METHODS, **TAILS, **REFUSED}[backend]
+    args = ServerArgs(
+        model_path="none",
+        attention_backend=backend.partition(" ")[0],
+        attention_backend_config=config,
+    )
     return cls(HEADS, 32, prefix="blocks.1.attn", scope=scope_from_args(args))
 
 
-def attend(layer, inputs):
-    """Call a layer, with a gate where there are four inputs."""
-    with set_forward_context(1, latent_grid=GRID, num_steps=2):
-        gate = {"gate_compress": inputs[3]} if len(inputs) == 4 else {}
-        return layer(*inputs[:3], **gate)
+def attend(layer, inputs, text=0):
+    """Call a layer, with a gate where there are four inputs, and text behind the video."""
+    span = TextSpan(start=math.prod(GRID), length=text) if text else None
+    with set_forward_context(1, latent_grid=GRID, num_steps=2, text_span=span):
+        more = {"gate_compress": inputs[3]} if len(inputs) == 4 else {}
+        if text:
+            more["num_replicated_suffix"] = text
+        return layer(*inputs[:3], **more)
 
 
-def check(backend, gated):
-    """Compare the output and the gradients of this rank with those of one process."""
-    whole = [*make_qkv(1, sum(LENGTHS), HEADS, 32)]
+def check(backend, gated, lengths=LENGTHS, text=0):
+    """Compare the output and the gradients of this rank with those of one process.
+
+    Gradients of text, which all ranks hold, are sums over ranks.
+    """
+    whole = [*make_qkv(1, sum(lengths) + text, HEADS, 32)]
     generator = torch.Generator().manual_seed(5)
     if gated:
         whole.append(torch.randn(whole[0].shape, generator=generator))
@@ -43,14 +58,19 @@ def check(backend, gated):
     cls = UlyssesAttention_VSA if gated else USPAttention
     leaves = [x.requires_grad_() for x in whole]
     with use_parallel_groups(None):
-        want = attend(layer_of(backend, cls), leaves)
+        want = attend(layer_of(backend, cls), leaves, text)
         expected = torch.autograd.grad(want, leaves, weight)
-    local = [own(x, LENGTHS).detach().requires_grad_() for x in leaves]
-    out = attend(layer_of(backend, cls), local)
-    torch.testing.assert_close(out, own(want, LENGTHS))
-    found = torch.autograd.grad(out, local, own(weight, LENGTHS))
+    local = [own(x, lengths, 0, text).detach().requires_grad_() for x in leaves]
+    out = attend(layer_of(backend, cls), local, text)
+    torch.testing.assert_close(out, own(want, lengths, 0, text))
+    upstream = own(weight, lengths, 0, text).clone()
+    if text:
+        upstream[:, -text:] /= len(lengths)
+    found = torch.autograd.grad(out, local, upstream)
     for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, own(theirs, LENGTHS), rtol=1e-4, atol=1e-5)
+        if text:
+            dist.all_reduce(mine[:, -text:])
+        torch.testing.assert_close(mine, own(theirs, lengths, 0, text), rtol=1e-4, atol=1e-5)
 
 
 def check_refused(backend):
@@ -60,14 +80,27 @@ def check_refused(backend):
         attend(layer_of(backend), local)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
 @pytest.mark.parametrize("backend", METHODS)
-def test_two_ranks_have_the_gradients_of_one(two_ranks, backend):
-    two_ranks.run(Mesh(ulysses=2), check, backend, False)
+def test_two_ranks_have_the_gradients_of_one(two_ranks, backend, mesh):
+    two_ranks.run(mesh, check, backend, False)
 
 
-def test_two_ranks_have_the_gradients_of_a_gate(two_ranks):
-    two_ranks.run(Mesh(ulysses=2), check, "video_sparse_attn", True)
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
+def test_two_ranks_have_the_gradients_of_a_gate(two_ranks, mesh):
+    two_ranks.run(mesh, check, "video_sparse_attn", True)
 
 
-def test_a_ring_refuses_them(two_ranks):
-    two_ranks.run(Mesh(ring=2), check_refused, "sliding_tile_attn")
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "gated", "text"), [
+    ("sliding_tile_attn", False, 0), ("sliding_tile_attn", False, 5),
+    ("video_sparse_attn", False, 5), ("video_sparse_attn", True, 0),
+    *((backend, False, 5) for backend in TAILS),
+])  # fmt: skip
+@pytest.mark.parametrize("mesh", [Mesh(ring=4), Mesh(ulysses=2, ring=2)], ids=["ring", "both"])
+def test_four_ranks_have_the_gradients_of_one(four_ranks, backend, gated, text, mesh):
+    four_ranks.run(mesh, check, backend, gated, (60, 36, 50, 46), text)
+
+
+def test_a_ring_refuses_those_of_other_methods(two_ranks):
+    two_ranks.run(Mesh(ring=2), check_refused, "sla_attn")

@@ -228,6 +228,7 @@ class SlidingTileImpl(SparseImpl[SlidingTileConfig]):
     """
 
     declaration = SlidingTileBackend
+    trains_in_ring = True
     varies_by_step = True
 
     def prepare(self) -> None:

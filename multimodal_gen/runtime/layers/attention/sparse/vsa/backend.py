@@ -179,6 +179,7 @@ class VideoSparseImpl(SparseImpl[VideoSparseConfig]):
     """Video Sparse Attention of one layer."""
 
     declaration = VideoSparseBackend
+    trains_in_ring = True
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return the fine stage, and the coarse one where the call has a gate."""

@@ -107,14 +107,17 @@ def ring_coarse_stage(
     """Return the coarse stage where ranks hold shards, which may cut tiles.
 
     Args:
-        inputs: what this rank holds; values are pooled where there is a gate.
+        inputs: what this rank holds; values are pooled where there is a gate, and only then do
+            gradients flow through the means.
         queries: the queries of all ranks in tiles.
         keys: the keys of all ranks in tiles.
         shards: the tokens of every rank.
     """
     call = inputs.call
     tensors = [own_queries(inputs), inputs.key]
-    if inputs.gate is not None:
+    if inputs.gate is None:
+        tensors = [x.detach() for x in tensors]
+    else:
         tensors.append(inputs.value)
     means, counts = pool_over_ring(tensors, shards, call)
     pooled = [mean.to(inputs.query.dtype) for mean in means]
