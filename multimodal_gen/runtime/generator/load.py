@@ -268,7 +268,7 @@ def pick_device(device: str | None) -> torch.device:
     except (NotImplementedError, ImportError):
         pass
     except (RuntimeError, AssertionError) as error:
-        reason = reason and f" ({first_line(error)})"
+        reason = reason and f" ({first_line(error).partition('. ')[0]})"
     raise UsageError(
         f"--device must be a torch device of this machine ({', '.join(_devices())}), got "
         f"{device!r}{reason}"

@@ -134,7 +134,10 @@ def run(tmp_path):
             with pytest.raises(ProcessLookupError, match="No such process"):
                 os.kill(int(file.read_text()), 0)
         assert len(pids) == 2
-        return outcome, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
+        out = (tmp_path / "out").read_text()
+        if torch.__version__.startswith("2.9."):  # whose gloo prints when ranks meet
+            out = "".join(x for x in out.splitlines(keepends=True) if "peer ranks" not in x)
+        return outcome, out, (tmp_path / "err").read_text()
 
     return run
 
