@@ -158,6 +158,11 @@ def test_other_pipelines_hand_on_the_frames_of_the_whole_video(
         assert np.array_equal(one.frames, other.frames) is (n < 1)
 
 
+def test_a_step_cache_keeps_a_video_in_one_call() -> None:
+    made = [ServerArgs(model_path="m", prompt="a", cache=x) for x in (None, "first_block")]
+    assert [Streaming(args, lambda chunk: None).in_one_call for args in made] == [False, True]
+
+
 def test_values_that_are_not_finite_are_counted() -> None:
     stream = Streaming(ServerArgs(model_path="m", prompt="a fox"), lambda chunk: None)
     frames = np.ones((2, 4, 4, 3))

@@ -171,6 +171,7 @@ class Streaming:
 
     Attributes:
         later: the prompts that take over.
+        in_one_call: whether the pipeline must make the video in one call.
         interrupted: whether Ctrl-C ended it.
     """
 
@@ -179,6 +180,8 @@ class Streaming:
         self.interrupted = False
         self._first = args.prompt or ""
         self._saves = args.save_latents
+        # What a step cache knows would end with each call.
+        self.in_one_call = args.cache is not None
         self._give = give
         self._started = time.perf_counter()
         self._fps = 1
@@ -392,7 +395,8 @@ class _Helios(_Taken):
         window = (of("num_latent_frames_per_chunk") - 1) * self.pipe.vae_scale_factor_temporal + 1
         chunks = max(1, -(-max(of("num_frames"), 1) // window))
         given = ("image", "image_latents", "fake_image_latents", "video", "video_latents")
-        if chunks <= _CHUNKS_OF_A_CALL or any(of(name) is not None for name in given):
+        at_once = self.stream.in_one_call or any(of(name) is not None for name in given)
+        if chunks <= _CHUNKS_OF_A_CALL or at_once:
             yield arguments
             return
         history = sum(of("history_sizes"))
