@@ -535,11 +535,22 @@ POOLED_TAIL = Operation(
     label="the pooled tail",
     kernels=(
         KernelDeclaration(
+            name="gluon",
+            platforms=_CUDA,
+            capability=_HOPPER,
+            # Its weights need the exponents of fp32.
+            dtypes=frozenset({torch.bfloat16}),
+            head_sizes=HeadSizes(maximum=128, multiple_of=8),
+            packages=(TRITON_WITH_GLUON,),
+            check="multimodal_gen.kernels.gluon_check:pooled_tail",
+        ),
+        KernelDeclaration(
             name="triton",
             platforms=_GPUS,
             capability=_SM80,
             dtypes=_HALF,
             head_sizes=HeadSizes(maximum=256),
+            serves=frozenset({"ragged", "unaligned"}),
             packages=(TRITON,),
             interpreted=True,
         ),

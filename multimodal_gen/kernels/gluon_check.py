@@ -12,11 +12,12 @@ from multimodal_gen.kernels.block_sparse.api import RUN as BLOCK_SPARSE_KERNELS
 from multimodal_gen.kernels.block_sparse.api import Call, request_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
+from multimodal_gen.kernels.block_sparse.tail import add_tail, kept_map, pool_blocks
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, cluster_plan, cut
 from multimodal_gen.kernels.quantized_attention.api import RUN as QUANTIZED_KERNELS
 from multimodal_gen.kernels.quantized_attention.api import Call as QuantizedCall
 
-__all__ = ["block_sparse", "quantized"]
+__all__ = ["block_sparse", "pooled_tail", "quantized"]
 
 HEADS, HEAD_SIZE = 2, 128
 # Relative errors in the Frobenius norm. Roundings to 16 bits give 2e-3 to 3e-3, int8 scores about
@@ -31,6 +32,15 @@ def block_sparse(device: torch.device) -> str | None:
         return lacks
     with torch.cuda.device(device):
         return _regular_blocks(device) or _clusters(device)
+
+
+def pooled_tail(device: torch.device) -> str | None:
+    """Return what the kernel of the pooled tail gets wrong, or None."""
+    lacks = _lacking()
+    if lacks is not None:
+        return lacks
+    with torch.cuda.device(device):
+        return _means(device)
 
 
 def quantized(device: torch.device) -> str | None:
@@ -95,6 +105,23 @@ def _clusters(device: torch.device) -> str | None:
     pieces = cut(side, TILE_ROWS, multiple=TILE_ROWS // 3)
     out, _ = attend(q, k, v, pieces, side, keep, scale=HEAD_SIZE**-0.5)
     return _fault("clusters", out, (q, k, v), cluster_plan(side, side, keep), ROUNDED)
+
+
+def _means(device: torch.device) -> str | None:
+    """Check blocks of equal tokens, which their means stand for exactly."""
+    plan = _plan(64, 64, device)
+    q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
+    block = torch.arange(plan.kv.total, device=device) // 64
+    k, v = k[:, block], v[:, block]
+    given = Call(
+        q, k, v, plan, HEAD_SIZE**-0.5, True, False, request_for(q, k, v, plan, backward=False)
+    )
+    out, lse = BLOCK_SPARSE_KERNELS["gluon"](given)
+    assert lse is not None, "it was asked for"
+    pooled, kept = pool_blocks(k, v, plan.kv, plan.kv.num), kept_map(plan, plan.kv.num)
+    out, _ = add_tail(out, lse, q, pooled, kept, plan.q, scale=HEAD_SIZE**-0.5, kernel="gluon")
+    every = BlockPlan.dense(plan.q, plan.kv, device)
+    return _fault("means of blocks of 64", out, (q, k, v), every, ROUNDED)
 
 
 def _plan(size: int, keys: int, device: torch.device) -> BlockPlan:

@@ -39,7 +39,7 @@ from multimodal_gen.kernels.block_sparse import tail as tail_module
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledTail, add_tail, kept_map, pool_blocks
-from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.config import build_config
@@ -63,15 +63,13 @@ DENSE = "fa3 dense"
 FLOP = "4*H*D*pairs that are attended to exactly"
 
 Run = Callable[[], Any]
-# Other shapes of a program of the tail, by what the results call them.
-TILES = {
-    f"{t.rows}x{t.keys} w{t.warps} s{t.stages}": t
-    for t in (
-        TritonTile(rows=128, keys=64, warps=8, stages=2),
-        TritonTile(rows=64, keys=64, warps=4, stages=2),
-        TritonTile(rows=64, keys=32, warps=4, stages=3),
-        TritonTile(rows=64, keys=128, warps=4, stages=2),
-    )
+# Other kernels of the tail, by what the results call them; None is Triton's.
+TILES: dict[str, GluonTailTile | None] = {
+    "triton": None,
+    "2 consumers, 3 stages": GluonTailTile(consumers=2, stages=3, registers=240),
+    "2 consumers, 4 stages": GluonTailTile(consumers=2, stages=4, registers=240),
+    "3 consumers, 3 stages": GluonTailTile(consumers=3, stages=3, registers=160),
+    "3 consumers, 4 stages": GluonTailTile(consumers=3, stages=4, registers=160),
 }
 # Layers, by what the results call them: backend and parameters.
 LAYERS: dict[str, tuple[str, dict[str, object]]] = {
@@ -215,9 +213,12 @@ def parts_of(qkv: QKV, plan: BlockPlan) -> dict[str, Callable[[], object]]:
     }
 
 
-def with_tile(attend: Callable[..., torch.Tensor], tile: TritonTile) -> torch.Tensor:
-    """Run with another shape of the tail's programs."""
-    with mock.patch.object(tail_module, "tail_tile", return_value=tile):
+def with_tile(attend: Callable[..., torch.Tensor], tile: GluonTailTile | None) -> torch.Tensor:
+    """Run with another kernel of the tail."""
+    name, value = "gluon_tail_tile", lambda: tile
+    if tile is None:
+        name, value = "_launch_gluon", tail_module._launch_triton
+    with mock.patch.object(tail_module, name, value):
         return attend(tail=PooledTail())
 
 

@@ -1,25 +1,38 @@
 """The coarse stage of tile-based sparse attention: pooling, scores with top-k, the gated sum.
 
 Every contender's result is checked first. `select` has a contender per buffer size and per number
-of warps that share a row; the one that runs by default carries no figures in its name.
+of warps that share a row, and `lists` of a map one per number of entries that are looked at at
+once; those that run by default carry no figures in their names. `cells` is what ranking by the
+cells of tiles takes.
 
-    python3 scripts/bench/tile_pool.py --commit HASH [--only select] [--rounds 9]
+    python3 scripts/bench/tile_pool.py --commit HASH [--only select] [--case by] [--rounds 9]
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
-from _harness import interleave, parse_arguments, relative_error, rows_of, write_rows
+from _harness import interleave, make_parser, relative_error, rows_of, write_rows
 
+from multimodal_gen.kernels.block_sparse import steps_kernel
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
-from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.kernels.tile_pool.api import (
+    add_gated,
+    mark_tiles,
+    pool_cells,
+    pool_tiles,
+    select_cells,
+    select_tiles,
+)
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,
     pool_tiles_reference,
+    select_cells_reference,
     select_tiles_reference,
 )
 
@@ -73,6 +86,60 @@ def select_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> Runs:
     return runs
 
 
+def map_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> tuple[Runs, dict[str, float]]:
+    """Return the contenders of a map of the selection and of its lists, and what is wrong."""
+    marked = mark_tiles(query, key, count, near=1)
+
+    def lists(listed: int) -> torch.Tensor:
+        with mock.patch.object(steps_kernel, "LISTED", listed):
+            return steps_kernel.make_lists(marked)[0]
+
+    runs: Runs = {
+        "map": lambda: mark_tiles(query, key, count, near=1),
+        "lists": lambda: steps_kernel.make_lists(marked)[0],
+        **{f"lists, {n} at once": partial(lists, n) for n in (256, 512, 1024, 2048)},
+    }
+    wanted = marked.long().cumsum(-1)
+    slots = torch.where(marked, wanted - 1, marked.shape[-1] - 1)
+    place = torch.arange(marked.shape[-1], device=marked.device, dtype=torch.int32)
+    errors = {"map": 0.0}
+    for name in runs.keys() - {"map"}:
+        found = runs[name]().gather(-1, slots)
+        errors[name] = float((marked & (found != place)).double().mean())
+    return runs, errors
+
+
+def cell_runs(
+    q: torch.Tensor, k: torch.Tensor, tiles: Any, keep: float
+) -> tuple[Runs, dict[str, float]]:
+    """Return the contenders of the ranking by four cells of every tile, and what is wrong."""
+    starts, lengths, cut = tiles
+    pool = partial(pool_cells, starts=starts, lengths=lengths, cells=4, **cut)
+    (query, real), (key, _) = pool(q), pool(k)
+    count, scale = max(1, round(keep * len(starts))), q.shape[3] ** -0.5
+    few = slice(0, CHECKED_HEADS)
+    width = -(-cut["size"] // 4)
+    offsets = torch.arange(4, dtype=torch.int32, device=q.device) * width
+    begin = (starts[:, None] + offsets).flatten()
+    held = (lengths[:, None] - offsets).clamp(0, width).flatten()
+    means = pool_tiles_reference(q[:, :, few].float(), begin, held, cut["index"], width)
+    best = torch.empty((1, CHECKED_HEADS, len(starts), count), dtype=torch.int32, device=q.device)
+    given = (query[:, few], key[:, few], real, real, (4, 4), count, 0, best, scale)
+    select_cells_reference(*given)
+    kept = best.new_zeros((*best.shape[:3], len(starts)), dtype=torch.bool)
+    kept.scatter_(-1, best.long(), True)
+
+    def select() -> torch.Tensor:
+        return select_cells(query, key, real, real, count, cells=(4, 4), scale=scale)
+
+    wrong = 1.0 - float(kept.gather(-1, select()[:, few].long()).double().mean())
+    errors = {
+        "pool cells of q": relative_error(query[:, few], means),
+        "select by cells": wrong,
+    }
+    return {"pool cells of q": lambda: pool(q)[0], "select by cells": select}, errors
+
+
 def select_errors(
     runs: Runs, query: torch.Tensor, key: torch.Tensor, count: int
 ) -> dict[str, float]:
@@ -91,15 +158,15 @@ def select_errors(
     }
 
 
-def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
+def measure(case: Case, options: Any) -> list[object]:
     """Check and time the three stages of a case; returns rows of the results file."""
     order = tile_order(case.grid, case.tile, "cuda")
     torch.manual_seed(0)
     shape = (1, order.num_tokens, case.heads, case.head_size)
     q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     tiles = (order.starts, order.lengths)
-    options = {"size": order.largest, "index": order.order}
-    pooled_q, pooled_k = pool_tiles((q, k), *tiles, **options)
+    cut: dict[str, Any] = {"size": order.largest, "index": order.order}
+    pooled_q, pooled_k = pool_tiles((q, k), *tiles, **cut)
     num_tiles = len(order.starts)
     count = max(1, round(case.keep * num_tiles))
     few = slice(0, CHECKED_HEADS)
@@ -112,28 +179,33 @@ def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
         q[:, :, few].float(), k[:, :, few].float(), coarse[:, few].float(), *tiles, order.order,
         order.largest,
     )  # fmt: skip
-    summed = add_gated(q.clone(), k, coarse, *tiles, **options)
+    summed = add_gated(q.clone(), k, coarse, *tiles, **cut)
     errors["gated sum"] = relative_error(summed[:, :, few], whole)
     selects = select_runs(pooled_q, pooled_k, count)
     errors.update(select_errors(selects, pooled_q[:, few], pooled_k[:, few], count))
+    maps, wrong_maps = map_runs(pooled_q, pooled_k, count)
+    cells, wrong_cells = cell_runs(q, k, (*tiles, cut), case.keep)
+    errors |= wrong_maps | wrong_cells
     stages: dict[str, tuple[Runs, float]] = {
-        "pool": ({"pool q, k": lambda: pool_tiles((q, k), *tiles, **options)[0]}, 0.0),
+        "pool": ({"pool q, k": lambda: pool_tiles((q, k), *tiles, **cut)[0]}, 0.0),
         "select": (selects, 2.0 * case.heads * num_tiles**2 * case.head_size),
-        "gate": ({"gated sum": lambda: add_gated(summed, k, coarse, *tiles, **options)}, 0.0),
+        "cells": (cells, 0.0),
+        "lists": (maps, 0.0),
+        "gate": ({"gated sum": lambda: add_gated(summed, k, coarse, *tiles, **cut)}, 0.0),
     }
     rows: list[object] = []
     for stage, (runs, flop) in stages.items():
-        if only not in stage:
+        if options.only not in stage:
             continue
         right = {name: run for name, run in runs.items() if errors[name] < BOUND}
         for name in runs.keys() - right.keys():
             print(f"{case.name}: {name} is wrong, error {errors[name]:.2e}")
         if not right:
             continue
-        times = interleave(right, rounds=rounds)
+        times = interleave(right, rounds=options.rounds, block_ms=options.block_ms)
         rows += rows_of(
             times,
-            commit=commit,
+            commit=options.commit,
             benchmark="tile_pool",
             case=f"{case.name} {stage}",
             shape=case.shape,
@@ -142,7 +214,7 @@ def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
             errors=errors,
             versions={},
         )
-        if stage != "select":
+        if stage in ("pool", "gate"):
             moved = {"pool": 2, "gate": 3}[stage] * q.numel() * q.element_size()
             (samples,) = times.values()
             print(f"{case.name} {stage}: {moved / statistics.median(samples) / 1e9:.2f} TB/s")
@@ -151,11 +223,14 @@ def measure(case: Case, rounds: int, only: str, commit: str) -> list[object]:
 
 def main() -> None:
     """Measure every case."""
-    arguments = parse_arguments(__doc__ or "")
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--case", default="", help="cases whose name contains this")
+    parser.add_argument("--block-ms", type=float, default=150.0, help="length of a timing (150)")
+    options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in CASES:
-        rows = measure(case, arguments.rounds, arguments.only, arguments.commit)
-        write_rows(arguments.out / "tile_pool.csv", rows)
+        if options.case in case.name:
+            write_rows(options.out / "tile_pool.csv", measure(case, options))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from multimodal_gen.kernels.block_sparse.tail_reference import (
     pool_blocks_reference,
     slope_of,
 )
-from multimodal_gen.kernels.block_sparse.tuning import tail_tile
+from multimodal_gen.kernels.block_sparse.tuning import gluon_tail_tile, tail_tile
 from multimodal_gen.kernels.engine import (
     AUTO,
     POOLED_TAIL,
@@ -131,7 +131,7 @@ def pool_blocks(
     if starts.shape[:2] == lengths.shape[:2] == (1, 1):
         bounds = starts[0, 0].contiguous(), lengths[0, 0].contiguous()
         keys, values = pool_tiles((k, v), *bounds, size=blocks.size)
-    elif not torch.compiler.is_compiling() and _kernel(k, AUTO, (k, v)) == "triton":
+    elif not torch.compiler.is_compiling() and _kernel(k, AUTO, (k, v)) != "reference":
         from multimodal_gen.kernels.block_sparse import tail_kernel
 
         keys, values = (tail_kernel.pool_blocks(x, starts, lengths) for x in (k, v))
@@ -209,7 +209,7 @@ def add_tail(
             int32 [B|1, H|1, Sq, ceil(N / 32)], bit j % 32 of word j // 32 of each row.
         queries: the query blocks; rows in none of them have no tail.
         scale: factor of the scores.
-        kernel: "triton", "reference", or anything else for the faster of these that can.
+        kernel: "gluon", "triton", "reference", or anything else for the fastest that can.
 
     Returns:
         Output and log-sum-exp over both.
@@ -224,7 +224,8 @@ def add_tail(
     if torch.compiler.is_compiling():
         chosen = "reference" if records_gradient(*inputs) else ""
     else:
-        chosen = _kernel(q, kernel, inputs)
+        plain = queries is not None and pooled.slope is None
+        chosen = _kernel(q, kernel, inputs, queries=queries if plain else None)
     if not chosen:  # what a call is like is known when the graph runs
         starts, lengths = (None, None) if queries is None else (queries.starts, queries.lengths)
         num, size = (0, 0) if queries is None else (queries.num, queries.size)
@@ -237,6 +238,38 @@ def add_tail(
             out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept, queries,
             scale=scale,
         )  # fmt: skip
+    launch = _launch_gluon if chosen == "gluon" else _launch_triton
+    launch(out, lse, q, pooled, kept, queries, scale)
+    return out, lse
+
+
+def _launch_gluon(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    pooled: PooledBlocks,
+    kept: torch.Tensor,
+    queries: Blocks | None,
+    scale: float,
+) -> None:
+    from multimodal_gen.kernels.block_sparse import gluon_tail_kernel
+
+    assert queries is not None, "others are refused"
+    gluon_tail_kernel.add_tail(
+        out, lse, q, pooled.keys, pooled.values, pooled.counts, kept, queries, scale=scale,
+        tile=gluon_tail_tile(),
+    )  # fmt: skip
+
+
+def _launch_triton(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    pooled: PooledBlocks,
+    kept: torch.Tensor,
+    queries: Blocks | None,
+    scale: float,
+) -> None:
     from multimodal_gen.kernels.block_sparse import tail_kernel
 
     platform, capability = place_of(q.device)
@@ -254,17 +287,27 @@ def add_tail(
         scale=scale, tile=tile,
         copy_engine=engine and all(map(_in_rows_of_16_bytes, (pooled.keys, pooled.values))),
     )  # fmt: skip
-    return out, lse
 
 
-def _kernel(q: torch.Tensor, kernel: KernelChoice, inputs: tuple[torch.Tensor, ...]) -> str:
-    """Return which kernel runs."""
+def _kernel(
+    q: torch.Tensor,
+    kernel: KernelChoice,
+    inputs: tuple[torch.Tensor, ...],
+    *,
+    queries: Blocks | None = None,
+) -> str:
+    """Return which kernel runs; `queries` are the blocks of a tail of nothing but means."""
+    ragged = True
+    if queries is not None:  # blocks that may be much smaller than what they count as
+        ragged = queries.size <= 32 or (queries.lengths is not None and queries.size > 64)
     platform, capability = place_of(q.device)
     request = Request(
         platform=platform,
         capability=capability,
         dtype=q.dtype,
         head_size=q.shape[3],
+        ragged=ragged,
+        unaligned=not all(_in_rows_of_16_bytes(x) for x in inputs if x.ndim == 4),
         backward=records_gradient(*inputs),
         device=q.device.index,
     )
@@ -274,11 +317,12 @@ def _kernel(q: torch.Tensor, kernel: KernelChoice, inputs: tuple[torch.Tensor, .
     return choose(POOLED_TAIL, AUTO, request)
 
 
-def _in_rows_of_16_bytes(means: torch.Tensor) -> bool:
-    """Whether the copy engine can read [B, H, N, D]."""
-    outer = [s for s, n in zip(means.stride()[:3], means.shape, strict=False) if n > 1]
-    aligned = all(s * means.element_size() % 16 == 0 for s in (*outer, means.shape[3]))
-    return aligned and means.stride(3) == 1 and means.data_ptr() % 16 == 0
+def _in_rows_of_16_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can read a tensor of four dimensions."""
+    outer = [s for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1]
+    aligned = all(s > 0 and s * tensor.element_size() % 16 == 0 for s in outer)
+    whole = tensor.shape[3] * tensor.element_size() % 16 == 0 and tensor.stride(3) == 1
+    return aligned and whole and tensor.data_ptr() % 16 == 0
 
 
 def _check(

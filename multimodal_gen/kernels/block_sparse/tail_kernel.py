@@ -23,6 +23,7 @@ from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 LOG2E = 1.4426950408889634
 POOL_ROWS = 64  # tokens that are added at once
+PACKED_ROWS, PACKED_WORDS = 4, 32  # of a program that packs bits
 
 
 @triton.jit
@@ -50,49 +51,22 @@ def _row_bias(bits_ptr, size, rows, row_stride, first, num, real, BN: tl.constex
     return tl.where(kept == 0, size[None, :], float("-inf"))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num", "num_q", "group", "q_size", "q_total", "size_b", "size_h",
-        "q_start_b", "q_start_h", "q_length_b", "q_length_h",
-    ]
-)  # fmt: skip
-def _tail_kernel(
+@triton.jit
+def _tail_tile(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
-    q_start_ptr, q_length_ptr,
     q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
     kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
-    q_start_b, q_start_h, q_length_b, q_length_h,
-    num, num_q, group, q_size, q_total, scale, scale_log2,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QSUB: tl.constexpr,
-    PAIR: tl.constexpr, ROWS: tl.constexpr, Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
-    SLOPE: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    b, h, block, first_row, length, num, num_q, group, scale, scale_log2,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAIR: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, SLOPE: tl.constexpr, STAGES: tl.constexpr,
+    UPCAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tiles, H, B]; QSUB tiles of BM rows per query block.
+    """Do `length` rows of a head from `first_row` on, of query block `block`; see `_tail_kernel`.
 
-    PAIR: a tile holds two query blocks of BM / 2 rows. ROWS: every row chooses, and tiles are cut
-    from all rows; `kept` then holds words, otherwise what `_bias_of` returns.
+    WORDS: `kept` holds words of bits, of every row if ROWS, else of query blocks.
     """
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    tile = tl.program_id(0)
     in_tile = tl.arange(0, BM)
-    block = tile // QSUB
-    inside = tile % QSUB * BM
-    begin = (block * q_size).to(tl.int32)
-    length = tl.minimum(q_total - begin, q_size)
-    if PAIR or ROWS:
-        block = tile * 2
-        inside = 0
-        begin = (tile * BM).to(tl.int32)
-        length = tl.minimum(q_total - begin, BM)
-    if Q_STARTS:
-        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + block)
-    if Q_LENGTHS:
-        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + block)
-    if inside >= length:
-        return
-    real = inside + in_tile < length
-    first_row = begin.to(tl.int64) + inside
+    real = in_tile < length
     d = tl.arange(0, DP)
     n = tl.arange(0, BN)
     real_d = d < D
@@ -106,21 +80,21 @@ def _tail_kernel(
     new = tl.zeros([BM], tl.float32)
     kv_h = h // group
     kept_ptr += b * kept_b + h * kept_h
-    if ROWS:
-        kept_ptr += first_row * kept_q
+    kept_ptr += (first_row if ROWS else block.to(tl.int64)) * kept_q
+    if WORDS:
         size_ptr += b * size_b + kv_h * size_h
         # Read one step ahead and used in the next, so that no step waits for it; likewise below.
         size_next = _sizes(size_ptr, 0, num, BN)
     else:
-        kept_ptr += block.to(tl.int64) * kept_q
         bias_next = tl.load(kept_ptr + n)
     if PAIR:
         other = kept_ptr + tl.where(block + 1 < num_q, kept_q, 0)
         other_next = tl.load(other + n)
     for first in tl.range(0, num, BN, num_stages=STAGES):
         following = tl.where(first + BN < num, first + BN, 0)
-        if ROWS:
-            bias = _row_bias(kept_ptr, size_next, in_tile, kept_q, first, num, real, BN)
+        if WORDS:
+            rows = in_tile if ROWS else in_tile * 0
+            bias = _row_bias(kept_ptr, size_next, rows, kept_q, first, num, real, BN)
             size_next = _sizes(size_ptr, first + BN, num, BN)
         else:
             bias = bias_next[None, :]
@@ -134,12 +108,13 @@ def _tail_kernel(
             v = v_ptr.load(corner).reshape(BN, DP)
         else:
             there = first + n < num
-            k_base = k_ptr + b * k_b + kv_h * k_h + first.to(tl.int64) * k_n
-            v_base = v_ptr + b * v_b + kv_h * v_h + first.to(tl.int64) * v_n
+            at = (first + n).to(tl.int64)
             k_mask = there[None, :] & real_d[:, None]
-            k_t = tl.load(k_base + n[None, :] * k_n + d[:, None], mask=k_mask, other=0.0)
+            k_base = k_ptr + b * k_b + kv_h * k_h
+            k_t = tl.load(k_base + (at * k_n)[None, :] + d[:, None], mask=k_mask, other=0.0)
             v_mask = there[:, None] & real_d[None, :]
-            v = tl.load(v_base + n[:, None] * v_n + d[None, :], mask=v_mask, other=0.0)
+            v_base = v_ptr + b * v_b + kv_h * v_h
+            v = tl.load(v_base + (at * v_n)[:, None] + d[None, :], mask=v_mask, other=0.0)
         s = _dot(q, k_t, UPCAST) * scale_log2 + bias
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key yet has m = -inf, and -inf - -inf is a NaN.
@@ -167,6 +142,113 @@ def _tail_kernel(
     tl.store(lse_ptrs, lse, mask=real)
 
 
+@triton.jit
+def _bounds(
+    b, h, block, q_size, q_total, q_start_ptr, q_length_ptr,
+    q_start_b, q_start_h, q_length_b, q_length_h,
+    Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Return the first row and the number of rows of a query block."""
+    begin = (block * q_size).to(tl.int32)
+    length = tl.minimum(q_total - begin, q_size)
+    if Q_STARTS:
+        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + block)
+    if Q_LENGTHS:
+        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + block)
+    return begin, length
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num", "num_q", "group", "q_size", "q_total", "size_b", "size_h",
+        "q_start_b", "q_start_h", "q_length_b", "q_length_h",
+    ]
+)  # fmt: skip
+def _tail_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
+    q_start_ptr, q_length_ptr,
+    q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
+    kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
+    q_start_b, q_start_h, q_length_b, q_length_h,
+    num, num_q, group, q_size, q_total, scale, scale_log2,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QSUB: tl.constexpr,
+    PAIR: tl.constexpr, ROWS: tl.constexpr, Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
+    SLOPE: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Grid [tiles, H, B]; QSUB tiles of BM rows per query block.
+
+    PAIR: a tile holds two query blocks of BM / 2 rows. ROWS: every row chooses, and tiles are cut
+    from all rows; `kept` then holds words, otherwise what `_bias_of` returns.
+    """
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0)
+    if PAIR or ROWS:
+        block = tile * 2
+        inside = 0
+        begin = (tile * BM).to(tl.int32)
+        length = tl.minimum(q_total - begin, BM)
+    else:
+        block = tile // QSUB
+        inside = tile % QSUB * BM
+        begin, length = _bounds(
+            b, h, block, q_size, q_total, q_start_ptr, q_length_ptr,
+            q_start_b, q_start_h, q_length_b, q_length_h, Q_STARTS, Q_LENGTHS,
+        )  # fmt: skip
+    if inside >= length:
+        return
+    _tail_tile(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
+        q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
+        kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
+        b, h, block, begin.to(tl.int64) + inside, length - inside, num, num_q, group, scale,
+        scale_log2, BM, BN, D, DP, PAIR, ROWS, ROWS, SLOPE, STAGES, UPCAST, TMA,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num", "num_q", "group", "heads", "total", "q_size", "q_total", "size_b", "size_h",
+        "q_start_b", "q_start_h", "q_length_b", "q_length_h",
+    ]
+)  # fmt: skip
+def _flagged_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
+    q_start_ptr, q_length_ptr, flag_ptr,
+    q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
+    kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
+    q_start_b, q_start_h, q_length_b, q_length_h,
+    num, num_q, group, heads, total, q_size, q_total, scale, scale_log2,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QSUB: tl.constexpr,
+    Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: programs that share `total` tiles of BM rows, QSUB per query block, if any is flagged.
+
+    `flag` begins with how many are; `kept` holds words of query blocks.
+    """
+    if tl.load(flag_ptr) == 0:
+        return
+    first = tl.program_id(0)
+    for turn in range(tl.cdiv(total - first, tl.num_programs(0))):
+        place = first + turn * tl.num_programs(0)
+        if tl.load(flag_ptr + 1 + place) != 0:
+            block = place // QSUB % num_q
+            inside = place % QSUB * BM
+            h = (place // QSUB // num_q % heads).to(tl.int64)
+            b = (place // QSUB // num_q // heads).to(tl.int64)
+            begin, length = _bounds(
+                b, h, block, q_size, q_total, q_start_ptr, q_length_ptr,
+                q_start_b, q_start_h, q_length_b, q_length_h, Q_STARTS, Q_LENGTHS,
+            )  # fmt: skip
+            _tail_tile(
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
+                q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
+                kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
+                b, h, block, begin.to(tl.int64) + inside, length - inside, num, num_q, group, scale,
+                scale_log2, BM, BN, D, DP, False, False, True, False, STAGES, UPCAST, False,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["heads", "num"])
 def _pool_kernel(
     x_ptr, out_ptr, start_ptr, length_ptr, x_b, x_s, x_h, x_d, start_b, start_h, length_b, length_h,
@@ -191,7 +273,21 @@ def _pool_kernel(
     tl.store(out_ptr + pid.to(tl.int64) * D + d, mean.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-_launch_tail = Launcher(_tail_kernel)
+@triton.jit(do_not_specialize=["rows", "num", "words"])
+def _pack_kernel(kept_ptr, word_ptr, rows, num, words, R: tl.constexpr, W: tl.constexpr):
+    """Grid [rows / R, words / W]: bit j % 32 of word j // 32 of a row is its entry j; 1 behind."""
+    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    n = tl.program_id(1) * (W * 32) + tl.arange(0, W * 32)
+    mask = (row < rows)[:, None] & (n < num)[None, :]
+    kept = tl.load(kept_ptr + row[:, None] * num + n[None, :], mask=mask, other=1).to(tl.int32)
+    bits = tl.sum(tl.reshape(kept << (n % 32)[None, :], [R, W, 32]), 2)
+    w = tl.program_id(1) * W + tl.arange(0, W)
+    there = (row < rows)[:, None] & (w < words)[None, :]
+    tl.store(word_ptr + row[:, None] * words + w[None, :], bits, mask=there)
+
+
+_launch_tail, _launch_flagged = Launcher(_tail_kernel), Launcher(_flagged_kernel)
+_launch_pack = Launcher(_pack_kernel)
 _launch_pool = Launcher(_pool_kernel)
 
 
@@ -213,6 +309,28 @@ def pool_blocks(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) ->
         D=size, DP=next_power_of_2(size), T=POOL_ROWS, num_warps=4,
     )  # fmt: skip
     return means
+
+
+def pack_bits(kept: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return bool [..., N] as words: bit j % 32 of word j // 32 is entry j.
+
+    Args:
+        kept: the entries.
+        multiple: N is padded to a multiple of it with ones; a multiple of 32.
+
+    Returns:
+        int32 [..., ceil(N / multiple) * multiple / 32].
+    """
+    num = kept.shape[-1]
+    kept = kept.contiguous().view(torch.uint8)
+    words = -(-num // multiple) * multiple // 32
+    packed = kept.new_empty((*kept.shape[:-1], words), dtype=torch.int32)
+    rows = packed.numel() // words
+    _launch_pack(
+        (-(-rows // PACKED_ROWS), -(-words // PACKED_WORDS)), kept, packed, rows, num, words,
+        R=PACKED_ROWS, W=PACKED_WORDS, num_warps=4,
+    )  # fmt: skip
+    return packed
 
 
 def add_tail(
@@ -269,6 +387,58 @@ def add_tail(
         Q_STARTS=starts is not None, Q_LENGTHS=lengths is not None, SLOPE=slope is not None,
         STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine,
         num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def add_flagged(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sizes: torch.Tensor,
+    bits: torch.Tensor,
+    queries: Blocks,
+    flags: torch.Tensor,
+    *,
+    scale: float,
+    tile: TritonTile,
+    programs: int,
+) -> None:
+    """Launch the kernel for the tiles that are flagged; see `tail.add_tail`.
+
+    Args:
+        out: see there.
+        lse: likewise.
+        q: likewise.
+        keys: means [B, Hp, N, D].
+        values: means, likewise.
+        sizes: log2 of the tokens of a block, fp32 [B|1, Hp|1, N].
+        bits: which blocks are kept, in words as `pack_bits` makes them: [B|1, H|1, Nq, W].
+        queries: the query blocks.
+        flags: int32 [1 + B * H * Nq * tiles of a block]: how many are set, then all.
+        scale: factor of the scores.
+        tile: shape of a program.
+        programs: how many there are.
+    """
+    batch, total, heads, size = q.shape
+    keys, values = map(unit_stride, (keys, values))
+    sizes = unit_stride(sizes).expand(batch, keys.shape[1], -1)
+    bits = bits.expand(batch, heads, -1, -1)
+    bounds = [
+        sizes if t is None else unit_stride(t).expand(batch, heads, -1)
+        for t in (queries.starts, queries.lengths)
+    ]
+    _launch_flagged(
+        (programs,), q, keys, values, out, lse, bits, sizes, keys, *bounds, flags,
+        *q.stride(), *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3],
+        *lse.stride()[:2], *bits.stride()[:3], *sizes.stride()[:2], 0, 0,
+        *bounds[0].stride()[:2], *bounds[1].stride()[:2],
+        keys.shape[2], queries.num, heads // keys.shape[1], heads, len(flags) - 1, queries.size,
+        total, scale, scale * LOG2E, BM=tile.rows, BN=tile.keys, D=size,
+        DP=next_power_of_2(max(size, 16)), QSUB=-(-queries.size // tile.rows),
+        Q_STARTS=queries.starts is not None, Q_LENGTHS=queries.lengths is not None,
+        STAGES=tile.stages, UPCAST=interpreted(), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

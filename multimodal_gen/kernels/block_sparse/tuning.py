@@ -10,10 +10,12 @@ __all__ = [
     "REDO_PAYS",
     "BackwardTiles",
     "GluonBackwardTile",
+    "GluonTailTile",
     "GluonTile",
     "TritonTile",
     "backward_tiles",
     "gluon_backward_tile",
+    "gluon_tail_tile",
     "gluon_tile",
     "tail_tile",
     "triton_tile",
@@ -274,6 +276,26 @@ def tail_tile(
     table = _TAIL_OTHER if capability is None or capability < (9, 0) else _TAIL_SM90
     largest = next(size for size in (64, 128, 256) if head_size <= size)
     return table[largest, q_size < 64 or (q_size == 64 and not regular)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GluonTailTile:
+    """Shape of one program of the pooled tail in Gluon.
+
+    Attributes:
+        consumers: consumer warpgroups of up to 64 rows of a query block.
+        stages: tiles of 64 means in each ring of K and V.
+        registers: registers of a consumer thread.
+    """
+
+    consumers: int
+    stages: int
+    registers: int
+
+
+def gluon_tail_tile() -> GluonTailTile:
+    """Return the tile of the pooled tail in Gluon, for head sizes up to 128."""
+    return GluonTailTile(consumers=2, stages=4, registers=240)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

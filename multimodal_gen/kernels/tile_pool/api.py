@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import records_gradient, runs_triton
+from multimodal_gen.kernels.engine import place_of, records_gradient, runs_triton
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,
     pool_tiles_reference,
@@ -19,7 +19,16 @@ from multimodal_gen.kernels.tile_pool.reference import (
     select_tiles_reference,
 )
 
-__all__ = ["CELL_COUNTS", "add_gated", "pool_cells", "pool_tiles", "select_cells", "select_tiles"]
+__all__ = [
+    "CELL_COUNTS",
+    "add_gated",
+    "mark_near",
+    "mark_tiles",
+    "pool_cells",
+    "pool_tiles",
+    "select_cells",
+    "select_tiles",
+]
 
 _TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _CELL_DTYPES = _TRITON_DTYPES - {torch.float32}  # products of fp32 do not fit into registers
@@ -168,7 +177,17 @@ def pool_cells(
     offsets = torch.arange(cells, dtype=torch.int32, device=starts.device) * width
     begin = (starts[:, None] + offsets).flatten()
     held = (lengths[:, None] - offsets).clamp(0, width).flatten()
-    (means,) = pool_tiles((tensor,), begin, held, size=width, index=index, keep=keep)
+    tensor = tensor.detach()  # what is ranked by them has no gradient
+    if runs_triton([tensor], _TRITON_DTYPES):
+        from multimodal_gen.kernels.tile_pool import tile_pool_kernel
+
+        _check_pooled((tensor,))
+        _check_tiles(tensor, starts, lengths, size, index)
+        if keep is not None:
+            _check_keep((tensor,), keep)
+        means = tile_pool_kernel.pool_cells(tensor, starts, lengths, index, keep, cells, width)
+    else:
+        (means,) = pool_tiles((tensor,), begin, held, size=width, index=index, keep=keep)
     if keep is None:
         return means, (held > 0).unsqueeze(0)
     share = pool_tiles((keep[..., None, None].float(),), begin, held, size=width, index=index)
@@ -225,7 +244,8 @@ def select_cells(
     if runs_triton([query], _CELL_DTYPES) and num_kv <= _MAX_TILES and query.shape[3] <= 256:
         from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
-        tile_pool_kernel.select_cells(*arguments)
+        warpgroups = place_of(query.device)[1] == (9, 0)
+        tile_pool_kernel.select_cells(*arguments, warpgroups=warpgroups)
     else:
         select_cells_reference(*arguments)
     return out
@@ -274,6 +294,57 @@ def select_tiles(
     else:
         select_tiles_reference(query, key, count, always, out)
     return out
+
+
+def mark_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    count: int,
+    *,
+    near: int = -1,
+    real: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return a map of what `select_tiles` lists, and of the tiles next to the query tile's own.
+
+    Args:
+        query: see `select_tiles`.
+        key: likewise.
+        count: likewise.
+        near: how far from the query tile's number key tiles are kept whatever they score; -1 for
+            none.
+        real: likewise.
+
+    Returns:
+        bool [B, H, Nq, Nk].
+
+    Raises:
+        UsageError: see `select_tiles`.
+    """
+    _check_selection(query, key, count, 0)
+    num = key.shape[2]
+    if not runs_triton([query], _TRITON_DTYPES) or num > _MAX_TILES:
+        marked = torch.zeros((*query.shape[:3], num), dtype=torch.bool, device=query.device)
+        marked.scatter_(-1, select_tiles(query, key, count, real=real).long(), True)
+        return mark_near(marked, near)
+    from multimodal_gen.kernels.tile_pool import tile_pool_kernel
+
+    query, key = query.detach(), key.detach()  # a map has no gradient
+    if real is not None:
+        query, key = _with_last(query, key, real)
+    out = torch.empty((*query.shape[:3], num), dtype=torch.uint8, device=query.device)
+    tile_pool_kernel.select_tiles(query, key, count, 0, out, near=near)
+    return out.view(torch.bool)
+
+
+def mark_near(marked: torch.Tensor, near: int) -> torch.Tensor:
+    """Mark, in bool [..., Nq, Nk], the key tiles at most `near` away from the query tile's number.
+
+    Returns `marked`, which is changed.
+    """
+    if near < 0:
+        return marked
+    rows, columns = (torch.arange(n, device=marked.device) for n in marked.shape[-2:])
+    return marked.logical_or_((rows[:, None] - columns).abs() <= near)
 
 
 def _selection(query: torch.Tensor, length: int, out: torch.Tensor | None) -> torch.Tensor:

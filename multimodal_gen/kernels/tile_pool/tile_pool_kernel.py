@@ -12,13 +12,16 @@ import triton.language as tl
 from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
-READ_BYTES = 2**15  # of a tile, at once
+READ_BYTES = 2**13  # of a tile, that a warp reads at once
+FEW_TOKENS = 128  # of a tile, for which one warp is enough
 SCORE_ROWS = 64
 SCORE_KEYS = 128
-CELLS = 64  # of queries, and of keys, whose scores a program makes
+SCORES = 256  # a program makes for one query tile at once, of its cells and those of key tiles
+CELL_STEPS = 20  # it does so often
+LOG2E = 1.4426950408889634
 LISTED = 256  # keys that are listed at once
-# Scores wait for their selection in a buffer of this size: about the L2 cache of a large GPU.
-SCRATCH_BYTES = 2**26
+# Scores wait for their selection in a buffer of this size: some times the L2 cache of a large GPU.
+SCRATCH_BYTES = 2**27
 
 
 @triton.jit
@@ -72,6 +75,37 @@ def _pool_kernel(
     mean = total / tl.maximum(count, 1).to(tl.float32)
     out_ptr += ((b * heads + h) * num_tiles + tile) * D
     tl.store(out_ptr + d, mean.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["heads", "num_tiles"])
+def _pool_cells_kernel(
+    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, keep_ptr, x_b, x_s, x_h, x_d, keep_b, keep_s,
+    heads, num_tiles,
+    D: tl.constexpr, DP: tl.constexpr, CELLS: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr,
+    INDEXED: tl.constexpr, MASKED: tl.constexpr, HEADS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Grid [B * H * N]: the means of a tile's CELLS cells of WIDTH tokens, whose loads overlap."""
+    b, h, tile = _owner(tl.program_id(0), heads, num_tiles, HEADS_FIRST)
+    start = tl.load(start_ptr + tile)
+    length = tl.load(length_ptr + tile)
+    d = tl.arange(0, DP).to(tl.int64)
+    x_ptr += b * x_b + h * x_h
+    out_ptr += ((b * heads + h) * num_tiles + tile) * (CELLS * D)
+    for cell in tl.static_range(CELLS):
+        total = tl.zeros([DP], tl.float32)
+        held = tl.minimum(tl.maximum(length - cell * WIDTH, 0), WIDTH)
+        count = held
+        for first in tl.static_range(0, WIDTH, T):
+            position, real = _tokens(start + cell * WIDTH, held, index_ptr, first, INDEXED, T)
+            if MASKED:
+                kept = tl.load(keep_ptr + b * keep_b + position * keep_s, mask=real, other=0) != 0
+                count -= tl.sum((real & (kept == 0)).to(tl.int32), 0)
+                real = real & kept
+            mask = real[:, None] & (d < D)[None, :]
+            x = tl.load(x_ptr + position[:, None] * x_s + d[None, :] * x_d, mask=mask, other=0.0)
+            total += tl.sum(x.to(tl.float32), 0)
+        mean = total / tl.maximum(count, 1).to(tl.float32)
+        tl.store(out_ptr + cell * D + d, mean.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["heads", "num_tiles"])
@@ -144,59 +178,74 @@ def _score_kernel(
     tl.store(keys, _ordered(acc), mask=(row < num_q)[:, None] & (n < num_kv)[None, :])
 
 
-@triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "heads", "group"])
+@triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "heads", "group", "span"])
 def _cell_score_kernel(
-    q_ptr, k_ptr, q_real_ptr, k_real_ptr, key_ptr, q_b, q_h, q_n, k_b, k_h, k_n, q_real_b, k_real_b,
-    first_block, num_q, num_kv, heads, group, key_row, scale,
+    q_ptr, k_ptr, q_bias_ptr, k_bias_ptr, key_ptr, q_b, q_h, q_n, k_b, k_h, k_n, q_bias_b, k_bias_b,
+    first_block, num_q, num_kv, heads, group, key_row, span, scale_log2,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CQ: tl.constexpr,
-    CK: tl.constexpr, UPCAST: tl.constexpr,
+    CK: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid [blocks of BM query tiles, blocks of BN key tiles], tiles of CQ and CK cells.
+    """Grid [blocks of BM query tiles, spans of key tiles], tiles of CQ and CK cells.
 
-    Writes the logarithm of the sum of exp(scale * q.k) over the cells of two tiles.
+    Writes the logarithm, to base 2, of the sum of exp(scale * q.k) over the cells of two tiles. The
+    rows of a product are cells 0 of all tiles, then cells 1, and so on, and its columns likewise:
+    then a thread holds all pairs of cells of its tiles, and adds them up alone.
     """
     local = tl.program_id(0)
     blocks = tl.cdiv(num_q, BM)
     block = first_block + local
     h = (block // blocks % heads).to(tl.int64)
     b = (block // blocks // heads).to(tl.int64)
-    q_cell = block % blocks * (BM * CQ) + tl.arange(0, BM * CQ)
-    k_cell = tl.program_id(1) * (BN * CK) + tl.arange(0, BN * CK)
-    q_real = tl.load(q_real_ptr + b * q_real_b + q_cell, mask=q_cell < num_q * CQ, other=0) != 0
-    k_real = tl.load(k_real_ptr + b * k_real_b + k_cell, mask=k_cell < num_kv * CK, other=0) != 0
+    row = tl.arange(0, BM * CQ)
+    q_cell = (block % blocks * BM + row % BM) * CQ + row // BM
+    column = tl.arange(0, BN * CK)
+    k_cell = column % BN * CK + column // BN
     d = tl.arange(0, DP)
+    in_q = q_cell < num_q * CQ
+    q_bias = tl.load(q_bias_ptr + b * q_bias_b + q_cell, mask=in_q, other=float("-inf"))
     q_ptr += b * q_b + h * q_h
     k_ptr += b * k_b + h // group * k_h
-    q_mask = q_real[:, None] & (d < D)[None, :]
-    k_mask = k_real[None, :] & (d < D)[:, None]
+    k_bias_ptr += b * k_bias_b
+    q_mask = in_q[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_cell[:, None].to(tl.int64) * q_n + d[None, :], mask=q_mask, other=0.0)
-    k = tl.load(k_ptr + k_cell[None, :].to(tl.int64) * k_n + d[:, None], mask=k_mask, other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
-        k = k.to(tl.float32)
-    scores = tl.dot(q, k, input_precision="ieee") * scale
-    scores = tl.where(q_real[:, None] & k_real[None, :], scores, float("-inf"))
-    cells = tl.reshape(scores, [BM, CQ, BN, CK])
-    largest = tl.max(tl.max(cells, 3), 1)
-    nothing = largest == float("-inf")
-    shift = tl.where(nothing, 0.0, largest)
-    weights = tl.exp(cells - shift[:, None, :, None])
-    total = tl.where(nothing, 1.0, tl.sum(tl.sum(weights, 3), 1))
-    total = tl.where(nothing, float("-inf"), tl.log(total) + shift)
-    row = block % blocks * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    q = q.to(tl.float32) if UPCAST else q
+    own = block % blocks * BM + tl.arange(0, BM)
     at = (local * BM + tl.arange(0, BM)).to(tl.int64)
-    keys = key_ptr + at[:, None] * key_row + n[None, :]
-    tl.store(keys, _ordered(total), mask=(row < num_q)[:, None] & (n < num_kv)[None, :])
+    begin = tl.program_id(1) * span
+    end = tl.minimum(begin + span, num_kv)
+    for first in tl.range(begin, end, BN, num_stages=STAGES):
+        cell = first * CK + k_cell
+        there = cell < num_kv * CK
+        k_bias = tl.load(k_bias_ptr + cell, mask=there, other=float("-inf"))
+        k_mask = there[None, :] & (d < D)[:, None]
+        k = tl.load(k_ptr + cell[None, :].to(tl.int64) * k_n + d[:, None], mask=k_mask, other=0.0)
+        k = k.to(tl.float32) if UPCAST else k
+        scores = tl.dot(q, k, input_precision="ieee") * scale_log2 + k_bias[None, :]
+        scores += q_bias[:, None]
+        cells = tl.reshape(scores, [CQ, BM, CK, BN])
+        largest = tl.max(tl.max(cells, 2), 0)
+        nothing = largest == float("-inf")
+        shift = tl.where(nothing, 0.0, largest)
+        weights = tl.exp2(cells - shift[None, :, None, :])
+        total = tl.where(nothing, 1.0, tl.sum(tl.sum(weights, 2), 0))
+        total = tl.where(nothing, float("-inf"), tl.log2(total) + shift)
+        n = first + tl.arange(0, BN)
+        keys = key_ptr + at[:, None] * key_row + n[None, :]
+        tl.store(keys, _ordered(total), mask=(own < num_q)[:, None] & (n < end)[None, :])
 
 
-@triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "heads", "count", "always"])
+@triton.jit(
+    do_not_specialize=["first_block", "num_q", "num_kv", "heads", "count", "always", "near"]
+)
 def _select_kernel(
     key_ptr, out_ptr, out_b, out_h, out_n,
-    first_block, num_q, num_kv, heads, count, always, key_row,
-    BM: tl.constexpr, NP: tl.constexpr, CHUNK: tl.constexpr,
+    first_block, num_q, num_kv, heads, count, always, near, key_row,
+    BM: tl.constexpr, NP: tl.constexpr, CHUNK: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows]. `smallest` becomes the largest key that at least `count` others reach."""
+    """Grid [rows]. `smallest` becomes the largest key that at least `count` others reach.
+
+    Lists what is kept; or, if MAP, marks it, and what is at most `near` away from the row's number.
+    """
     local = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(num_q, BM)
     block = first_block + local // BM
@@ -227,11 +276,15 @@ def _select_kernel(
             is_tie = (key == smallest) & (j < num_kv)
             rank = equal + tl.cumsum(is_tie.to(tl.int32), 0)
             keep = ((key > smallest) | (is_tie & (rank <= ties))) & (j < num_kv)
-            slot = listed + tl.cumsum(keep.to(tl.int32), 0) - 1
-            tl.store(out_ptr + slot, j, mask=keep)
-            listed += tl.sum(keep.to(tl.int32), 0)
+            if MAP:
+                keep |= tl.abs(j - row) <= near
+                tl.store(out_ptr + j, keep.to(tl.uint8), mask=j < num_kv)
+            else:
+                slot = listed + tl.cumsum(keep.to(tl.int32), 0) - 1
+                tl.store(out_ptr + slot, j, mask=keep)
+                listed += tl.sum(keep.to(tl.int32), 0)
             equal += tl.sum(is_tie.to(tl.int32), 0)
-        for first in range(0, always, CHUNK):
+        for first in range(0, 0 if MAP else always, CHUNK):
             j = first + tl.arange(0, CHUNK)
             tl.store(out_ptr + count + j, num_kv + j, mask=j < always)
 
@@ -246,6 +299,7 @@ def _tokens_at_once(tensor: torch.Tensor, limit: int) -> int:
 
 
 _launch_pool, _launch_add_gated = Launcher(_pool_kernel), Launcher(_add_gated_kernel)
+_launch_pool_cells = Launcher(_pool_cells_kernel)
 _launch_score, _launch_select = Launcher(_score_kernel), Launcher(_select_kernel)
 _launch_cell_score = Launcher(_cell_score_kernel)
 
@@ -259,17 +313,44 @@ def pool_tiles(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Launch the mean over the tiles of one tensor; see `api.pool_tiles`."""
-    batch, _, heads, head_size = tensor.shape
+    batch, tokens, heads, head_size = tensor.shape
     num_tiles = len(starts)
     out = tensor.new_empty((batch, heads, num_tiles, head_size), dtype=dtype)
+    warps = 1 if tokens <= FEW_TOKENS * num_tiles else 4
     _launch_pool(
         (batch * heads * num_tiles,),
         tensor, out, starts, lengths, starts if index is None else index,
         starts if keep is None else keep.view(torch.uint8),
         *tensor.stride(), *((0, 0) if keep is None else keep.stride()), heads, num_tiles,
-        D=head_size, DP=_channels(head_size), T=_tokens_at_once(tensor, READ_BYTES),
+        D=head_size, DP=_channels(head_size), T=_tokens_at_once(tensor, READ_BYTES * warps),
         INDEXED=index is not None, MASKED=keep is not None,
-        HEADS_FIRST=tensor.stride(2) < tensor.stride(1), num_warps=4,
+        HEADS_FIRST=tensor.stride(2) < tensor.stride(1), num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def pool_cells(
+    tensor: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    index: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    cells: int,
+    width: int,
+) -> torch.Tensor:
+    """Launch the means of the cells of tiles, of `width` tokens each; see `api.pool_cells`."""
+    batch, _, heads, head_size = tensor.shape
+    num_tiles = len(starts)
+    out = tensor.new_empty((batch, heads, num_tiles * cells, head_size))
+    _launch_pool_cells(
+        (batch * heads * num_tiles,),
+        tensor, out, starts, lengths, starts if index is None else index,
+        starts if keep is None else keep.view(torch.uint8),
+        *tensor.stride(), *((0, 0) if keep is None else keep.stride()), heads, num_tiles,
+        D=head_size, DP=_channels(head_size), CELLS=cells, WIDTH=width,
+        T=min(next_power_of_2(width), _tokens_at_once(tensor, READ_BYTES)),
+        INDEXED=index is not None, MASKED=keep is not None,
+        HEADS_FIRST=tensor.stride(2) < tensor.stride(1), num_warps=1,
     )  # fmt: skip
     return out
 
@@ -289,7 +370,7 @@ def add_gated(
         (batch * heads * num_tiles,),
         out, gate, coarse, starts, lengths, starts if index is None else index,
         *out.stride(), *gate.stride(), *coarse.stride(), heads, num_tiles,
-        D=head_size, DP=_channels(head_size), T=_tokens_at_once(out, READ_BYTES // 4),
+        D=head_size, DP=_channels(head_size), T=_tokens_at_once(out, READ_BYTES),
         INDEXED=index is not None, HEADS_FIRST=out.stride(2) < out.stride(1), num_warps=4,
     )  # fmt: skip
     return out
@@ -302,6 +383,7 @@ def select_tiles(
     always: int,
     out: torch.Tensor,
     *,
+    near: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
     warps: int | None = None,
 ) -> None:
@@ -312,7 +394,9 @@ def select_tiles(
         key: [B, Hkv, Nk, D].
         count: key tiles to keep.
         always: blocks after the tiles that every row keeps.
-        out: int32 [B, H, Nq, at least count + always], stride 1 along rows; is written to.
+        out: int32 [B, H, Nq, at least count + always], stride 1 along rows; is written to. With
+            `near` it is a map, uint8 [B, H, Nq, Nk].
+        near: how far from a row's own number tiles are kept whatever they score; -1 for none.
         scratch_bytes: size of the buffer of scores.
         warps: warps that share a row; by default one for every 4096 keys.
     """
@@ -337,8 +421,9 @@ def select_tiles(
         )  # fmt: skip
         _launch_select(
             (used * SCORE_ROWS,),
-            scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, key_row,
-            BM=SCORE_ROWS, NP=padded, CHUNK=LISTED,
+            scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always,
+            -1 if near is None else near, key_row,
+            BM=SCORE_ROWS, NP=padded, CHUNK=LISTED, MAP=near is not None,
             num_warps=warps or min(max(padded // 4096, 1), 16),
         )  # fmt: skip
 
@@ -355,32 +440,51 @@ def select_cells(
     scale: float,
     *,
     scratch_bytes: int = SCRATCH_BYTES,
+    warpgroups: bool = False,
 ) -> None:
     """Launch scores of cells and selection; see `reference.select_cells_reference`.
 
-    All tensors have stride 1 along their last dimension.
+    All tensors have stride 1 along their last dimension. With `warpgroups` four warps multiply
+    together, as SM90 can.
     """
     batch, heads, num_cells, head_size = query.shape
     num_q, num_kv = num_cells // cells[0], key.shape[2] // cells[1]
-    rows, keys = CELLS // cells[0], CELLS // cells[1]
+    width = _channels(head_size)
+    rows, keys = _cell_rows(cells[0], width, warpgroups), min(SCORES // cells[0], 64) // cells[1]
     padded = next_power_of_2(max(num_kv, 32))
     key_row = -(-num_kv // 16) * 16
     blocks = batch * heads * -(-num_q // rows)
     step = min(blocks, max(1, scratch_bytes // (4 * rows * key_row)))
     scratch = torch.empty((step * rows, key_row), dtype=torch.int32, device=query.device)
-    real = [x.view(torch.uint8).expand(batch, -1) for x in (q_real, k_real)]
+    biases = [
+        torch.zeros(x.shape, device=x.device).masked_fill_(~x, -torch.inf).expand(batch, -1)
+        for x in (q_real, k_real)
+    ]
+    span = keys * CELL_STEPS
     for first in range(0, blocks, step):
         used = min(step, blocks - first)
         _launch_cell_score(
-            (used, -(-num_kv // keys)),
-            query, key, *real, scratch, *query.stride()[:3], *key.stride()[:3],
-            real[0].stride(0), real[1].stride(0),
-            first, num_q, num_kv, heads, heads // key.shape[1], key_row, scale,
-            D=head_size, DP=_channels(head_size), BM=rows, BN=keys, CQ=cells[0], CK=cells[1],
-            UPCAST=interpreted(), num_warps=4,
+            (used, -(-num_kv // span)),
+            query, key, *biases, scratch, *query.stride()[:3], *key.stride()[:3],
+            biases[0].stride(0), biases[1].stride(0),
+            first, num_q, num_kv, heads, heads // key.shape[1], key_row, span, scale * LOG2E,
+            D=head_size, DP=width, BM=rows, BN=keys, CQ=cells[0], CK=cells[1],
+            STAGES=2 if width <= 128 else 1, UPCAST=interpreted(),
+            num_warps=4 if warpgroups or width > 128 else rows // 16,
         )  # fmt: skip
         _launch_select(
             (used * rows,),
-            scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, key_row,
-            BM=rows, NP=padded, CHUNK=LISTED, num_warps=min(max(padded // 4096, 1), 16),
+            scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, -1,
+            key_row, BM=rows, NP=padded, CHUNK=LISTED, MAP=False,
+            num_warps=min(max(padded // 4096, 1), 16),
         )  # fmt: skip
+
+
+def _cell_rows(cells: int, width: int, warpgroups: bool) -> int:
+    """Return how many query tiles of `cells` cells a program scores, as shared memory allows.
+
+    Sixteen to a warp, so that a thread holds all cells of its tiles.
+    """
+    if warpgroups:
+        return 64 if cells * width <= 1024 else 32
+    return 32 if width <= 128 else 16

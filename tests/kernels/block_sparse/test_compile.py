@@ -22,6 +22,7 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     GluonTile,
     backward_tiles,
     gluon_backward_tile,
+    gluon_tail_tile,
     gluon_tile,
     triton_tile,
 )
@@ -307,6 +308,31 @@ def test_the_portable_kernel_does_not_spill_on_sm80(
     launch_portable(compiler, 80, form, q_size, head_size)
     assert "attention_kernel" in compiler.names
     compiler.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("form", "q_size", "head_size"),
+    with_slow(
+        [("regular", 64, 128), ("regular", 384, 64), ("ragged", 64, 40), ("padded", 64, 128)],
+        [("regular", 64, 128)],
+    ),
+)
+def test_the_tail_in_gluon_compiles_without_spills_or_warnings(
+    compiler: Compiler, form: str, q_size: int, head_size: int
+) -> None:
+    from multimodal_gen.kernels.block_sparse.gluon_tail_kernel import add_tail
+
+    queries = plan_of(form, q_size, 64).q
+    out = torch.zeros(2, queries.total, 4, head_size, dtype=torch.bfloat16)
+    means = torch.zeros(2, 2, 300, head_size, dtype=torch.bfloat16)
+    kept = torch.zeros(1, 4, queries.num, 300, dtype=torch.bool)
+    add_tail(
+        out, torch.zeros(2, 4, queries.total), out, means, means, torch.ones(1, 1, 300).int(),
+        kept, queries, scale=0.1, tile=gluon_tail_tile(),
+    )  # fmt: skip
+    assert compiler.names == {"pack_kernel", "gluon_tail_kernel", "flagged_kernel"}
+    assert_clean([kernel for kernel in compiler.kernels if kernel.name != "flagged_kernel"])
+    assert_clean(compiler.kernels, most=8)  # the last one hardly ever has anything to do
 
 
 def launch_backward(

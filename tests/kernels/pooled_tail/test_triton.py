@@ -118,3 +118,45 @@ def test_maps_become_the_lists_of_their_rows() -> None:
         wanted = keep[b, h + 1, i].nonzero().flatten()
         assert counts[b, h, i] == len(wanted)
         assert torch.equal(indices[b, h, i, : len(wanted)].long(), wanted)
+
+
+@pytest.mark.parametrize("q_form", ["regular", pytest.param("ragged", marks=pytest.mark.slow)])
+def test_only_flagged_tiles_are_done_again(q_form: str) -> None:
+    from multimodal_gen.kernels.block_sparse import tail_kernel
+    from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+
+    shape = PlanShape(heads=2, num_q=2, num_kv=40, q_size=100, kv_size=4, q_form=q_form)
+    plan = random_plan(shape, seed=3)
+    q, k, v = make_qkv(1, plan.q.total, 2, 32, num_keys=plan.kv.total, dtype=torch.bfloat16)
+    out, lse = block_sparse_attention(q, k, v, plan, scale=0.2, return_lse=True)
+    pooled, kept = pool_blocks(k, v, plan.kv, 40), kept_map(plan, 40)
+    wanted = add_tail(out.clone(), lse.clone(), q, pooled, kept, plan.q, scale=0.2, kernel="triton")
+    bits, sizes = tail_kernel.pack_bits(kept, 64), pooled.counts.float().log2()
+    given = (q, pooled.keys, pooled.values, sizes, bits, plan.q)
+    tile = {"tile": TritonTile(rows=64, keys=32, warps=4, stages=2), "programs": 3}
+    # Two tiles of each of two blocks of each of two heads, behind how many are flagged.
+    flags = torch.zeros(1 + 2 * 2 * 2, dtype=torch.int32)
+    found = out.clone(), lse.clone()
+    tail_kernel.add_flagged(*found, *given, flags, scale=0.2, **tile)
+    assert torch.equal(found[0], out)
+    flags[:] = 1
+    flags[1 + 4] = 0
+    tail_kernel.add_flagged(*found, *given, flags, scale=0.2, **tile)
+    begin, length = (int(bound[0, -1, 0]) for bound in plan.q.bounds(out.device))
+    rows = slice(begin, begin + min(length, 64))
+    assert torch.equal(found[0][0, rows, 1], out[0, rows, 1])
+    wanted[0][0, rows, 1] = out[0, rows, 1]
+    wanted[1][0, 1, rows] = lse[0, 1, rows]
+    torch.testing.assert_close(found[0], wanted[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found[1], wanted[1])
+
+
+def test_bits_are_packed_into_words() -> None:
+    from multimodal_gen.kernels.block_sparse.tail_kernel import pack_bits
+    from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of
+
+    kept = torch.rand(2, 1, 3, 70, generator=torch.Generator().manual_seed(0)) < 0.4
+    words = pack_bits(kept, 64)
+    assert words.shape == (2, 1, 3, 4)
+    assert torch.equal(bits_of(words, 70), kept)
+    assert bits_of(words, 128)[..., 70:].all()

@@ -68,15 +68,44 @@ def test_selection_does_not_spill(
     compiler.assert_clean()
 
 
-@pytest.mark.parametrize(
-    "head_size",
-    [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)],
-)
-def test_scores_of_cells_do_not_spill(compiler: Compiler, head_size: int) -> None:
+# Head size, cells of a tile of queries and of one of keys.
+CELLS = [(128, 4, 4), (128, 8, 8), (128, 1, 4), (128, 2, 4), (64, 4, 4), (256, 4, 4), (256, 8, 1)]
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("head_size", "q_cells", "k_cells"), with_slow(CELLS, CELLS[:1]))
+def test_scores_of_cells_do_not_spill(
+    compiler: Compiler, head_size: int, q_cells: int, k_cells: int, capability: int
+) -> None:
     from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_cells
 
-    cells = torch.empty(1, 4, 1200, head_size, dtype=torch.bfloat16)
-    real, out = torch.ones(1, 1200, dtype=torch.bool), torch.empty(1, 4, 300, 75).int()
-    select_cells(cells, cells, real, real, (4, 4), 75, 0, out, 0.1)
+    compiler.driver.capability = capability
+    query, key = (
+        torch.empty(1, 4, 300 * n, head_size, dtype=torch.bfloat16) for n in (q_cells, k_cells)
+    )
+    real = [torch.ones(1, 300 * n, dtype=torch.bool) for n in (q_cells, k_cells)]
+    out = torch.empty(1, 4, 300, 75).int()
+    given = (query, key, *real, (q_cells, k_cells), 75, 0, out, 0.1)
+    select_cells(*given, warpgroups=capability == 90)
     assert compiler.names == {"cell_score_kernel", "select_kernel"}
+    compiler.assert_clean()
+
+
+def test_a_thread_holds_all_cells_of_its_tiles(compiler: Compiler) -> None:
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_cells
+
+    cells, real = torch.empty(1, 4, 1200, 128, dtype=torch.bfloat16), torch.ones(1, 1200).bool()
+    out = torch.empty(1, 4, 300, 75).int()
+    select_cells(cells, cells, real, real, (4, 4), 75, 0, out, 0.1, warpgroups=True)
+    (scores,) = (kernel for kernel in compiler.kernels if kernel.name == "cell_score_kernel")
+    assert "wgmma" in scores.ptx
+    assert "shfl" not in scores.ptx
+
+
+def test_pooling_cells_does_not_spill(compiler: Compiler) -> None:
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import pool_cells
+
+    x, tiles = torch.empty(1, 640, 4, 128, dtype=torch.bfloat16), torch.zeros(10).int()
+    pool_cells(x, tiles, tiles, None, None, 4, 16)
+    pool_cells(x, tiles, tiles, tiles, torch.ones(1, 640).bool(), 4, 16)
     compiler.assert_clean()

@@ -208,6 +208,35 @@ def test_the_gated_sum_is_rounded_once(
     assert torch.equal(found[:, -3:], out[:, -3:])
 
 
+def test_a_map_marks_what_is_listed_and_what_is_near() -> None:
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_tiles
+
+    query, key = random(1, 1, 12, 24), random(1, 1, 12, 24, seed=1)
+    marked = torch.empty(1, 1, 12, 12, dtype=torch.uint8)
+    select_tiles(query, key, 3, 0, marked, near=1)
+    place = torch.arange(12)
+    wanted = ((place[:, None] - place).abs() <= 1)[None, None].clone()
+    wanted.scatter_(-1, selected(query, key, 3, 0).long(), True)
+    assert torch.equal(marked, wanted.to(torch.uint8))
+
+
+@pytest.mark.parametrize(("cells", "masked"), [(4, False), (8, True)])
+def test_cells_are_pooled_together(cells: int, masked: bool) -> None:
+    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import pool_cells
+
+    starts, lengths, index = ragged_tiles([70, 64, 1])
+    width = -(-70 // cells)
+    x = random(2, int(lengths.sum()), 3, 24, dtype=torch.bfloat16)
+    keep = random(*x.shape[:2], seed=1) > -1 if masked else None
+    offsets = torch.arange(cells, dtype=torch.int32) * width
+    begin = (starts[:, None] + offsets).flatten()
+    held = (lengths[:, None] - offsets).clamp(0, width).flatten()
+    wanted = pool_tiles_reference(x.float(), begin, held, index, width, keep)
+    found = pool_cells(x, starts, lengths, index, keep, cells, width)
+    assert found.dtype == x.dtype
+    assert ((found - wanted).abs() <= torch.finfo(x.dtype).eps * wanted.abs() + 1e-5).all()
+
+
 @pytest.mark.parametrize("cells", [(4, 4), (1, 8), (8, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_tiles_are_selected_by_their_cells(dtype: torch.dtype, cells: tuple[int, int]) -> None:
@@ -222,7 +251,7 @@ def test_tiles_are_selected_by_their_cells(dtype: torch.dtype, cells: tuple[int,
     k_real = torch.rand(2, num_kv * cells[1], generator=torch.Generator().manual_seed(2)) < 0.8
     found, wanted = (torch.zeros(2, 4, num_q, kept + 1, dtype=torch.int32) for _ in range(2))
     given = (q, k, q_real, k_real, cells, kept, 1)
-    select_cells(*given, found, 0.2, scratch_bytes=2**14)
+    select_cells(*given, found, 0.2, scratch_bytes=2**14, warpgroups=dtype == torch.float16)
     select_cells_reference(*given, wanted, 0.2)
     # Scores of two tiles that differ by rounding alone may change places.
     assert (found == wanted).float().mean() >= 0.99

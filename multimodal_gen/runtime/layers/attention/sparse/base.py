@@ -41,6 +41,7 @@ from multimodal_gen.runtime.layers.attention.sparse.dense_above import (
     MEASURED_LIMITS,
     KeptTooMuch,
 )
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import pairs_of_map
 from multimodal_gen.runtime.layers.attention.sparse.ring_tail import attend_ring_map
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     own_queries,
@@ -79,9 +80,6 @@ Tail = Literal["none", "pooled"]
 _ConfigT = TypeVar("_ConfigT", bound=SparseConfig)
 
 _FAR = 0.1  # from what was asked for
-
-# Pairs of blocks that are weighed at a time: 128 MiB in fp32.
-_PAIRS_AT_ONCE = 2**25
 
 # Runs of a layer that are remembered; a run has one grid and one length of text.
 _MOST_RUNS = 256
@@ -587,7 +585,13 @@ class MapImpl(SparseImpl[_ConfigT]):
         call = replace(call, layout=layout)
         queries, keys = in_tiles(layout, tile, call.query.device)
         with torch.no_grad():
-            chosen = self.choose(config, means_of(call, queries), context)
+            means = means_of(call, queries)
+            chosen = self.choose(config, means, context)
+        reused = call.tail and not call.first_order and call.keep is None
+        if reused and not records_gradient(call.query, call.key, call.value):
+            (values,) = pool_video((call.value,), queries)
+            counts = queries.order.lengths.view(1, 1, -1)
+            call = replace(call, pooled=PooledBlocks(keys=means.key, values=values, counts=counts))
         self.record_map(context, layout, chosen, call.query.shape[2], queries.order)
         # Text is behind the blocks of the video.
         listed = chosen
@@ -689,10 +693,5 @@ class MapImpl(SparseImpl[_ConfigT]):
             share: Any = chosen.sum(dtype=torch.int64).double() / chosen.numel()
             self.record(context, layout.density(share), num_heads)
             return
-        lengths = order.lengths.to(chosen.device, torch.float32)
-        at_once = max(1, _PAIRS_AT_ONCE // max(1, chosen[:, :1].numel()))
-        # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
-        starts = range(0, chosen.shape[1], at_once)
-        kept = [chosen[:, first : first + at_once].float() @ lengths for first in starts]
-        pairs = (torch.cat(kept, dim=1).double() @ lengths.double()).mean()
+        pairs = pairs_of_map(chosen, order)
         self.record(context, layout.density(pairs / layout.num_video**2), num_heads)

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+from multimodal_gen.kernels.tile_order.api import TileOrder
 
 __all__ = [
     "LISTENER",
@@ -25,10 +26,14 @@ __all__ = [
     "ToldPairs",
     "bits_of",
     "pairs_are_told",
+    "pairs_of_map",
     "tell_pairs",
     "tell_plan",
     "told_pairs",
 ]
+
+# Pairs of tiles that are weighed at a time: 128 MiB in fp32.
+_PAIRS_AT_ONCE = 2**25
 
 OfRows: TypeAlias = Callable[[torch.Tensor, slice], torch.Tensor]
 """From rows, int64 [R], and a range of the heads that were told of, to the keys that are kept: bool
@@ -179,6 +184,26 @@ def _kept_blocks(
     words, places = _broadcast(_of_heads(plan.row_bits, heads), places.clamp_min(0).unsqueeze(-1))
     words = words.gather(2, places.expand(*places.shape[:3], words.shape[3]))
     return kept & bits_of(words, num)
+
+
+def pairs_of_map(keep: torch.Tensor, order: TileOrder) -> torch.Tensor:
+    """Return how many pairs of tokens a map of tiles keeps, the mean over batch and heads, [].
+
+    Args:
+        keep: bool [B|1, H|1, N, N].
+        order: the tiles, of both sides.
+    """
+    lengths = order.lengths.to(keep.device, torch.float32)
+    if order.tiles[:2] == (1, 1):  # in one row only the last one is cut
+        missing = (order.largest - lengths[-1]) * keep[..., -1]
+        kept = order.largest * keep.sum(-1) - missing
+    else:
+        at_once = max(1, _PAIRS_AT_ONCE // max(1, keep[:, :1].numel()))
+        # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
+        starts = range(0, keep.shape[1], at_once)
+        parts = [keep[:, first : first + at_once].float() @ lengths for first in starts]
+        kept = torch.cat(parts, dim=1)
+    return (kept.double() @ lengths.double()).mean()
 
 
 def bits_of(words: torch.Tensor, num: int) -> torch.Tensor:

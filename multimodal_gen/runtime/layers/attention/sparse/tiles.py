@@ -135,6 +135,7 @@ class SparseCall:
         first_head: index of the first of `query`'s heads among those of the layer.
         tail: whether blocks of video that a query does not keep count by their means.
         first_order: whether values then follow keys inside of blocks.
+        pooled: the means of the tiles' keys and values, where they are known already.
         skip: what leaves out products that cannot count for much; None leaves nothing out.
     """
 
@@ -149,13 +150,15 @@ class SparseCall:
     first_head: int = 0
     tail: bool = False
     first_order: bool = False
+    pooled: PooledBlocks | None = None
     skip: Skip | None = None
 
-    def tail_of(self, num_blocks: int) -> PooledTail | None:
-        """Return the tail over the first so many blocks of keys, where there is one."""
+    def tail_of(self, num_blocks: int, heads: slice) -> PooledTail | None:
+        """Return the tail over the first so many blocks of some key heads, where there is one."""
         if not self.tail:
             return None
-        return PooledTail(num_blocks=num_blocks, first_order=self.first_order)
+        pooled = None if self.pooled is None else self.pooled.heads(heads)
+        return PooledTail(num_blocks=num_blocks, first_order=self.first_order, pooled=pooled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,6 +180,12 @@ class TiledSequence:
     num_tiles: int
     in_order: bool
     rest: tuple[slice, ...] = ()
+
+    @property
+    def moved(self) -> torch.Tensor | None:
+        """The index, or None where every token is at its position in the sequence."""
+        in_place = self.in_order and (not self.rest or self.rest[0].start > 0)
+        return None if in_place else self.index
 
     @property
     def num_text_blocks(self) -> int:
@@ -392,16 +401,9 @@ def cell_means(call: SparseCall, queries: TiledSequence, cells: tuple[int, int])
     order = queries.order
     # The video lies at the same positions on both sides.
     parts = (call.query[:, : call.key.shape[1]], cells[0]), (call.key, cells[1])
+    options = {"size": order.largest, "index": queries.moved, "keep": call.keep}
     (query, q_real), (key, k_real) = (
-        pool_cells(
-            x,
-            order.starts,
-            order.lengths,
-            number,
-            size=order.largest,
-            index=queries.index,
-            keep=call.keep,
-        )
+        pool_cells(x, order.starts, order.lengths, number, **options)  # type: ignore[arg-type]
         for x, number in parts
     )
     return CellMeans(query=query, key=key, real=(q_real, k_real), cells=cells)
@@ -419,7 +421,7 @@ def pool_video(
     """
     order = video.order
     return pool_tiles(
-        tensors, order.starts, order.lengths, size=order.largest, index=video.index, keep=keep
+        tensors, order.starts, order.lengths, size=order.largest, index=video.moved, keep=keep
     )
 
 
@@ -521,7 +523,6 @@ def attend_tiled(
     if queries.in_order and keys.in_order and keep is None:
         return _attend_in_order(call, queries, plan_of, keys.num_tiles)
     same = queries.index is keys.index and keep is None
-    tail = call.tail_of(keys.num_tiles)
 
     def attend(kv_slice: slice) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
@@ -537,6 +538,7 @@ def attend_tiled(
         sizes = call.layout.num_queries, call.layout.num_keys
         if LISTENER.get() is not None:
             tell_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
+        tail = call.tail_of(keys.num_tiles, kv_slice)
         tiled = block_sparse_attention(
             q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail, skip=call.skip
         )
@@ -579,7 +581,7 @@ def _attend_in_order(
         plan,
         scale=call.scale,
         kernel=call.kernel,
-        tail=call.tail_of(num_tiles),
+        tail=call.tail_of(num_tiles, slice(None)),
         skip=call.skip,
     )
     assert isinstance(found, torch.Tensor)

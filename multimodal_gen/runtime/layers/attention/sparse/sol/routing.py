@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from multimodal_gen.kernels.tile_order.api import tile_order
-from multimodal_gen.kernels.tile_pool.api import select_tiles
+from multimodal_gen.kernels.tile_pool.api import mark_near, mark_tiles
 from multimodal_gen.runtime.layers.attention.sparse.upstream import lists_as_map
 
 __all__ = ["Router", "blocks_of_span"]
@@ -69,11 +69,10 @@ class Router:
             best: lists of the blocks that score best, int32 [B, H, N, K], where others found them.
         """
         num = query.shape[2]
-        chosen = (
-            self.choose_among(query, key, real, num) if best is None else lists_as_map(best, num)
-        )
-        place = torch.arange(num, device=query.device)
-        chosen |= (place[:, None] - place).abs() <= self.neighbours
+        if best is None:
+            chosen = self.choose_among(query, key, real, num, near=self.neighbours)
+        else:
+            chosen = mark_near(lists_as_map(best, num), self.neighbours)
         if self.sink is not None:
             chosen |= self.sink
             if self.sink_rows:
@@ -81,23 +80,30 @@ class Router:
         return chosen
 
     def choose_among(
-        self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None, total: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        real: torch.Tensor | None,
+        total: int,
+        *,
+        near: int = -1,
     ) -> torch.Tensor:
-        """Return the blocks that stand out or score best, without neighbours and sink.
+        """Return the blocks that stand out or score best, without the sink.
 
         Args:
             query: means of blocks of queries, [B, H, Nq, D].
             key: means of blocks of keys, [B, Hkv, Nk, D].
             real: bool [B, Nk], see `choose`.
             total: how many blocks of keys the share is of.
+            near: how far from a block's own number others are chosen, too; -1 for none.
 
         Returns:
             bool [B, H, Nq, Nk].
         """
         if self.topk_ratio is None:
-            return self._outstanding(query, key, real)
+            return mark_near(self._outstanding(query, key, real), near)
         kept = max(1, min(round(self.topk_ratio * total), total - 1))
-        return lists_as_map(select_tiles(query, key, kept, real=real), key.shape[2])
+        return mark_tiles(query, key, kept, near=near, real=real)
 
     def _outstanding(
         self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None
