@@ -338,6 +338,7 @@ def _assert_nothing_is_left(process: subprocess.Popen, pids: list[int], folder: 
         ),
         (("--num-gpus", "2", "--device", "meta"), "--device must be cuda or cpu where several"),
         (("--num-gpus", "2", "--device", "toaster"), "--device must be a torch device of this"),
+        (("--num-gpus", "128"), "--num-gpus must be at most 64 on CPUs, a process each, got 128"),
         (("--num-gpus", "2", "--fps", "0"), "--fps must be"),
         (("--num-gpus", "2", "--rank-timeout", "1000001"), "--rank-timeout must be "),
         (("--num-gpus", "2", "--rank-timeout", "inf"), "--rank-timeout must be "),

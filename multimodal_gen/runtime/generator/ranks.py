@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.distributed.groups import (
     broadcast_object,
     check_same_on_ranks,
@@ -38,6 +38,8 @@ __all__ = ["check_guided", "ending_signals_raise", "join_ranks", "plan_ranks", "
 
 _FLAGS = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree", "cfg_parallel")
 
+_MOST_ON_CPUS = 64
+
 # What each host may have its own of, and what only rank 0 looks at.
 _OWN = frozenset({"model_path", "output_path", "record_attention", "overwrite", "num_gpus"})
 
@@ -55,11 +57,17 @@ def plan_ranks(args: ServerArgs) -> Mesh:
     device_type = _device_type(args)
     _refuse_check(args)
     check_guided(PipelineIndex.read(args.model_path, args.pipeline_class_name), args)
-    return plan_mesh(
+    mesh = plan_mesh(
         num_heads=_fewest_heads(args),
         gpus_per_host=torch.cuda.device_count() if device_type == "cuda" else None,
         **flags,
     )
+    if device_type == "cpu" and mesh.world_size > _MOST_ON_CPUS:
+        raise ConfigError(
+            f"--num-gpus must be at most {_MOST_ON_CPUS} on CPUs, a process each, got "
+            f"{mesh.world_size}; use --num-gpus {_MOST_ON_CPUS}, or GPUs"
+        )
+    return mesh
 
 
 def join_ranks(asked: Sequence[ServerArgs], num_ranks: int) -> tuple[ServerArgs, ...]:

@@ -320,11 +320,13 @@ def _is_count(value: object) -> bool:
 def check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch.Tensor) -> None:
     """Refuse counts of replicated tokens that exceed the sequence or exclude each other."""
     names = ("num_replicated_prefix", "num_replicated_suffix", "num_replicated_kv_prefix")
-    if replicated == (0, 0, 0):
+    front, back, in_front = replicated
+    # Types come first: a tensor is equal to nothing in particular.
+    if type(front) is type(back) is type(in_front) is int and not (front or back or in_front):
         return
     for name, count in zip(names, replicated, strict=True):
         if type(count) is not int and (isinstance(count, bool) or not isinstance(count, Integral)):
-            raise UsageError(f"{name} must be a whole number, got {count!r}")
+            raise UsageError(f"{name} must be a whole number, got {short(count)}")
     check_tokens(q, "q")
     check_tokens(k, "k")
     limits = (q.shape[1], q.shape[1], k.shape[1])

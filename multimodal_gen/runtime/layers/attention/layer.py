@@ -401,9 +401,9 @@ class USPAttention(SequenceParallelLayer):
         skip = self.skip_sequence_parallel or skip_sequence_parallel_override
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
-        exclusive = attn_mask is not None or any(replicated)
         try:
             check_replicated(replicated, q, k)
+            exclusive = attn_mask is not None or any(replicated)
             check_seq_lens(seq_lens, q, exclusive=exclusive, split=split)
             prefix = all_or_none(q_prefix, k_prefix, v_prefix, "", "_prefix")
             if split:

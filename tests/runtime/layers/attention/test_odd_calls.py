@@ -273,6 +273,7 @@ def test_an_empty_batch_is_nothing_to_quantise_either():
         ({"seq_lens": [4.0]}, "seq_lens must be a list of whole numbers"),
         ({"seq_lens": {4: 1}}, "seq_lens must be a list of whole numbers"),
         ({"num_replicated_prefix": 1.5}, "num_replicated_prefix must be a whole number, got 1.5"),
+        ({"num_replicated_suffix": torch.ones(2)}, "num_replicated_suffix must be a whole number"),
         ({"num_replicated_prefix": "2"}, "num_replicated_prefix must be a whole number"),
         ({"num_replicated_suffix": True}, "num_replicated_suffix must be a whole number"),
         ({"num_replicated_kv_prefix": None}, "num_replicated_kv_prefix must be a whole number"),

@@ -93,7 +93,9 @@ class VideoSparseConfig(SparseConfig):
             over the steps: {0: 0.5, 0.4: 0.9}.
         topk: key tiles each query tile keeps, instead of `sparsity`.
         topk_convention: what `sparsity` is a share of when the number of kept tiles is computed:
-            `tiles` of the grid, ragged ones included, or `tokens` / tokens per tile.
+            `tiles` of the grid, ragged ones included, or `tokens` / tokens per tile. FastVideo
+            counted by `tokens` until July 2026, so for FastWan 2.1 and 2.2 and Wan2.1-VSA, and
+            counts `tiles` since.
         router: what tiles are ranked by: the products of their means (`mean`), as in the paper, or
             the log-sum-exp over those of their cells (`subblock`), see `subblock_sparse_attn`. A
             gate's coarse stage is the same with both.
@@ -111,7 +113,9 @@ class VideoSparseConfig(SparseConfig):
     )
     topk: int | None = option(None, "key tiles to keep, instead of sparsity", ge=1)
     topk_convention: Literal["tiles", "tokens"] = option(
-        "tiles", "what sparsity is a share of: tiles of the grid, or tokens / tokens per tile"
+        "tiles",
+        "what sparsity is a share of: tiles of the grid, or tokens / tokens per tile, as FastWan "
+        "2.1 and 2.2 and Wan2.1-VSA were trained",
     )
     router: Literal["mean", "subblock"] = option("mean", "what tiles are ranked by")
     tile_size: tuple[int, ...] = option(
