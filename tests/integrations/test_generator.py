@@ -93,6 +93,7 @@ def test_image_to_video_is_the_pipeline_driven_by_hand(image_to_video, media) ->
         ):
             generator.generate(prompt="a fox", seed=0, **VIDEO)
     assert torch.equal(made.latents, expected)
+    assert len(repr(made)) < 500
 
 
 # imageio leaves the pipes of ffmpeg to the garbage collector.

@@ -4,7 +4,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -88,9 +88,9 @@ Attach: TypeAlias = Callable[[ServerArgs, Any], Handle]
 generator pass it in."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generated:
-    """A finished generation.
+    """A finished generation; its `repr` leaves out what fills pages.
 
     Attributes:
         pixels: floats in [0, 1], one [T, H, W, C] array per video or [H, W, C] per image; none of a
@@ -111,17 +111,17 @@ class Generated:
         interrupted: whether Ctrl-C ended a video that was streamed, with the frames done by then.
     """
 
-    pixels: tuple[Any, ...]
-    latents: torch.Tensor
+    pixels: tuple[Any, ...] = field(repr=False)
+    latents: torch.Tensor = field(repr=False)
     fps: int | None
-    record: Mapping[str, Json]
+    record: Mapping[str, Json] = field(repr=False)
     media: tuple[Path, ...]
     record_path: Path | None
     latents_path: Path | None
     attention_path: Path | None
     seed: int
     seconds: float
-    report: Report
+    report: Report = field(repr=False)
     mesh: Mesh | None
     notes: tuple[str, ...]
     interrupted: bool = False
@@ -460,7 +460,7 @@ def _named_backend(args: ServerArgs) -> str | None:
 
 def _arguments(args: ServerArgs) -> dict[str, Json]:
     """Return the arguments as JSON data; the seed is the one that was used."""
-    values = {field.name: getattr(args, field.name) for field in fields(args)}
+    values = {each.name: getattr(args, each.name) for each in fields(args)}
     return {name: _plain(value) for name, value in values.items()}
 
 
