@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import HeliosPipeline
+from PIL import Image
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.generator import DiffGenerator
@@ -26,6 +27,7 @@ from multimodal_gen.runtime.generator.stream import Streaming
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.tiny_models.streaming import (
     ANYFLOW_FAR,
+    FRAMEPACK,
     HELIOS,
     HELIOS_PYRAMID,
     SKYREELS,
@@ -156,6 +158,33 @@ def test_other_pipelines_hand_on_the_frames_of_the_whole_video(
     assert [chunk.prompt for chunk in later] == ["a fox"] + ["two dogs"] * (len(frames) - 1)
     for n, (one, other) in enumerate(zip(chunks, later, strict=True)):
         assert np.array_equal(one.frames, other.frames) is (n < 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the image processor says that torchvision is missing
+def test_sections_that_are_blended_give_the_frames_of_the_whole_video(tmp_path) -> None:
+    FRAMEPACK.build(0).save_pretrained(tmp_path / "model")
+    picture = np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "picture.png")
+    call = {"height": 64, "width": 96, "num_frames": 20, "num_inference_steps": 1, "seed": 0}
+    call |= {"prompt": "a fox", "image_path": tmp_path / "picture.png"}
+    chunks, vanilla = [], {"pipeline_arg": dict(FRAMEPACK.extra_kwargs)}
+    with DiffGenerator.from_pretrained(tmp_path / "model") as generator:
+        whole = generator.generate(**call, **vanilla)
+        generator.generate(**call, **vanilla, stream=True, on_chunk=chunks.append)
+        with pytest.raises(UsageError, match="sampling_type=vanilla, got none: by default it"):
+            generator.generate(**call, stream=True, on_chunk=chunks.append)
+        (tmp_path / "prompts.txt").write_text("1 two dogs\n")
+        with pytest.raises(UsageError, match="--prompts-file must be left out with Hunyuan"):
+            generator.generate(
+                **call,
+                **vanilla,
+                stream=True,
+                on_chunk=chunks.append,
+                prompts_file=tmp_path / "prompts.txt",
+            )
+    assert [chunk.num_frames for chunk in chunks] == [12, 8, 8, 5]
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
 
 
 def test_a_step_cache_keeps_a_video_in_one_call() -> None:

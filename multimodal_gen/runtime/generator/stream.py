@@ -11,6 +11,8 @@ that the call would have returned.
                             chunk is decoded, with what the autoencoder knows of the frames before
     SkyReelsV2Diffusion-    makes a long video in parts that overlap: a part is decoded, likewise,
     ForcingPipeline         when the next one begins
+    HunyuanVideoFramepack-  decodes sections and blends their ends with those that follow: what is
+    Pipeline                blended is taken away
 
 A later prompt takes over with the first chunk that begins at its time or after it. Helios and
 SkyReels-V2 keep latents of the past, which have no prompt. AnyFlow-FAR encodes its past anew before
@@ -117,7 +119,24 @@ def check_stream(index: PipelineIndex, args: ServerArgs) -> None:
             f"--vae-tiling must be left out with --stream and {index.name}: tiles of the "
             "autoencoder know nothing of the frames of the chunk before"
         )
+    if _TAKEN[index.name] is _FramePack:
+        _check_framepack(index, args)
     read_timed_prompts(args.prompts_file)
+
+
+def _check_framepack(index: PipelineIndex, args: ServerArgs) -> None:
+    given = args.pipeline_arg if isinstance(args.pipeline_arg, Mapping) else {}
+    order = given.get("sampling_type")
+    if order != "vanilla":
+        raise UsageError(
+            f"--stream with {index.name} must have --pipeline-arg sampling_type=vanilla, got "
+            f"{order or 'none'}: by default it makes the end of a video first"
+        )
+    if args.prompts_file is not None:
+        raise UsageError(
+            f"--prompts-file must be left out with {index.name}, whose prompt holds for all of a "
+            "video"
+        )
 
 
 def read_timed_prompts(file: Path | str | None) -> tuple[TimedPrompt, ...]:
@@ -212,7 +231,7 @@ class Streaming:
                 latents, kept = torch.empty(0), []
                 for part in taken.parts(arguments):
                     run = denoise(pipe, replace(call, arguments=part), timings)
-                    latents = taken.made(torch.stack(run.pixels))
+                    latents = taken.made(run)
                     kept += [latents.cpu()] * self._saves
                 with torch.no_grad():
                     taken.end(latents)
@@ -327,9 +346,9 @@ class _Taken(ABC):
         """Yield the arguments of the calls that make the video, each when the last one is done."""
         yield arguments
 
-    def made(self, latents: torch.Tensor) -> torch.Tensor:
-        """Take what a call returned, [1, C, T, H, W]; returns what it made of it."""
-        return latents
+    def made(self, run: Denoised) -> torch.Tensor:
+        """Take what a call returned; returns the latents that it made, [1, C, T, H, W]."""
+        return torch.stack(run.pixels)
 
     @abstractmethod
     def decoding(self) -> Any:
@@ -419,8 +438,9 @@ class _Helios(_Taken):
             self._text = None
             yield part
 
-    def made(self, latents: torch.Tensor) -> torch.Tensor:
+    def made(self, run: Denoised) -> torch.Tensor:
         """See `_Taken.made`: the past that a call was given is in front."""
+        latents = torch.stack(run.pixels)
         new = latents[:, :, self._added :]
         if self._first is None:
             self._first = new[:, :, :1].clone()
@@ -568,6 +588,44 @@ class _SkyReels(_Followed):
         return self.text_from(arguments, self.prompt_from(self.num_latents))
 
 
+class _FramePack(_Taken):
+    """Sections of a pipeline that blends the end of each with the beginning of the next one."""
+
+    def parts(self, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """See `_Taken.parts`: the pipeline decodes, as it does nowhere but for pixels."""
+        yield {**arguments, "output_type": "np"}
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """See `_Taken.decoding`: the pipeline is left with the frames that it goes on to blend."""
+        own = self.pipe._soft_append
+
+        def append(history: torch.Tensor, current: torch.Tensor, overlap: int = 0) -> torch.Tensor:
+            video = own(history, current, overlap)
+            done = video.shape[2] - overlap
+            self.stream.hand_on(self.pixels(video[:, :, :done]), 0)
+            return video[:, :, done:]
+
+        self.pipe._soft_append = append
+        try:
+            yield
+        finally:
+            del self.pipe._soft_append
+
+    def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `_Taken.before_forward`: nothing differs."""
+        del arguments
+        return {}
+
+    def made(self, run: Denoised) -> torch.Tensor:
+        """See `_Taken.made`; what was left to blend is the end of the video."""
+        self.stream.hand_on(run.pixels[0], 0)
+        return run.latents
+
+    def end(self, latents: torch.Tensor) -> None:
+        """See `_Taken.end`; all is handed on."""
+
+
 _TAKEN: Mapping[str, type[_Taken]] = MappingProxyType(
     {
         "HeliosPipeline": _Helios,
@@ -575,6 +633,7 @@ _TAKEN: Mapping[str, type[_Taken]] = MappingProxyType(
         "AnyFlowFARPipeline": _AnyFlowFAR,
         "SkyReelsV2DiffusionForcingPipeline": _SkyReels,
         "SkyReelsV2DiffusionForcingImageToVideoPipeline": _SkyReels,
+        "HunyuanVideoFramepackPipeline": _FramePack,
     }
 )
 

@@ -1,11 +1,12 @@
-"""Tiny pipelines that make a video chunk by chunk: AnyFlow-FAR, Helios and SkyReels-V2."""
+"""Tiny pipelines that make a video chunk by chunk."""
 
 from typing import Any, Final
 
 from multimodal_gen.testing.tiny_models import text_encoders, tokenizers
 from multimodal_gen.testing.tiny_models.family import TinyFamily, initialise, seeded
+from multimodal_gen.testing.tiny_models.hunyuan_video import HUNYUAN_VIDEO
 
-__all__ = ["ANYFLOW_FAR", "HELIOS", "HELIOS_PYRAMID", "SKYREELS"]
+__all__ = ["ANYFLOW_FAR", "FRAMEPACK", "HELIOS", "HELIOS_PYRAMID", "SKYREELS"]
 
 
 def _text_and_vae(seed: int) -> dict[str, Any]:
@@ -92,6 +93,41 @@ def _build_skyreels(seed: int) -> Any:
     )
 
 
+def _build_framepack(seed: int) -> Any:
+    from diffusers import (
+        HunyuanVideoFramepackPipeline,
+        HunyuanVideoFramepackTransformer3DModel,
+    )
+    from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
+
+    with seeded(seed, "transformer"):
+        transformer = initialise(
+            HunyuanVideoFramepackTransformer3DModel(
+                num_attention_heads=2,
+                attention_head_dim=32,
+                num_layers=1,
+                num_single_layers=1,
+                num_refiner_layers=1,
+                text_embed_dim=text_encoders.TEXT_WIDTH,
+                pooled_projection_dim=text_encoders.TEXT_WIDTH,
+                rope_axes_dim=(8, 12, 12),
+                has_image_proj=True,
+                image_proj_dim=16,
+                has_clean_x_embedder=True,
+            )
+        )
+    with seeded(seed, "image_encoder"):
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        config = SiglipVisionConfig(**sizes, num_attention_heads=2, image_size=32, patch_size=16)
+        image_encoder = initialise(SiglipVisionModel(config))
+    parts = HUNYUAN_VIDEO.build(seed).components
+    return HunyuanVideoFramepackPipeline(
+        **{**parts, "transformer": transformer},
+        image_encoder=image_encoder,
+        feature_extractor=SiglipImageProcessor(size={"height": 32, "width": 32}),
+    )
+
+
 def _helios_transformer(seed: int) -> Any:
     from diffusers import HeliosTransformer3DModel
 
@@ -166,4 +202,18 @@ SKYREELS: Final = TinyFamily(
     num_inference_steps=2,
     latent_grid=(3, 2, 4),
     extra_kwargs={"base_num_frames": 9, "overlap_history": 5},
+)
+
+# Sections of two latent frames, blended over five frames; the first one has the image as well.
+FRAMEPACK: Final = TinyFamily(
+    name="framepack",
+    pipeline_class="HunyuanVideoFramepackPipeline",
+    output="video",
+    build=_build_framepack,
+    height=64,
+    width=96,
+    num_frames=20,
+    num_inference_steps=1,
+    latent_grid=(2, 4, 6),
+    extra_kwargs={"latent_window_size": 2, "sampling_type": "vanilla"},
 )
