@@ -38,6 +38,9 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_LAYERS"): (
         "a compiled graph carries numbers, which name layers here; weak, so nothing is kept alive"
     ),
+    ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_RECORDS"): (
+        "and what autograd recorded of a call; dropped when the graph lets go of the number"
+    ),
     ("multimodal_gen/runtime/layers/attention/sparse/sta/search.py", "_SESSIONS"): (
         "the layers that record one search share nothing else; left when it is complete"
     ),

@@ -283,6 +283,31 @@ def test_methods_have_the_gradients_of_the_reference(method: str, text: int, gat
         assert error < 2e-2, f"relative error {error:.2e}"
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_layers_have_the_gradients_of_eager_ones(method: str) -> None:
+    tokens = GRID[0] * GRID[1] * GRID[2]
+    leaves = list(make_qkv(1, tokens, HEADS, 128, dtype=torch.bfloat16, device="cuda"))
+    if method == "video_sparse_attn":
+        leaves.append(torch.randn_like(leaves[0]))
+    inputs = [x.requires_grad_() for x in leaves]
+    layer = method_layer(method, "auto")
+    if method == "sla_attn":
+        projection = torch.nn.Linear(128, 128, device="cuda")
+        layer.set_projection(projection)
+        inputs += list(projection.parameters())
+    upstream = torch.randn_like(inputs[0])
+    torch._dynamo.reset()
+    found = []
+    for attend in (layer, torch.compile(layer, fullgraph=True)):
+        with set_forward_context(0, latent_grid=GRID, num_steps=1):
+            gate = {"gate_compress": leaves[3]} if len(leaves) == 4 else {}
+            out = attend(*leaves[:3], **gate)
+        found.append(torch.autograd.grad(out, inputs, upstream))
+    for eager, compiled in zip(*found, strict=True):
+        error = float((eager.double() - compiled.double()).norm() / eager.double().norm())
+        assert error < 1e-2, f"relative error {error:.2e}"
+
+
 @pytest.mark.parametrize("method", ["sparse_video_gen_2_attn", "sage_sla_attn"])
 def test_methods_without_a_backward_pass_say_so(method: str) -> None:
     backend = AttentionBackendEnum(method)

@@ -78,6 +78,28 @@ def test_a_checkpointed_model_recomputes_in_the_context_of_its_call(model, metho
         assert one is None or torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    "method",
+    [m if m == "sla_attn" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],
+)
+def test_compiled_blocks_have_the_gradients_of_eager_ones(model, method):
+    model, options = copy.deepcopy(model), {"attention_backend_config": METHODS[method]}
+    train = method in ("sla_attn", "video_sparse_attn")
+    with apply(model, attention_backend=method, **options, train=train):
+        torch.manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if "proj_l" in name or "gate" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        plain = gradients(model)
+        model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+        found = gradients(model)
+    for one, other in zip(plain, found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.filterwarnings("ignore:Some weights of the model checkpoint")
 @pytest.mark.parametrize(
     ("method", "part", "count"),

@@ -30,6 +30,7 @@ from multimodal_gen.runtime.layers.attention.call import (
 from multimodal_gen.runtime.layers.attention.custom_ops import (
     attention_op,
     outside_graphs,
+    recorded_attention_op,
     register_layer,
 )
 from multimodal_gen.runtime.layers.attention.listed_calls import (
@@ -225,6 +226,11 @@ class AttentionLayer(nn.Module):
         """
         self.geometry.projection.fill(linear, self.head_size)
 
+    def trained(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return weight and bias of the layer's trained projection, or None."""
+        linear = self.geometry.projection.linear
+        return (None, None) if linear is None else (linear.weight, linear.bias)
+
     def report(self) -> LayerReport:
         """Return what the layer ran so far, and why; before the first call, what it would run."""
         ran = [schedule for schedule in self._schedules.values() if _calls(schedule)]
@@ -419,19 +425,15 @@ class AttentionLayer(nn.Module):
         # Here too: the traced operator's output has the dtype of the query it is given.
         if call.autocasts():
             call = call.autocast()
-        if call.wants_gradient() or call.is_listed() or self.geometry.projection.wants_gradient:
+        if call.is_listed():
             return _attend_outside_the_graph(self, call)
+        rest = (call.replicated, call.seq_lens, call.exchange, call.some_heads)
+        if call.wants_gradient() or self.geometry.projection.wants_gradient:
+            given = (call.query, call.key, call.value, call.mask, call.gate, *self.trained())
+            wanted = [x is not None and x.requires_grad for x in given]
+            return recorded_attention_op(*given, self._layer_id, wanted, *rest)[0]
         return attention_op(
-            call.query,
-            call.key,
-            call.value,
-            call.mask,
-            self._layer_id,
-            call.gate,
-            call.replicated,
-            call.seq_lens,
-            call.exchange,
-            call.some_heads,
+            call.query, call.key, call.value, call.mask, self._layer_id, call.gate, *rest
         )
 
     def _plan_dtype(self) -> torch.dtype:
@@ -657,7 +659,7 @@ def _packing(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
 
 @outside_graphs
 def _attend_outside_the_graph(layer: AttentionLayer, call: AttentionCall) -> torch.Tensor:
-    """Attend where gradients are needed, or caches change: neither looks into the operator."""
+    """Attend where caches change, of which the operator knows nothing."""
     return layer.attend(call)
 
 

@@ -3,32 +3,48 @@
 The operator takes the layer's identity as a 0-d CPU tensor: a graph input, not a constant, so any
 number of layers share one compiled graph, and what a layer does at run time (its denoising step, a
 forced backend) is never frozen into it.
+
+Where gradients are wanted another operator has autograd record the call, as it would outside of a
+graph, and gives the record a number. Its backward pass is an operator that looks the record up. A
+record is dropped once it was used, or when the compiled graph lets go of its number.
 """
 
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 
 
 class _Layer(Protocol):
     def attend(self, call: AttentionCall) -> torch.Tensor: ...
 
+    def trained(self) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
+
+
+class _Record(NamedTuple):
+    """What autograd recorded of a call: the output, and what it is differentiated by."""
+
+    out: torch.Tensor
+    leaves: tuple[torch.Tensor, ...]
+
 
 # Process-wide, because a compiled graph can carry numbers but no Python objects.
 _LAYERS: "WeakValueDictionary[int, _Layer]" = WeakValueDictionary()
 _NUMBERS = itertools.count()
+# Process-wide for the same reason.
+_RECORDS: dict[int, _Record] = {}
 
 _WHY_OUTSIDE = (
-    "gradients through attention layers are recorded outside compiled graphs; run under "
-    "torch.no_grad() or compile without fullgraph. Calls with a cache, a mask of blocks or "
-    "sink_logits run outside of them, too"
+    "calls of attention layers with a cache, a mask of blocks or sink_logits run outside of "
+    "compiled graphs; compile without fullgraph"
 )
 
 _VMAP_KEYS = tuple(
@@ -38,6 +54,18 @@ _VMAP_KEYS = tuple(
         "FuncTorchDynamicLayerBackMode",
         "FuncTorchBatched",
         "FuncTorchVmapMode",
+    )
+)
+
+
+# Views are tracked by the last of them: without it, what is written to a view is not recorded.
+_AUTOGRAD_KEYS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        "AutogradFunctionality",
+        "AutogradOther",
+        "AutogradNestedTensor",
+        "ADInplaceOrView",
     )
 )
 
@@ -75,6 +103,14 @@ def _with_vmap() -> AbstractContextManager[object]:
         return nullcontext()
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _VMAP_KEYS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _recording() -> AbstractContextManager[object]:
+    """Let autograd record inside of an operator, where it does not by itself."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
@@ -128,3 +164,141 @@ def attention_op(
 @attention_op.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
+
+
+@torch.library.custom_op("multimodal_gen::recorded_attention", mutates_args=(), **_never_captured())
+def recorded_attention_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    layer: torch.Tensor,
+    wanted: Sequence[bool],
+    replicated: Sequence[int],
+    seq_lens: Sequence[int] | None,
+    exchange: bool,
+    some_heads: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do as `attention_op`, and keep what autograd recorded.
+
+    Args:
+        query: [B, Sq, H, D].
+        key: [B, Sk, Hkv, D].
+        value: [B, Sk, Hkv, Dv].
+        attn_mask: the call's mask, or None.
+        gate: [B, Sq, H, D], or None.
+        weight: of the layer's projection, or None.
+        bias: of the layer's projection, or None.
+        layer: what `register_layer` returned.
+        wanted: which of the first seven a gradient is wanted of.
+        replicated: see `attention_op`.
+        seq_lens: see `attention_op`.
+        exchange: see `attention_op`.
+        some_heads: see `attention_op`.
+
+    Returns:
+        [B, Sq, H, Dv], contiguous, and the number of the record: int64, 0-d, on the CPU.
+    """
+    front, back, keys = replicated
+    called = _LAYERS[int(layer)]
+    query, key, value = map(_leaf, (query, key, value), wanted)
+    attn_mask, gate = (
+        None if x is None else _leaf(x, flag)
+        for x, flag in ((attn_mask, wanted[3]), (gate, wanted[4]))
+    )
+    given = (query, key, value, attn_mask, gate, *called.trained())
+    leaves = [x for x, flag in zip(given, wanted, strict=True) if x is not None and flag]
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        attn_mask,
+        gate,
+        replicated=(front, back, keys),
+        seq_lens=seq_lens,
+        exchange=exchange,
+        some_heads=some_heads,
+    )
+    with _recording(), torch.enable_grad(), _with_vmap():
+        out = called.attend(call)
+    number = next(_NUMBERS)
+    found = torch.tensor(number, dtype=torch.int64, device="cpu")
+    _RECORDS[number] = _Record(out, tuple(leaves))
+    weakref.finalize(found, _RECORDS.pop, number, None)
+    return out.detach().clone(memory_format=torch.contiguous_format), found
+
+
+def _leaf(x: torch.Tensor, wanted: bool) -> torch.Tensor:
+    """Return a copy: a compiled graph may write to a tensor once it needs it no more."""
+    return x.detach().clone().requires_grad_(wanted)
+
+
+@recorded_attention_op.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
+    return out, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op(
+    "multimodal_gen::recorded_attention_backward", mutates_args=(), **_never_captured()
+)
+def recorded_attention_backward_op(
+    grad: torch.Tensor, number: torch.Tensor, like: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the gradients of a recorded call.
+
+    Args:
+        grad: of its output.
+        number: of its record.
+        like: tensors of the size and dtype of what gradients were wanted of.
+
+    Raises:
+        UsageError: the record was used before.
+    """
+    record = _RECORDS.pop(int(number), None)
+    if record is None:
+        raise UsageError(
+            "attention inside of a compiled graph must be differentiated once, was so before; "
+            "leave retain_graph out, or keep the call out of the graph"
+        )
+    with _recording():
+        found = torch.autograd.grad(record.out, record.leaves, grad, allow_unused=True)
+    return [
+        x.new_zeros(x.shape) if g is None else g.to(x.dtype).contiguous()
+        for g, x in zip(found, like, strict=True)
+    ]
+
+
+@recorded_attention_backward_op.register_fake
+def _(grad: torch.Tensor, number: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for x in like]
+
+
+def _keep_number(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    wanted = inputs[8]
+    # Not the tensors: the record has its own.
+    ctx.like = [(x.shape, x.dtype) for x, flag in zip(inputs[:7], wanted, strict=True) if flag]
+    ctx.wanted = list(wanted)
+    ctx.save_for_backward(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad: torch.Tensor | None, _number: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    (number,) = ctx.saved_tensors
+    found: list[torch.Tensor | None] = [None] * 13
+    if grad is not None:
+        like = [grad.new_empty((), dtype=dtype).expand(shape) for shape, dtype in ctx.like]
+        grads = iter(recorded_attention_backward_op(grad, number, like))
+        for place, flag in enumerate(ctx.wanted):
+            found[place] = next(grads) if flag else None
+    return tuple(found)
+
+
+recorded_attention_op.register_autograd(_differentiate, setup_context=_keep_number)

@@ -1,13 +1,17 @@
 """Layers inside `torch.compile`: one opaque operator that many layers share."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
+from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.config import IndexSelector
-from multimodal_gen.runtime.layers.attention.custom_ops import attention_op
+from multimodal_gen.runtime.layers.attention.custom_ops import _RECORDS, attention_op
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     Rule,
@@ -192,16 +196,53 @@ def test_the_sequence_parallel_layers_compile(cls):
     torch.testing.assert_close(compiled(*arguments), layer(*arguments))
 
 
+@INDUCTOR_WARNS
 @GRAD_WARNS
-def test_gradients_under_compile_are_those_of_eager(x):
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "inductor"))],
+)
+def test_gradients_under_compile_are_those_of_eager(backend, x):
     model = Model()
     model(x).square().mean().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(x).square().mean().backward()
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        compiled(x).square().mean().backward()
+        for parameter, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, grad)
+    assert not _RECORDS
+    assert calls(model) == [3] * BLOCKS
+
+
+def test_what_is_never_differentiated_is_not_kept(x):
+    compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
+    out = compiled(x)
+    assert len(_RECORDS) == 1
+    del out
+    gc.collect()
+    assert not _RECORDS
+
+
+def test_a_graph_is_differentiated_once(x):
+    compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
+    loss = compiled(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="must be differentiated once, was so before; leave"):
+        loss.backward()
+
+
+@GRAD_WARNS
+def test_a_compiled_block_may_be_checkpointed(x):
+    block = Block()
+    expected = torch.autograd.grad(block(x).square().sum(), list(block.parameters()))
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    out = checkpoint(compiled, x, use_reentrant=False)
+    found = torch.autograd.grad(out.square().sum(), list(block.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert not _RECORDS
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask"])
@@ -212,7 +253,8 @@ def test_a_gradient_of_any_single_input_is_right_under_compile(which):
     inputs[which].requires_grad_()
     layer(**inputs).square().sum().backward()
     expected, inputs[which].grad = inputs[which].grad, None
-    torch.compile(layer, backend="aot_eager")(**inputs).square().sum().backward()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(**inputs).square().sum().backward()
     torch.testing.assert_close(inputs[which].grad, expected)
 
 
