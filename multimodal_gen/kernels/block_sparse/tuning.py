@@ -124,8 +124,8 @@ class GluonBackwardTile:
 def gluon_backward_tile(*, block: int) -> GluonBackwardTile:
     """Return the tile of programs that own blocks of so many rows at most.
 
-    H200, 2026-11, torch 2.11, triton 3.6.0, head size 128, 40,768 tokens: dq 798 and 725 TFLOP/s
-    dense and on a tenth of blocks of 128; dk and dv 751 and 678, and 602 on blocks of 64.
+    H200, 2026-11, torch 2.11, triton 3.6.0, head size 128, 40,768 tokens: dq 790, 692 and 640
+    TFLOP/s dense and on a tenth of blocks of 128 and 64, dk and dv 763, 676 and 604.
 
     Args:
         block: rows of a block: of queries for dq, of keys for dk and dv.
