@@ -15,7 +15,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
-from diffusers import HeliosPipeline
+from diffusers import HeliosPipeline, SkyReelsV2DiffusionForcingImageToVideoPipeline
 from PIL import Image
 
 from multimodal_gen.errors import UsageError
@@ -185,6 +185,30 @@ def test_sections_that_are_blended_give_the_frames_of_the_whole_video(tmp_path) 
                 prompts_file=tmp_path / "prompts.txt",
             )
     assert [chunk.num_frames for chunk in chunks] == [12, 8, 8, 5]
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+
+
+@pytest.mark.slow
+def test_parts_that_follow_an_image_give_the_frames_of_the_whole_video(tmp_path) -> None:
+    parts = SKYREELS.build(0).components
+    SkyReelsV2DiffusionForcingImageToVideoPipeline(**parts).save_pretrained(tmp_path / "model")
+    picture = np.random.default_rng(0).integers(0, 255, (32, 64, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "picture.png")
+    call = {"height": 32, "width": 64, "num_frames": 17, "num_inference_steps": 1, "seed": 0}
+    call |= {"prompt": "a fox", "image_path": tmp_path / "picture.png", "guidance_scale": 1.0}
+    chunks = []
+    with DiffGenerator.from_pretrained(tmp_path / "model") as generator:
+        call["pipeline_arg"] = dict(SKYREELS.extra_kwargs)
+        whole = generator.generate(**call)
+        generator.generate(**call, stream=True, on_chunk=chunks.append)
+        with pytest.raises(UsageError, match="--last-image-path must be left out with --stream"):
+            generator.generate(
+                **call,
+                last_image_path=tmp_path / "picture.png",
+                stream=True,
+                on_chunk=chunks.append,
+            )
+    assert [chunk.num_frames for chunk in chunks] == [9, 4, 4]
     assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
 
 
