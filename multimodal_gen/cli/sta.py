@@ -256,15 +256,20 @@ def _apply(scope: "SelectionScope", pipe: Any) -> "AttentionHandle":
 
 
 def _check_not_read(output: Path, files: Sequence[Path]) -> None:
-    """Refuse a strategy file that is a search: it would be overwritten by what it tells."""
+    """Refuse a strategy file that is a search, one that is read or another by its name."""
+    from multimodal_gen.runtime.layers.attention.sparse.sta.search import SEARCH_STEM
+
     try:
-        taken = next((f for f in files if output.exists() and f.samefile(output)), None)
+        taken = output.exists() and (
+            output.resolve().name.startswith(SEARCH_STEM)
+            or any(file.samefile(output) for file in files)
+        )
     except (OSError, ValueError):  # whoever writes it says what is wrong with the name
-        taken = None
-    if taken is not None:
+        taken = False
+    if taken:
         raise UsageError(
-            f"--output must not be one of the searches that are read, got {str(output)!r}; give "
-            f"another name, such as mask_strategy.json"
+            f"--output must not be a search, got {str(output)!r}; give another name, such as "
+            f"mask_strategy.json"
         )
 
 

@@ -191,6 +191,24 @@ def test_search_errors_are_one_line(search, tmp_path) -> None:
         assert len(outcome.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("output", ["pos", "neg", "link"])
+def test_tune_writes_over_no_search(output, sglang, tmp_path) -> None:
+    files = {
+        name: tmp_path / f"mask_search_result_{name}_48x32" / "mask_search_a.json"
+        for name in ("pos", "neg")
+    }
+    for file in files.values():
+        file.parent.mkdir()
+        file.write_text("{}")
+    files["link"] = tmp_path / "strategy.json"
+    files["link"].symlink_to(files["neg"])
+    given = ("--searches", tmp_path, "--output", files[output])
+    done = sglang("attention", "sta", "tune", *given)
+    assert done.code == 2
+    assert done.err.startswith("error: --output must not be a search, got ")
+    assert files[output].read_text() == "{}"
+
+
 def test_tune_reaches_a_target_density(search, sglang, tmp_path) -> None:
     assert search("--prompt", "a fox").code == 0
     strategy = tmp_path / "mask_strategy.json"

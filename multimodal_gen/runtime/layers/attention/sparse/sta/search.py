@@ -42,6 +42,7 @@ from multimodal_gen.runtime.plain_values import short
 __all__ = [
     "NEGATIVE",
     "POSITIVE",
+    "SEARCH_STEM",
     "BranchLosses",
     "LossRecorder",
     "SearchFile",
@@ -275,7 +276,9 @@ def current_recorder() -> LossRecorder | None:
 _FOLDERS: Mapping[str, str] = MappingProxyType(
     {POSITIVE: "mask_search_result_pos_", NEGATIVE: "mask_search_result_neg_"}
 )
-_STEM = "mask_search_"
+SEARCH_STEM = "mask_search_"
+"""How the names of search files begin."""
+
 _WHAT = "search file"
 
 
@@ -341,7 +344,7 @@ def search_name(prompt: str) -> str:
     """Return the name of a prompt's file: readable, and different for different prompts."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", prompt).strip("-")[:60]
     digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    return f"{_STEM}{words}-{digest}.json"
+    return f"{SEARCH_STEM}{words}-{digest}.json"
 
 
 def branch_folder(root: Path, branch: str, *, width: int | str, height: int | str) -> Path:
@@ -367,7 +370,7 @@ def find_searches(folder: Path, branch: str = POSITIVE) -> tuple[Path, ...]:
         ConfigError: there are none, or several sizes to choose from.
     """
     try:
-        found = tuple(sorted(folder.glob(f"{_STEM}*.json")))
+        found = tuple(sorted(folder.glob(f"{SEARCH_STEM}*.json")))
         inside = sorted(path for path in folder.glob(f"{_FOLDERS[branch]}*") if path.is_dir())
     except OSError as error:  # a name that is too long, or a folder that cannot be read
         raise ConfigError(
@@ -382,10 +385,10 @@ def find_searches(folder: Path, branch: str = POSITIVE) -> tuple[Path, ...]:
             f"the searches must be of one size of output, got {names} in {str(folder)!r}; name one "
             f"of them"
         )
-    found = tuple(sorted(inside[0].glob(f"{_STEM}*.json"))) if inside else ()
+    found = tuple(sorted(inside[0].glob(f"{SEARCH_STEM}*.json"))) if inside else ()
     if not found:
         raise ConfigError(
-            f"the searches must be a folder with files {_STEM}*.json, got {str(folder)!r}; "
+            f"the searches must be a folder with files {SEARCH_STEM}*.json, got {str(folder)!r}; "
             f"`sglang attention sta search` makes them"
         )
     return found
