@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,7 +266,10 @@ def _located(model_path: str) -> str:
 
 def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
     try:
-        config = diffusers.DiffusionPipeline.load_config(location)
+        with warnings.catch_warnings():
+            # diffusers passes an argument on that huggingface_hub no longer has.
+            warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
+            config = diffusers.DiffusionPipeline.load_config(location)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         # diffusers takes for granted that the file holds an object.
         if Path(location).is_dir():
