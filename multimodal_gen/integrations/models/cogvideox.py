@@ -1,4 +1,10 @@
-"""CogVideoX: joint attention with the text in front, both guidance branches batched."""
+"""CogVideoX, and ConsisID made of it: joint attention with the text in front.
+
+Pipelines of CogVideoX batch both guidance branches. Between its blocks ConsisID attends to a face,
+token by token, by modules that take no attention function.
+"""
+
+from dataclasses import replace
 
 from multimodal_gen.integrations.models.adapter import (
     Grid,
@@ -16,7 +22,8 @@ def _grid(call: ModelCall) -> Grid | None:
         return None
     frames, _, height, width = latent.shape[1:]
     patch = call.config.patch_size
-    return (frames // (call.config.patch_size_t or 1), height // patch, width // patch)
+    per_patch = getattr(call.config, "patch_size_t", None) or 1  # which ConsisID lacks
+    return (frames // per_patch, height // patch, width // patch)
 
 
 COGVIDEOX = ModelAdapter(
@@ -32,4 +39,8 @@ COGVIDEOX = ModelAdapter(
             Cut(module="patch_embed", dims=3, with_text=True),
         ),
     ),
+)
+
+CONSISID = replace(
+    COGVIDEOX, classes=("ConsisIDTransformer3DModel",), batches_guidance=False, batched=()
 )

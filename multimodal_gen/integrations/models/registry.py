@@ -5,7 +5,7 @@ from types import MappingProxyType
 from multimodal_gen.integrations.models.adapter import ModelAdapter
 from multimodal_gen.integrations.models.allegro import ALLEGRO
 from multimodal_gen.integrations.models.anyflow import ANYFLOW
-from multimodal_gen.integrations.models.cogvideox import COGVIDEOX
+from multimodal_gen.integrations.models.cogvideox import COGVIDEOX, CONSISID
 from multimodal_gen.integrations.models.cosmos import COSMOS
 from multimodal_gen.integrations.models.cosmos3 import COSMOS3
 from multimodal_gen.integrations.models.easyanimate import EASYANIMATE
@@ -23,6 +23,7 @@ from multimodal_gen.integrations.models.krea2 import KREA2
 from multimodal_gen.integrations.models.ltx import LTX
 from multimodal_gen.integrations.models.ltx2 import LTX2
 from multimodal_gen.integrations.models.minimax_h3 import MINIMAX_H3
+from multimodal_gen.integrations.models.mochi import MOCHI
 from multimodal_gen.integrations.models.motif_video import MOTIF_VIDEO
 from multimodal_gen.integrations.models.qwen_image import QWEN_IMAGE, QWEN_IMAGE_21
 from multimodal_gen.integrations.models.sana_video import SANA_VIDEO
@@ -68,6 +69,8 @@ ADAPTERS: MappingProxyType[str, ModelAdapter] = MappingProxyType(
             FRAMEPACK,
             ALLEGRO,
             EASYANIMATE,
+            CONSISID,
+            MOCHI,
         )
         for name in adapter.classes
     }

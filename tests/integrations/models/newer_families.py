@@ -5,7 +5,15 @@ from typing import Any
 
 import torch
 
-from tests.integrations.parallel.models import HEADS, RANDOM, SIZE, Case, mask, normal
+from tests.integrations.parallel.models import (
+    HEADS,
+    RANDOM,
+    SIZE,
+    Case,
+    cogvideox_inputs,
+    mask,
+    normal,
+)
 
 WIDTH = HEADS * SIZE
 
@@ -459,7 +467,73 @@ def easyanimate_inputs() -> dict[str, Any]:
     }
 
 
+def consisid() -> Any:
+    from diffusers import ConsisIDTransformer3DModel
+
+    return ConsisIDTransformer3DModel(
+        num_attention_heads=HEADS,
+        attention_head_dim=SIZE,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=16,
+        text_embed_dim=12,
+        num_layers=2,
+        sample_width=10,
+        sample_height=6,
+        sample_frames=9,
+        max_text_seq_length=7,
+        use_rotary_positional_embeddings=True,
+        is_train_face=True,
+        cross_attn_interval=1,
+        cross_attn_dim_head=4,
+        cross_attn_num_heads=2,
+        LFE_id_dim=2,
+        LFE_vit_dim=2,
+        LFE_depth=5,
+        LFE_dim_head=8,
+        LFE_num_heads=2,
+        LFE_num_id_token=1,
+        LFE_num_querie=1,
+        LFE_output_dim=WIDTH * 2 // 3,
+        LFE_ff_mult=1,
+        LFE_num_scale=1,
+    )
+
+
+def consisid_inputs() -> dict[str, Any]:
+    return {
+        **cogvideox_inputs(),
+        "id_cond": torch.ones(2, 2),
+        "id_vit_hidden": [torch.ones(2, 2, 2)],
+    }
+
+
+def mochi() -> Any:
+    from diffusers import MochiTransformer3DModel
+
+    return MochiTransformer3DModel(
+        num_attention_heads=HEADS,
+        attention_head_dim=SIZE,
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=4,
+        text_embed_dim=16,
+        time_embed_dim=4,
+        max_sequence_length=7,
+    )
+
+
+def mochi_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": normal(2, 4, 3, 6, 10),
+        "encoder_hidden_states": normal(2, 7, 16),
+        "timestep": torch.full((2,), 700),
+        "encoder_attention_mask": mask(6, 3, total=7).bool(),
+    }
+
+
 SPLIT = {
+    "consisid": Case(consisid, consisid_inputs),
     "minimax h3": Case(minimax_h3, minimax_h3_inputs()),
     "minimax h3 with keyframes": Case(minimax_h3, minimax_h3_inputs(keyframes=2)),
     "krea 2": Case(krea2, krea2_inputs()),
@@ -485,5 +559,6 @@ SPLIT = {
 
 WHOLE = {
     "flux 3 with references": Case(flux3, flux3_inputs(references=True)),
+    "mochi": Case(mochi, mochi_inputs),
 }
 """Families, or forms of them, that run on one GPU."""
