@@ -268,10 +268,15 @@ def recorded_attention_backward_op(
         )
     with _recording():
         found = torch.autograd.grad(record.out, record.leaves, grad, allow_unused=True)
-    return [
-        x.new_zeros(x.shape) if g is None else g.to(x.dtype).contiguous()
-        for g, x in zip(found, like, strict=True)
-    ]
+    # No result of an operator may share memory with another, or with what it was given.
+    seen = {grad.untyped_storage().data_ptr()}
+    results = []
+    for g, x in zip(found, like, strict=True):
+        own = x.new_zeros(x.shape) if g is None else g.to(x.dtype).contiguous()
+        place = own.untyped_storage().data_ptr()
+        results.append(own.clone() if place in seen else own)
+        seen.add(place)
+    return results
 
 
 @recorded_attention_backward_op.register_fake

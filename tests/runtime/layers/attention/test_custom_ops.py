@@ -225,6 +225,36 @@ def test_what_is_never_differentiated_is_not_kept(x):
     assert not _RECORDS
 
 
+class Together(torch.autograd.Function):
+    """Returns the gradients of two tensors, which are alike, as parts of one."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one + other
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.stack((grad, grad)).unbind()
+
+
+class TogetherImpl(PlainImpl):
+    """Whose gradients of keys and values share memory, as those of a kernel may."""
+
+    def forward(self, query, key, value, *args, **kwargs):
+        return query + Together.apply(key, value)
+
+
+def test_gradients_that_share_memory_may_leave_a_graph(use_backends):
+    use_backends(fake_backend("torch_sdpa", impl=TogetherImpl))
+    layer = LocalAttention(HEADS, SIZE)
+    inputs = make_qkv(1, 4, HEADS, SIZE, requires_grad=True)
+    expected = torch.autograd.grad(layer(*inputs).square().sum(), inputs)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_graph_is_differentiated_once(x):
     compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
     loss = compiled(x).sum()
