@@ -82,8 +82,9 @@ class StreamingRow(Row):
 
     Attributes:
         frames_per_second: of the video, from whole chunks; nan for single calls.
-        rate_to_fa3: FLOP/s of a single call over FlashAttention 3's in the same run; nan for
-            chunks.
+        rate_to_fa3: FLOP/s of a single call over FlashAttention 3's in the same run; of chunks that
+            of what attention and the past add to a chunk without them, over what they add with
+            FlashAttention 3 and a shifted cache.
         cache_gib: what keys and values of the past take.
         peak_gib: the most memory of the contender's chunk, all caches of the run included.
     """
@@ -457,6 +458,19 @@ def share_seen(case: Case, contender: str) -> float:
     return {CHOSEN: 1 - SPARSITY, NOTHING: 0.0}.get(contender, 1.0)
 
 
+def added_by_fa3(medians: dict[str, float], contender: str) -> float:
+    """Return how much more FlashAttention 3 adds to a chunk without attention than a contender.
+
+    Args:
+        medians: milliseconds of a chunk by contender.
+        contender: compared as a graph if it is one; nan where there is nothing to compare with.
+    """
+    kind = ", graph" if contender.endswith(", graph") else ""
+    base = medians.get(f"{NOTHING}{kind}", math.nan)
+    added = medians[contender] - base
+    return (medians.get(f"fa3, clone-and-shift{kind}", math.nan) - base) / (added or math.nan)
+
+
 def streaming_rows(
     run: Run,
     commit: str,
@@ -481,11 +495,12 @@ def streaming_rows(
         versions={},
     )
     shares = [share_seen(c, row.contender) for row in plain]
+    medians = {row.contender: row.median_ms for row in plain}
     return [
         StreamingRow(
             **asdict(row) | {"flop": row.flop * share, "tflops": round(row.tflops * share, 1)},
             frames_per_second=round(1e3 * frames / row.median_ms, 2),
-            rate_to_fa3=math.nan,
+            rate_to_fa3=round(share * added_by_fa3(medians, row.contender), 3),
             cache_gib=round(cache_gib(pasts[row.contender]), 3),
             peak_gib=round(peaks[row.contender], 2),
         )
