@@ -62,7 +62,8 @@ class TritonAttentionImpl(DensePlanImpl):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `DensePlanImpl.attend`."""
-        query, key, value = (x if loadable(x) else x.contiguous() for x in (query, key, value))
+        if not (loadable(query) and loadable(key) and loadable(value)):
+            query, key, value = (x if loadable(x) else x.contiguous() for x in (query, key, value))
         found = block_sparse_attention(
             query,
             key,
