@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from multimodal_gen.kernels.block_sparse.api import RUN, Call, request_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tuning import (
@@ -163,6 +164,33 @@ def test_every_tile_of_sm90_compiles_without_spills_or_warnings(
     assert "attention_kernel" in compiler.names
     assert_clean(compiler.kernels)
     assert not any(counts(kernel.ptx) for kernel in compiler.kernels)
+
+
+@pytest.mark.parametrize("tokens", [96, pytest.param(4096, marks=pytest.mark.slow)])
+def test_small_calls_launch_once(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """Without flags of tiles that are done again, nor a place for them."""
+    from multimodal_gen.kernels.block_sparse.gluon_kernel import attention_kernel
+
+    launches = []
+    compile_it = attention_kernel.run  # which the fixture replaced
+
+    def run(*arguments: object, **options: object) -> None:
+        launches.append(arguments)
+        compile_it(*arguments, **options)
+
+    monkeypatch.setattr(attention_kernel, "run", run)
+    q = torch.zeros(1, tokens, 24, 128, dtype=torch.bfloat16)
+    blocks = Blocks.regular(tokens, 384)
+    plan = BlockPlan.dense(blocks, blocks, "cpu")
+    request = request_for(q, q, q, plan, backward=False)
+    RUN["gluon"](Call(q, q, q, plan, 0.1, False, False, request))
+    assert_clean(compiler.kernels)
+    small = tokens == 96
+    assert len(launches) == (1 if small else 2)
+    # out, lse, flags and sweeps follow the three descriptors.
+    assert all((arguments[5] is plan.counts) == small for arguments in launches)
 
 
 def counts(ptx: str) -> bool:

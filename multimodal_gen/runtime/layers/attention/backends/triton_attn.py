@@ -48,7 +48,7 @@ class TritonAttentionImpl(DensePlanImpl):
         batch, num_queries, heads, _ = query.shape
         q_size = kv_size = _CAUSAL_BLOCK
         if not causal:
-            q_size = _query_block(num_queries, batch * heads, query.device)
+            q_size = query_block(num_queries, batch * heads, query.device)
             kv_size = _KEY_BLOCK
         return dense_plan(num_queries, key.shape[1], q_size, kv_size, causal, query.device)
 
@@ -93,7 +93,7 @@ class TritonAttentionImpl(DensePlanImpl):
 
 
 @lru_cache(maxsize=1024)
-def _query_block(num_queries: int, heads: int, device: torch.device) -> int:
+def query_block(num_queries: int, heads: int, device: torch.device) -> int:
     """Return the rows of a query block that `heads` heads of all batches together take least with.
 
     Programs of 192 rows are the fastest per row, but a GPU runs as many at once as it has

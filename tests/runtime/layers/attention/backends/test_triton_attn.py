@@ -1,5 +1,7 @@
 """The dense backend on the block-sparse engine, its logic on the engine's reference."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
+    query_block,
 )
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
@@ -105,3 +108,25 @@ def test_auto_takes_it_only_where_it_was_measured_to_be_fastest(
     environment = simulated_environment(device)
     request = AttentionRequest(environment=environment, **(known | fields))
     assert TritonAttentionBackend.reasons_against_auto(request) == reasons
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "rows"),
+    [
+        (64, 24, 64),
+        (100, 24, 128),
+        (256, 24, 128),
+        (1024, 24, 128),
+        (1024, 64, 384),
+        (2048, 24, 384),
+        (4608, 24, 384),
+    ],
+)
+def test_blocks_of_queries_fill_the_gpu_evenly(
+    queries: int, heads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What took the least time of both on an H200, which has 132 multiprocessors."""
+    found = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert query_block.__wrapped__(queries, heads, torch.device("cuda", 0)) == rows
+    assert query_block(queries, heads, torch.device("cpu")) == (rows if queries <= 128 else 384)

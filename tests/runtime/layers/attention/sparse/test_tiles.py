@@ -10,6 +10,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
     attend_tiled,
+    head_slices,
     layout_of,
     tiled_sequence,
     tiled_video,
@@ -132,3 +133,18 @@ def test_a_sequence_too_short_for_the_grid_is_an_error_with_numbers() -> None:
     context = ForwardContext(current_timestep=0, latent_grid=(3, 5, 4))
     with pytest.raises(UsageError, match=r"60 tokens at least, got 45 queries and 45 keys"):
         layout_of(45, 45, context, "a method")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "most"),
+    [(3_000, 4, 4), (32_760, 12, 6), (32_760, 40, 3), (115_200, 24, 1)],
+)
+def test_shares_of_heads_are_small_but_keep_the_gpu_busy(
+    tokens: int, heads: int, most: int
+) -> None:
+    """64 MiB of copies, or a twentieth of the heads; half of them where all are 512 MiB at most."""
+    tensor = torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="meta")
+    slices = head_slices(tensor, tensor, heads)
+    assert [part.start for part in slices[1:]] == [part.stop for part in slices[:-1]]
+    assert (slices[0].start, slices[-1].stop) == (0, heads)
+    assert max(part.stop - part.start for part in slices) == most
