@@ -59,8 +59,16 @@ def kernel(request: pytest.FixtureRequest) -> str:
         pytest.skip(str(error))
 
 
-def check(plan: BlockPlan, head_size: int, kernel: str, dtype: torch.dtype, **tail: bool) -> None:
-    qkv = make_qkv(
+def check(
+    plan: BlockPlan,
+    head_size: int,
+    kernel: str,
+    dtype: torch.dtype,
+    *,
+    peak: float = 1.0,
+    **tail: bool,
+) -> None:
+    q, k, v = make_qkv(
         2,
         plan.q.total,
         4,
@@ -70,6 +78,7 @@ def check(plan: BlockPlan, head_size: int, kernel: str, dtype: torch.dtype, **ta
         dtype=dtype,
         device="cuda",
     )
+    qkv = (q * peak, k, v)
     scale = head_size**-0.5
     given = {"scale": scale, "return_lse": True, "kernel": kernel}
     out, lse = block_sparse_attention(*qkv, plan, **given, tail=PooledTail(**tail))
@@ -83,6 +92,12 @@ def test_blocks_that_are_not_kept_count_by_their_means(
     name: str, kernel: str, dtype: torch.dtype
 ) -> None:
     check(random_plan(PLANS[name], seed=3, device="cuda"), 128, kernel, dtype)
+
+
+@pytest.mark.parametrize("peak", [1.0, 40.0], ids=["even", "means outweigh what is kept"])
+def test_there_may_be_more_tiles_than_programs(kernel: str, peak: float) -> None:
+    shape = PlanShape(batch=2, heads=4, num_q=60, num_kv=70, q_size=64, kv_size=4, keep=0.05)
+    check(random_plan(shape, seed=7, device="cuda"), 128, kernel, torch.bfloat16, peak=peak)
 
 
 @pytest.mark.parametrize("head_size", [32, 40, 64, 96, 128])
