@@ -208,14 +208,8 @@ def _pipeline_class(diffusers: Any, name: object, model_path: str) -> type:
 
 def _imported(diffusers: Any, name: object) -> type | None:
     """Return the class of that name, if it is a pipeline's."""
-    try:
-        found = getattr(diffusers, name, None) if isinstance(name, str) else None
-    except (ImportError, RuntimeError, OSError) as error:  # diffusers imports it only now
-        raise MissingDependencyError(
-            f"{name} of diffusers must import, it failed: {' '.join(str(error).split())[:300]}; "
-            f"reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'"
-        ) from error
-    base = diffusers.DiffusionPipeline
+    found = _of_diffusers(diffusers, name) if isinstance(name, str) else None
+    base = _of_diffusers(diffusers, "DiffusionPipeline")
     if isinstance(found, type) and issubclass(found, base) and found is not base:
         return found
     missing = getattr(found, "_backends", None)
@@ -224,6 +218,17 @@ def _imported(diffusers: Any, name: object) -> type | None:
             f"{name} of diffusers needs further packages; install {', '.join(missing)}"
         )
     return None
+
+
+def _of_diffusers(diffusers: Any, name: str) -> Any:
+    """Return what diffusers has of that name, which it imports only now, or None."""
+    try:
+        return getattr(diffusers, name, None)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise MissingDependencyError(
+            f"{name} of diffusers must import, it failed: {' '.join(str(error).split())[:300]}; "
+            f"reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'"
+        ) from error
 
 
 def _locate(model_path: str) -> str:
@@ -265,11 +270,12 @@ def _located(model_path: str) -> str:
 
 
 def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
+    pipeline = _of_diffusers(diffusers, "DiffusionPipeline")
     try:
         with warnings.catch_warnings():
             # diffusers passes an argument on that huggingface_hub no longer has.
             warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
-            config = diffusers.DiffusionPipeline.load_config(location)
+            config = pipeline.load_config(location)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         # diffusers takes for granted that the file holds an object.
         if Path(location).is_dir():

@@ -137,14 +137,15 @@ def test_values_that_make_libraries_raise_name_the_component(folder, key, value)
             make(folder)
 
 
-def test_a_broken_dependency_inside_diffusers_is_one_line(folder, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["WanPipeline", "DiffusionPipeline"])
+def test_a_broken_dependency_inside_diffusers_is_one_line(name, folder, monkeypatch) -> None:
     diffusers = import_diffusers()
     lazy = type(diffusers)
 
     def broken(self, name):
         raise RuntimeError("Failed to import diffusers.pipelines.wan because of:\nNo module ftfy")
 
-    monkeypatch.delattr(diffusers, "WanPipeline", raising=False)
+    monkeypatch.delattr(diffusers, name, raising=False)
     monkeypatch.setattr(lazy, "__getattr__", broken)
     with pytest.raises(MissingDependencyError, match=r"must import, it failed: .* No module ftfy;"):
         PipelineIndex.read(str(folder))
