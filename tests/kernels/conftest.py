@@ -101,8 +101,11 @@ def run_with_triton(tmp_path: Path) -> RunWithTriton:
         words = ("-q", "-p", "no:cacheprovider", *arguments, str(tests))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         output = tmp_path / "output"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        # A triton that came with torch may have been imported where others fork from.
+        method = "forkserver" if installed_release() is None else "spawn"
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(PRELOAD)
         process = context.Process(
             target=run_pytest, args=(REPOSITORY, words, path, environment, output)
         )
