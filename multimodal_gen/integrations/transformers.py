@@ -66,6 +66,9 @@ class EncoderPlan:
         if getattr(config, "output_attentions", False):
             self._skipped.append("it returns attention weights, which kernels do not give")
             return
+        if any(_changes_scores(module) for module in component.model.modules()):
+            self._skipped.append("it caps its scores or adds sinks to them, which kernels do not")
+            return
         for path, module in component.model.named_modules():
             if _uses_interface(module):
                 self._add(path, module, scope)
@@ -198,6 +201,12 @@ def _biased(
     else:
         additive = bias + mask
     return additive.to(query.dtype)
+
+
+def _changes_scores(module: nn.Module) -> bool:
+    """Whether a module hands its attention function what the layers cannot honour, as Gemma 2."""
+    names = ("attn_logit_softcapping", "sinks")
+    return any(getattr(module, name, None) is not None for name in names)
 
 
 def _refuse(layer: ModuleAttention, dropout: float, kwargs: dict[str, Any]) -> None:

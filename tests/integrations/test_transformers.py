@@ -1,6 +1,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -252,6 +253,23 @@ def test_an_encoder_that_returns_its_weights_is_left_alone():
     config.output_attentions = True
     with pytest.raises(NothingAppliedError, match=r"text_encoder \(LlamaModel\)"):
         apply(LlamaModel(config))
+
+
+def test_an_encoder_that_caps_its_scores_is_left_alone():
+    from transformers import Gemma2Config, Gemma2Model
+
+    config = Gemma2Config(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, attn_implementation="eager",
+    )  # fmt: skip
+    capped, plain = Gemma2Model(config).eval(), llama()
+    ids = torch.arange(6)[None]
+    pipe = SimpleNamespace(components={"text_encoder": capped, "text_encoder_2": plain})
+    with torch.no_grad():
+        expected = capped(ids).last_hidden_state
+        with apply(pipe) as handle:
+            assert torch.equal(capped(ids).last_hidden_state, expected)
+            assert any("Gemma2Model left alone, it caps" in note for note in handle.report().notes)
 
 
 def test_an_impossible_backend_leaves_the_encoder_as_it_is():
