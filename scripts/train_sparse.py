@@ -4,7 +4,8 @@
         --data clips --steps 400 --weights lora
 
 `--data` is a folder of clips, each with its prompt in a text file of the same name; without one, a
-synthetic set shows that everything works. The loss is that of flow matching, or with `--target
+synthetic set shows that everything works. A sparsity such as `sparsity={0: 0.5, 0.3: 0.9}` changes
+over the steps of training. The loss is that of flow matching, or with `--target
 dense` the distance from what the model gave with dense attention before. OUT becomes a pipeline's
 folder, which `sglang generate --model-path OUT --attention-backend ...` reads alone; beside it stay
 `loss.csv` and, with matplotlib, `loss.png`. `--resume` goes on from the last state that was saved.
@@ -16,6 +17,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from tqdm import tqdm
 
 import multimodal_gen
 from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
 NEW_PARTS = ("to_gate_compress", "proj_l")
 ATTENTION_WEIGHTS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -201,10 +204,16 @@ class Run:
         out: torch.Tensor = self.teacher(**batch.inputs, return_dict=False)[0]
         return out.float()
 
+    def place(self) -> AbstractContextManager[object]:
+        """Return the context of a call at this step, which a sparsity may change by."""
+        last = self.options.steps - 1
+        return set_forward_context(min(self.step, last), num_steps=self.options.steps)
+
     @torch.no_grad()
     def gap(self, batch: Noised) -> float:
         """Return the distance from that, relative to it."""
-        out = self.model(**batch.inputs, return_dict=False)[0].float()
+        with self.place():
+            out = self.model(**batch.inputs, return_dict=False)[0].float()
         wanted = self.dense(batch)
         return float((out - wanted).norm() / wanted.norm())
 
@@ -213,7 +222,8 @@ class Run:
         self.handle.training_step(self.step, self.options.steps)
         with self.accelerator.accumulate(self.model):
             wanted = self.dense(batch) if self.options.target == "dense" else batch.flow
-            out = self.model(**batch.inputs, return_dict=False)[0]
+            with self.place():
+                out = self.model(**batch.inputs, return_dict=False)[0]
             loss = (out.float() - wanted.float()).square().mean()
             self.accelerator.backward(loss)
             if self.accelerator.sync_gradients:

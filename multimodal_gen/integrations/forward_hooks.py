@@ -176,6 +176,12 @@ class DenoiserHooks:
         call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
         padding = self._adapter.padding(call)
         step, timestep = self._locate(call, padding)
+        outer = current_forward_context()
+        if step.num_steps is None and outer is not None and outer.num_steps is not None:
+            # No scheduler says where a run is, but who calls does: a training loop.
+            step = dataclasses.replace(
+                step, index=outer.current_timestep, num_steps=outer.num_steps
+            )
         if self.named_by_sigma is not None and step.sigmas is None:
             self._tracker.require_sigmas(self.named_by_sigma)
         grid, text = self._adapter.grid(call), self._adapter.text_span(call)
@@ -201,7 +207,7 @@ class DenoiserHooks:
             batch=_batch_of(arguments),
             described=self._adapter.described,
             hooks=self,
-            outer=current_forward_context(),
+            outer=outer,
         )
         replace_forward_context(context)
 

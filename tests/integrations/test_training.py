@@ -8,6 +8,7 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
 METHODS = MappingProxyType(
     {
@@ -138,6 +139,24 @@ def test_trained_parts_are_made_trained_saved_and_found_again(model, tmp_path, m
         torch.testing.assert_close(output(fresh), wanted)
         assert not any("new gates" in note for note in handle.report().notes)
         assert fresh.get_submodule(f"blocks.0.attn1.{part}").weight.requires_grad
+
+
+def test_sparsity_may_change_over_the_steps_of_a_training_run(model):
+    model, found = copy.deepcopy(model), []
+    given = {"sparsity": {0: 0.0, 0.5: 0.7}}
+    with apply(model, attention_backend="video_sparse_attn", attention_backend_config=given) as own:
+        model.enable_gradient_checkpointing()
+        for step in range(4):
+            with set_forward_context(step, num_steps=4):
+                loss = output(model, grad=True).square().mean()
+            found.append(torch.autograd.grad(loss, model.proj_out.weight)[0])
+        (entry, *_) = own.report().layers[0].entries
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert not torch.allclose(found[1], found[2])
+    densities = dict(entry.densities)
+    assert densities[0] == densities[1] == 1
+    assert densities[2] == densities[3] <= 0.5
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_changes(model):
