@@ -219,7 +219,6 @@ class Run:
 
     def train(self, batch: Noised) -> float:
         """Take a step; returns the loss."""
-        self.handle.training_step(self.step, self.options.steps)
         with self.accelerator.accumulate(self.model):
             wanted = self.dense(batch) if self.options.target == "dense" else batch.flow
             with self.place():

@@ -102,21 +102,6 @@ class AttentionHandle:
         """
         self._tracker.end_request()
 
-    def training_step(self, step: int, num_steps: int) -> None:
-        """Say which step of a training runs from here on.
-
-        Steps of configurations, such as `dense_steps`, and ratios by share of the schedule, such as
-        `sparsity: {0: 0.5, 0.4: 0.9}`, are then those of the training, not of a generation.
-
-        Args:
-            step: from 0.
-            num_steps: of the whole training.
-
-        Raises:
-            UsageError: `step` does not lie in [0, num_steps).
-        """
-        self._tracker.train(step, num_steps)
-
     def remove(self) -> None:
         """Put everything back as `apply` found it; a second call does nothing.
 

@@ -55,27 +55,8 @@ class StepTracker:
         self._value: float | None = None
         self._direction = 0
         self._last: Step | None = None
-        self._training: tuple[int, int] | None = None
         self.when_ended: list[Callable[[str], None]] = []
         self.reads_sigmas = False
-
-    def train(self, step: int, num_steps: int) -> None:
-        """Place the calls to come at a step of training, whatever their timesteps.
-
-        Args:
-            step: from 0.
-            num_steps: of the whole training.
-
-        Raises:
-            UsageError: they are no such numbers.
-        """
-        counts = type(step) is int and type(num_steps) is int
-        if not counts or not 0 <= step < num_steps:
-            raise UsageError(
-                f"step must be an int from 0 to num_steps - 1, got step={step!r} and "
-                f"num_steps={num_steps!r}"
-            )
-        self._training = step, num_steps
 
     def end_request(self) -> None:
         """Say that the generation that ran last is over."""
@@ -156,11 +137,9 @@ class StepTracker:
     def _step(self, index: int, first: int) -> Step:
         """Return the step at `index` of a schedule that the pipeline enters at `first`."""
         self._index = index
-        place = max(index - first, 0), len(self._timesteps) - first if self._timesteps else None
-        index_now, num_steps = self._training or place
         self._last = Step(
-            index=index_now,
-            num_steps=num_steps,
+            index=max(index - first, 0),
+            num_steps=len(self._timesteps) - first if self._timesteps else None,
             request_id=self._request_id,
             sigmas=self._sigmas_from(first),
         )

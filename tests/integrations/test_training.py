@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
@@ -183,22 +183,3 @@ def test_methods_without_a_backward_pass_say_what_to_do(model, method, given, re
         pytest.raises(UnsupportedBackendError, match=f"has no backward; .* or {remedy}"),
     ):
         gradients(model)
-
-
-def test_a_ratio_may_follow_the_steps_of_a_training(model):
-    config = {"sparsity": {0: 0.0, 0.5: 0.7}}
-    with apply(
-        model, attention_backend="video_sparse_attn", attention_backend_config=config, train=True
-    ) as handle:
-        densities = []
-        for step in (0, 1, 2, 3):
-            handle.training_step(step, 4)
-            gradients(model)
-            (entry,) = handle.report().layers[0].entries
-            densities.append(entry.density)
-        for wrong in ((4, 4), (-1, 4), (0.5, 4), (0, None)):
-            with pytest.raises(UsageError, match=r"step must be an int from 0 to num_steps - 1"):
-                handle.training_step(*wrong)
-    # Means over the calls so far.
-    assert densities[:2] == [1.0, 1.0]
-    assert 1.0 > densities[2] > densities[3] > 0.3
