@@ -188,6 +188,11 @@ def apply(
         "attention_config": attention_config,
         "attention_auto_table": attention_auto_table,
     }
+    for name, flag in (("strict", strict), ("train", train)):
+        if not isinstance(flag, bool):
+            raise UsageError(f"{name} must be True or False, got {flag!r}")
+    if scope is not None and not isinstance(scope, SelectionScope):
+        raise UsageError(f"scope must be a SelectionScope or None, got a {type(scope).__name__}")
     if scope is None:
         scope = scope_from(**settings, strict=strict)
     elif strict or any(value is not None for value in settings.values()):

@@ -261,6 +261,13 @@ def test_a_failure_half_way_takes_everything_back(fresh, monkeypatch):
     assert state_of(pipe) == before
 
 
+@pytest.mark.parametrize("given", [{"scope": 3}, {"strict": "x"}, {"train": "no"}], ids=str)
+def test_settings_of_other_types_are_refused(given):
+    (name,) = given
+    with pytest.raises(UsageError, match=f"{name} must be .*, got"):
+        apply(torch.nn.Module(), **given)
+
+
 def test_a_second_apply_asks_for_remove(fresh):
     pipe = fresh("wan")
     handle = apply(pipe)

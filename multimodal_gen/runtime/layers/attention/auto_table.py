@@ -26,7 +26,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.request import Environment, Ranking, Timing
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, short
+from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file, short
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = [
@@ -295,8 +295,8 @@ def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable
         ConfigError: the file cannot be read, is of another schema, or is malformed.
     """
     try:
-        document = read_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, MalformedError) as error:
+        document = read_json(read_small_file(Path(path)))
+    except MalformedError as error:
         raise ConfigError(
             f"{name} must be a JSON file that `sglang attention bench --save` wrote, reading "
             f"{str(path)!r} failed: {error}"

@@ -530,12 +530,14 @@ class LayerCache:
     ) -> "LayerCache":
         """Return the same, for a layer that sees less of what is kept.
 
+        What is left out stays as it is: all, unless this is a view already.
+
         Args:
-            sink: chunks of the sink; all by default.
-            window: chunks of the window, the running one included; all by default.
+            sink: chunks of the sink.
+            window: chunks of the window, the running one included.
             space: height and width of a window in space, in tiles of the cache: of every chunk
                 that is seen, a tile of queries sees the tiles around its own place, as many at the
-                borders as elsewhere. All by default.
+                borders as elsewhere.
 
         Raises:
             UsageError: the cache keeps fewer chunks, or keeps them without tiles.
@@ -549,19 +551,24 @@ class LayerCache:
                 raise UsageError(
                     f"{name} must be in [{least}, {most}], what the cache keeps, got {value}"
                 )
-        if space is not None and (size.tile is None or min(space) < 1):
+        pair = isinstance(space, tuple) and len(space) == 2 and all(type(x) is int for x in space)
+        if space is not None and (size.tile is None or not pair or min(space) < 1):
             raise UsageError(
-                f"space must be tiles of a cache that has some, got {space} with tiles "
-                f"{size.tile}; give CacheSize a grid and a tile"
+                f"space must be two ints of at least 1, in tiles of a cache that has some, got "
+                f"{space} with tiles {size.tile}; give CacheSize a grid and a tile"
             )
-        cut = None if space is None else CacheCut(window=space)
-        return replace(self, sink=sink, window=window, cut=cut)
+        return replace(
+            self,
+            sink=self.sink if sink is None else sink,
+            window=self.window if window is None else window,
+            cut=self.cut if space is None else CacheCut(window=space),
+        )
 
     def part(self, *, samples: Span | None = None, heads: Span | None = None) -> "LayerCache":
         """Return the same, for calls that have some samples of the batch, or some key heads.
 
         Args:
-            samples: first and last + 1 of them; all by default.
+            samples: first and last + 1 of them, of all in the cache; as they are by default.
             heads: the same for the key heads.
 
         Raises:
@@ -574,7 +581,11 @@ class LayerCache:
         ):
             if span is not None and not 0 <= span[0] < span[1] <= most:
                 raise UsageError(f"{name} must lie in [0, {most}], got {span}")
-        return replace(self, samples=samples, heads=heads)
+        return replace(
+            self,
+            samples=self.samples if samples is None else samples,
+            heads=self.heads if heads is None else heads,
+        )
 
     def append(self, key: torch.Tensor, value: torch.Tensor, start: int | None = None) -> None:
         """Write the running chunk, over what an earlier denoising step wrote.

@@ -142,6 +142,12 @@ def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
         )
     if cache is not None and not cache.cache.is_running:
         return UsageError("a chunk must be running, got none; call begin(start, tokens) first")
+    own = (1, call.query.shape[2], geometry.num_heads)
+    if lists is not None and (found := _num_heads(lists)) not in own:
+        return UsageError(
+            f"a mask of blocks must be of one head or of all {geometry.num_heads}, got one of "
+            f"{found} heads"
+        )
     if logits is None or (
         isinstance(logits, torch.Tensor)
         and logits.shape == (geometry.num_heads,)
@@ -158,6 +164,13 @@ def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
         f"sink_logits must be a floating tensor of one logit per head, [{geometry.num_heads}] on "
         f"{call.query.device}, got {got}"
     )
+
+
+def _num_heads(lists: "BlockPlan | BlockMask") -> int:
+    """Return the heads of lists of blocks, 1 where they are of any."""
+    if isinstance(lists, BlockPlan):
+        return max((x.shape[1] for x in lists.tensors() if x.dim() > 1), default=1)
+    return lists.kv_indices.shape[1]
 
 
 def attend_listed(

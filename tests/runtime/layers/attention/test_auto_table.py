@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 from dataclasses import replace
 
@@ -450,6 +451,12 @@ def test_times_that_are_none_are_refused(tmp_path, field, value, reason):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"reading .* failed"):
         table_for(tmp_path / "none.json", [current_environment()], name="it")
+
+
+def test_a_file_that_never_ends_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ConfigError, match=r"reading .* failed: this is no regular file"):
+        read_tables(tmp_path / "pipe.json", name="it")
 
 
 def hopper(packages: dict[str, str]) -> Environment:

@@ -619,7 +619,9 @@ def test_misuse_gets_one_clear_error(layer):
 
 
 def test_windows_in_space_need_tiles():
-    with pytest.raises(UsageError, match=r"space must be tiles of a cache that has some, got"):
+    with pytest.raises(
+        UsageError, match=r"space must be two ints of at least 1, in tiles of a cache"
+    ):
         CausalCache(size_of()).layers[0].view(space=(1, 1))
     cache = tiled_cache()
     with pytest.raises(UsageError, match=r"tokens must be whole frames of \(5, 7\), got 40"):
@@ -680,3 +682,14 @@ def test_a_compiled_model_writes_its_cache():
         want, _ = reference_attention(2 * q, keys, values, scale=SCALE)
         torch.testing.assert_close(out, want + 1, rtol=0, atol=1e-13)
         cache.commit()
+
+
+def test_a_view_of_a_view_and_a_part_of_a_part_keep_what_is_not_said_anew():
+    layer = CausalCache(size_of()).layers[0]
+    narrow = layer.view(sink=0).view(window=2)
+    assert (narrow.sink, narrow.window) == (0, 2)
+    assert (layer.sink, layer.window) == (None, None)
+    part = layer.part(samples=(0, 1)).part(heads=(0, 1))
+    assert (part.samples, part.heads) == ((0, 1), (0, 1))
+    with pytest.raises(UsageError, match="space must be two ints of at least 1"):
+        layer.view(space=3)

@@ -204,3 +204,13 @@ def test_flex_attention_runs_its_own_masks_where_it_is_asked_for(qkv):
     report = layer.report()
     assert [(e.selection.label, e.calls) for e in report.entries] == [("flex_attn (unfused)", 2)]
     assert report.detours == ()
+
+
+@pytest.mark.parametrize("heads", [2, 2 * HEADS])
+def test_masks_of_other_heads_are_refused(qkv, heads):
+    mask = create_block_mask(
+        lambda b, h, q, k: q >= k + h, None, heads, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=BLOCK
+    )
+    layer = LocalAttention(HEADS, SIZE, 2)
+    with pytest.raises(UsageError, match=f"of one head or of all {HEADS}, got one of {heads}"):
+        layer(*qkv, mask)
