@@ -47,12 +47,15 @@ def segment_plan(
         A plan whose key blocks are the segments, and whose query blocks never cross one.
 
     Raises:
-        UsageError: a segment is empty, or `keep` is not a bool table of the segments.
+        UsageError: a segment is empty, `query_rows` below 1, or `keep` is not a bool table of the
+            segments.
     """
-    for name, lengths in (("queries", queries), ("keys", keys)):
-        if not lengths or min(lengths) < 1:
-            raise UsageError(f"`{name}` must hold one length >= 1 per segment, got {lengths}")
+    _check_lengths("queries", queries)
+    _check_lengths("keys", keys)
+    _check_number("query_rows", query_rows, 1)
     wanted = (len(queries), len(keys))
+    if not isinstance(keep, torch.Tensor):
+        raise UsageError(f"`keep` must be a bool tensor {list(wanted)}, got {keep!r:.60}")
     if keep.dtype != torch.bool or keep.dim() not in (2, 4) or tuple(keep.shape[-2:]) != wanted:
         raise UsageError(
             f"`keep` must be bool {list(wanted)}, or have two sizes more in front, got "
@@ -100,8 +103,9 @@ def chunk_causal_plan(
         query_rows: rows of a query block at most.
 
     Raises:
-        UsageError: a chunk is empty, `window` is below 1, or `sink` below 0.
+        UsageError: a chunk is empty, `window` or `query_rows` is below 1, or `sink` below 0.
     """
+    _check_lengths("chunks", chunks)
     keep = _seen(len(chunks), window, sink)
     return segment_plan(chunks, chunks, keep, device=device, query_rows=query_rows)
 
@@ -128,6 +132,8 @@ def frame_causal_plan(
     Raises:
         UsageError: a size is below 1, or `sink` below 0.
     """
+    _check_number("num_frames", num_frames, 1)
+    _check_number("tokens_per_frame", tokens_per_frame, 1)
     frames = [tokens_per_frame] * num_frames
     return chunk_causal_plan(frames, window=window, sink=sink, device=device, query_rows=query_rows)
 
@@ -153,8 +159,9 @@ def teacher_forcing_plan(
         query_rows: rows of a query block at most.
 
     Raises:
-        UsageError: a chunk is empty, `window` is below 1, or `sink` below 0.
+        UsageError: a chunk is empty, `window` or `query_rows` is below 1, or `sink` below 0.
     """
+    _check_lengths("chunks", chunks)
     clean = _seen(len(chunks), window, sink)
     own = torch.eye(len(chunks), dtype=torch.bool)
     keep = torch.cat(
@@ -164,12 +171,23 @@ def teacher_forcing_plan(
     return segment_plan(both, both, keep, device=device, query_rows=query_rows)
 
 
+def _check_lengths(name: str, lengths: Sequence[int]) -> None:
+    if not isinstance(lengths, Sequence) or not lengths:
+        raise UsageError(f"`{name}` must be a list of lengths in tokens, got {lengths!r:.60}")
+    for i, length in enumerate(lengths):
+        _check_number(f"{name}[{i}]", length, 1)
+
+
+def _check_number(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise UsageError(f"`{name}` must be a whole number >= {least}, got {value!r}")
+
+
 def _seen(num: int, window: int | None, sink: int) -> torch.Tensor:
     """Return bool [num, num]: True where chunk k (rows) sees chunk j."""
-    if window is not None and window < 1:
-        raise UsageError(f"`window` must be at least 1, the chunk itself, or None, got {window}")
-    if sink < 0:
-        raise UsageError(f"`sink` must be at least 0, got {sink}")
+    if window is not None:
+        _check_number("window", window, 1)
+    _check_number("sink", sink, 0)
     k, j = torch.arange(num)[:, None], torch.arange(num)[None, :]
     recent = j > k - (num if window is None else window)
     return (j <= k) & (recent | (j < sink))

@@ -57,13 +57,32 @@ def test_lists_cost_chunks_and_not_tokens():
 
 def test_what_is_no_layout_is_refused():
     keep = torch.ones(2, 1, dtype=torch.bool)
-    with pytest.raises(
-        UsageError, match=r"`keys` must hold one length >= 1 per segment, got \[0\]"
-    ):
+    with pytest.raises(UsageError, match=r"`keys\[0\]` must be a whole number >= 1, got 0"):
         segment_plan([3, 4], [0], keep)
     with pytest.raises(UsageError, match=r"`keep` must be bool \[2, 1\], .* torch.int64 \[2, 1\]"):
         segment_plan([3, 4], [5], keep.long())
-    with pytest.raises(UsageError, match="`window` must be at least 1, the chunk itself, or None"):
-        chunk_causal_plan(CHUNKS, window=0)
-    with pytest.raises(UsageError, match="`sink` must be at least 0, got -1"):
-        teacher_forcing_plan(CHUNKS, sink=-1)
+    with pytest.raises(UsageError, match=r"`keep` must be a bool tensor \[2, 1\], got None"):
+        segment_plan([3, 4], [5], None)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: chunk_causal_plan(CHUNKS, window=0),
+            "`window` must be a whole number >= 1, got 0",
+        ),
+        (lambda: chunk_causal_plan(CHUNKS, window=1.5), "`window` must be .* number >= 1, got 1.5"),
+        (lambda: teacher_forcing_plan(CHUNKS, sink=-1), "`sink` must be .* number >= 0, got -1"),
+        (lambda: chunk_causal_plan([]), r"`chunks` must be a list of lengths in tokens, got \[\]"),
+        (lambda: chunk_causal_plan(12), "`chunks` must be a list of lengths in tokens, got 12"),
+        (lambda: chunk_causal_plan([3, 2.0]), r"`chunks\[1\]` must be a whole .* >= 1, got 2.0"),
+        (lambda: teacher_forcing_plan(["a"]), r"`chunks\[0\]` must be a whole .* >= 1, got 'a'"),
+        (lambda: chunk_causal_plan([3], query_rows=0), "`query_rows` must be .* >= 1, got 0"),
+        (lambda: frame_causal_plan(0, 4), "`num_frames` must be a whole number >= 1, got 0"),
+        (lambda: frame_causal_plan(2, None), "`tokens_per_frame` must be .* >= 1, got None"),
+    ],
+)
+def test_what_makes_no_layout_is_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
