@@ -118,6 +118,30 @@ def test_a_graph_of_one_chunk_replays_on_those_that_follow(view):
     assert len(kinds) == 1
 
 
+def test_what_no_graph_and_no_call_wrote_is_not_committed():
+    cache, layer = cache_of(num_layers=2), LocalAttention(HEADS, SIZE, KV_HEADS)
+    qkv, graph = draw(TOKENS, 0), torch.cuda.CUDAGraph()
+    first, second = cache.layers
+    with torch.inference_mode():
+        for number in range(9):
+            cache.begin(number * TOKENS, TOKENS)
+            for part in cache.layers:
+                layer(*qkv, cache=part)
+            cache.commit()
+        cache.begin(9 * TOKENS, TOKENS)
+        with torch.cuda.graph(graph):
+            layer(*qkv, cache=first)
+        graph.replay()
+        with pytest.raises(UsageError, match="got nothing or a part of it from layers 1; run"):
+            cache.commit()
+        layer(*qkv, cache=second)
+        cache.commit()
+        cache.begin(10 * TOKENS, TOKENS)
+        graph.replay()  # which tells nobody
+        layer(*qkv, cache=second)
+        cache.commit()
+
+
 def test_windows_in_space_are_those_of_the_lists():
     cache, layer = cache_of(grid=(10, 14), tile=(4, 4)), LocalAttention(HEADS, SIZE, KV_HEADS)
     part, graph = cache.layers[0].view(2, 3, space=(1, 3)), torch.cuda.CUDAGraph()
@@ -280,7 +304,7 @@ def kernels_of(cache: CausalCache, number: int) -> list[str]:
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities, acc_events=True) as found:
         cache.begin(number * TOKENS, TOKENS)
-        cache.commit()
+        cache.discard()
         torch.cuda.synchronize()
     return sorted(
         event.name
@@ -313,6 +337,8 @@ def test_a_thousand_chunks_take_no_memory():
         cache.begin(number * TOKENS, TOKENS)
         if number % 10 == 0 or number > 990:
             layer(q, k, v, cache=cache.layers[0])
+        else:
+            cache.layers[0].append(k, v)
         cache.commit()
         if number in (20, 999):
             torch.cuda.synchronize()

@@ -15,22 +15,27 @@ Shapes: B batch, S tokens, H key heads, D head size; L layers, N slots, C tokens
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.slots import (
     CacheCut,
-    KeptChunks,
     SeenTiles,
     SlotLists,
     TileLists,
 )
 from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
-from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
-from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.distributed.collectives import Span
+from multimodal_gen.runtime.layers.attention.cache_size import (
+    CacheSize,
+    Pair,
+    key_heads_of_rank,
+    refuse_what_does_not_fit,
+)
 from multimodal_gen.runtime.layers.attention.sparse.sta.windows import kept_indices
 
 __all__ = [
@@ -43,162 +48,10 @@ __all__ = [
     "key_heads_of_rank",
 ]
 
-Pair: TypeAlias = tuple[int, int]
-"""Height and width, in tokens or in tiles."""
-
 Rotate: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 """Gives keys [B, S, H, D] their rotary embedding, the first of them at a position in tokens."""
 
 _LEVELS = 127.0  # of a signed byte, in either direction
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSize:
-    """What a cache holds, and so how much memory it takes.
-
-    Attributes:
-        num_layers: L, attention layers of the model.
-        batch: B.
-        num_kv_heads: H on this rank; see `key_heads_of_rank`.
-        head_size: D, of keys and of values.
-        chunk_tokens: C, tokens of the longest chunk.
-        window: chunks that one sees, itself included, beside the sink.
-        sink: first chunks that every later one sees.
-        dtype: of the keys and values that layers bring.
-        before_rope: whether keys come without their rotary embedding; rotated ones are kept beside.
-        bits: 8 to keep chunks as bytes with a scale per token and head; 16 as they come.
-        grid: (height, width) of a latent frame in tokens; with `tile` alone.
-        tile: (height, width) of the tiles in which the tokens of a chunk are kept, each of all its
-            frames, so that views may see windows of them; None to keep tokens as they come.
-
-    Raises:
-        ConfigError: a size is below 1, `sink` below 0, bits are neither 8 nor 16, or chunks are
-            not made of frames of the grid.
-    """
-
-    num_layers: int
-    batch: int
-    num_kv_heads: int
-    head_size: int
-    chunk_tokens: int
-    window: int
-    sink: int = 0
-    dtype: torch.dtype = torch.bfloat16
-    before_rope: bool = False
-    bits: Literal[8, 16] = 16
-    grid: Pair | None = None
-    tile: Pair | None = None
-
-    def __post_init__(self) -> None:
-        sizes = ("num_layers", "batch", "num_kv_heads", "head_size", "chunk_tokens", "window")
-        for name in (*sizes, "sink"):
-            value, least = getattr(self, name), 0 if name == "sink" else 1
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
-        if self.bits not in (8, 16):
-            raise ConfigError(f"bits must be 8, or 16 for what layers bring, got {self.bits!r}")
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype must be a floating torch.dtype, got {self.dtype!r}")
-        if self.bits == 8 and self.before_rope:
-            raise ConfigError(
-                "before_rope must be False where bits are 8: a chunk's place changes while it is "
-                "kept, and bytes cannot be rotated in place; keep keys after their rotary "
-                "embedding, or 16 bits"
-            )
-        self._check_tiles()
-
-    def _check_tiles(self) -> None:
-        for name, pair in (("grid", self.grid), ("tile", self.tile)):
-            if pair is not None and not (
-                isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair)
-            ):
-                raise ConfigError(f"{name} must be (height, width) or None, got {pair!r}")
-        if (self.grid is None) != (self.tile is None):
-            raise ConfigError(
-                f"grid and tile must be given together, got {self.grid} and {self.tile}"
-            )
-        if self.grid is None or self.tile is None:
-            return
-        if min(*self.grid, *self.tile) < 1 or self.chunk_tokens % (self.grid[0] * self.grid[1]):
-            raise ConfigError(
-                f"chunk_tokens must be whole frames of the grid, and tiles have a token, got "
-                f"{self.chunk_tokens} tokens, grid {self.grid} and tile {self.tile}"
-            )
-        if self.before_rope:
-            raise ConfigError(
-                "before_rope must be False where chunks are kept in tiles, whose tokens are not "
-                "in the order in which they are rotated; leave tile out"
-            )
-
-    @property
-    def num_frames(self) -> int:
-        """Latent frames of the longest chunk; 0 where no grid is given."""
-        return 0 if self.grid is None else self.chunk_tokens // (self.grid[0] * self.grid[1])
-
-    def tile_order(self, tokens: int, device: torch.device | str) -> TileOrder:
-        """Return how a chunk of some tokens is kept tile by tile.
-
-        Raises:
-            UsageError: they are no whole frames of the grid.
-        """
-        assert self.grid is not None, "callers know"
-        assert self.tile is not None, "callers know"
-        frames, rest = divmod(tokens, self.grid[0] * self.grid[1])
-        if rest:
-            raise UsageError(f"tokens must be whole frames of {self.grid}, got {tokens}")
-        fitted = (min(self.tile[0], self.grid[0]), min(self.tile[1], self.grid[1]))
-        return tile_order((frames, *self.grid), (frames, *fitted), device)
-
-    @property
-    def kept(self) -> KeptChunks:
-        """How chunks are kept."""
-        return KeptChunks(self.chunk_tokens, self.num_frames, self.tile)
-
-    @property
-    def num_slots(self) -> int:
-        """N, chunks that are kept at a time."""
-        return self.sink + self.window
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all keys and values; the lists of slots, a few kilobytes, come on top."""
-        return sum(count * width for _, count, width in self._parts())
-
-    def arithmetic(self) -> str:
-        """Return how `num_bytes` comes about."""
-        parts = (f"{count:,} {what} x {width} B" for what, count, width in self._parts())
-        rows = (
-            f"{self.num_layers} layers x {self.batch} samples x {self.num_slots} slots x "
-            f"{self.chunk_tokens} tokens x {self.num_kv_heads} heads x {self.head_size} channels"
-        )
-        return f"{' + '.join(parts)} = {self.num_bytes / 2**30:.2f} GiB, for {rows}"
-
-    def _parts(self) -> tuple[tuple[str, int, int], ...]:
-        rows = self.batch * self.num_slots * self.chunk_tokens * self.num_kv_heads
-        layer, width = rows * self.head_size, self.dtype.itemsize
-        every = self.num_layers * layer
-        if self.bits == 8:
-            scales = 2 * self.num_layers * rows
-            bytes_and_scales = (("codes", 2 * every, 1), ("scales", scales, 4))
-            return (*bytes_and_scales, ("values of one layer that is read", 2 * layer, width))
-        rotated = (("rotated keys", every, width),) if self.before_rope else ()
-        return (("keys and values", 2 * every, width), *rotated)
-
-
-def key_heads_of_rank(num_heads: int, num_kv_heads: int) -> int:
-    """Return how many key heads a layer has on this rank once tokens were exchanged for heads.
-
-    Args:
-        num_heads: query heads of the layer, over all ranks.
-        num_kv_heads: key heads, over all ranks.
-    """
-    groups = parallel_groups()
-    if groups is None or groups.ulysses.size == 1:
-        return num_kv_heads
-    shares, me = partition_heads(num_heads, num_kv_heads, groups.ulysses.size), groups.ulysses.index
-    first, stop = shares.keys[me]
-    # Only where they divide evenly among the query heads; else there is one for each of those.
-    return shares.arrange_keys(torch.empty(0, 0, stop - first, 0), me).shape[2]
 
 
 class _Chunk(NamedTuple):
@@ -227,6 +80,14 @@ class Visible(NamedTuple):
     tiles: SeenTiles | None = None
 
 
+class _Part(NamedTuple):
+    """What one append writes: a layer's samples and key heads, all of them when None."""
+
+    layer: int
+    samples: Span | None
+    heads: Span | None
+
+
 class _View(NamedTuple):
     """What a layer sees of what is kept: chunks of the sink and the window, and blocks of these."""
 
@@ -241,6 +102,10 @@ class CausalCache:
     `begin` places a chunk before its first forward; layers then write it and see it, as often as
     there are denoising steps; `commit` makes it past. One cache serves one video and one guidance
     branch (or both, as two samples of the batch).
+
+    A new chunk that a layer did not write would show what its slot held before, so `commit` refuses
+    it. The replay of a CUDA graph says nothing of what it writes: what was written while a graph
+    was captured counts as written in every later chunk, and is for the caller to see to.
 
     Args:
         size: what it holds; `size.num_bytes` are allocated here, and nothing later on.
@@ -272,22 +137,30 @@ class CausalCache:
             raise UsageError(f'positions must be "start" or "window", got {positions!r}')
         self.size = size
         self.device = torch.device(device)
-        _refuse_what_does_not_fit(size, self.device, limit_bytes)
+        refuse_what_does_not_fit(size, self.device, limit_bytes)
         self._rotate, self._positions = rotate, positions
         with torch.inference_mode(False):  # whoever makes it, all may write to it
             self._store = _Store(size, self.device)
             self._rows = torch.arange(size.chunk_tokens, dtype=torch.int64, device=self.device)
             self._rows_of_slot_0 = self._rows.clone()
         self._views: dict[_View, SlotLists | TileLists] = {}
+        self._captured: set[_Part] = set()  # what graphs write, whenever they are replayed
         self.layers = tuple(LayerCache(cache=self, layer=i) for i in range(size.num_layers))
         self.reset()
 
     def reset(self, start: int = 0) -> None:
-        """Forget every chunk; the next one begins at token `start` of the video."""
+        """Forget every chunk; the next one begins at token `start` of the video.
+
+        Raises:
+            UsageError: `start` is no whole number, or below 0.
+        """
+        _check_start(start)
         self._slots: dict[int, _Chunk] = {}
         self._next, self._end = 0, start
         self._running: _Chunk | None = None
         self._is_new = False  # whether the running chunk was never committed
+        self._written: set[_Part] = set()  # of the running chunk, since it was begun
+        self._half: _Chunk | None = None  # kept, and maybe written anew by some layers alone
         # By slot: the position that its rotated keys have, of chunks that are past.
         self._rotated: dict[int, int] = {}
 
@@ -331,8 +204,8 @@ class CausalCache:
             tokens: its tokens, at most `size.chunk_tokens`.
 
         Raises:
-            UsageError: the chunk is too long, or neither follows the last one nor is kept, or the
-                running one was neither committed nor discarded.
+            UsageError: the chunk is too long, or neither follows the last one nor is kept; the
+                running one was neither committed nor discarded; or `recache` was broken off.
         """
         if self._running is not None:
             if self._running[1:] == (start, tokens):
@@ -341,8 +214,7 @@ class CausalCache:
                 f"the chunk at token {self._running.start} must be finished before another begins, "
                 f"got {tokens} tokens at {start}; call commit(), or discard() to drop it"
             )
-        if type(start) is not int or start < 0:
-            raise UsageError(f"start must be a whole number >= 0, got {start!r}")
+        _check_start(start)
         if type(tokens) is not int or not 1 <= tokens <= self.size.chunk_tokens:
             raise UsageError(f"tokens must be in [1, {self.size.chunk_tokens}], got {tokens!r}")
         kept = {chunk.start: chunk for chunk in self._slots.values()}
@@ -353,10 +225,17 @@ class CausalCache:
                 f"a chunk must follow the last one, at token {self._end}, or be one that is kept, "
                 f"with its length: {there or 'none'}; got {tokens} tokens at {start}"
             )
+        if self._half is not None and chunk.number > self._half.number:
+            raise UsageError(
+                f"the chunk at token {self._half.start} must be written anew first, because "
+                f"recache() was broken off there, got {tokens} tokens at {start}; go through "
+                "recache() to its end, or call reset()"
+            )
         slot, places = self._slot_of(chunk.number), self._rows_of_slot_0[:tokens]
         if self.size.tile is not None:
             places = self.size.tile_order(tokens, self.device).inverse
         self._slots[slot] = self._running = chunk
+        self._written.clear()
         self._is_new = chunk.number == self._next
         self._next, self._end = max(self._next, chunk.number + 1), max(self._end, start + tokens)
         torch.add(places, slot * self.size.chunk_tokens, out=self._rows[:tokens])
@@ -365,9 +244,28 @@ class CausalCache:
         self._rotate_past(slot)
 
     def commit(self) -> None:
-        """Make the running chunk past, as its last forward wrote it."""
-        chunk = self.running
-        self._rotated[self._slot_of(chunk.number)] = self.position
+        """Make the running chunk past, as its last forward wrote it.
+
+        A chunk that is kept may also be left as it was, by all layers.
+
+        Raises:
+            UsageError: a layer did not write it, or wrote a part of its samples or heads alone.
+        """
+        chunk, slot = self.running, self._slot_of(self.running.number)
+        missing = self._unwritten(self._written | self._captured)
+        if missing and (self._is_new or self._written or chunk == self._half):
+            raise UsageError(
+                f"all of the {self.size.num_layers} layers must write the chunk at token "
+                f"{chunk.start} before commit(), got nothing or a part of it from layers "
+                f"{', '.join(map(str, missing[:9]))}; run the model on it, or call discard() or "
+                "reset()"
+            )
+        if self._unwritten(self._written):  # by a graph, maybe, or not at all
+            self._rotated.pop(slot, None)
+        else:
+            self._rotated[slot] = self.position
+        if chunk == self._half:
+            self._half = None
         self._running = None
 
     def discard(self) -> None:
@@ -393,11 +291,15 @@ class CausalCache:
         For what changes the past, such as a new prompt: whoever iterates lets the model forward
         each chunk once more. It sees what is before it, written anew already.
 
+        Whoever leaves the loop early, by an error too, leaves no chunk running: those before it are
+        written anew, those after it are as they were, and the one itself may be either by layer. So
+        `begin` refuses later chunks until it was written anew, by `recache` once more, or `reset`.
+
         Args:
             sink: whether the chunks of the sink are among them.
 
         Raises:
-            UsageError: a chunk is running.
+            UsageError: a chunk is running, or layers did not write one that others wrote.
         """
         if self._running is not None:
             raise UsageError(
@@ -407,8 +309,25 @@ class CausalCache:
         for chunk in sorted(self._slots.values()):
             if sink or chunk.number >= self.size.sink:
                 self.begin(chunk.start, chunk.tokens)
-                yield chunk.start, chunk.tokens
-                self.commit()
+                try:
+                    yield chunk.start, chunk.tokens
+                    self.commit()
+                finally:
+                    if self._running == chunk:
+                        self._half, self._running = chunk, None
+
+    def _unwritten(self, parts: set[_Part]) -> list[int]:
+        """Return the layers that some parts do not make up."""
+        samples, heads = (0, self.size.batch), (0, self.size.num_kv_heads)
+        missing = []
+        for layer in range(self.size.num_layers):
+            if _Part(layer, None, None) in parts:
+                continue
+            spans = ((x.samples or samples, x.heads or heads) for x in parts if x.layer == layer)
+            cells = {cell for s, h in spans for cell in product(range(*s), range(*h))}
+            if len(cells) < samples[1] * heads[1]:
+                missing.append(layer)
+        return missing
 
     def _slot_of(self, number: int) -> int:
         sink = self.size.sink
@@ -477,8 +396,22 @@ class CausalCache:
                 first, tokens = slot * self.size.chunk_tokens, self._slots[slot].tokens
                 for raw, rotated in zip(self._store.raw, self._store.keys, strict=True):
                     keys = raw[:, first : first + tokens]
-                    rotated[:, first : first + tokens].copy_(self._rotate(keys, position))
+                    rotated[:, first : first + tokens].copy_(self._turned(keys, position))
                 self._rotated[slot] = position
+
+    def _turned(self, keys: torch.Tensor, position: int) -> torch.Tensor:
+        """Return keys with the rotary embedding that `rotate` gives them."""
+        assert self._rotate is not None, "callers know"
+        out = self._rotate(keys, position)
+        if not isinstance(out, torch.Tensor):
+            raise UsageError(f"rotate must return a tensor, got a {type(out).__name__}")
+        got, wanted = ((list(x.shape), x.dtype, x.device) for x in (out, keys))
+        if got != wanted:
+            raise UsageError(
+                f"rotate must return keys like those it is given, {wanted[0]} {wanted[1]} on "
+                f"{wanted[2]}, got {got[0]} {got[1]} on {got[2]}"
+            )
+        return out
 
 
 class _Store:
@@ -547,9 +480,10 @@ class LayerCache:
             ("sink", sink, 0, size.sink),
             ("window", window, 1, size.window),
         ):
-            if value is not None and not least <= value <= most:
+            if value is not None and (type(value) is not int or not least <= value <= most):
                 raise UsageError(
-                    f"{name} must be in [{least}, {most}], what the cache keeps, got {value}"
+                    f"{name} must be a whole number in [{least}, {most}], what the cache keeps, "
+                    f"got {value!r}"
                 )
         pair = isinstance(space, tuple) and len(space) == 2 and all(type(x) is int for x in space)
         if space is not None and (size.tile is None or not pair or min(space) < 1):
@@ -579,8 +513,16 @@ class LayerCache:
             ("samples", samples, size.batch),
             ("heads", heads, size.num_kv_heads),
         ):
-            if span is not None and not 0 <= span[0] < span[1] <= most:
-                raise UsageError(f"{name} must lie in [0, {most}], got {span}")
+            if span is not None and not (
+                isinstance(span, tuple)
+                and len(span) == 2
+                and all(type(x) is int for x in span)
+                and 0 <= span[0] < span[1] <= most
+            ):
+                raise UsageError(
+                    f"{name} must be two whole numbers, first and last + 1, in [0, {most}], got "
+                    f"{span!r}"
+                )
         return replace(
             self,
             samples=self.samples if samples is None else samples,
@@ -612,10 +554,13 @@ class LayerCache:
             self._dequantise()
         elif cache._rotate is not None:
             self._of(store.raw[self.layer]).index_copy_(1, rows, key)
-            key = cache._rotate(key, cache.position)
+            key = cache._turned(key, cache.position)
         at = 0 if cache.size.bits == 8 else self.layer
         self._of(store.keys[at]).index_copy_(1, rows, key)
         self._of(store.values[at]).index_copy_(1, rows, value)
+        capturing = key.is_cuda and torch.cuda.is_current_stream_capturing()
+        parts = cache._captured if capturing else cache._written
+        parts.add(_Part(self.layer, self.samples, self.heads))
 
     def visible(self) -> Visible:
         """Return what the running chunk sees, in the last `append` of this layer itself."""
@@ -658,25 +603,13 @@ class LayerCache:
                 )
 
 
+def _check_start(start: int) -> None:
+    if type(start) is not int or start < 0:
+        raise UsageError(f"start must be a whole number >= 0, got {start!r}")
+
+
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return fp32 scales [B, S, H, 1] and codes int8 [B, S, H, D]: x = code * scale, rounded."""
     scale = x.abs().amax(-1, keepdim=True).float() / _LEVELS
     safe = torch.where(scale > 0, scale, 1.0)
     return scale, (x / safe).round().clamp(-_LEVELS, _LEVELS).to(torch.int8)
-
-
-def _refuse_what_does_not_fit(
-    size: CacheSize, device: torch.device, limit_bytes: int | None
-) -> None:
-    whose = "the limit"
-    if limit_bytes is None:
-        if device.type != "cuda":
-            return
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit_bytes, whose = free + unused, f"what is free on {device}"
-    if size.num_bytes > limit_bytes:
-        raise UsageError(
-            f"the cache must fit into {limit_bytes / 2**30:.2f} GiB, {whose}, got "
-            f"{size.arithmetic()}; take a smaller window or sink, bits=8, or more Ulysses ranks"
-        )

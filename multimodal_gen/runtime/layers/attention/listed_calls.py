@@ -216,6 +216,12 @@ def _attend_cached(
     served: DetourCalls,
 ) -> torch.Tensor:
     """Return attention of the running chunk of a cache, once it is written."""
+    tokens = cache.cache.running.tokens
+    if call.query.shape[1] != tokens:
+        raise UsageError(
+            f"query must have the {tokens} tokens of the running chunk, got "
+            f"{call.query.shape[1]}; begin() says how many a chunk has"
+        )
     impl, context = entry.primary.impl, current_forward_context()
     chooses = entry.primary.selection.backend.is_sparse
     if chooses:

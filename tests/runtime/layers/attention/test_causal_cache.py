@@ -174,8 +174,14 @@ def test_the_bytes_are_known_in_advance_and_what_does_not_fit_is_refused():
     unique = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
     assert sum(unique.values()) == eight.num_bytes
     CausalCache(size, limit_bytes=size.num_bytes)
-    with pytest.raises(UsageError, match=r"must fit into .* the limit, got .* = .* GiB, for 3 lay"):
+    with pytest.raises(
+        UsageError, match=r"must fit into 9,215 B, the limit, got .* x 2 B = 9,216 B, for 3 layers"
+    ):
         CausalCache(size, limit_bytes=size.num_bytes - 1)
+    assert (
+        "= 29,491,200 B (0.03 GiB), for 9600 layers"
+        in size_of(num_layers=9600, dtype=torch.bfloat16).arithmetic()
+    )
     rotated = size_of(dtype=torch.bfloat16, before_rope=True)
     assert rotated.num_bytes == size.num_bytes // 2
 
@@ -264,6 +270,130 @@ def test_recaching_writes_the_past_anew_oldest_first(layer):
     assert [start for start, _ in cache.recache(sink=False)] == [TOKENS * n for n in (5, 6, 7)]
 
 
+def test_a_chunk_that_a_layer_did_not_write_is_not_committed():
+    cache = CausalCache(size_of(num_layers=3, window=1, sink=0))
+    _, k, v = draw(TOKENS, seed=0)
+    first, second, third = cache.layers
+    for number in range(2):
+        for layer in cache.layers:
+            layer.append(k, v, start=number * TOKENS)
+        cache.commit()
+    message = r"all of the 3 layers must write the chunk at token 12 .* from layers {}; run the mod"
+    cache.begin(2 * TOKENS, TOKENS)
+    with pytest.raises(UsageError, match=message.format("0, 1, 2")):
+        cache.commit()
+    first.append(k, v)
+    second.part(samples=(0, 1)).append(k[:1], v[:1])
+    second.part(samples=(1, 2), heads=(0, 1)).append(k[1:, :, :1], v[1:, :, :1])
+    third.part(heads=(1, 2)).append(k[:, :, 1:], v[:, :, 1:])
+    with pytest.raises(UsageError, match=message.format("1, 2")):
+        cache.commit()
+    second.part(samples=(1, 2), heads=(1, 2)).append(k[1:, :, 1:], v[1:, :, 1:])
+    third.part(heads=(0, 1)).append(k[:, :, :1], v[:, :, :1])
+    cache.commit()
+    # What is kept may stay as it was, in all layers or in none.
+    cache.begin(2 * TOKENS, TOKENS)
+    cache.commit()
+    first.append(k, v, start=2 * TOKENS)
+    with pytest.raises(UsageError, match=message.format("1, 2")):
+        cache.commit()
+    # What was written of a chunk that was dropped is not what was written of the next one.
+    cache.reset()
+    for layer in cache.layers:
+        layer.append(k, v, start=0)
+    cache.discard()
+    cache.begin(0, TOKENS)
+    with pytest.raises(UsageError, match=r"must write the chunk at token 0 before commit\(\)"):
+        cache.commit()
+
+
+def test_a_kept_chunk_that_was_not_written_anew_is_rotated_where_it_is_seen_next(layer):
+    cache = CausalCache(size_of(before_rope=True, sink=0), rotate=rotate, positions="window")
+    past = []
+    for number in range(4):
+        past.append(draw(TOKENS, seed=number)[1:])
+        cache.layers[0].append(*past[-1], start=number * TOKENS)
+        cache.commit()
+    cache.begin(2 * TOKENS, TOKENS)  # its place among what it sees is another one
+    cache.commit()
+    cache.begin(3 * TOKENS, TOKENS)
+    q = rotate(draw(TOKENS, seed=9)[0], cache.position)
+    out = layer(q, *past[3], cache=cache.layers[0])
+    keys = torch.cat([rotate(k, n * TOKENS) for n, (k, _) in enumerate(past[1:])], dim=1)
+    values = torch.cat([v for _, v in past[1:]], dim=1)
+    want, _ = reference_attention(q, keys, values, scale=SCALE)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+
+
+def interrupted(cache: CausalCache, writes: int) -> None:
+    """Write the kept chunks anew until an error in the second one, after some layers of it."""
+    for start, tokens in cache.recache():
+        _, k, v = draw(tokens, seed=100 + start)
+        for layer in cache.layers[: 2 if start < 2 * TOKENS else writes]:
+            layer.append(k, v)
+        if start == 2 * TOKENS:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_recaching_that_is_broken_off_can_be_done_once_more(layer, writes):
+    cache, past = CausalCache(size_of(num_layers=2, sink=0)), []
+    for number in range(4):
+        for part in cache.layers:
+            part.append(*draw(TOKENS, seed=number)[1:], start=number * TOKENS)
+        cache.commit()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(cache, writes)
+    assert not cache.is_running
+    for later in (3, 4):
+        with pytest.raises(
+            UsageError, match=r"token 12 must be written anew first, because recache\(\) was broken"
+        ):
+            cache.begin(later * TOKENS, TOKENS)
+    for start, tokens in cache.recache():
+        _, k, v = draw(tokens, seed=200 + start)
+        past.append((k, v))
+        for part in cache.layers:
+            part.append(k, v)
+    q, k, v = draw(TOKENS, seed=9)
+    cache.begin(4 * TOKENS, TOKENS)
+    keys, values = (torch.cat(x, dim=1) for x in zip(*past[1:], (k, v), strict=True))
+    want, _ = reference_attention(q, keys, values, scale=SCALE)
+    for part in cache.layers:
+        torch.testing.assert_close(layer(q, k, v, cache=part), want, rtol=0, atol=1e-6)
+
+
+def test_a_cache_whose_recaching_was_broken_off_can_be_reset_and_needs_whole_chunks():
+    cache = CausalCache(size_of(num_layers=2, sink=0))
+    for number in range(4):
+        for part in cache.layers:
+            part.append(*draw(TOKENS, seed=number)[1:], start=number * TOKENS)
+        cache.commit()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(cache, 1)
+    with pytest.raises(UsageError, match="all of the 2 layers must write the chunk at token 12"):
+        for _ in cache.recache():
+            pass
+    assert not cache.is_running
+    cache.reset(start=90)
+    cache.begin(90, TOKENS)
+    cache.discard()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda keys, at: None, "rotate must return a tensor, got a NoneType"),
+        (lambda keys, at: keys[:, 1:], r"like those .* \[2, 6, 2, 8\] .* got \[2, 5, 2, 8\]"),
+        (lambda keys, at: keys.float(), r"torch.float64 on cpu, got .* torch.float32 on cpu"),
+    ],
+)
+def test_what_gives_no_rotated_keys_is_refused(given, message):
+    cache = CausalCache(size_of(before_rope=True), rotate=given)
+    with pytest.raises(UsageError, match=message):
+        cache.layers[0].append(*draw(TOKENS, seed=0)[1:], start=0)
+
+
 def test_a_discarded_chunk_is_not_seen_and_another_takes_its_place(layer):
     cache = CausalCache(size_of(window=2, sink=0))
     first, second = draw(TOKENS, seed=0), draw(TOKENS, seed=1)
@@ -339,12 +469,17 @@ def test_parts_of_a_cache_serve_some_samples_and_heads():
     part = cache.layers[0].part(samples=(1, 2), heads=(1, 2))
     out = half(q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:], cache=part)
     torch.testing.assert_close(out, whole[1:, :, 2:])
-    with pytest.raises(UsageError, match=r"heads must lie in \[0, 2\], got \(1, 3\)"):
-        cache.layers[0].part(heads=(1, 3))
     with pytest.raises(
-        UsageError, match=r"window must be in \[1, 3\], what the cache keeps, got 4"
+        UsageError, match=r"heads must be two whole numbers, .* in \[0, 2\], got \(1, 3\)"
     ):
-        cache.layers[0].view(window=4)
+        cache.layers[0].part(heads=(1, 3))
+    with pytest.raises(UsageError, match=r"samples must be two whole numbers, .* got 1"):
+        cache.layers[0].part(samples=1)
+    for window in (4, 1.5, True):
+        with pytest.raises(
+            UsageError, match=rf"window must be a whole number in \[1, 3\], .* got {window}"
+        ):
+            cache.layers[0].view(window=window)
 
 
 def test_layers_find_their_part_in_the_context():
@@ -571,7 +706,12 @@ def test_sparse_methods_without_such_windows_run_dense_over_a_cache_and_say_so(b
         ({"sink": -1}, "sink must be a whole number >= 0, got -1"),
         ({"batch": True}, "batch must be a whole number >= 1, got True"),
         ({"bits": 4}, "bits must be 8, or 16 for what layers bring, got 4"),
-        ({"dtype": torch.int8}, "dtype must be a floating torch.dtype, got torch.int8"),
+        ({"dtype": torch.int8}, "dtype must be that of what layers bring, one of .* torch.int8"),
+        (
+            {"dtype": torch.float8_e4m3fn},
+            "one of torch.bfloat16, .*, got torch.float8_e4m3fn; take",
+        ),
+        ({"window": 1.5}, "window must be a whole number >= 1, got 1.5"),
         ({"bits": 8, "before_rope": True}, "before_rope must be False where bits are 8"),
         ({"grid": (2, 3)}, "grid and tile must be given together"),
         ({"grid": [2, 3], "tile": (1, 1)}, "grid must be .height, width. or None, got .2, 3."),
@@ -600,6 +740,8 @@ def test_misuse_gets_one_clear_error(layer):
         cache.begin(0, 7)
     with pytest.raises(UsageError, match=r"start must be a whole number >= 0, got -6"):
         cache.begin(-6, 6)
+    with pytest.raises(UsageError, match=r"start must be a whole number >= 0, got 1.5"):
+        cache.reset(1.5)
     with pytest.raises(UsageError, match=r"a chunk must follow the last one, at token 0, .* none;"):
         cache.begin(5, 6)
     cache.begin(0, TOKENS)
@@ -610,6 +752,11 @@ def test_misuse_gets_one_clear_error(layer):
         layer(q.float(), k.float(), v.float(), cache=cache.layers[0])
     with pytest.raises(UsageError, match="no chunk must be running, got the one at token 0"):
         next(cache.recache())
+    with pytest.raises(
+        UsageError, match="query must have the 6 tokens of the running chunk, got 5"
+    ):
+        layer(q[:, :5], k, v, cache=cache.layers[0])
+    layer(q, k, v, cache=cache.layers[0])
     cache.commit()
     with pytest.raises(UsageError, match=r"with its length: 0 \(6\); got 3 tokens at 0"):
         cache.begin(0, 3)
