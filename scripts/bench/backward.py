@@ -445,9 +445,7 @@ def tile_run(
         q, k, v, upstream = inputs
         own, others = ((k, v), (q, upstream)) if of_keys else ((q, upstream), (k, v))
         lists = portable.transposed(plan) if of_keys else plan
-        run = partial(
-            sm90.launch, own, others, lists, rows, results, scale=scale, tile=tile, of_keys=of_keys
-        )
+        run = partial(sm90.launch, own, others, lists, rows, tuple(results), scale=scale, tile=tile)
 
     def launched() -> tuple[torch.Tensor, ...]:
         run()

@@ -630,10 +630,7 @@ def block_sparse_attention_backward_op(
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
     plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
     ran = choose(BLOCK_SPARSE, kernel, request_for(q, k, v, plan, backward=True))
-    dq, dk, dv = _BACKWARD[ran](grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
-    # Results of an operator must not share memory, as those of the SM90 kernels do.
-    shared = dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr()
-    return dq, dk, dv.clone() if shared else dv
+    return _BACKWARD[ran](grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
 
 
 @block_sparse_attention_backward_op.register_fake

@@ -48,11 +48,13 @@ class Rings(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Levels of query rows, deltas `plane` entries behind them, and the second output's place."""
+    """Levels of query rows, deltas `plane` entries behind them, and where dv goes."""
 
     level: Any
     plane: Any
-    second: Any
+    dv: Any
+    dv_b: Any
+    dv_h: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +320,9 @@ def _keys(
             )
             mbarrier.arrive(rings.empty.index(slot))
     _store(dk * scale, a, work.out, work, work.out_s, ROW, dtype, C)
-    _store(dv, b, work.out + rows_in.second, work, work.out_s, ROW, dtype, C)
+    place = work.b.to(gl.int64) * rows_in.dv_b + work.h.to(gl.int64) * rows_in.dv_h
+    place += work.row.to(gl.int64) * work.out_s
+    _store(dv, b, rows_in.dv + place, work, work.out_s, ROW, dtype, C)
 
 
 @gluon.jit
@@ -340,14 +344,14 @@ def _consumer(
     ]
 )  # fmt: skip
 def backward_kernel(
-    da, db, dx, dy, out_ptr, level_ptr,
+    da, db, dx, dy, out_ptr, second_ptr, level_ptr,
     step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, q_start_ptr, q_length_ptr,
     rows, rep_h, num_q, plan_h, kv_last, kv_tail, room, tail_room,
     steps_b, steps_h, steps_q, count_b, count_h, count_q,
     q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
-    out_b, out_s, out_h, level_b, level_h, plane, second, scale, C: gl.constexpr,
+    out_b, out_s, out_h, level_b, level_h, plane, scale, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile."""
+    """Grid: one program per tile. dq, or dk, goes to `out_ptr`, and dv to `second_ptr`."""
     plan = Plan(
         step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, count_ptr,
         rows, rep_h, num_q, plan_h, 1, kv_last, kv_tail, room, tail_room,
@@ -356,7 +360,7 @@ def backward_kernel(
         step_ptr, step_ptr, 0, 0, 0,
     )  # fmt: skip
     outs = Outs(out_ptr, level_ptr, out_b, out_s, out_h, level_b, level_h)
-    rows_in = Rows(level_ptr, plane, second)
+    rows_in = Rows(level_ptr, plane, second_ptr, out_b, out_h)
     dtype: gl.constexpr = da.dtype
     D: gl.constexpr = C.head_size
     CONSUMERS: gl.constexpr = C.consumers
@@ -453,14 +457,13 @@ def attend_backward(
     """
     rows = levels(out, lse, grad_out, grad_lse)
     make = torch.empty if plan.q.starts is None else torch.zeros
-    dq = make((1, *q.shape), dtype=q.dtype, device=q.device)
+    dq = make(q.shape, dtype=q.dtype, device=q.device)
     make = torch.empty if plan.kv.starts is None else torch.zeros
-    dkv = make((2, *k.shape), dtype=k.dtype, device=k.device)
+    dk, dv = (make(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     for_dq, for_dkv = tiles
-    launch((q, grad_out), (k, v), plan, rows, dq, scale=scale, tile=for_dq, of_keys=False)
-    turned = transposed(plan)
-    launch((k, v), (q, grad_out), turned, rows, dkv, scale=scale, tile=for_dkv, of_keys=True)
-    return dq[0], dkv[0], dkv[1]
+    launch((q, grad_out), (k, v), plan, rows, (dq,), scale=scale, tile=for_dq)
+    launch((k, v), (q, grad_out), transposed(plan), rows, (dk, dv), scale=scale, tile=for_dkv)
+    return dq, dk, dv
 
 
 def launch(
@@ -468,11 +471,10 @@ def launch(
     steps_of: tuple[torch.Tensor, torch.Tensor],
     plan: BlockPlan,
     rows: torch.Tensor,
-    out: torch.Tensor,
+    outs: tuple[torch.Tensor, ...],
     *,
     scale: float,
     tile: GluonBackwardTile,
-    of_keys: bool,
 ) -> None:
     """Write dq, or dk and dv.
 
@@ -482,10 +484,10 @@ def launch(
         steps_of: the other two.
         plan: the plan, or for keys the transposed one.
         rows: level and delta of the queries, fp32 [2, B, H, Sq], contiguous.
-        out: dq [1, B, Sq, H, D], or dk and dv [2, B, Sk, H, D], contiguous.
+        outs: dq [B, Sq, H, D], or dk and dv [B, Sk, H, D], contiguous: two say that `own` are k
+            and v.
         scale: factor of the scores.
         tile: shape of a program.
-        of_keys: whether `own` are k and v.
     """
     batch, _, heads, channels = own[0].shape
     kv, size = plan.kv, 64 if channels <= 64 else 128
@@ -499,7 +501,7 @@ def launch(
     q_tiles = 1 if tile.own else -(-plan.q.size // (64 * tile.consumers))
     kv_tail = kv.total - (kv.num - 1) * kv.size
     shape = Shape(
-        of_keys=of_keys, keys=tile.step, head_size=size, channels=channels, sub=sub,
+        of_keys=len(outs) == 2, keys=tile.step, head_size=size, channels=channels, sub=sub,
         q_tiles=q_tiles, consumers=tile.consumers, stages=tile.stages, own=tile.own,
         ragged=sub == 0 or kv_tail != kv.size, ordered=order is not None,
         q_starts=plan.q.starts is not None, q_lengths=plan.q.lengths is not None,
@@ -513,13 +515,13 @@ def launch(
     _launcher()(
         (-(-total // tile.consumers) if tile.own else total * q_tiles,),
         *(describe(x, 64, size) for x in own), *(describe(x, tile.step, size) for x in steps_of),
-        out, rows, every_list, every_count,
+        outs[0], outs[-1], rows, every_list, every_count,
         counts if steps is None else steps.num_tail,
         counts if steps is None else steps.tail_lengths,
         counts if order is None else order, starts, lengths,
         counts.numel(), heads // plan_h, num_q, plan_h, kv.num - 1, kv_tail,
         lists.shape[3], plan.indices.shape[3], *every_list.stride()[:3], *every_count.stride(),
         *starts.stride()[:2], *lengths.stride()[:2], plan.q.size, plan.q.total, total,
-        *out.stride()[1:4], *rows.stride()[1:3], rows.stride(0), out.stride(0), scale,
+        *outs[0].stride()[:3], *rows.stride()[1:3], rows.stride(0), scale,
         C=shape, num_warps=4,
     )  # fmt: skip
