@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
-from multimodal_gen.runtime.generator.model_folder import check_classes, check_code
+from multimodal_gen.runtime.generator.model_folder import (
+    arguments_of,
+    check_classes,
+    check_code,
+)
 from multimodal_gen.runtime.generator.output import Kind
 
 __all__ = [
@@ -80,12 +84,14 @@ class PipelineIndex:
         diffusers = import_diffusers()
         config = _read_config(diffusers, location)
         check_code(location, _named(config, dotted=True))
+        components = _named(config)
         if pipeline_class_name is None:
             pipeline_class = _pipeline_class(diffusers, config.get("_class_name"), model_path)
+            check_classes(pipeline_class, location, components)
         else:
             pipeline_class = _named_class(diffusers, pipeline_class_name)
-        components = _named(config)
-        check_classes(pipeline_class, location, components)
+            own = _imported(diffusers, config.get("_class_name"))
+            check_classes(pipeline_class, location, components, own)
         settings = {
             key: value
             for key, value in config.items()
@@ -106,7 +112,7 @@ class PipelineIndex:
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """What calling the pipeline takes."""
-        parameters = dict(inspect.signature(self.pipeline_class.__call__).parameters)
+        parameters = dict(arguments_of(self.pipeline_class.__call__))
         parameters.pop("self", None)
         return parameters
 

@@ -81,10 +81,10 @@ def given_arguments(index: PipelineIndex, args: ServerArgs) -> set[str]:
     return {name for name in named if name} | set(_further(args))
 
 
-def how_to_give(name: str) -> str:
+def how_to_give(index: PipelineIndex, name: str) -> str:
     """Return the flag that gives a pipeline's argument of that name, in words."""
-    for setting, names in INPUTS.items():
-        if name in names:
+    for setting in INPUTS:
+        if _parameter(index, setting) == name:
             return as_flag(setting)
     return f"--pipeline-arg {name}=JSON, or {name}=@FILE for an image or video"
 

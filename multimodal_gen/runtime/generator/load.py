@@ -24,6 +24,7 @@ from multimodal_gen.runtime.generator.index import (
 )
 from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_loras
 from multimodal_gen.runtime.generator.model_folder import (
+    check_channels,
     check_required,
     check_sizes,
     component_configs,
@@ -67,8 +68,16 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
     check_folders(index.model_path, index.components)
     check_required(index.pipeline_class, index.model_path, index.components)
-    for name, config in component_configs(index.model_path, index.components):
+    configs = dict(component_configs(_with_configs(index.model_path), index.components))
+    for name, config in configs.items():
         check_sizes(name, config, index.model_path)
+    check_channels(
+        index.pipeline_class,
+        index.model_path,
+        index.components,
+        configs,
+        by_timesteps=bool(index.settings.get("expand_timesteps")),
+    )
     check_quantized(index, _ways(args), device)
     check_loras(index.pipeline_class, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
@@ -110,6 +119,18 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         _tile_vae(pipe)
     _place(pipe, args, device)
     return pipe
+
+
+def _with_configs(model_path: str) -> str:
+    """Return a folder with the configs of a pipeline, those of a hub id fetched."""
+    if Path(model_path).is_dir():
+        return model_path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(model_path, allow_patterns=["*/*config.json"]))
+    except Exception:  # who loads the rest says what is wrong
+        return model_path
 
 
 def _ways(args: ServerArgs) -> Mapping[str, str]:

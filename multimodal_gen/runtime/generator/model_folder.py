@@ -7,7 +7,8 @@ before anything is imported, whatever the release.
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -18,6 +19,8 @@ from multimodal_gen.runtime.plain_values import short
 __all__ = [
     "DENOISERS",
     "LIBRARIES",
+    "arguments_of",
+    "check_channels",
     "check_classes",
     "check_code",
     "check_required",
@@ -50,6 +53,41 @@ _COUNTS = frozenset(
     }
 )
 _MOST_BYTES = 16 << 20
+
+# Input channels of the denoiser: so many times the channels of a latent, and so many more. Some
+# pipelines pack 2x2 latents into a token; those that start from more than text add it as channels.
+_TEXT, _PACKED = (1, 0), (4, 0)
+_CHANNELS: Final[Mapping[str, tuple[int, int]]] = types.MappingProxyType(
+    {
+        "ChronoEditPipeline": (2, 4),
+        "CogVideoXFunControlPipeline": (2, 0),
+        "CogVideoXImageToVideoPipeline": (2, 0),
+        "CogVideoXPipeline": _TEXT,
+        "CogVideoXVideoToVideoPipeline": _TEXT,
+        "CogView4ControlPipeline": (2, 0),
+        "CogView4Pipeline": _TEXT,
+        "ConsisIDPipeline": (2, 0),
+        "FluxControlImg2ImgPipeline": (8, 0),
+        "FluxControlInpaintPipeline": (8, 0),
+        "FluxControlPipeline": (8, 0),
+        "FluxFillPipeline": (8, 256),  # the mask's 8x8 pixels per latent are channels too
+        "FluxImg2ImgPipeline": _PACKED,
+        "FluxInpaintPipeline": _PACKED,
+        "FluxKontextInpaintPipeline": _PACKED,
+        "FluxKontextPipeline": _PACKED,
+        "FluxPipeline": _PACKED,
+        "HunyuanSkyreelsImageToVideoPipeline": (2, 0),
+        "HunyuanVideoFramepackPipeline": _TEXT,
+        "HunyuanVideoPipeline": _TEXT,
+        "LucyEditPipeline": (2, 0),
+        "SkyReelsV2DiffusionForcingPipeline": _TEXT,
+        "SkyReelsV2ImageToVideoPipeline": (2, 4),
+        "SkyReelsV2Pipeline": _TEXT,
+        "WanImageToVideoPipeline": (2, 4),  # the image, and a mask for each of 4 frames
+        "WanPipeline": _TEXT,
+        "WanVideoToVideoPipeline": _TEXT,
+    }
+)
 
 
 def check_code(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
@@ -118,32 +156,117 @@ def check_required(
 
 
 def check_classes(
-    pipeline_class: type, model_path: str, components: Mapping[str, tuple[str, str]]
+    pipeline_class: type,
+    model_path: str,
+    components: Mapping[str, tuple[str, str]],
+    own_class: type | None = None,
 ) -> None:
-    """Refuse a denoiser of another pipeline: its arguments would be those of another model.
+    """Refuse models of another pipeline: its arguments would be those of another model.
+
+    Args:
+        pipeline_class: the class that is to run.
+        model_path: folder or hub id.
+        components: (library, class name) by component.
+        own_class: the class that the index names. Denoisers must be of a class that the pipeline
+            names; of other models, which have stand-ins, only those that fit `own_class` alone are
+            refused.
 
     Raises:
         UsageError: names the component, its class and the one that is needed.
     """
     import diffusers
+    import transformers
 
-    parameters = inspect.signature(pipeline_class).parameters
-    for name, (library, class_name) in components.items():
-        if library != "diffusers" or not name.startswith(DENOISERS):
+    modules = {"diffusers": diffusers, "transformers": transformers}
+    ordered = sorted(components.items(), key=lambda part: not part[0].startswith(DENOISERS))
+    for name, (library, class_name) in ordered:  # denoisers, which tell most, first
+        given = getattr(modules.get(library), class_name, None)
+        wanted = _models(pipeline_class, name)
+        if not wanted or not isinstance(given, type) or issubclass(given, wanted):
             continue
-        annotation = getattr(parameters.get(name), "annotation", None)
-        wanted = [cls for cls in (get_args(annotation) or (annotation,)) if _is_model(cls)]
-        given = getattr(diffusers, class_name, None)
-        if wanted and isinstance(given, type) and not issubclass(given, tuple(wanted)):
+        own = () if own_class is None else _models(own_class, name)
+        if name.startswith(DENOISERS) or (own and issubclass(given, own)):
             raise UsageError(
                 f"component {name} of {model_path!r} must be a "
                 f"{' or a '.join(cls.__name__ for cls in wanted)}, as {pipeline_class.__name__} "
-                f"has it, got a {class_name}; check model_index.json"
+                f"has it, got a {class_name}; check model_index.json and --pipeline-class-name"
             )
 
 
-def _is_model(cls: object) -> bool:
-    return isinstance(cls, type) and hasattr(cls, "from_config")
+def arguments_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, with types where modules spell them as text."""
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except (NameError, TypeError, SyntaxError):  # types that are imported for type checkers only
+        return inspect.signature(function).parameters
+
+
+def _models(pipeline_class: type, name: str) -> tuple[type, ...]:
+    """Return the classes of models that a pipeline is constructed from; none if not known."""
+    annotation = getattr(arguments_of(pipeline_class).get(name), "annotation", None)
+    classes = get_args(annotation) or (annotation,)
+    return tuple(cls for cls in classes if isinstance(cls, type) and hasattr(cls, "forward"))
+
+
+def check_channels(
+    pipeline_class: type,
+    model_path: str,
+    components: Mapping[str, tuple[str, str]],
+    configs: Mapping[str, Mapping[str, object]],
+    *,
+    by_timesteps: bool,
+) -> None:
+    """Refuse a pipeline that gives its denoiser other channels than the weights are made for.
+
+    Args:
+        pipeline_class: the class that is to run.
+        model_path: folder or hub id.
+        components: (library, class name) by component.
+        configs: their configs, as far as they are known.
+        by_timesteps: the model was made to start from an image by timesteps, not by channels.
+
+    Raises:
+        UsageError: names the channels, and the pipelines that fit the weights.
+    """
+    rule = _rule(pipeline_class.__name__, by_timesteps)
+    vae = configs.get("vae", {})
+    latent = vae.get("z_dim", vae.get("latent_channels"))
+    if rule is None or not isinstance(latent, int):
+        return
+    needed = rule[0] * latent + rule[1]
+    for name in components:
+        given = configs.get(name, {}).get("in_channels")
+        if not name.startswith(DENOISERS) or not isinstance(given, int) or given == needed:
+            continue
+        more = f" + {rule[1]}" if rule[1] else ""
+        others = ", ".join(_siblings(components[name], (given, latent), by_timesteps))
+        raise UsageError(
+            f"component {name} of {model_path!r} must have {needed} in_channels "
+            f"({rule[0]} x {latent} of its autoencoder{more}) for {pipeline_class.__name__}, got "
+            f"{given}; give other weights, or a --pipeline-class-name that takes as many"
+            f"{others and ': ' + others}"
+        )
+
+
+def _rule(pipeline: str, by_timesteps: bool) -> tuple[int, int] | None:
+    return _TEXT if by_timesteps and pipeline.startswith("Wan") else _CHANNELS.get(pipeline)
+
+
+def _siblings(
+    component: tuple[str, str], channels: tuple[int, int], by_timesteps: bool
+) -> tuple[str, ...]:
+    """Return the pipelines whose denoiser is of that class and takes so many channels."""
+    import diffusers
+
+    given, latent = channels
+    denoiser = getattr(diffusers, component[1], None)
+    found = []
+    for name in _CHANNELS:
+        times, more = _rule(name, by_timesteps) or _TEXT
+        cls = getattr(diffusers, name, None) if times * latent + more == given else None
+        if isinstance(cls, type) and denoiser in _models(cls, "transformer"):
+            found.append(name)
+    return tuple(found)
 
 
 def component_configs(

@@ -95,6 +95,8 @@ _STARTS_FROM = (
     "Upscale",
 )
 _MEDIA = ("image", "video", "control_image", "control_video")
+_CONTROLLED = ("Control",)
+_CONTROLS = ("control_image", "control_video")
 _MASKED = ("Inpaint", "Fill")
 _MASKS = ("mask_image", "mask", "mask_video")
 
@@ -129,6 +131,11 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         UsageError: an option was given that the pipeline does not take or cannot serve, or the
             pipeline needs an argument there is no option for.
     """
+    check_inputs(index, args, _flags())
+    needed = _missing(index, args)
+    if needed:
+        ways = "; ".join(dict.fromkeys(how_to_give(index, name) for name in needed))
+        raise UsageError(f"{index.name} needs {', '.join(needed)}, got none; give {ways}")
     parameters = index.parameters
     for option, names in (*_ARGUMENTS, ("num_outputs", _NUM_OUTPUTS)):
         default = 1 if option == "num_outputs" else None
@@ -142,11 +149,6 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         raise _not_taken(index.name, "fps", args.fps, parameters)
     if args.cache is not None:
         read_cache(args.cache)
-    check_inputs(index, args, _flags())
-    needed = _missing(index, args)
-    if needed:
-        ways = "; ".join(dict.fromkeys(how_to_give(name) for name in needed))
-        raise UsageError(f"{index.name} needs {', '.join(needed)}, got none; give {ways}")
 
 
 def steps_of(index: PipelineIndex, call: "Call") -> int | None:
@@ -173,7 +175,8 @@ def _missing(index: PipelineIndex, args: ServerArgs) -> list[str]:
         and name not in given
     ]
     # What is None by default all the same, and missed only in the run.
-    for words, names in ((_STARTS_FROM, _MEDIA), (_MASKED, _MASKS)):
+    started = ((_STARTS_FROM, _MEDIA), (_CONTROLLED, _CONTROLS), (_MASKED, _MASKS))
+    for words, names in started:
         taken = [name for name in names if name in index.parameters]
         if any(word in index.name for word in words) and not given.union(needed) & set(taken):
             needed += taken[:1]

@@ -1,5 +1,6 @@
 """Model folders that others wrote: no code of theirs runs, what is wrong is one line."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -11,7 +12,7 @@ import torch
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.generator import load_skeleton
 from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
-from multimodal_gen.runtime.generator.load import load_pipeline
+from multimodal_gen.runtime.generator.load import check_loading, load_pipeline
 from multimodal_gen.runtime.server_args import ServerArgs
 
 
@@ -28,9 +29,9 @@ def change(file, **values):
     file.write_text(json.dumps({key: v for key, v in content.items() if v != "REMOVE"}))
 
 
-def load(folder):
+def load(folder, pipeline=None):
     args = ServerArgs(model_path=str(folder))
-    return load_pipeline(PipelineIndex.read(str(folder)), args, torch.device("cpu"))
+    return load_pipeline(PipelineIndex.read(str(folder), pipeline), args, torch.device("cpu"))
 
 
 def skeleton(folder):
@@ -85,6 +86,60 @@ def test_an_index_that_does_not_fit_its_pipeline_is_explained(folder, values, me
     change(folder / "model_index.json", **values)
     with pytest.raises(UsageError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "pipeline", "channels", "message"),
+    [
+        ("wan", "WanImageToVideoPipeline", 16, r"36 in_channels \(2 x 16 .* \+ 4\) .* WanPipeline"),
+        ("wan", "LucyEditPipeline", 16, r"must have 32 in_channels .* got 16; .* as many: WanPip"),
+        ("wan", None, 36, r"16 in_channels .* for WanPipeline, got 36; .* WanImageToVideoPipeline"),
+        ("flux", "FluxFillPipeline", 64, r"384 in_channels .* got 64; .* FluxImg2ImgPipeline"),
+        ("cogvideox", "CogVideoXImageToVideoPipeline", 16, r"must have 32 in_channels"),
+    ],
+)
+def test_a_pipeline_of_other_channels_than_the_weights_is_refused_before_they_are_read(
+    family, pipeline, channels, message, tiny_pipeline, tmp_path
+) -> None:
+    without = shutil.ignore_patterns("*.safetensors")
+    folder = shutil.copytree(tiny_pipeline(family), tmp_path / family, ignore=without)
+    change(folder / "transformer" / "config.json", in_channels=channels)
+    with pytest.raises(UsageError, match=f"component transformer of .* {message}"):
+        load(folder, pipeline)
+
+
+def test_the_configs_of_a_hub_id_are_checked_before_its_weights_are_fetched(
+    tiny_pipeline, monkeypatch
+) -> None:
+    asked = []
+    index = PipelineIndex.read(str(tiny_pipeline("wan")), "WanImageToVideoPipeline")
+
+    def fetch(repository, *, allow_patterns):
+        asked.append((repository, allow_patterns))
+        return str(tiny_pipeline("wan"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    index = dataclasses.replace(index, model_path="some/model")
+    with pytest.raises(UsageError, match=r"transformer of 'some/model' must have 36 in_channels"):
+        load_pipeline(index, ServerArgs(model_path="some/model"), torch.device("cpu"))
+    assert asked == [("some/model", ["*/*config.json"])]
+
+
+def test_a_model_that_starts_from_an_image_by_timesteps_has_the_channels_of_a_latent(
+    folder,
+) -> None:
+    change(folder / "model_index.json", expand_timesteps=True)
+    index = PipelineIndex.read(str(folder), "WanImageToVideoPipeline")
+    check_loading(index, ServerArgs(model_path=str(folder)), torch.device("cpu"))
+
+
+def test_models_of_other_pipelines_are_refused_where_types_are_spelled_as_text(
+    folder, tiny_pipeline
+) -> None:
+    with pytest.raises(UsageError, match=r"must be a HunyuanImageTransformer2DModel, as Hunyuan"):
+        load(folder, "HunyuanImagePipeline")
+    with pytest.raises(UsageError, match=r"text_encoder .* must be a Mistral3For.* got a Qwen3For"):
+        load(tiny_pipeline("flux2_klein"), "Flux2Pipeline")
 
 
 @pytest.mark.parametrize("make", [load, skeleton], ids=["weights", "skeleton"])

@@ -142,11 +142,21 @@ def test_the_frame_rate_is_the_models_unless_given(pipeline, given, fps, passed)
     assert arguments.get("frame_rate") == passed
 
 
-def test_an_argument_that_the_pipeline_needs_is_named_with_its_flag() -> None:
-    with pytest.raises(
-        UsageError, match="WanImageToVideoPipeline needs image, got none; give --image-path"
-    ):
-        check_arguments(_index("WanImageToVideoPipeline"), _args())
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("WanImageToVideoPipeline", "needs image, got none; give --image-path$"),
+        ("WanVideoToVideoPipeline", "needs video, got none; give --video-path"),
+        (
+            "FluxControlImg2ImgPipeline",
+            "control_image, got none; give .*-path; --pipeline-arg control",
+        ),
+    ],
+)
+def test_an_argument_that_the_pipeline_needs_is_named_with_its_flag(pipeline, message) -> None:
+    values = {"num_frames": 9} if pipeline.startswith("Wan") else {}  # which one does not take
+    with pytest.raises(UsageError, match=f"{pipeline} .*{message}"):
+        check_arguments(_index(pipeline), _args(**values))
 
 
 @pytest.mark.parametrize(
