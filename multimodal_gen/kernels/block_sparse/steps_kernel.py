@@ -18,7 +18,8 @@ from multimodal_gen.kernels.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, next_power_of_2
 
 CHUNK = 128  # entries of a list that a program looks at together
-LISTED = 1024  # entries of a row of a map, likewise
+FEW = 512  # entries of a row of a map, which one look is enough for
+LISTED = 256  # of longer rows, likewise
 
 
 @triton.jit(do_not_specialize=["num", "rows_h", "rows_q"])
@@ -211,7 +212,7 @@ def make_lists(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, num_q, num = keep.shape
     indices = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
     counts = torch.empty(keep.shape[:3], dtype=torch.int32, device=keep.device)
-    chunk = min(max(next_power_of_2(num), 16), LISTED)
+    chunk = max(next_power_of_2(num), 16) if num <= FEW else LISTED
     _launch_list(
         (batch * heads * num_q,), keep.view(torch.uint8), indices, counts, *keep.stride()[:3],
         heads, num_q, num, num, CHUNK=chunk, num_warps=1,  # threads that hold much scan little

@@ -1,8 +1,7 @@
 """The coarse stage in Triton: SM80 and later, ROCm, and Triton's interpreter.
 
-Selection needs no sort. Scores become integers of the same order; bisection over these finds the
-smallest one to keep, for a row held in registers, and a running sum then lists what is kept in
-increasing order.
+Selection needs no sort. Scores become integers of the same order; bisection finds the smallest one
+to keep, for a row held in registers, and a running sum then lists what is kept in increasing order.
 """
 
 import torch
@@ -146,6 +145,28 @@ def _ordered(score):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@triton.jit
+def _between(low, high):
+    """Return an integer above `low` and up to `high`, of the score midway if there is one.
+
+    Scores lie closer together than integers of their order, whose first bits are exponents.
+    """
+    first = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    last = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    middle = _ordered(first * 0.5 + last * 0.5)
+    inside = (middle > low) & (middle <= high)
+    return tl.where(inside, middle, (low | high) - ((low ^ high) >> 1))
+
+
+@triton.jit
+def _reach(keys, rest, middle, NP: tl.constexpr, REST: tl.constexpr):
+    """Return how many of a row are no less than `middle`; a thread adds up what it holds first."""
+    found = (keys >= middle).to(tl.int32)
+    if REST:
+        found = tl.sum(tl.reshape(found, [NP // REST, REST]), 0) + (rest >= middle).to(tl.int32)
+    return tl.sum(found, 0)
+
+
 @triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "heads", "group"])
 def _score_kernel(
     q_ptr, k_ptr, key_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
@@ -240,11 +261,12 @@ def _cell_score_kernel(
 def _select_kernel(
     key_ptr, out_ptr, out_b, out_h, out_n,
     first_block, num_q, num_kv, heads, count, always, near, key_row,
-    BM: tl.constexpr, NP: tl.constexpr, CHUNK: tl.constexpr, MAP: tl.constexpr,
+    BM: tl.constexpr, NP: tl.constexpr, REST: tl.constexpr, CHUNK: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows]. `smallest` becomes the largest key that at least `count` others reach.
 
-    Lists what is kept; or, if MAP, marks it, and what is at most `near` away from the row's number.
+    A row is held in two parts, the second of which may have no room. Lists what is kept; or, if
+    MAP, marks it, and what is at most `near` away from the row's number.
     """
     local = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(num_q, BM)
@@ -257,25 +279,33 @@ def _select_kernel(
         keys = tl.load(key_ptr + n, mask=n < num_kv, other=-0x80000000)
         smallest = tl.min(tl.where(n < num_kv, keys, 0x7FFFFFFF), 0)
         largest = tl.max(keys, 0)
+        rest = keys
+        if REST:
+            n = NP + tl.arange(0, REST)
+            rest = tl.load(key_ptr + n, mask=n < num_kv, other=-0x80000000)
+            smallest = tl.minimum(smallest, tl.min(tl.where(n < num_kv, rest, 0x7FFFFFFF), 0))
+            largest = tl.maximum(largest, tl.max(rest, 0))
         above = 0  # keys beyond `largest`
         hit = False  # `smallest` is reached by exactly `count`
         while smallest < largest:
-            middle = (smallest | largest) - ((smallest ^ largest) >> 1)
-            reach = tl.sum((keys >= middle).to(tl.int32), 0)
+            middle = _between(smallest, largest)
+            reach = _reach(keys, rest, middle, NP, REST)
             enough = reach >= count
             hit = reach == count
             above = tl.where(enough, above, reach)
             smallest = tl.where(enough, middle, smallest)
             largest = tl.where(hit, middle, tl.where(enough, largest, middle - 1))
-        ties = tl.where(hit, num_kv, count - above)
         listed = 0
         equal = 0
         for first in range(0, num_kv, CHUNK):
             j = first + tl.arange(0, CHUNK)
             key = tl.load(key_ptr + j, mask=j < num_kv, other=-0x80000000)
-            is_tie = (key == smallest) & (j < num_kv)
-            rank = equal + tl.cumsum(is_tie.to(tl.int32), 0)
-            keep = ((key > smallest) | (is_tie & (rank <= ties))) & (j < num_kv)
+            keep = (key >= smallest) & (j < num_kv)
+            if not hit:  # of equal ones the first
+                is_tie = (key == smallest) & (j < num_kv)
+                rank = equal + tl.cumsum(is_tie.to(tl.int32), 0)
+                keep &= (key > smallest) | (rank <= count - above)
+                equal += tl.sum(is_tie.to(tl.int32), 0)
             if MAP:
                 keep |= tl.abs(j - row) <= near
                 tl.store(out_ptr + j, keep.to(tl.uint8), mask=j < num_kv)
@@ -283,10 +313,22 @@ def _select_kernel(
                 slot = listed + tl.cumsum(keep.to(tl.int32), 0) - 1
                 tl.store(out_ptr + slot, j, mask=keep)
                 listed += tl.sum(keep.to(tl.int32), 0)
-            equal += tl.sum(is_tie.to(tl.int32), 0)
         for first in range(0, 0 if MAP else always, CHUNK):
             j = first + tl.arange(0, CHUNK)
             tl.store(out_ptr + count + j, num_kv + j, mask=j < always)
+
+
+def _parts(num: int) -> tuple[int, int]:
+    """Return two powers of two, or one and 0, that together hold a row of `num` keys."""
+    whole = next_power_of_2(max(num, 32))
+    half = whole // 2
+    rest = next_power_of_2(max(num - half, half // 4))
+    return (whole, 0) if whole < 512 or rest == half else (half, rest)
+
+
+def _warps(padded: int) -> int:
+    """Return how many warps hold a row of so many keys in their registers."""
+    return min(next_power_of_2(-(-padded // 4096)), 16)
 
 
 def _channels(head_size: int) -> int:
@@ -402,7 +444,7 @@ def select_tiles(
     """
     batch, heads, num_q, head_size = query.shape
     num_kv = key.shape[2]
-    padded = next_power_of_2(max(num_kv, 32))
+    part, rest = _parts(num_kv)
     key_row = -(-num_kv // 16) * 16
     blocks = batch * heads * -(-num_q // SCORE_ROWS)
     step = min(blocks, max(1, scratch_bytes // (4 * SCORE_ROWS * key_row)))
@@ -423,8 +465,8 @@ def select_tiles(
             (used * SCORE_ROWS,),
             scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always,
             -1 if near is None else near, key_row,
-            BM=SCORE_ROWS, NP=padded, CHUNK=LISTED, MAP=near is not None,
-            num_warps=warps or min(max(padded // 4096, 1), 16),
+            BM=SCORE_ROWS, NP=part, REST=rest, CHUNK=LISTED, MAP=near is not None,
+            num_warps=warps or _warps(part + rest),
         )  # fmt: skip
 
 
@@ -451,7 +493,7 @@ def select_cells(
     num_q, num_kv = num_cells // cells[0], key.shape[2] // cells[1]
     width = _channels(head_size)
     rows, keys = _cell_rows(cells[0], width, warpgroups), min(SCORES // cells[0], 64) // cells[1]
-    padded = next_power_of_2(max(num_kv, 32))
+    part, rest = _parts(num_kv)
     key_row = -(-num_kv // 16) * 16
     blocks = batch * heads * -(-num_q // rows)
     step = min(blocks, max(1, scratch_bytes // (4 * rows * key_row)))
@@ -475,8 +517,8 @@ def select_cells(
         _launch_select(
             (used * rows,),
             scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always, -1,
-            key_row, BM=rows, NP=padded, CHUNK=LISTED, MAP=False,
-            num_warps=min(max(padded // 4096, 1), 16),
+            key_row, BM=rows, NP=part, REST=rest, CHUNK=LISTED, MAP=False,
+            num_warps=_warps(part + rest),
         )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def test_selection_is_the_definition(
     assert torch.equal(found, naive_best(query, key, count, always))
 
 
-@pytest.mark.parametrize("scratch_bytes", [1, 2**14])
+@pytest.mark.parametrize("scratch_bytes", [pytest.param(1, marks=pytest.mark.slow), 2**14])
 def test_rows_are_done_in_turns_where_the_buffer_is_small(scratch_bytes: int) -> None:
     query = whole_numbers(2, 1, 66, 16, seed=0, dtype=torch.float16)
     key = whole_numbers(2, 1, 20, 16, seed=1, dtype=torch.float16)
@@ -208,16 +208,29 @@ def test_the_gated_sum_is_rounded_once(
     assert torch.equal(found[:, -3:], out[:, -3:])
 
 
-def test_a_map_marks_what_is_listed_and_what_is_near() -> None:
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_map_marks_what_is_listed_and_what_is_near(alike: bool) -> None:
     from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_tiles
 
     query, key = random(1, 1, 12, 24), random(1, 1, 12, 24, seed=1)
+    if alike:  # more keys score best than are kept
+        key[:, :, 4:9] = key[:, :, 4:5]
     marked = torch.empty(1, 1, 12, 12, dtype=torch.uint8)
     select_tiles(query, key, 3, 0, marked, near=1)
     place = torch.arange(12)
     wanted = ((place[:, None] - place).abs() <= 1)[None, None].clone()
     wanted.scatter_(-1, selected(query, key, 3, 0).long(), True)
     assert torch.equal(marked, wanted.to(torch.uint8))
+
+
+@pytest.mark.parametrize("num_kv", [300, 384, 700])
+def test_a_row_is_held_in_two_parts(num_kv: int) -> None:
+    score = torch.randn(num_kv, generator=torch.Generator().manual_seed(num_kv))
+    score[::7] *= 1e30
+    query, key = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, num_kv, 16)
+    query[..., 0], key[..., 0] = 1.0, score
+    found = selected(query, key, num_kv // 7, 0)
+    assert torch.equal(found[0, 0, 0], score.topk(num_kv // 7).indices.sort().values.int())
 
 
 @pytest.mark.parametrize(("cells", "masked"), [(4, False), (8, True)])
