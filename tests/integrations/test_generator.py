@@ -214,6 +214,20 @@ def test_a_gguf_file_is_the_pipeline_driven_by_hand(tiny_pipeline, tmp_path, wan
     torch.testing.assert_close(made.latents, plain.latents, atol=0.1, rtol=0)
 
 
+def test_arguments_that_only_the_pipeline_can_check_are_named_where_it_fails(
+    wan, monkeypatch
+) -> None:
+    from diffusers import WanTransformer3DModel
+
+    def refuse(self, *args, attention_kwargs, **kwargs):
+        return attention_kwargs["of its own"]
+
+    monkeypatch.setattr(WanTransformer3DModel, "forward", refuse)
+    failed = r"fails with --pipeline-arg attention_kwargs=.*'scale': 1.*: KeyError: 'of its own'"
+    with pytest.raises(UsageError, match=failed):
+        wan.generate(prompt="a fox", pipeline_arg={"attention_kwargs": {"scale": 1}}, **VIDEO)
+
+
 @pytest.mark.parametrize(
     ("way", "setting"),
     [("torchao-int8", "Int8WeightOnlyConfig"), ("torchao-fp8", "Float8WeightOnlyConfig")],

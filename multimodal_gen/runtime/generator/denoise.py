@@ -10,7 +10,7 @@ import functools
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -19,16 +19,18 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
-from multimodal_gen.runtime.generator.index import first_line, is_out_of_memory
+from multimodal_gen.runtime.generator.index import described, first_line, is_out_of_memory
 from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
+from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import as_flag
 
 __all__ = [
     "Denoised",
     "Timings",
+    "arguments_explained",
     "check_finite",
     "denoise",
     "differences",
@@ -206,6 +208,29 @@ def refusal_explained() -> Iterator[None]:
         if isinstance(error, MultimodalGenError) or not refused:
             raise
         raise UsageError(f"{refused}: {first_line(error)}") from error
+
+
+@contextmanager
+def arguments_explained(given: Mapping[str, object]) -> Iterator[None]:
+    """Name the arguments that nothing but the pipeline can check where it fails with them.
+
+    Args:
+        given: values by the arguments that the user gave by the pipeline's own names.
+
+    Raises:
+        UsageError: there are some, and diffusers, or what it calls, raised an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        ours = _modules(error)[-1].partition(".")[0] == __name__.partition(".")[0]
+        if not given or ours or isinstance(error, MultimodalGenError) or is_out_of_memory(error):
+            raise
+        named = ", ".join(f"{name}={short(value)}" for name, value in given.items())
+        raise UsageError(
+            f"the pipeline fails with --pipeline-arg {named}: {described(error)}; give other "
+            f"values, or leave them out"
+        ) from error
 
 
 def _refused(error: Exception) -> str:

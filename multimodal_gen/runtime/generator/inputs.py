@@ -6,10 +6,11 @@ looked into, before weights are loaded.
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, Final, Union, get_args, get_origin
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
 from multimodal_gen.runtime.generator.index import PipelineIndex, first_line
@@ -48,7 +49,10 @@ _TAKEN: Final[Mapping[str, str]] = types.MappingProxyType(
         "callback_on_step_end_tensor_inputs": "is settled by what is written",
     }
 )
-_PLAIN = (bool, int, float, str)
+_JSON = (bool, int, float, str, list, tuple, Mapping, type(None))
+
+_MOST_TOKENS = 1 << 16  # of a prompt: no text encoder reads so many
+_MOST = (1 << 31) - 1
 
 
 def check_inputs(index: PipelineIndex, args: ServerArgs, flags: Mapping[str, str]) -> None:
@@ -136,8 +140,10 @@ def _check_number(index: PipelineIndex, args: ServerArgs) -> None:
     files, name = _files(args, "image_path"), _parameter(index, "image_path")
     if len(files) < 2 or name is None or name in _LISTS:
         return
-    kinds = _kinds(index.parameters[name].annotation)
-    if kinds and not any(get_origin(kind) is list or kind is list for kind in kinds):
+    kind = index.parameters[name].annotation
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    told = kind is not Parameter.empty and not isinstance(kind, str)
+    if told and not any(get_origin(each) is list or each is list for each in kinds):
         raise UsageError(
             f"--image-path must be given once for {index.name}, which starts from one image, got "
             f"{len(files)}"
@@ -163,33 +169,85 @@ def _check_argument(
     file = _file_of(value)
     if file is not None:
         _check_file(f"--pipeline-arg {name}", file)
-    elif parameter is not None and not _fits(value, _kinds(parameter.annotation)):
-        wanted = " or ".join(getattr(k, "__name__", str(k)) for k in _kinds(parameter.annotation))
+    elif parameter is not None:
+        _check_type(index, parameter, value)
+        _check_range(index, parameter, value)
+
+
+def _check_type(index: PipelineIndex, parameter: Parameter, value: object) -> None:
+    """Refuse a value that the argument's type excludes."""
+    kind = parameter.annotation
+    if _fits(value, kind) or (value is None and parameter.default is None):
+        return
+    hint = ""
+    if not any(_fits(example, kind) for example in (True, 1, 0.5, "", [], {})):
+        hint = "; no text spells one, give it to multimodal_gen.generate"
+    raise UsageError(
+        f"--pipeline-arg {parameter.name} must be of type {_spelled(kind)}, as {index.name} has "
+        f"it, got {short(_thawed(value))}{hint}"
+    )
+
+
+def _check_range(index: PipelineIndex, parameter: Parameter, value: object) -> None:
+    """Refuse counts below what they can be, and numbers of tokens that no text encoder reads."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return
+    name, default = parameter.name, parameter.default
+    tokens = name.endswith("_length")
+    counts = isinstance(default, int) and default >= 0
+    least = 1 if tokens else 0 if counts else -_MOST
+    most = _MOST_TOKENS if tokens else _MOST
+    if not least <= value <= most:
+        rule = f"at least {least}" if value < least else f"at most {most}"
         raise UsageError(
-            f"--pipeline-arg {name} must be of type {wanted}, as {index.name} has it, got "
-            f"{short(_thawed(value))}"
+            f"--pipeline-arg {name} must be {rule}, got {short(value)}; {index.name} has {default} "
+            f"by default"
         )
 
 
-def _kinds(annotation: object) -> tuple[Any, ...]:
-    """Return the types of an annotation; none where it says nothing."""
-    if annotation is Parameter.empty or isinstance(annotation, str):
-        return ()
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
+def _fits(value: object, kind: Any) -> bool:
+    """Tell whether a value as JSON spells it may be of a type; of other values, types say little.
 
-
-def _fits(value: object, kinds: tuple[Any, ...]) -> bool:
-    """Tell whether a plain value may be of one of the types; others than plain ones say nothing."""
-    plain = [kind for kind in kinds if kind in _PLAIN]
-    if not plain or len(plain) < len([kind for kind in kinds if kind is not type(None)]):
+    A whole number is a float too, and a list is a tuple: JSON tells neither from the other.
+    """
+    if kind is Any or isinstance(kind, str) or not isinstance(value, _JSON):
         return True
-    if value is None:
-        return type(None) in kinds
-    if isinstance(value, bool):
-        return bool in plain
-    return isinstance(value, tuple(plain)) or (isinstance(value, int) and float in plain)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in inner)
+    if origin is Literal:
+        return value in inner
+    kind = origin or kind
+    if not isinstance(kind, type) or kind is Parameter.empty:
+        return True
+    if isinstance(value, (list, tuple)):
+        return kind in (list, tuple, Iterable) and _items_fit(value, kind, inner)
+    if isinstance(value, Mapping):
+        return issubclass(kind, Mapping)
+    if issubclass(kind, Enum):
+        return value in [member.value for member in kind]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return kind in (int, float)
+    return kind is type(value)
+
+
+def _items_fit(value: list[object] | tuple[object, ...], kind: type, inner: Any) -> bool:
+    fixed = kind is tuple and len(inner) > 1 and Ellipsis not in inner
+    if fixed and len(inner) != len(value):
+        return False
+    kinds = [each for each in inner if each is not Ellipsis]
+    return not kinds or all(any(_fits(item, each) for each in kinds) for item in value)
+
+
+def _spelled(kind: Any) -> str:
+    """Return a type in words: `int or list[int]`."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_spelled(each) for each in get_args(kind))
+    if kind is type(None):
+        return "null"
+    name = getattr(kind, "__name__", str(kind))
+    inner = ", ".join(_spelled(each) for each in get_args(kind) if each is not Ellipsis)
+    return f"{name}[{inner}]" if inner else name
 
 
 def _file_of(value: object) -> Path | None:

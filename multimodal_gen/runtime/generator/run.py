@@ -21,6 +21,7 @@ from multimodal_gen.runtime.generator.cache import cached, read_cache
 from multimodal_gen.runtime.generator.denoise import (
     Denoised,
     Timings,
+    arguments_explained,
     check_finite,
     denoise,
     differences,
@@ -447,7 +448,12 @@ def _denoise(
         call = replace(call, arguments={**call.arguments, "output_type": "latent"})
     width, height = output_size(pipe, index, args)
     asked = Generation(prompt=args.prompt or "", width=width, height=height)
-    with diffusers_backend_explained(_named_backend(args)), describe_generation(asked):
+    given = args.pipeline_arg if isinstance(args.pipeline_arg, Mapping) else {}
+    with (
+        arguments_explained(given),
+        diffusers_backend_explained(_named_backend(args)),
+        describe_generation(asked),
+    ):
         return denoise(pipe, call, timings) if stream is None else stream.run(pipe, call, timings)
 
 

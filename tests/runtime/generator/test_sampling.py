@@ -175,6 +175,46 @@ def test_an_option_the_pipeline_does_not_take_is_named(pipeline: str, values, fl
         check_arguments(_index(pipeline), _args(**values))
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "name", "value", "rule"),
+    [
+        ("WanPipeline", "max_sequence_length", 10**13, "at most 65536, got 10000000000000; WanPip"),
+        ("WanPipeline", "max_sequence_length", -1, "at least 1, got -1; WanPipeline has 512"),
+        ("FluxImg2ImgPipeline", "strength", "x", "of type float, as FluxImg2ImgPipeline has it"),
+        ("WanPipeline", "attention_kwargs", 3, r"of type dict\[str, Any\] or null, as WanPipel"),
+        ("WanPipeline", "latents", [1, 2], r"of type Tensor or null, .* \[1, 2\]; no text spells"),
+        ("FluxPipeline", "prompt_2", [1], r"of type str or list\[str\] or null, as FluxPipeline"),
+        ("FluxInpaintPipeline", "padding_mask_crop", True, "of type int or null, .* got True"),
+        ("LTXPipeline", "decode_timestep", ["x"], r"type float or list\[float\], as LTXPipeline"),
+        ("HunyuanImagePipeline", "latents", 3, "must be of type Tensor or null"),
+        ("HunyuanVideoFramepackPipeline", "sampling_type", "x", "type FramepackSamplingType, as"),
+        ("StableDiffusionXLPipeline", "original_size", [1, 2, 3], r"type tuple\[int, int\] or nul"),
+        ("WanPipeline", "num_chunks", 10**400, "must name an argument of WanPipeline"),
+        ("SkyReelsV2DiffusionForcingPipeline", "ar_step", 10**30, "must be at most 2147483647"),
+        ("SkyReelsV2DiffusionForcingPipeline", "addnoise_condition", "1", "must be of type float"),
+    ],
+)
+def test_values_that_the_signature_excludes_are_refused(pipeline, name, value, rule) -> None:
+    with pytest.raises(UsageError, match=f"--pipeline-arg .*{rule}"):
+        check_arguments(_index(pipeline), _args(pipeline_arg={name: value}))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "given"),
+    [
+        ("WanPipeline", {"attention_kwargs": {"scale": 1}, "max_sequence_length": 226}),
+        ("WanPipeline", {"attention_kwargs": None, "latents": torch.zeros(1)}),
+        ("FluxPipeline", {"prompt_2": ["a", "b"], "negative_prompt_2": "c"}),
+        ("LTXPipeline", {"decode_timestep": 1, "decode_noise_scale": [0, 0.5]}),
+        ("SkyReelsV2DiffusionForcingPipeline", {"ar_step": 5, "overlap_history": 3}),
+        ("StableDiffusionXLPipeline", {"original_size": [512, 512]}),
+        ("HunyuanVideo15Pipeline", {}),
+    ],
+)
+def test_values_that_the_signature_allows_are_taken(pipeline, given) -> None:
+    check_arguments(_index(pipeline), _args(pipeline_arg=given))
+
+
 def test_a_guider_in_the_index_accepts_guidance() -> None:
     index = _index("HunyuanVideo15Pipeline", guider=("diffusers", "ClassifierFreeGuidance"))
     check_arguments(index, _args(guidance_scale=2.0))
