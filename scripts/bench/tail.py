@@ -5,19 +5,21 @@ Sampled rows of what the engine computes are checked against float32 by the defi
 on a small video, against the reference kernel; what is wrong is not timed, and makes the script
 fail at the end. The distance of some of a layer's rows from dense attention in float64 is a column.
 Of lists that are timed alone, what the tail derives from a plan is made once; layers make it in
-every call.
+every call. Each layer, and each kind of lists, is compiled, checked, timed and written before the
+next one.
 
     python3 scripts/bench/tail.py --commit HASH [--only wan] [--rounds 7] [--tiles] [--parts]
-    python3 scripts/bench/tail.py --commit HASH --lists "of 64" --layers "sol, (15|blocks)"
+    python3 scripts/bench/tail.py --commit HASH --layers "sol, (15|blocks)" --lists "^$"
     python3 scripts/bench/tail.py --commit HASH --smoke    # a tiny case, on any machine
 """
 
 import importlib.util
+import itertools
 import math
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -130,7 +132,8 @@ CASES = (
     Case(name="wan 14B 21x45x80", grid=(21, 45, 80), heads=40),
     Case(name="hunyuan 30x48x80", grid=(30, 48, 80), heads=24),
 )
-SMALL = Case(name="small", grid=(6, 24, 40), heads=2)
+# Ends in a cut block as that of 720p does, so that the same compilations serve both.
+SMALL = Case(name="small", grid=(6, 24, 41), heads=2)
 SMOKE = (Case(name="smoke", grid=(5, 9, 13), heads=2, head_size=32, tile=(2, 4, 4)),)
 
 
@@ -176,27 +179,6 @@ def expected_rows(qkv: QKV, plan: BlockPlan, rows: torch.Tensor, *, tail: bool) 
     pooled = pooled.masked_fill(kept, -torch.inf)
     weights = torch.cat((exact, pooled), dim=1).softmax(-1)
     return weights @ torch.cat((v, means[1]))
-
-
-def engine_runs(case: Case, qkv: QKV, options: Any) -> dict[str, tuple[Run, BlockPlan, bool]]:
-    """Return what the engine is timed on: name -> run, lists, whether with a tail."""
-    lists = {
-        "blocks of 64": partial(random_lists, case, 64),
-        "blocks of 128": partial(random_lists, case, 128),
-        "windows of tiles": partial(window_lists, case),
-    }
-    runs: dict[str, tuple[Run, BlockPlan, bool]] = {}
-    for name, make in lists.items():
-        if not re.search(options.lists, name):
-            continue
-        plan = make()
-        inputs = tuple(x[:, : plan.kv.total] for x in qkv)
-        attend = partial(block_sparse_attention, *inputs, plan)
-        runs[name] = (attend, plan, False)
-        runs[f"{name}, tail"] = (partial(attend, tail=PooledTail()), plan, True)
-        for label, tile in TILES.items() if options.tiles else ():
-            runs[f"{name}, tail {label}"] = (partial(with_tile, attend, tile), plan, True)
-    return runs
 
 
 def parts_of(qkv: QKV, plan: BlockPlan) -> dict[str, Callable[[], object]]:
@@ -304,53 +286,109 @@ def dense_run(qkv: QKV) -> dict[str, Run]:
     return {DENSE: lambda: flash_attn_func(*qkv)}
 
 
-def measure(case: Case, options: Any) -> tuple[list[Row], list[str]]:
-    """Return the rows of a case, and the names of what was wrong."""
-    qkv = video_of(case)
-    runs, wrong = dense_run(qkv), []
-    errors: dict[str, float] = {}
-    densities: dict[str, float] = {DENSE: 1.0}
-    to_dense: dict[str, float] = {}
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    for name, (run, plan, tail) in engine_runs(case, qkv, options).items():
-        rows = torch.randint(0, plan.q.total, (ROWS,), device=DEVICE, generator=generator)
-        errors[name] = relative_error(run()[0, rows, 0], expected_rows(qkv, plan, rows, tail=tail))
-        densities[name] = float(plan.pairs().double().mean()) / case.tokens**2
-        runs[name] = run
-        for part, piece in parts_of(qkv, plan).items() if options.parts and not tail else ():
-            runs[f"{name}: {part}"] = piece
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What is timed in the same rounds: a layer, or lists, with and without a tail.
+
+    Attributes:
+        runs: what runs, by name.
+        errors: relative errors of kernels; what has none is not checked.
+        bound: the largest error that is right.
+        densities: see `TailRow`.
+        to_dense: see `TailRow`.
+    """
+
+    runs: dict[str, Run]
+    errors: dict[str, float]
+    bound: float
+    densities: dict[str, float]
+    to_dense: dict[str, float]
+
+
+def measure(case: Case, options: Any) -> list[str]:
+    """Write the rows of a case, group by group; return the names of what was wrong.
+
+    What compiles late does not hold up what is written, which a script that is ended leaves.
+    """
+    qkv, wrong = video_of(case), []
+    dense, layers = dense_run(qkv), layer_groups(case, qkv, options)
+    for group in itertools.chain(layers, list_groups(case, qkv, options)):
+        runs = {**dense, **group.runs}
+        for name, error in group.errors.items():
+            if not error < group.bound:
+                print(f"WRONG {name}: relative error {error:.2e}", flush=True)
+                wrong.append(name)
+                runs.pop(name)
+        times = interleave(runs, rounds=options.rounds, block_ms=options.block_ms)
+        rows = rows_for(case, options.commit, times, group)
+        write_rows(options.out / "tail.csv", rows)
+        for row in rows:
+            print(
+                f"   {row.contender:34} x{row.over_without_tail:.3f} of without tail, "
+                f"{row.speedup_over_fa3:.2f} x fa3, error to dense {row.error_to_dense:.3g}",
+                flush=True,
+            )
+    return wrong
+
+
+def layer_groups(case: Case, qkv: QKV, options: Any) -> Iterator[Group]:
+    """Yield the layers that are asked for, each with and without its tail."""
     layers = {name: given for name, given in LAYERS.items() if re.search(options.layers, name)}
-    exact, small = sample(qkv), video_of(SMOKE[0] if options.smoke else SMALL)
-    for name, (backend, given) in layers.items():
+    if not layers:
+        return
+    exact, little = sample(qkv), SMOKE[0] if options.smoke else SMALL
+    small = video_of(little)
+    for name, (backend, parameters) in layers.items():
+        runs, errors, to_dense = {}, {}, {}
         for tail in ("none", "pooled"):
             label = f"{name}, tail" if tail == "pooled" else name
-            given = {**given, "tail": tail}
-            errors[label] = kernel_error(
-                SMOKE[0] if options.smoke else SMALL, small, backend, given
+            given = {**parameters, "tail": tail}
+            errors[label] = kernel_error(little, small, backend, given)
+            runs[label] = partial(
+                run_layer, case, make_layer(case, case.heads, backend, given), qkv
             )
-            run = partial(run_layer, case, make_layer(case, case.heads, backend, given), qkv)
-            to_dense[label] = exact.error(run())
-            runs[label] = run
-    for name, error in errors.items():
-        if not error < (LAYER_BOUND if name in to_dense else BOUND):
-            print(f"WRONG {name}: relative error {error:.2e}", flush=True)
-            wrong.append(name)
-            runs.pop(name)
-    times = interleave(runs, rounds=options.rounds, block_ms=options.block_ms)
-    return rows_for(case, options.commit, times, errors, densities, to_dense), wrong
+            to_dense[label] = exact.error(runs[label]())
+        yield Group(runs=runs, errors=errors, bound=LAYER_BOUND, densities={}, to_dense=to_dense)
+
+
+def list_groups(case: Case, qkv: QKV, options: Any) -> Iterator[Group]:
+    """Yield the lists that are asked for, each with and without a tail."""
+    lists = {
+        "blocks of 64": partial(random_lists, case, 64),
+        "blocks of 128": partial(random_lists, case, 128),
+        "windows of tiles": partial(window_lists, case),
+    }
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for name, make in lists.items():
+        if not re.search(options.lists, name):
+            continue
+        plan = make()
+        inputs = tuple(x[:, : plan.kv.total] for x in qkv)
+        attend = partial(block_sparse_attention, *inputs, plan)
+        runs: dict[str, Run] = {name: attend, f"{name}, tail": partial(attend, tail=PooledTail())}
+        for label, tile in TILES.items() if options.tiles else ():
+            runs[f"{name}, tail {label}"] = partial(with_tile, attend, tile)
+        errors = {}
+        for label, run in runs.items():
+            rows = torch.randint(0, plan.q.total, (ROWS,), device=DEVICE, generator=generator)
+            wanted = expected_rows(qkv, plan, rows, tail=label != name)
+            errors[label] = relative_error(run()[0, rows, 0], wanted)
+        densities = dict.fromkeys(runs, float(plan.pairs().double().mean()) / case.tokens**2)
+        for part, piece in parts_of(qkv, plan).items() if options.parts else ():
+            runs[f"{name}: {part}"] = piece
+        yield Group(runs=runs, errors=errors, bound=BOUND, densities=densities, to_dense={})
 
 
 def rows_for(
     case: Case,
     commit: str,
     times: dict[str, list[float]],
-    errors: dict[str, float],
-    densities: dict[str, float],
-    to_dense: dict[str, float],
-) -> list[Row]:
+    group: Group,
+) -> list[TailRow]:
     """Return the rows of what was timed."""
     medians = {name: statistics.median(found) for name, found in times.items()}
-    found: list[Row] = []
+    densities = {DENSE: 1.0, **group.densities}
+    found: list[TailRow] = []
     for name, samples in times.items():
         plain = name.partition(":")[0].partition(", tail")[0]
         density = densities.get(name, math.nan)
@@ -363,7 +401,7 @@ def rows_for(
             # A part of a call with a tail is none that FLOP of pairs could be counted of.
             flop=0.0 if ":" in name else case.flop * (DENSITY if math.isnan(density) else density),
             flop_formula=FLOP,
-            errors=errors,
+            errors=group.errors,
             versions={DENSE: version_of("fa3-fwd")},
         )
         row = replace(row, ratio_to_best=round(medians[name] / min(medians.values()), 4))
@@ -373,7 +411,7 @@ def rows_for(
                 density=round(density, 4),
                 over_without_tail=round(medians[name] / medians.get(plain, math.nan), 4),
                 speedup_over_fa3=round(medians.get(DENSE, math.nan) / medians[name], 3),
-                error_to_dense=float(f"{to_dense.get(name, math.nan):.3g}"),
+                error_to_dense=float(f"{group.to_dense.get(name, math.nan):.3g}"),
             )
         )
     return found
@@ -384,24 +422,19 @@ def main() -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--tiles", action="store_true", help="try other shapes of the tail")
     parser.add_argument("--parts", action="store_true", help="also time what a tail consists of")
-    parser.add_argument("--lists", default="", help="lists whose name this expression matches")
-    parser.add_argument("--layers", default="", help="layers whose name this expression matches")
+    parser.add_argument(
+        "--lists", default="", help="lists that this expression matches; ^$ for none"
+    )
+    parser.add_argument(
+        "--layers", default="", help="layers that this expression matches; ^$ for none"
+    )
     parser.add_argument("--block-ms", type=float, default=80.0, help="length of a timing (80)")
     parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
     options = parser.parse_args()
     wrong: list[str] = []
     for case in SMOKE if options.smoke else CASES:
-        if options.only not in case.name:
-            continue
-        rows, bad = measure(case, options)
-        wrong += bad
-        write_rows(options.out / "tail.csv", rows)
-        for row in rows:
-            assert isinstance(row, TailRow)
-            print(
-                f"   {row.contender:34} x{row.over_without_tail:.3f} of without tail, "
-                f"{row.speedup_over_fa3:.2f} x fa3, error to dense {row.error_to_dense:.3g}"
-            )
+        if options.only in case.name:
+            wrong += measure(case, options)
     return 1 if wrong else 0
 
 
