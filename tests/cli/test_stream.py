@@ -18,7 +18,8 @@ import torch
 from diffusers import HeliosPipeline, SkyReelsV2DiffusionForcingImageToVideoPipeline
 from PIL import Image
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.cli.main import main
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import stream
@@ -67,8 +68,31 @@ def generator(helios):
         yield loaded
 
 
+@pytest.fixture(scope="module")
+def whole(generator):
+    """The video that is streamed, made in one call."""
+    return generator.generate(prompt="a fox", seed=0, **HELIOS_CALL)
+
+
 def num_frames(path: Path) -> int:
     return imageio_ffmpeg.count_frames_and_secs(str(path))[0]
+
+
+def frames_so_far(path: Path) -> int:
+    """Return the frames of a video that may not have begun."""
+    try:
+        return num_frames(path)
+    except RuntimeError:
+        return 0
+
+
+def decoded(path: Path, height: int, width: int) -> np.ndarray:
+    """Return the frames of a video, [T, H, W, 3] in [0, 1]."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", path]
+    raw = subprocess.run(
+        [*command, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"], stdout=subprocess.PIPE, check=True
+    ).stdout
+    return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3) / 255
 
 
 def streamed(generator: DiffGenerator, **settings):
@@ -80,8 +104,7 @@ def streamed(generator: DiffGenerator, **settings):
     return made, chunks
 
 
-def test_chunks_are_the_frames_of_the_whole_video(generator) -> None:
-    whole = generator.generate(prompt="a fox", seed=0, **HELIOS_CALL)
+def test_chunks_are_the_frames_of_the_whole_video(generator, whole) -> None:
     made, chunks = streamed(generator)
     assert [(chunk.first_frame, chunk.num_frames) for chunk in chunks] == [(0, 9), (9, 8)]
     assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
@@ -89,7 +112,11 @@ def test_chunks_are_the_frames_of_the_whole_video(generator) -> None:
     assert made.latents.shape[2] == 6
     assert made.record["produced"] == whole.record["produced"]
     assert made.report.summary() == whole.report.summary()
-    # Nothing of a stream stays with the pipeline.
+
+
+@pytest.mark.slow
+def test_nothing_of_a_stream_stays_with_the_pipeline(generator, whole) -> None:
+    streamed(generator)
     again = generator.generate(prompt="a fox", seed=0, **HELIOS_CALL)
     assert np.array_equal(again.pixels[0], whole.pixels[0])
 
@@ -226,19 +253,22 @@ def test_values_that_are_not_finite_are_counted() -> None:
 
 
 def test_a_later_prompt_takes_over_with_the_chunk_that_begins_at_its_time(
-    generator, tmp_path
+    generator, whole, tmp_path
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("# the second chunk begins at frame 9, of 24 a second\n\n0.375 two dogs\n")
-    _, alone = streamed(generator)
     made, chunks = streamed(generator, prompts_file=file)
     assert [chunk.prompt for chunk in chunks] == ["a fox", "two dogs"]
-    assert np.array_equal(chunks[0].frames, alone[0].frames)
-    assert not np.allclose(chunks[1].frames, alone[1].frames, atol=1e-3)
-    file.write_text("0.376 two dogs\n")
-    _, chunks = streamed(generator, prompts_file=file)
-    assert [chunk.prompt for chunk in chunks] == ["a fox", "a fox"]
+    assert np.array_equal(chunks[0].frames, whole.pixels[0][:9])
+    assert not np.allclose(chunks[1].frames, whole.pixels[0][9:], atol=1e-3)
     assert [part["prompt"] for part in made.record["stream"]["chunks"]] == ["a fox", "two dogs"]
+
+
+@pytest.mark.slow
+def test_a_prompt_of_a_later_time_does_not_take_over(generator, tmp_path) -> None:
+    (tmp_path / "prompts.txt").write_text("0.376 two dogs\n")
+    _, chunks = streamed(generator, prompts_file=tmp_path / "prompts.txt")
+    assert [chunk.prompt for chunk in chunks] == ["a fox", "a fox"]
 
 
 @pytest.mark.slow
@@ -342,8 +372,39 @@ def test_what_was_written_plays_while_the_video_grows_and_after_everything_was_k
         video.close()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of other threads, by fork
+def test_a_killed_process_leaves_a_video_that_plays(
+    helios, whole, pipeline_libraries, tmp_path
+) -> None:
+    """The process is a copy of this one, which has imported all it needs."""
+    path = tmp_path / "a.mp4"
+    flags = [str(x) for x in (*FLAGS, "--model-path", helios, "--output-path", path)]
+    flags[flags.index("18")] = "900"
+    process = os.fork()
+    if not process:
+        try:
+            torch.set_num_threads(1)  # which the threads of this process, if any, are not
+            main(["generate", *flags])
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline and frames_so_far(path) < 18:
+            time.sleep(0.1)
+    finally:
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    left = decoded(path, 32, 64)
+    assert 18 <= len(left) < 891
+    # Two chunks of the video, but for what the codec loses.
+    off = [np.abs(left[n] - whole.pixels[0][n]).mean() for n in range(17)]
+    assert max(off) < 0.1 < np.abs(left[0] - whole.pixels[0][9]).mean(), off
+    assert not path.with_suffix(".json").exists()
+
+
 @pytest.mark.slow
-def test_a_killed_process_leaves_a_video_that_plays(helios, tmp_path) -> None:
+def test_a_killed_command_leaves_a_video_that_plays(helios, tmp_path) -> None:
     command = [sys.executable, "-m", "multimodal_gen", "generate", "--model-path", str(helios)]
     flags = [*map(str, FLAGS), "--output-path", str(tmp_path / "a.mp4")]
     flags[flags.index("18")] = "900"
@@ -373,6 +434,15 @@ def test_a_killed_process_leaves_a_video_that_plays(helios, tmp_path) -> None:
 def test_wrong_settings_are_refused(settings, message, generator) -> None:
     with pytest.raises(UsageError, match=message):
         generator.generate(prompt="a fox", **HELIOS_CALL, **settings)
+
+
+def test_prompts_may_follow_on_tabs_and_a_byte_order_mark(tmp_path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeff1.5\ttwo dogs\r\n  3 \t a  cat \n".encode())
+    assert stream.read_timed_prompts(file) == ((1.5, "two dogs"), (3.0, "a  cat"))
+    file.write_bytes("\ufeff# x\n2\n".encode())
+    with pytest.raises(ConfigError, match="line 2, must be a start in seconds above 0 and a pro"):
+        stream.read_timed_prompts(file)
 
 
 @pytest.mark.parametrize(

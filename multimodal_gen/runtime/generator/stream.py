@@ -143,8 +143,8 @@ def read_timed_prompts(file: Path | str | None) -> tuple[TimedPrompt, ...]:
     """Return the prompts of a file, in the order of their times.
 
     Args:
-        file: text with a prompt per line, its start in seconds first; empty lines, and those that
-            begin with `#`, count for nothing. None has no prompts.
+        file: text with a prompt per line, its start in seconds first, then spaces or tabs; empty
+            lines, and those that begin with `#`, count for nothing. None has no prompts.
 
     Raises:
         ConfigError: it cannot be read, or a line is something else.
@@ -152,7 +152,8 @@ def read_timed_prompts(file: Path | str | None) -> tuple[TimedPrompt, ...]:
     if file is None:
         return ()
     try:
-        lines = read_small_file(expanded(str(file), "--prompts-file")).splitlines()
+        path = expanded(str(file), "--prompts-file")
+        lines = read_small_file(path, encoding="utf-8-sig").splitlines()
     except MalformedError as error:
         raise ConfigError(
             f"--prompts-file must be a readable text file, got {str(file)!r}: {error}"
@@ -161,7 +162,7 @@ def read_timed_prompts(file: Path | str | None) -> tuple[TimedPrompt, ...]:
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        start, _, text = line.strip().partition(" ")
+        start, text = (*line.split(maxsplit=1), "")[:2]
         try:
             seconds = float(start)
         except ValueError:
