@@ -1,4 +1,6 @@
 import hashlib
+import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +13,12 @@ import torch
 from torch.nn import functional as F
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
-from multimodal_gen.testing.tiny_models import FAMILIES, make_tiny_model, tokenizers
+from multimodal_gen.testing.tiny_models import (
+    FAMILIES,
+    STREAMING_FAMILIES,
+    make_tiny_model,
+    tokenizers,
+)
 from multimodal_gen.testing.tiny_models import make as make_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -335,3 +342,27 @@ def test_the_script_answers_bad_input_with_one_line_and_status_2(args, message):
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (ROOT / "OUT").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(f, marks=pytest.mark.slow) for f in STREAMING_FAMILIES]
+)
+def test_the_script_makes_families_that_stream_and_a_command_that_does(name, tmp_path, monkeypatch):
+    made = run("scripts/make_tiny_model.py", name, str(tmp_path / "model"))
+    assert made.returncode == 0, made.stderr
+    command = shlex.split(made.stdout.splitlines()[-1])
+    assert command[:2] == ["sglang", "generate"]
+    assert "--stream" in command
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    flags = [*command[1:], "--output-path", str(tmp_path / "a.mp4")]
+    done = subprocess.run(
+        [sys.executable, "-m", "multimodal_gen", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "stream: first frames after" in done.stdout
+    assert (tmp_path / "a.mp4").stat().st_size > 0

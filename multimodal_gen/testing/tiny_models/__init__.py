@@ -6,6 +6,11 @@ without a download. torch and diffusers are imported when a pipeline is made, no
 """
 
 from multimodal_gen.testing.tiny_models.family import TinyFamily
-from multimodal_gen.testing.tiny_models.make import FAMILIES, check_request, make_tiny_model
+from multimodal_gen.testing.tiny_models.make import (
+    FAMILIES,
+    STREAMING_FAMILIES,
+    check_request,
+    make_tiny_model,
+)
 
-__all__ = ["FAMILIES", "TinyFamily", "check_request", "make_tiny_model"]
+__all__ = ["FAMILIES", "STREAMING_FAMILIES", "TinyFamily", "check_request", "make_tiny_model"]

@@ -120,13 +120,14 @@ class TinyFamily:
         height: Pixels.
         width: Pixels.
         num_frames: Pixel frames of a video; None for an image.
-        num_inference_steps: Denoising steps.
+        num_inference_steps: Denoising steps; None where the pipeline has no such argument.
         guidance_name: The pipeline's argument for classifier-free or distilled guidance; None when
             it has none (HunyuanVideo-1.5 keeps the scale in its `guider` component).
         guidance_scale: Value for that argument.
         latent_grid: Tokens the transformer sees at this size, as (frames, height, width) after
             patching. The three numbers differ wherever there is more than one frame.
         extra_kwargs: Further pipeline arguments, such as a negative prompt that turns guidance on.
+        needs_image: Whether the pipeline must be given an image.
     """
 
     name: str
@@ -136,11 +137,12 @@ class TinyFamily:
     height: int
     width: int
     num_frames: int | None = None
-    num_inference_steps: int = 3
+    num_inference_steps: int | None = 3
     guidance_name: str | None = "guidance_scale"
     guidance_scale: float | None = None
     latent_grid: tuple[int, int, int]
     extra_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    needs_image: bool = False
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
@@ -149,8 +151,9 @@ class TinyFamily:
             "prompt": DEFAULT_PROMPT,
             "height": self.height,
             "width": self.width,
-            "num_inference_steps": self.num_inference_steps,
         }
+        if self.num_inference_steps is not None:
+            kwargs["num_inference_steps"] = self.num_inference_steps
         if self.num_frames is not None:
             kwargs["num_frames"] = self.num_frames
         if self.guidance_name is not None and self.guidance_scale is not None:

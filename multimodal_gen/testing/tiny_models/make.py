@@ -17,9 +17,16 @@ from multimodal_gen.testing.tiny_models.hunyuan_video import HUNYUAN_VIDEO
 from multimodal_gen.testing.tiny_models.hunyuan_video_15 import HUNYUAN_VIDEO_15
 from multimodal_gen.testing.tiny_models.ltx import LTX
 from multimodal_gen.testing.tiny_models.qwen_image import QWEN_IMAGE
+from multimodal_gen.testing.tiny_models.streaming import (
+    ANYFLOW_FAR,
+    FRAMEPACK,
+    HELIOS,
+    HELIOS_PYRAMID,
+    SKYREELS,
+)
 from multimodal_gen.testing.tiny_models.wan import WAN, WAN22
 
-__all__ = ["FAMILIES", "check_request", "make_tiny_model"]
+__all__ = ["FAMILIES", "STREAMING_FAMILIES", "check_request", "make_tiny_model"]
 
 FAMILIES: Final[Mapping[str, TinyFamily]] = MappingProxyType(
     {
@@ -37,7 +44,12 @@ FAMILIES: Final[Mapping[str, TinyFamily]] = MappingProxyType(
         )
     }
 )
-"""Every family that can be made, by name."""
+"""Families that make an image, or a video as a whole, by name."""
+
+STREAMING_FAMILIES: Final[Mapping[str, TinyFamily]] = MappingProxyType(
+    {family.name: family for family in (HELIOS, HELIOS_PYRAMID, ANYFLOW_FAR, SKYREELS, FRAMEPACK)}
+)
+"""Families that make a video chunk by chunk, by name."""
 
 _SEED_LIMIT: Final = 2**31
 
@@ -50,7 +62,7 @@ def make_tiny_model(family: str, out: str | os.PathLike[str], *, seed: int = 0) 
     same bytes.
 
     Args:
-        family: A key of `FAMILIES`.
+        family: A key of `FAMILIES` or `STREAMING_FAMILIES`.
         out: Folder to make; it must not exist, or be empty. Missing parents are made.
         seed: Seed of all weights, in [0, 2**31).
 
@@ -62,7 +74,7 @@ def make_tiny_model(family: str, out: str | os.PathLike[str], *, seed: int = 0) 
         MissingDependencyError: If diffusers or transformers is missing or too old.
     """
     folder = check_request(family, out, seed=seed)
-    pipeline = _build(FAMILIES[family], seed)
+    pipeline = _build({**FAMILIES, **STREAMING_FAMILIES}[family], seed)
     _save(pipeline, folder)
     return folder
 
@@ -71,7 +83,7 @@ def check_request(family: str, out: str | os.PathLike[str], *, seed: int) -> Pat
     """Refuse what `make_tiny_model` would refuse, without importing torch.
 
     Args:
-        family: A key of `FAMILIES`.
+        family: A key of `FAMILIES` or `STREAMING_FAMILIES`.
         out: Folder to make.
         seed: Seed of all weights.
 
@@ -81,10 +93,10 @@ def check_request(family: str, out: str | os.PathLike[str], *, seed: int) -> Pat
     Raises:
         UsageError: If the family is unknown, the seed is out of range, or `out` is in use.
     """
-    if family not in FAMILIES:
+    known = (*FAMILIES, *STREAMING_FAMILIES)
+    if family not in known:
         raise UsageError(
-            f"family must be one of {', '.join(FAMILIES)}, got {family!r}"
-            f"{nearest(family, FAMILIES)}"
+            f"family must be one of {', '.join(known)}, got {family!r}{nearest(family, known)}"
         )
     if not 0 <= seed < _SEED_LIMIT:
         raise UsageError(f"seed must be in [0, {_SEED_LIMIT}), got {seed}")

@@ -181,7 +181,7 @@ HELIOS_PYRAMID: Final = TinyFamily(
     height=64,
     width=64,
     num_frames=18,
-    num_inference_steps=2,
+    num_inference_steps=None,
     latent_grid=(3, 4, 4),
     extra_kwargs={
         "num_latent_frames_per_chunk": 3,
@@ -216,4 +216,5 @@ FRAMEPACK: Final = TinyFamily(
     num_inference_steps=1,
     latent_grid=(2, 4, 6),
     extra_kwargs={"latent_window_size": 2, "sampling_type": "vanilla"},
+    needs_image=True,
 )
