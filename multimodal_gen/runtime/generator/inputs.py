@@ -180,7 +180,8 @@ def _check_type(index: PipelineIndex, parameter: Parameter, value: object) -> No
     if _fits(value, kind) or (value is None and parameter.default is None):
         return
     hint = ""
-    if not any(_fits(example, kind) for example in (True, 1, 0.5, "", [], {})):
+    examples: tuple[object, ...] = (True, 1, 0.5, "", [], {})
+    if not any(_fits(example, kind) for example in examples):
         hint = "; no text spells one, give it to multimodal_gen.generate"
     raise UsageError(
         f"--pipeline-arg {parameter.name} must be of type {_spelled(kind)}, as {index.name} has "
