@@ -338,7 +338,6 @@ def forget_choices() -> None:
 
 
 @cache
-@cache
 def place_of(device: torch.device) -> tuple[str, tuple[int, int] | None]:
     """Return the platform of a tensor's device, and the compute capability of an NVIDIA GPU."""
     if device.type != "cuda":

@@ -9,13 +9,12 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia import hopper as host
 
-__all__ = ["Address", "async_load", "at_address", "lacking"]
+__all__ = ["async_load", "lacking"]
 
 # Since 3.8 a copy of the copy engine is a load; the old name raises from 3.9 on.
 async_load: Any = getattr(tma, "async_load", None) or getattr(
@@ -52,37 +51,6 @@ _NEEDED: tuple[tuple[Any, dict[str, tuple[str, ...]]], ...] = (
     (mbarrier, {"MBarrierLayout": (), "arrive": (), "expect": (), "init": ("count",), "wait": ()}),
     (host, {"TensorDescriptor": ("base", "shape", "strides", "block_shape", "layout")}),
 )
-
-
-class Address:
-    """What a descriptor says of its tensor, without holding its memory.
-
-    Args:
-        address: of the first element.
-        dtype: of the elements.
-    """
-
-    __slots__ = ("address", "dtype")
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.address = address
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        """Return the address, as a tensor does."""
-        return self.address
-
-
-def at_address(descriptor: Any, address: int) -> Any:
-    """Return the descriptor of a tensor of the form of the one described, but elsewhere in memory.
-
-    Its constructor looks at sizes and strides again, which takes longer than a small kernel runs.
-    The address must be a multiple of 16 bytes; nothing holds the memory.
-    """
-    other = object.__new__(type(descriptor))
-    other.__dict__.update(descriptor.__dict__)
-    other.base = Address(address, descriptor.base.dtype)
-    return other
 
 
 def lacking() -> tuple[str, ...]:

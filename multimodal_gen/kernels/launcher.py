@@ -22,7 +22,7 @@ _INT32 = 1 << 31
 # Products and sums are fused, as all kernels were measured. What Triton does where nobody says it
 # differs between releases, and follows the environment.
 _FUSED = MappingProxyType({"enable_fp_fusion": True})
-# Tensor maps that a launch keeps, of some 1 KiB each; see `Direct`.
+# How many tuples of tensor maps a launch keeps, of some 1 KiB a map; see `Direct`.
 _MAX_MAPS = 1024
 
 
@@ -86,10 +86,10 @@ class Launcher:
         """Return the options that are parameters, from the one at place `first` on, in order."""
         return [options[name] for name in self._names[first:]]
 
-    def kinds(self, arguments: Sequence[Any], first: int = 0) -> list[Any]:
-        """Return what compilations for such arguments, from place `first` on, have in common."""
+    def kinds(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return what compilations for such arguments have in common."""
         kinds: list[Any] = []
-        for value, by_value in zip(arguments, self._by_value[first:], strict=False):
+        for value, by_value in zip(arguments, self._by_value, strict=False):
             # Most are integers, and asking whether something is a tensor takes long.
             kind = type(value)
             if kind is int:
@@ -108,7 +108,8 @@ class Launcher:
 class Launch:
     """Launches of a kernel of which all but a few arguments are the same every time.
 
-    Holds those arguments, and looks at the others only.
+    Holds those arguments. The others are of one kind in all calls (`Launcher.kinds`): that is for
+    the caller to know, and not looked at.
 
     Args:
         launcher: of the kernel.
@@ -130,7 +131,8 @@ class Launch:
         self._grid = _in_space(grid)
         self._fixed = fixed
         self._variants = variants
-        self._known: dict[tuple[Any, ...], list[tuple[_Run, list[Any]]]] = {}
+        # What launches each variant, and the options that are parameters.
+        self._known: list[tuple[_Run, list[Any]]] = []
 
     def __call__(self, first: tuple[Any, ...], *last: Any) -> None:
         """Launch.
@@ -139,14 +141,12 @@ class Launch:
             first: arguments before the fixed ones.
             *last: arguments after them.
         """
-        launcher, fixed = self._launcher, self._fixed
-        key = (*launcher.kinds(first), *launcher.kinds(last, len(first) + len(fixed)))
-        known = self._known.get(key)
-        arguments = (*first, *fixed, *last)
-        if known is not None:
-            for run, named in known:
+        arguments = (*first, *self._fixed, *last)
+        if self._known:
+            for run, named in self._known:
                 run(self._grid, (*arguments, *named))
             return
+        launcher = self._launcher
         every = launcher.each(self._grid, *arguments, variants=self._variants)
         found = [
             (run, launcher.named(options, len(arguments)))
@@ -154,7 +154,7 @@ class Launch:
             if run is not None
         ]
         if len(found) == len(every):
-            self._known[key] = found
+            self._known = found
 
 
 class Direct:
@@ -168,7 +168,8 @@ class Direct:
         compiled: what is launched.
         launch: the compilation's launcher, which takes maps in the place of descriptors.
         make: makes the map of a descriptor, and what is passed with it.
-        layouts: place of a descriptor among the arguments, and what the compilation says of it.
+        first: place of the first descriptor among the arguments; the others follow it.
+        layouts: what the compilation says of each descriptor.
     """
 
     def __init__(
@@ -176,14 +177,16 @@ class Direct:
         compiled: Any,
         launch: Callable[..., None],
         make: Callable[[Any, Any], list[Any]],
-        layouts: Sequence[tuple[int, Any]],
+        first: int,
+        layouts: Sequence[Any],
     ) -> None:
         from triton import knobs
         from triton.runtime import driver
 
-        self._compiled, self._launch, self._make, self._layouts = compiled, launch, make, layouts
+        self._compiled, self._launch, self._make = compiled, launch, make
+        self._first, self._end, self._layouts = first, first + len(layouts), layouts
         self._active, self._hooks = driver.active, knobs.runtime
-        self._maps: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
+        self._maps: dict[tuple[int, ...], tuple[Sequence[Any], list[Any]]] = {}
 
     @classmethod
     def of(cls, compiled: Any, arguments: Sequence[Any]) -> "Direct | None":
@@ -205,11 +208,13 @@ class Direct:
         launch, make = copy.copy(run), getattr(driver, "make_tensordesc_arg", None)
         places = [i for i, value in enumerate(arguments) if hasattr(value, "block_shape")]
         if not places or make is None:
-            return None if places else cls(compiled, launch, lambda *_: [], ())
+            return None if places else cls(compiled, launch, lambda *_: [], 0, ())
         # Triton makes maps in a function around the driver's.
         inside = inspect.getclosurevars(run.launch).nonlocals
         layouts = inside.get("tensordesc_meta") or ()
         if "launcher" not in inside or len(layouts) != len(places) or None in layouts:
+            return None
+        if places != list(range(places[0], places[0] + len(places))):
             return None
         launch.launch = inside["launcher"]
         # Releases from 3.8 on pass one more, which other GPUs ask for.
@@ -218,38 +223,39 @@ class Direct:
             compiled,
             launch,
             lambda descriptor, layout: make(descriptor, layout, *more),
-            tuple(zip(places, layouts, strict=True)),
+            places[0],
+            tuple(layouts),
         )
 
     def __call__(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """Launch; an `Address` that is the same object stands for the same memory."""
+        """Launch; a descriptor that is the same object stands for the same memory."""
         if self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             self._compiled[grid](*arguments)  # profilers are told in Triton's own words
             return
         passed = arguments
         if self._layouts:
-            passed, done = [], 0
-            for place, layout in self._layouts:
-                passed += arguments[done:place]
-                done = place + 1
-                passed += self._map(arguments[place], place, layout)
-            passed += arguments[done:]
+            maps = self._mapped(arguments[self._first : self._end])
+            passed = (*arguments[: self._first], *maps, *arguments[self._end :])
         stream = self._active.get_current_stream(self._active.get_current_device())
         compiled = self._compiled
         function, metadata = compiled.function, compiled.packed_metadata
         self._launch(*grid, stream, function, metadata, None, None, None, *passed)
 
-    def _map(self, descriptor: Any, place: int, layout: Any) -> list[Any]:
-        if isinstance(descriptor.base, torch.Tensor):
-            return self._make(descriptor, layout)  # what is kept would hold its memory
-        key = place, id(descriptor)
+    def _mapped(self, descriptors: Sequence[Any]) -> list[Any]:
+        """Return what is passed in the place of descriptors."""
+        key = tuple(map(id, descriptors))
         known = self._maps.get(key)
-        if known is None:
-            if len(self._maps) >= _MAX_MAPS:
-                self._maps.clear()
-            # With the descriptor, so that no other one gets its id.
-            known = self._maps[key] = descriptor, self._make(descriptor, layout)
-        return known[1]
+        if known is not None:
+            return known[1]
+        pairs = zip(descriptors, self._layouts, strict=True)
+        maps = [part for descriptor, layout in pairs for part in self._make(descriptor, layout)]
+        if any(isinstance(descriptor.base, torch.Tensor) for descriptor in descriptors):
+            return maps  # what is kept would hold their memory
+        if len(self._maps) >= _MAX_MAPS:
+            self._maps.clear()
+        # With the descriptors, so that no other ones get their ids.
+        self._maps[key] = descriptors, maps
+        return maps
 
 
 def _plain(compiled: Any) -> _Run:

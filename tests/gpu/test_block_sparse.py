@@ -196,6 +196,16 @@ def test_strided_inputs_are_read_in_place(kernel: str) -> None:
     check(kernel, plan, QKV(q, k, v))
 
 
+@pytest.mark.parametrize("name", ["regular 64", "ragged"])
+def test_one_plan_serves_tensors_of_any_form(kernel: str, name: str) -> None:
+    plan = random_plan(PLANS[name], seed=6, device="cuda")
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        inputs = inputs_for(plan, dtype=dtype)
+        check(kernel, plan, inputs)
+        strided = (torch.cat([x, x], -1)[..., x.shape[-1] :] for x in inputs)
+        check(kernel, plan, QKV(*strided))
+
+
 def test_a_deterministic_run_repeats_bit_by_bit(kernel: str) -> None:
     shape = PlanShape(heads=4, num_q=40, num_kv=40, q_size=64, kv_size=64, keep=0.3)
     plan = random_plan(shape, seed=6, device="cuda")

@@ -63,6 +63,16 @@ def test_views_off_16_bytes_are_right() -> None:
     check((tensor,), torch.randperm(900, device="cuda").int(), torch.zeros_like(tensor))
 
 
+def test_one_form_is_served_wherever_it_lies() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        memory = torch.randn(900 * 3 * 64 + 8, device="cuda").to(dtype)
+        for offset, first in ((0, 0), (1, 0), (8, 0), (0, 1), (1, 1)):
+            tensor = memory[offset:][: 900 * 3 * 64].view(1, 900, 3, 64)
+            index = torch.empty(901, device="cuda", dtype=torch.int32)[first:][:900]
+            index.copy_(torch.randperm(900, device="cuda"))
+            check((tensor, tensor), index, torch.zeros_like(tensor))
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_more_than_two_to_the_31_elements(batch: int) -> None:
     grid = (100 // batch, 90, 81)

@@ -129,21 +129,6 @@ def test_a_launch_with_fixed_arguments_compiles_once_and_passes_all() -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    ("first", "last"),
-    [(DATA.double(), 5), (DATA[1:], 5), (DATA, 1 << 31)],
-    ids=["dtype", "alignment", "width"],
-)
-def test_arguments_beside_the_fixed_ones_compile_anew_where_they_must(
-    first: torch.Tensor, last: int
-) -> None:
-    kernel = Kernel()
-    launch = Launch(Launcher(kernel), (1,), (7,), VARIANTS[:1])
-    launch((DATA,), 5)
-    launch((first,), last)
-    assert len(kernel.compiled) == 2
-
-
 def test_launches_with_other_fixed_arguments_share_what_is_compiled() -> None:
     kernel = Kernel()
     launcher = Launcher(kernel)

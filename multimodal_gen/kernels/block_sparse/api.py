@@ -129,7 +129,7 @@ def block_sparse_attention(
         UsageError: shapes, dtypes or devices do not fit each other or the plan.
         UnsupportedBackendError: the kernel asked for cannot serve this call; lists the reasons.
     """
-    check_arguments(q, k, v, plan, scale)
+    known = _checked(q, k, v, plan, scale)
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if skip is not None and (backward or torch.compiler.is_compiling()):
@@ -146,7 +146,7 @@ def block_sparse_attention(
         lse = q.new_empty((0, q.shape[2], q.shape[1]), dtype=torch.float32)
         return (q.clone(), lse) if return_lse else q.clone()
     if not torch.compiler.is_compiling():
-        request = request_for(q, k, v, plan, backward=backward)
+        request = known or request_for(q, k, v, plan, backward=backward)
         if skip is not None:
             request = request._replace(skip_below=True)
         kernel = choose(BLOCK_SPARSE, kernel, request)
@@ -173,6 +173,33 @@ def block_sparse_attention(
         backward=backward,
     )
     return (out, lse.float()) if return_lse else out
+
+
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float | None
+) -> Request | None:
+    """Check the arguments; return `request_for` them, or None where that is not known yet.
+
+    Both are done once per form of plain tensors, and kept with the plan. See `check_arguments`.
+    """
+    plain = type(plan) is BlockPlan and type(q) is type(k) is type(v) is torch.Tensor
+    right = scale is None or (type(scale) is float and 0.0 < scale < math.inf)
+    if not (plain and right) or torch.compiler.is_compiling():
+        check_arguments(q, k, v, plan, scale)
+        return None
+    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    form = (
+        "request", q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, backward,
+    )  # fmt: skip
+    request = plan.cache.get(form)
+    if request is None:
+        check_arguments(q, k, v, plan, scale)
+        request = request_for(q, k, v, plan, backward=backward)
+        plan.cache[form] = request
+    assert isinstance(request, Request), "nothing else has such a key"
+    return request
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -26,12 +26,12 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.block_sparse.backward_kernel import levels, transposed
-from multimodal_gen.kernels.block_sparse.gluon_kernel import describe
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, find_work, tail_keys
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
 from multimodal_gen.kernels.gluon_compat import async_load
+from multimodal_gen.kernels.gluon_descriptors import describe_tokens
 from multimodal_gen.kernels.launcher import Launcher
 
 
@@ -514,7 +514,8 @@ def launch(
     every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
     _launcher()(
         (-(-total // tile.consumers) if tile.own else total * q_tiles,),
-        *(describe(x, 64, size) for x in own), *(describe(x, tile.step, size) for x in steps_of),
+        *(describe_tokens(x, 64, size) for x in own),
+        *(describe_tokens(x, tile.step, size) for x in steps_of),
         outs[0], outs[-1], rows, every_list, every_count,
         counts if steps is None else steps.num_tail,
         counts if steps is None else steps.tail_lengths,

@@ -23,9 +23,9 @@ lazy one's m may be up to SLACK below the largest score, which then skips less.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
 
 import torch
 from triton.experimental import gluon
@@ -54,7 +54,8 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, un
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
-from multimodal_gen.kernels.gluon_compat import Address, async_load, at_address
+from multimodal_gen.kernels.gluon_compat import async_load
+from multimodal_gen.kernels.gluon_descriptors import TOKENS_BY_HEAD, described_at
 from multimodal_gen.kernels.launcher import Launch, Launcher
 
 # Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
@@ -497,35 +498,6 @@ def attention_kernel(
         _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)
 
 
-_TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
-def describe(tensor: torch.Tensor, rows: int, head_size: int) -> TensorDescriptor:
-    """Describe [B, S, H, D] to the copy engine as [B, H, S, D] in boxes of [1, 1, rows, D].
-
-    Its first element must lie at a multiple of 16 bytes.
-    """
-    form = (tensor.shape, tensor.stride(), tensor.dtype, rows, head_size)
-    return _described_at(tensor.data_ptr(), *form)
-
-
-@lru_cache(maxsize=4096)
-def _described_at(address: int, *form: Any) -> TensorDescriptor:
-    return at_address(_described(*form), address)
-
-
-@lru_cache(maxsize=1024)
-def _described(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, head_size: int
-) -> TensorDescriptor:
-    order = (0, 2, 1, 3)
-    sizes = [shape[i] for i in order]
-    # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
-    steps = [strides[i] if shape[i] > 1 else 64 for i in order[:3]]
-    nowhere = Address(0, dtype)
-    return TensorDescriptor(nowhere, sizes, [*steps, 1], [1, 1, rows, head_size], _TILE_LAYOUT)
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -552,11 +524,11 @@ def attend(
         skip: leaves out steps of `tile.keys` keys; see `Skip`.
     """
     below = 0.0 if skip is None else skip.octaves
-    key = ("hopper", tile, q.shape, k.shape[2], lse is None, below)
+    key = ("hopper", tile, q.shape, k.shape[2], q.dtype, lse is None, below)
     prepared = plan.cache.get(key)
     if prepared is None:
         prepared = plan.remember(key, _prepare(q, k, plan, tile, out, lse, below))
-    size, rows = prepared.head_size, prepared.num_flags
+    rows = prepared.num_flags
     marks = sweep = prepared.counts  # where nothing is marked
     if rows or prepared.num_sweeps:
         # One allocation, whose second part begins at a multiple of 16 bytes like the first.
@@ -564,13 +536,11 @@ def attend(
         sweep = marks[rows:] if prepared.num_sweeps else marks
     # Where steps are skipped nothing is flagged, and they are counted in that place.
     flags = marks if skip is None else skip.counts_on(q.device)
-    prepared.launch(
-        (
-            describe(q, 64, size), describe(k, tile.keys, size), describe(v, tile.keys, size),
-            out, out if lse is None else lse, flags, sweep,
-        ),
-        scale / math.log(2.0),
-    )  # fmt: skip
+    inputs = prepared.inputs(
+        (q.data_ptr(), k.data_ptr(), v.data_ptr()), (q.stride(), k.stride(), v.stride())
+    )
+    launched = (*inputs, out, out if lse is None else lse, flags, sweep)
+    prepared.launch(launched, scale / math.log(2.0))
 
 
 @cache
@@ -584,17 +554,17 @@ class _Prepared:
 
     Attributes:
         launch: the kernel, and the one that redoes flagged tiles, if any.
-        head_size: D, padded.
         counts: a tensor of the plan.
         num_flags: int32 flags to make room for, a multiple of four; 0 where no tile is flagged.
         num_sweeps: positions of key sweeps to make room for.
+        inputs: returns the descriptors of q, k and v at three addresses, with three strides.
     """
 
     launch: Launch
-    head_size: int
     counts: torch.Tensor
     num_flags: int
     num_sweeps: int
+    inputs: Callable[..., tuple[TensorDescriptor, ...]]
 
 
 def _prepare(
@@ -647,10 +617,34 @@ def _prepare(
     variants = [{"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))]
     return _Prepared(
         launch=Launch(_launcher(), (num_tiles,), arguments, variants),
-        head_size=shape.head_size,
         counts=counts,
         num_flags=-(-num_tiles // 4) * 4 if tile.fast else 0,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
+        inputs=lru_cache(maxsize=1024)(
+            partial(
+                _inputs_at,
+                shapes=(q.shape, k.shape, k.shape),
+                dtype=q.dtype,
+                rows=(64, tile.keys, tile.keys),
+                head_size=shape.head_size,
+            )
+        ),
+    )
+
+
+def _inputs_at(
+    addresses: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    *,
+    shapes: tuple[torch.Size, ...],
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    head_size: int,
+) -> tuple[TensorDescriptor, ...]:
+    """Return the descriptors of several tensors [B, S, H, D]; see `described_at`."""
+    every = zip(addresses, shapes, strides, rows, strict=True)
+    return tuple(
+        described_at(at, *form, dtype, n, head_size, TOKENS_BY_HEAD) for at, *form, n in every
     )
 
 

@@ -23,13 +23,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse import tail_kernel
-from multimodal_gen.kernels.block_sparse.gluon_kernel import describe
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, Blocks, unit_stride
 from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile, TritonTile
 from multimodal_gen.kernels.gluon_compat import async_load
+from multimodal_gen.kernels.gluon_descriptors import describe, describe_tokens
 from multimodal_gen.kernels.launcher import Launcher
 
 _ROWS = 64  # of a consumer
@@ -381,16 +380,6 @@ def gluon_tail_kernel(
         )
 
 
-_TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
-def _describe_means(means: torch.Tensor, keys: int, width: int) -> TensorDescriptor:
-    """Describe [B, H, N, D] to the copy engine in boxes of [1, 1, keys, width]."""
-    # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
-    strides = [means.stride(i) if means.shape[i] > 1 else 64 for i in range(3)]
-    return TensorDescriptor(means, [*means.shape], [*strides, 1], [1, 1, keys, width], _TILE_LAYOUT)
-
-
 @cache
 def _launcher() -> Launcher:
     return Launcher(gluon_tail_kernel)
@@ -469,8 +458,8 @@ def _add(
     )
     _launcher()(
         (min(every, _programs(q.get_device())),),
-        describe(q, _ROWS, size), describe(out, _ROWS, size),
-        *(_describe_means(x, _KEYS, size) for x in (keys, values)),
+        describe_tokens(q, _ROWS, size), describe_tokens(out, _ROWS, size),
+        *(describe(x, _KEYS, size) for x in (keys, values)),
         out, lse, bits.view(torch.int64), sizes, flags, *bounds, *out.stride()[:3],
         *lse.stride()[:2], *_rows_apart(bits), *_rows_apart(sizes.unsqueeze(2)), steps,
         *bounds[0].stride()[:2], *bounds[1].stride()[:2],

@@ -484,8 +484,6 @@ def check_arguments(
 ) -> None:
     """Raise unless tensors, a plan and a scale fit each other.
 
-    What a plan was found to fit once is remembered with it.
-
     Args:
         q: [B, Sq, H, D].
         k: [B, Sk, Hkv, D].
@@ -498,18 +496,6 @@ def check_arguments(
     """
     if scale is not None:
         _validate_scale(scale)
-    plain = type(plan) is BlockPlan and type(q) is type(k) is type(v) is torch.Tensor
-    if plain and not torch.compiler.is_compiling():
-        keys_and_values = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device)
-        fits = ("fits", q.shape, q.dtype, q.device, *keys_and_values)
-        if fits not in plan.cache:
-            _check_fit(q, k, v, plan)
-            plan.cache[fits] = True
-    else:
-        _check_fit(q, k, v, plan)
-
-
-def _check_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan) -> None:
     _validate_types(q, k, v, plan)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
@@ -583,8 +569,7 @@ def empty_results(
     """
     batch, total, heads, _ = q.shape
     # Only blocks with starts of their own may leave rows out.
-    make = torch.empty if plan.q.starts is None else torch.zeros
-    out = make(q.shape, dtype=q.dtype, device=q.device)
+    out = q.new_empty(q.shape) if plan.q.starts is None else q.new_zeros(q.shape)
     if not return_lse:
         return out, None
     lse = torch.empty((batch, heads, total), dtype=torch.float32, device=q.device)

@@ -17,17 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multimodal_gen.kernels.block_sparse.gluon_kernel import (
-    OVERFLOW,
-    _advance,
-    _partial_sums,
-    describe,
-)
+from multimodal_gen.kernels.block_sparse.gluon_kernel import OVERFLOW, _advance, _partial_sums
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape, store_rows
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, Pieces
 from multimodal_gen.kernels.gluon_compat import async_load
+from multimodal_gen.kernels.gluon_descriptors import describe_tokens
 from multimodal_gen.kernels.launcher import Launcher
 
 BOX = gl.constexpr(BOX_KEYS)
@@ -417,8 +413,8 @@ def attend(
         lse = q.new_empty((batch, heads, q.shape[1]), dtype=torch.float32)
     flags = boxes.counts.new_zeros(total if tile.fast else 1)
     arguments = (
-        describe(q, 64, width), describe(k, tile.keys, width), describe(v, tile.keys, width),
-        describe(k, BOX_KEYS, width), describe(v, BOX_KEYS, width),
+        describe_tokens(q, 64, width),
+        *(describe_tokens(x, rows, width) for rows in (tile.keys, BOX_KEYS) for x in (k, v)),
         out, out if lse is None else lse, flags,
         starts, lengths, cluster,
         boxes.whole, boxes.starts, boxes.lengths, boxes.counts,

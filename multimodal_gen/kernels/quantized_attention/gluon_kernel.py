@@ -16,7 +16,7 @@ scores of the next one are computed. Three things differ from 16 bits:
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
-from multimodal_gen.kernels.gluon_compat import Address, at_address
+from multimodal_gen.kernels.gluon_descriptors import describe, describe_tokens
 from multimodal_gen.kernels.launcher import Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
     Outs,
@@ -503,34 +502,6 @@ def attention_kernel(
         _run(dq, dk, dv, plan, scales, outs, flag, dtype, C)
 
 
-def describe(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Describe [B, H, R, C] to the copy engine in boxes of [1, 1, rows, columns].
-
-    Columns have stride 1, other strides are multiples of 16 bytes, and so is the address.
-    """
-    form = (tensor.shape, tensor.stride(), tensor.dtype, rows, columns)
-    return _described_at(tensor.data_ptr(), *form)
-
-
-@lru_cache(maxsize=4096)
-def _described_at(address: int, *form: Any) -> TensorDescriptor:
-    return at_address(_described(*form), address)
-
-
-@lru_cache(maxsize=1024)
-def _described(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
-) -> TensorDescriptor:
-    bits = 8 * dtype.itemsize
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(columns * bits // 8, 128), element_bitwidth=bits, rank=4
-    )
-    # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
-    steps = [strides[i] if shape[i] > 1 else 64 for i in range(3)]
-    nowhere = Address(0, dtype)
-    return TensorDescriptor(nowhere, list(shape), [*steps, 1], [1, 1, rows, columns], layout)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prepared:
     """What launches on one plan have in common, whatever the tensors.
@@ -566,7 +537,7 @@ def attend(
         lse: contiguous fp32 [B, H, Sq], or None.
         tile: shape of a program, as `hopper_tile` chooses it.
     """
-    key = ("8-bit hopper", tile, out.shape, packed.k.shape[1], lse is None)
+    key = ("8-bit hopper", tile, out.shape, packed.k.shape[1], out.dtype, lse is None)
     prepared = plan.cache.get(key)
     if prepared is None:
         prepared = plan.remember(key, _prepare(packed, plan, out, lse, tile))
@@ -574,7 +545,7 @@ def attend(
     if tile.e4m3:
         values = describe(packed.v, size, tile.keys)
     else:
-        values = describe(packed.v.permute(0, 2, 1, 3), tile.unit, size)
+        values = describe_tokens(packed.v, tile.unit, size)
     prepared.launch(
         (
             describe(packed.q, 64, size), describe(packed.k, tile.unit, size), values,

@@ -85,11 +85,11 @@ def _gather_piece(
     ]
 )  # fmt: skip
 def _gather_kernel(
-    src0_ptr, src1_ptr, src2_ptr, src3_ptr, out0_ptr, out1_ptr, out2_ptr, out3_ptr,
+    src0_ptr, src1_ptr, src2_ptr, src3_ptr, out0_ptr, out1_ptr, out2_ptr, out3_ptr, index_ptr,
     src0_b, src0_s, src0_h, src0_d, src1_b, src1_s, src1_h, src1_d,
     src2_b, src2_s, src2_h, src2_d, src3_b, src3_s, src3_h, src3_d,
     heads0, heads1, heads2, heads3, end0, end1, end2, end3,
-    index_ptr, index_b, num_out, num_blocks,
+    index_b, num_out, num_blocks,
     NUM: tl.constexpr, D: tl.constexpr, VEC: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -134,8 +134,8 @@ def _gather_kernel(
     ]
 )  # fmt: skip
 def _scatter_kernel(
-    src_ptr, out_ptr, src_b, src_s, src_h, src_d, out_b, out_s, out_h, out_d,
-    heads, index_ptr, index_b, num_in, num_blocks,
+    src_ptr, out_ptr, index_ptr, src_b, src_s, src_h, src_d, out_b, out_s, out_h, out_d,
+    heads, index_b, num_in, num_blocks,
     D: tl.constexpr, VEC: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """out[b, index[t]] = src[b, t]. Grid [B * blocks of tokens * pieces of a row]."""
@@ -172,34 +172,42 @@ def gather(
     num_out = index.shape[-1]
     outs = tuple(t.new_empty((batch, t.shape[2], num_out, size)) for t in tensors)
     index, index_b = _contiguous(index)
-    item = tensors[0].element_size()
-    launch, num_blocks = _gather_launch(forms_of(tensors), item, _aligned(tensors), num_out, tile)
+    aligned = tuple(map(_is_aligned, (*tensors, index)))
+    where = tensors[0].dtype, tensors[0].device
+    launch = _gather_launch(forms_of(tensors), *where, aligned, num_out, index_b, tile)
     if launch is not None:
         slots = [min(slot, len(tensors) - 1) for slot in range(4)]
         with torch.cuda.device_of(tensors[0]):
-            launch(
-                (*(tensors[slot] for slot in slots), *(outs[slot] for slot in slots)),
-                index, index_b, num_out, num_blocks,
-            )  # fmt: skip
+            launch((*(tensors[slot] for slot in slots), *(outs[slot] for slot in slots), index))
     return tuple(out.transpose(1, 2) for out in outs)
 
 
 @lru_cache(maxsize=1024)
 def _gather_launch(
-    forms: Forms, item: int, aligned: bool, num_out: int, tile: CopyTile
-) -> tuple[Launch | None, int]:
-    """Return the launch of a gather, None where nothing is moved, and its blocks of tokens.
+    forms: Forms,
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: tuple[bool, ...],
+    num_out: int,
+    index_b: int,
+    tile: CopyTile,
+) -> Launch | None:
+    """Return the launch of a gather, None where nothing is moved.
 
     Args:
         forms: of the tensors that are gathered.
-        item: bytes of an element.
-        aligned: whether all of them begin at a multiple of 16 bytes.
+        dtype: of them.
+        device: where they lie; compilations are of one device.
+        aligned: whether each of them, and the index, begins at a multiple of 16 bytes.
         num_out: tokens that are gathered.
+        index_b: stride of the index between batch entries.
         tile: shape of a program.
     """
+    del device
     num, (batch, _, _, size) = len(forms), forms[0][0]
-    vector = vector_of(forms, item, aligned)
-    tokens, width = _shape(max(shape[2] for shape, _ in forms) * size, item, vector, tile)
+    vector = vector_of(forms, dtype.itemsize, all(aligned[:num]))
+    row = max(shape[2] for shape, _ in forms) * size
+    tokens, width = _shape(row, dtype.itemsize, vector, tile)
     ends = list(accumulate(-(-(shape[2] * size) // width) for shape, _ in forms))
     num_blocks = -(-num_out // tokens)
     slots = [min(slot, num - 1) for slot in range(4)]
@@ -207,11 +215,11 @@ def _gather_launch(
     fixed = (
         *(stride for slot in slots for stride in strides_in_vectors(forms[slot], vector)),
         *(forms[slot][0][2] for slot in slots),
-        *(ends[slot] for slot in slots),
-    )
+        *(ends[slot] for slot in slots), index_b, num_out, num_blocks,
+    )  # fmt: skip
     options = {"NUM": num, "D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
     options["num_warps"] = tile.warps
-    return Launch(_gather, grid, fixed, (options,)) if math.prod(grid) else None, num_blocks
+    return Launch(_gather, grid, fixed, (options,)) if math.prod(grid) else None
 
 
 def scatter(
@@ -227,28 +235,34 @@ def scatter(
     """
     index, index_b = _contiguous(index)
     tensors = (source, out)
-    launch, num_blocks = _scatter_launch(
-        forms_of(tensors), source.element_size(), _aligned(tensors), tile
-    )
+    aligned = tuple(map(_is_aligned, (*tensors, index)))
+    launch = _scatter_launch(forms_of(tensors), out.dtype, out.device, aligned, index_b, tile)
     if launch is not None:
         with torch.cuda.device_of(source):
-            launch(tensors, index, index_b, source.shape[1], num_blocks)
+            launch((*tensors, index))
 
 
 @lru_cache(maxsize=1024)
 def _scatter_launch(
-    forms: Forms, item: int, aligned: bool, tile: CopyTile
-) -> tuple[Launch | None, int]:
+    forms: Forms,
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: tuple[bool, ...],
+    index_b: int,
+    tile: CopyTile,
+) -> Launch | None:
     """Return the launch of a scatter from one form to another; see `_gather_launch`."""
+    del device
     batch, num_in, heads, size = forms[0][0]
-    vector = vector_of(forms, item, aligned)
-    tokens, width = _shape(heads * size, item, vector, tile)
+    vector = vector_of(forms, dtype.itemsize, all(aligned[:2]))
+    tokens, width = _shape(heads * size, dtype.itemsize, vector, tile)
     num_blocks = -(-num_in // tokens)
     grid = (batch * num_blocks * -(-(heads * size) // width),)
-    fixed = (*(s for form in forms for s in strides_in_vectors(form, vector)), heads)
+    strides = (stride for form in forms for stride in strides_in_vectors(form, vector))
+    fixed = (*strides, heads, index_b, num_in, num_blocks)
     options = {"D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
     options["num_warps"] = tile.warps
-    return Launch(_scatter, grid, fixed, (options,)) if math.prod(grid) else None, num_blocks
+    return Launch(_scatter, grid, fixed, (options,)) if math.prod(grid) else None
 
 
 def forms_of(tensors: tuple[torch.Tensor, ...]) -> Forms:
@@ -256,8 +270,8 @@ def forms_of(tensors: tuple[torch.Tensor, ...]) -> Forms:
     return tuple((tensor.shape, tensor.stride()) for tensor in tensors)
 
 
-def _aligned(tensors: tuple[torch.Tensor, ...]) -> bool:
-    return all(tensor.data_ptr() % VECTOR_BYTES == 0 for tensor in tensors)
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % VECTOR_BYTES == 0
 
 
 def _outer_strides(form: Form) -> list[int]:
@@ -408,7 +422,9 @@ def _launch(
     size = tensors[0].shape[3]
     forms, (out, *_) = forms_of(tensors), forms_of(outs)
     together = (*tensors, *outs)
-    vector = vector_of(forms_of(together), tensors[0].element_size(), _aligned(together))
+    vector = vector_of(
+        forms_of(together), tensors[0].element_size(), all(map(_is_aligned, together))
+    )
     width = next_power_of_2(size)
     tokens = max(_BYTES * vector // (16 * width), 1)
     index = index if index.stride(2) == 1 else index.contiguous()

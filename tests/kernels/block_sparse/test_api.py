@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.block_sparse import api
 from multimodal_gen.kernels.block_sparse.api import (
     block_sparse_attention,
     kernel_for,
@@ -246,6 +247,35 @@ def test_what_the_copy_engine_can_read_is_recognised(make: object, aligned: bool
     q = make()  # type: ignore[operator]
     plan = BlockPlan.dense(Blocks.regular(5, 5), Blocks.regular(5, 5), "cpu")
     assert request_for(q, q, q, plan, backward=False).unaligned is not aligned
+
+
+def test_what_the_choice_depends_on_is_looked_up_once_per_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
+    found: list[Request] = []
+    monkeypatch.setattr(
+        api, "request_for", lambda *a, **b: found.append(request_for(*a, **b)) or found[-1]
+    )
+    k = make_qkv(2, 20, 4, 9, num_keys=30, num_kv_heads=2).key[..., 1:]
+    for wanted, arguments in (
+        (1, (Q, K, V)),
+        (1, (Q.clone(), K, V)),
+        (2, (Q, k, V)),
+        (3, (Q.clone().requires_grad_(), K, V)),
+        (3, (Q, K, V)),
+        (4, tuple(x.bfloat16() for x in (Q, K, V))),
+    ):
+        block_sparse_attention(*arguments, plan)
+        assert len(found) == wanted
+    assert [(r.unaligned, r.backward, r.dtype) for r in found] == [
+        (False, False, torch.float32),
+        (True, False, torch.float32),
+        (False, True, torch.float32),
+        (False, False, torch.bfloat16),
+    ]
+    with pytest.raises(UsageError, match="`scale` must be positive"):
+        block_sparse_attention(Q, K, V, plan, scale=-1.0)
 
 
 def test_a_kernel_that_was_selected_runs_where_it_can() -> None:

@@ -431,7 +431,7 @@ def stand_in(launches: list[Any]) -> Any:
     run.__dict__ |= {"num_ctas": 1, "arg_annotations": "a", "kernel_signature": "s"}
     run.launch = driver.wrap_handle_tensordesc(
         lambda *passed: launches.append(passed),
-        {0: "tensordesc<bf16[64]>", 1: "i32", 2: "tensordesc<bf16[64]>", 3: "i32"},
+        {0: "i32", 1: "tensordesc<bf16[64]>", 2: "tensordesc<bf16[64]>", 3: "i32"},
         ["first", "second"],
     )
     compiled = object.__new__(type("Compiled", (CompiledKernel,), {"__del__": lambda self: None}))
@@ -444,7 +444,7 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
     import triton
     from triton.backends.nvidia import driver
 
-    from multimodal_gen.kernels.block_sparse.gluon_kernel import describe
+    from multimodal_gen.kernels.gluon_descriptors import describe_tokens as describe
 
     made, launches = [], []
 
@@ -456,7 +456,7 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(triton.runtime.driver, "_active", StandInDriver())
     compiled = stand_in(launches)
     q, k = (torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16) for _ in range(2))
-    arguments = (describe(q, 64, 64), 7, describe(k, 64, 64), 8)
+    arguments = (7, describe(q, 64, 64), describe(k, 64, 64), 8)
     direct = Direct.of(compiled, arguments)
     assert direct is not None
     compiled[3, 1, 1](*arguments)
@@ -470,8 +470,8 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
         seen = [None if b is None else a for a, b in zip(plain, passed, strict=True)]
         assert [tuple(x) if isinstance(x, list) else x for x in seen] == list(passed)
         assert sum(value is None for value in passed) - sum(value is None for value in plain) == 3
-    direct((3, 1, 1), (describe(k, 64, 64), 7, describe(k, 64, 64), 8))
-    assert made == ["first", "second", "first"]
+    direct((3, 1, 1), (7, describe(k, 64, 64), describe(k, 64, 64), 8))
+    assert made == ["first", "second"] * 2
     with monkeypatch.context() as patched:
         hook = triton.knobs.runtime.launch_enter_hook
         patched.setattr(hook, "calls", [lambda metadata: None])

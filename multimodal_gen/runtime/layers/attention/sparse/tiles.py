@@ -524,26 +524,29 @@ def attend_tiled(
         return _attend_in_order(call, queries, plan_of, keys.num_tiles)
     same = queries.index is keys.index and keep is None
 
-    def attend(kv_slice: slice) -> None:
+    def attend(kv_slice: slice, plan: BlockPlan | None) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
-        parts = query[:, :, q_slice], key[:, :, kv_slice], value[:, :, kv_slice]
+        whole = kv_slice.stop - kv_slice.start == kv_heads  # and views take as long as a launch
+        parts = tuple(
+            x if whole else x[:, :, cut]
+            for x, cut in ((query, q_slice), (key, kv_slice), (value, kv_slice))
+        )
         if same:
             q, k, v = gather_tokens(parts, index)
         else:
             (q,) = gather_tokens(parts[:1], queries.index)
             k, v = gather_tokens(parts[1:], index)
-        plan = plan_of(q_slice)
-        if masked is not None:
-            plan = replace(plan, kv=masked)
-        sizes = call.layout.num_queries, call.layout.num_keys
+        plan = plan or plan_of(q_slice)
+        plan = plan if masked is None else replace(plan, kv=masked)
         if LISTENER.get() is not None:
+            sizes = call.layout.num_queries, call.layout.num_keys
             tell_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
         tail = call.tail_of(keys.num_tiles, kv_slice)
         tiled = block_sparse_attention(
             q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail, skip=call.skip
         )
         assert isinstance(tiled, torch.Tensor)
-        scatter_tokens(tiled, queries.index, out[:, :, q_slice])
+        scatter_tokens(tiled, queries.index, out if whole else out[:, :, q_slice])
 
     def attend_to_all(span: slice) -> None:
         out[:, span] = attend_rows(query[:, span], key, value, keep, call.scale)
@@ -552,8 +555,8 @@ def attend_tiled(
     recorded = records_gradient(query, key, value)
     shares = [slice(0, kv_heads)] if recorded else head_slices(query, out, kv_heads)
     for part in shares:
-        now = partial(attend, part)
         plan = plan_of(slice(part.start * group, part.stop * group)) if cached_plans else None
+        now = partial(attend, part, plan)
         use = (query.shape, kv_heads, query.dtype, call.kernel.name, recorded)
         if plan is not None and keep is None and _is_new(plan, use):
             now()
