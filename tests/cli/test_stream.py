@@ -189,6 +189,53 @@ def test_other_pipelines_hand_on_the_frames_of_the_whole_video(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("with_image", [False, True])
+def test_a_long_video_is_made_in_calls_that_are_given_the_overlap(
+    with_image, tmp_path, monkeypatch
+) -> None:
+    pipe = SKYREELS.build(0)
+    call = {"height": 32, "width": 64, "num_frames": 24, "num_inference_steps": 2, "seed": 0}
+    call |= {"prompt": "a fox", "guidance_scale": 2.0, "save_latents": True}
+    call |= {"pipeline_arg": dict(SKYREELS.extra_kwargs)}
+    if with_image:
+        pipe = SkyReelsV2DiffusionForcingImageToVideoPipeline(**pipe.components)
+        picture = np.random.default_rng(0).integers(0, 255, (32, 64, 3), dtype=np.uint8)
+        Image.fromarray(picture).save(tmp_path / "picture.png")
+        call["image_path"] = tmp_path / "picture.png"
+    pipe.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("0.9 two dogs\n")
+    later, in_parts = {"prompts_file": tmp_path / "prompts.txt"}, []
+    with DiffGenerator.from_pretrained(tmp_path / "model") as generator:
+        whole = generator.generate(**call, output_path=tmp_path / "whole")
+        once = generator.generate(**call, **later, stream=True, output_path=tmp_path / "a.mp4")
+        monkeypatch.setattr(stream, "_CHUNKS_OF_A_CALL", 2)
+        own, lengths = type(pipe).prepare_latents, []
+
+        @functools.wraps(own)
+        def prepare(self, *args, **kwargs):
+            past = kwargs["video_latents"]
+            lengths.append(0 if past is None else past.shape[2])
+            return own(self, *args, **kwargs)
+
+        monkeypatch.setattr(type(pipe), "prepare_latents", prepare)
+        chunks = []
+        made = generator.generate(
+            **call, stream=True, on_chunk=chunks.append, output_path=tmp_path / "b.mp4"
+        )
+        other = generator.generate(
+            **call, **later, stream=True, on_chunk=in_parts.append, output_path=tmp_path / "c.mp4"
+        )
+    assert lengths == [0, 2, 2, 2, 2] * 2
+    assert [chunk.num_frames for chunk in chunks] == [9, 4, 4, 4, 4]
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+    assert made.record["produced"] == whole.record["produced"]
+    assert other.latents.shape[2] == 7
+    assert torch.equal(other.latents, once.latents)
+    assert not torch.equal(other.latents, made.latents)
+    assert [chunk.prompt for chunk in in_parts] == ["a fox"] * 3 + ["two dogs"] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the image processor says that torchvision is missing
 def test_sections_that_are_blended_give_the_frames_of_the_whole_video(tmp_path) -> None:
     FRAMEPACK.build(0).save_pretrained(tmp_path / "model")

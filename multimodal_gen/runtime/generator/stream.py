@@ -10,7 +10,8 @@ that the call would have returned.
     AnyFlowFARPipeline      forwards all of the past once more after each chunk: before that the
                             chunk is decoded, with what the autoencoder knows of the frames before
     SkyReelsV2Diffusion-    makes a long video in parts that overlap: a part is decoded, likewise,
-    ForcingPipeline         when the next one begins
+    ForcingPipeline         when the next one begins. A long video is made in several calls, each of
+                            which is given the overlap
     HunyuanVideoFramepack-  decodes sections and blends their ends with those that follow: what is
     Pipeline                blended is taken away
 
@@ -347,6 +348,11 @@ class _Taken(ABC):
         """Yield the arguments of the calls that make the video, each when the last one is done."""
         yield arguments
 
+    def with_defaults(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call, and the pipeline's own values of the others."""
+        known = signature(type(self.pipe).__call__).parameters
+        return {**{name: x.default for name, x in known.items()}, **arguments}
+
     def made(self, run: Denoised) -> torch.Tensor:
         """Take what a call returned; returns the latents that it made, [1, C, T, H, W]."""
         return torch.stack(run.pixels)
@@ -390,8 +396,7 @@ class _Taken(ABC):
         return args, {**kwargs, **self.before_forward(kwargs)}
 
 
-_CHUNKS_OF_A_CALL = 16
-"""Of Helios, whose memory grows by the latents of every chunk of a call."""
+_CHUNKS_OF_A_CALL = 16  # whose latents a pipeline keeps until it ends
 
 
 class _Helios(_Taken):
@@ -407,11 +412,7 @@ class _Helios(_Taken):
 
     def parts(self, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """See `_Taken.parts`; what begins with an image or a video is made in one call."""
-        known = signature(type(self.pipe).__call__).parameters
-
-        def of(name: str) -> Any:
-            return arguments.get(name, known[name].default)
-
+        of = self.with_defaults(arguments).__getitem__
         window = (of("num_latent_frames_per_chunk") - 1) * self.pipe.vae_scale_factor_temporal + 1
         chunks = max(1, -(-max(of("num_frames"), 1) // window))
         given = ("image", "image_latents", "fake_image_latents", "video", "video_latents")
@@ -421,10 +422,8 @@ class _Helios(_Taken):
             return
         history = sum(of("history_sizes"))
         for done in range(0, chunks, _CHUNKS_OF_A_CALL):
-            part = {
-                **arguments,
-                "num_frames": window * min(_CHUNKS_OF_A_CALL, chunks - done),
-            }
+            frames = window * min(_CHUNKS_OF_A_CALL, chunks - done)
+            part = {**arguments, "num_frames": frames}
             if done:
                 past = self._last[:, :, -history:]
                 self._added = past.shape[2]
@@ -434,7 +433,7 @@ class _Helios(_Taken):
                     "add_noise_to_image_latents": False,
                     "add_noise_to_video_latents": False,
                 }
-                if "is_amplify_first_chunk" in known:
+                if "is_amplify_first_chunk" in self.with_defaults(arguments):
                     part["is_amplify_first_chunk"] = False
             self._text = None
             yield part
@@ -566,16 +565,67 @@ class _AnyFlowFAR(_Followed):
 class _SkyReels(_Followed):
     """Parts of a long video, of a pipeline that begins each with the end of the one before."""
 
+    def __init__(self, pipe: Any, stream: Streaming, later: Sequence[torch.Tensor]) -> None:
+        super().__init__(pipe, stream, later)
+        self._num_frames: int | None = None  # of the whole video, where a call makes some of it
+        self._earlier = 0  # parts that earlier calls made
+        self._last = torch.empty(0)  # latents with which a part begins, [1, C, T, H, W]
+        self._overlap = 0  # how many frames of these there are
+        self._added = 0  # latent frames in front of a call that it did not make
+        self._seen = 0  # latent frames of a call that were taken
+
+    def parts(self, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """See `_Taken.parts`; a call of some parts has the length at which the pipeline ends."""
+        of = self.with_defaults(arguments).__getitem__
+        frames, base, overlap = of("num_frames"), of("base_num_frames"), of("overlap_history")
+        if self.stream.in_one_call or overlap is None or of("latents") is not None:
+            yield arguments
+            return
+        # As the pipeline counts, in latent frames behind the first one.
+        factor = self.pipe.vae_scale_factor_temporal
+        frames, base, overlap = frames // factor, (base - 1) // factor, (overlap - 1) // factor
+        step = base - overlap
+        parts = 1 if step < 1 else -(-(frames - base) // step) + 1
+        # Of two parts at least: to the pipeline one alone is another kind of video.
+        calls = min(-(-parts // _CHUNKS_OF_A_CALL), parts // 2)
+        if calls < 2:
+            yield arguments
+            return
+        self._num_frames = frames * factor + 1
+        for call in range(calls):
+            share = (parts + call) // calls
+            self._seen = self._added = overlap + 1 if call else 0
+            self._text = None
+            yield {**arguments, "num_frames": (base + (share - 1) * step) * factor + 1}
+            self._earlier += share
+
+    def made(self, run: Denoised) -> torch.Tensor:
+        """See `_Taken.made`: the overlap that a call was given is in front."""
+        latents = torch.stack(run.pixels)
+        with torch.no_grad():
+            self._take_new(latents)
+        return latents[:, :, self._added :]
+
+    def end(self, latents: torch.Tensor) -> None:
+        """See `_Taken.end`; all is taken when its call is done."""
+
     @contextmanager
     def decoding(self) -> Iterator[None]:
         """See `_Taken.decoding`; the pipeline hands its latents on when a part begins."""
         own = self.pipe.prepare_latents
 
         def prepare(*args: Any, **kwargs: Any) -> Any:
-            past = kwargs.get("video_latents")
-            if past is not None:
-                self.take(past[:, :, self.num_latents :])
-            return own(*args, **kwargs)
+            given = signature(own).bind(*args, **kwargs).arguments
+            self._overlap = given["overlap_history_latent_frames"] or 0
+            if given["video_latents"] is not None:
+                self._take_new(given["video_latents"])
+            if self._num_frames is not None:
+                given["num_frames"] = self._num_frames
+            if self.num_latents:
+                given["video_latents"] = self._last
+                given["long_video_iter"] += self._earlier
+                given |= {"image": None} if "image" in given else {}
+            return own(**given)
 
         self.pipe.prepare_latents = prepare
         try:
@@ -583,6 +633,14 @@ class _SkyReels(_Followed):
                 yield
         finally:
             del self.pipe.prepare_latents
+
+    def _take_new(self, latents: torch.Tensor) -> None:
+        """Take what is new of the latents of a call, and keep what the next part begins with."""
+        new = latents[:, :, self._seen :]
+        self._seen = latents.shape[2]
+        self.take(new)
+        every = torch.cat([self._last, new], dim=2) if self._last.numel() else new
+        self._last = every[:, :, max(0, every.shape[2] - self._overlap) :].clone()
 
     def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `_Taken.before_forward`."""
