@@ -454,6 +454,7 @@ def test_causal_blocks_of_skyreels_are_those_of_its_own_mask():
     assert error < 2e-2
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_the_past_of_anyflow_far_gives_the_stock_latents():
     for name in ("diffusers", "transformers", "ftfy"):
         pytest.importorskip(name)
