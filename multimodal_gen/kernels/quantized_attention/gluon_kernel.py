@@ -510,7 +510,7 @@ class _Prepared:
         launch: the kernel, and the one that redoes flagged tiles, if any.
         head_size: D, padded.
         counts: a tensor of the plan.
-        num_flags: int32 flags to make room for.
+        num_flags: int32 flags to make room for; 0 where no tile is flagged.
     """
 
     launch: Launch
@@ -541,7 +541,9 @@ def attend(
     prepared = plan.cache.get(key)
     if prepared is None:
         prepared = plan.remember(key, _prepare(packed, plan, out, lse, tile))
-    size = prepared.head_size
+    size, flags = prepared.head_size, prepared.counts  # where nothing is flagged
+    if prepared.num_flags:
+        flags = prepared.counts.new_zeros(prepared.num_flags)
     if tile.e4m3:
         values = describe(packed.v, size, tile.keys)
     else:
@@ -549,7 +551,7 @@ def attend(
     prepared.launch(
         (
             describe(packed.q, 64, size), describe(packed.k, tile.unit, size), values,
-            out, out if lse is None else lse, prepared.counts.new_zeros(prepared.num_flags),
+            out, out if lse is None else lse, flags,
             packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
         ),
     )  # fmt: skip
@@ -611,7 +613,7 @@ def _prepare(
         launch=Launch(_launcher(), (num_tiles,), arguments, variants),
         head_size=shape.head_size,
         counts=counts,
-        num_flags=num_tiles if tile.fast else 1,
+        num_flags=num_tiles if tile.fast else 0,
     )
 
 
