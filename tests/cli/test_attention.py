@@ -225,6 +225,20 @@ def test_explain_shows_who_asked_for_what(tiny_pipeline, sglang) -> None:
     }
 
 
+def test_explain_names_steps_by_the_noise_levels_of_the_scheduler(tiny_pipeline, sglang) -> None:
+    given = ("--attention-backend", "sol_attn", "--attention-backend-config")
+    outcome = sglang(
+        *("attention", "explain", "--model-path", tiny_pipeline("wan"), "--json", *given),
+        "dense_sigma=>0.9,dense_steps=null,dense_layers=null",
+    )
+    assert outcome.code == 0, outcome.err
+    groups = [group for group in json.loads(outcome.out)["groups"] if group["role"] == "self"]
+    assert {group["steps"]: group["backend"] for group in groups} == {
+        "of sigma >0.9": "torch_sdpa",
+        "other": "sol_attn",
+    }
+
+
 def test_explain_prints_a_table_that_pipes_well(tiny_pipeline, sglang, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")

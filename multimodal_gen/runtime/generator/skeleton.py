@@ -114,8 +114,8 @@ def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any
         device: where they would run; "auto" depends on it.
 
     Returns:
-        An instance of the pipeline's class. Models are on the meta device; tokenizers, processors
-        and components that have no config are None.
+        An instance of the pipeline's class. Models are on the meta device; schedulers are whole,
+        where they have a config; tokenizers, processors and what has none are None.
 
     Raises:
         UsageError: a component's config is missing or does not fit its class.
@@ -126,6 +126,8 @@ def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any
     pipe.register_modules(**dict.fromkeys(_expected(pipeline_class)))
     chosen = pick_dtype(dtype, device)
     for name, (library, class_name) in index.components.items():
+        if library == "diffusers":
+            pipe.register_modules(**_scheduler(index.model_path, name, class_name))
         model = _build(index.model_path, name, library, class_name)
         if model is not None:
             # The plain cast: the libraries' own `to` warns about weights that are not there.
@@ -160,6 +162,19 @@ def _expected(pipeline_class: Any) -> list[str]:
     parameters = inspect.signature(pipeline_class).parameters.values()
     required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
     return sorted({*required, *pipeline_class._optional_components})
+
+
+def _scheduler(model_path: str, name: str, class_name: str) -> dict[str, Any]:
+    """Return a component by its name where it is a scheduler, which says what noise levels are."""
+    import diffusers
+
+    cls: Any = getattr(diffusers, class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)):
+        return {}
+    try:
+        return {name: cls.from_pretrained(model_path, subfolder=name)}
+    except OSError:  # it has no config
+        return {}
 
 
 def _build(model_path: str, name: str, library: str, class_name: str) -> torch.nn.Module | None:
