@@ -168,11 +168,11 @@ def _scheduler(model_path: str, name: str, class_name: str) -> dict[str, Any]:
     """Return a component by its name where it is a scheduler, which says what noise levels are."""
     import diffusers
 
-    cls: Any = getattr(diffusers, class_name, None)
+    cls = getattr(diffusers, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)):
         return {}
     try:
-        return {name: cls.from_pretrained(model_path, subfolder=name)}
+        return {name: cls.from_pretrained(model_path, subfolder=name)}  # type: ignore[attr-defined]
     except OSError:  # it has no config
         return {}
 
