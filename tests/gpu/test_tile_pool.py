@@ -5,6 +5,7 @@ import torch
 
 from multimodal_gen.kernels.tile_pool.api import (
     add_gated,
+    mark_tiles,
     pool_cells,
     pool_tiles,
     select_cells,
@@ -55,7 +56,7 @@ def test_means_are_rounded_once(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_kv", [1, 31, 300, 1440, 1800, 4096, 10000])
+@pytest.mark.parametrize("num_kv", [1, 31, 300, 1182, 1440, 1800, 4096, 6000, 10000])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_selection_is_the_definition_where_scores_are_exact(
     dtype: torch.dtype, num_kv: int, share: float
@@ -85,6 +86,24 @@ def test_tiles_that_are_not_real_come_last(dtype: torch.dtype) -> None:
     found = select_tiles(query, key, 50, real=real)
     renumbered = real[0].nonzero().flatten()[select_tiles(query, key[:, :, real[0]], 50).long()]
     assert torch.equal(found.long(), renumbered)
+
+
+@pytest.mark.parametrize("num", [300, 1182, 1800])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_map_marks_what_is_listed_and_what_is_near(num: int, exact: bool) -> None:
+    query, key = (
+        random(2, 4, num, 64, dtype=torch.bfloat16),
+        random(2, 2, num, 64, dtype=torch.bfloat16),
+    )
+    if exact:  # many score the same
+        query, key = (
+            whole_numbers(2, h, num, 64, seed=h, dtype=torch.bfloat16, device="cuda")
+            for h in (4, 2)
+        )
+    place = torch.arange(num, device="cuda")
+    wanted = ((place[:, None] - place).abs() <= 1).expand(2, 4, -1, -1).clone()
+    wanted.scatter_(-1, select_tiles(query, key, num // 7).long(), True)
+    assert torch.equal(mark_tiles(query, key, num // 7, near=1), wanted)
 
 
 def test_scores_that_are_no_numbers_still_give_valid_lists() -> None:
