@@ -11,12 +11,9 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
-from multimodal_gen.runtime.generator.model_folder import (
-    arguments_of,
-    check_classes,
-    check_code,
-)
+from multimodal_gen.runtime.generator.model_folder import check_classes, check_code, check_files
 from multimodal_gen.runtime.generator.output import Kind
+from multimodal_gen.runtime.generator.signatures import arguments_of
 
 __all__ = [
     "HUB_ID",
@@ -85,6 +82,7 @@ class PipelineIndex:
         config = _read_config(diffusers, location)
         check_code(location, _named(config, dotted=True))
         components = _named(config)
+        check_files(location, components)
         if pipeline_class_name is None:
             pipeline_class = _pipeline_class(diffusers, config.get("_class_name"), model_path)
             check_classes(pipeline_class, location, components)
@@ -143,8 +141,10 @@ def dtype_argument() -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where it has none."""
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    lines = str(error).strip().splitlines()
+    if len(lines) > 1 and lines[0].endswith(":"):  # a title alone
+        return f"{lines[0]} {lines[1].strip()}".rstrip(".")
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

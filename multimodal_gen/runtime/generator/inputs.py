@@ -6,14 +6,14 @@ looked into, before weights are loaded.
 """
 
 import types
-from collections.abc import Iterable, Mapping
-from enum import Enum
+from collections.abc import Mapping
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, Final, Literal, Union, get_args, get_origin
+from typing import Any, Final, Union, get_args, get_origin
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
 from multimodal_gen.runtime.generator.index import PipelineIndex, first_line
+from multimodal_gen.runtime.generator.signatures import fits, spelled
 from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import as_flag
@@ -49,8 +49,6 @@ _TAKEN: Final[Mapping[str, str]] = types.MappingProxyType(
         "callback_on_step_end_tensor_inputs": "is settled by what is written",
     }
 )
-_JSON = (bool, int, float, str, list, tuple, Mapping, type(None))
-
 _MOST_TOKENS = 1 << 16  # of a prompt: no text encoder reads so many
 _MOST = (1 << 31) - 1
 
@@ -177,14 +175,14 @@ def _check_argument(
 def _check_type(index: PipelineIndex, parameter: Parameter, value: object) -> None:
     """Refuse a value that the argument's type excludes."""
     kind = parameter.annotation
-    if _fits(value, kind) or (value is None and parameter.default is None):
+    if fits(value, kind) or (value is None and parameter.default is None):
         return
     hint = ""
     examples: tuple[object, ...] = (True, 1, 0.5, "", [], {})
-    if not any(_fits(example, kind) for example in examples):
+    if not any(fits(example, kind) for example in examples):
         hint = "; no text spells one, give it to multimodal_gen.generate"
     raise UsageError(
-        f"--pipeline-arg {parameter.name} must be of type {_spelled(kind)}, as {index.name} has "
+        f"--pipeline-arg {parameter.name} must be of type {spelled(kind)}, as {index.name} has "
         f"it, got {short(_thawed(value))}{hint}"
     )
 
@@ -204,51 +202,6 @@ def _check_range(index: PipelineIndex, parameter: Parameter, value: object) -> N
             f"--pipeline-arg {name} must be {rule}, got {short(value)}; {index.name} has {default} "
             f"by default"
         )
-
-
-def _fits(value: object, kind: Any) -> bool:
-    """Tell whether a value as JSON spells it may be of a type; of other values, types say little.
-
-    A whole number is a float too, and a list is a tuple: JSON tells neither from the other.
-    """
-    if kind is Any or isinstance(kind, str) or not isinstance(value, _JSON):
-        return True
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, each) for each in inner)
-    if origin is Literal:
-        return value in inner
-    kind = origin or kind
-    if not isinstance(kind, type) or kind is Parameter.empty:
-        return True
-    if isinstance(value, (list, tuple)):
-        return kind in (list, tuple, Iterable) and _items_fit(value, kind, inner)
-    if isinstance(value, Mapping):
-        return issubclass(kind, Mapping)
-    if issubclass(kind, Enum):
-        return value in [member.value for member in kind]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return kind in (int, float)
-    return kind is type(value)
-
-
-def _items_fit(value: list[object] | tuple[object, ...], kind: type, inner: Any) -> bool:
-    fixed = kind is tuple and len(inner) > 1 and Ellipsis not in inner
-    if fixed and len(inner) != len(value):
-        return False
-    kinds = [each for each in inner if each is not Ellipsis]
-    return not kinds or all(any(_fits(item, each) for each in kinds) for item in value)
-
-
-def _spelled(kind: Any) -> str:
-    """Return a type in words: `int or list[int]`."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(_spelled(each) for each in get_args(kind))
-    if kind is type(None):
-        return "null"
-    name = getattr(kind, "__name__", str(kind))
-    inner = ", ".join(_spelled(each) for each in get_args(kind) if each is not Ellipsis)
-    return f"{name}[{inner}]" if inner else name
 
 
 def _file_of(value: object) -> Path | None:

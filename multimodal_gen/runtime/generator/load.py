@@ -14,6 +14,11 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.generator.chat_templates import check_templates
+from multimodal_gen.runtime.generator.component_config import (
+    check_config,
+    check_scheduler_config,
+    component_configs,
+)
 from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     class_of,
@@ -26,8 +31,6 @@ from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_l
 from multimodal_gen.runtime.generator.model_folder import (
     check_channels,
     check_required,
-    check_sizes,
-    component_configs,
 )
 from multimodal_gen.runtime.generator.progress import is_shown
 from multimodal_gen.runtime.generator.quantized import (
@@ -70,7 +73,9 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     check_required(index.pipeline_class, index.model_path, index.components)
     configs = dict(component_configs(_with_configs(index.model_path), index.components))
     for name, config in configs.items():
-        check_sizes(name, config, index.model_path)
+        cls = class_of(*index.components[name])
+        check_config(name, cls, config, index.model_path)
+        check_scheduler_config(name, cls, config, index.model_path)
     check_channels(
         index.pipeline_class,
         index.model_path,
@@ -247,9 +252,30 @@ def load_text_models(
             continue
         own = dtype.get(name, dtype["default"]) if isinstance(dtype, Mapping) else dtype
         quantized = {"quantization_config": configs[name]} if name in configs else {}
-        model, info = found.from_pretrained(
-            model_path, subfolder=name, dtype=own, output_loading_info=True, **quantized
-        )
+        try:
+            model, info = found.from_pretrained(
+                model_path,
+                subfolder=name,
+                dtype=own,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told here
+                **quantized,
+            )
+        except (ImportError, UsageError, MemoryError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"component {name} of {model_path!r} must load as a {class_name}: "
+                f"{described(error)}; check its files"
+            ) from error
+        for key, found_shape, wanted in sorted(info["mismatched_keys"])[:1]:
+            raise UsageError(
+                f"{key} of component {name} of {model_path!r} must have the shape "
+                f"{tuple(wanted)} of its config, got weights of {tuple(found_shape)}; download the "
+                f"component again"
+            )
         if info["missing_keys"]:
             raise _incomplete(model_path, name, info["missing_keys"])
         loaded[name] = model

@@ -1,4 +1,4 @@
-"""What a model folder may ask for: no code of its own, the parts its pipeline needs, sane sizes.
+"""What a model folder may ask for: no code of its own, and the parts its pipeline needs.
 
 A folder is data that others wrote. Its index names a library and a class per component, which
 loading imports; some releases of diffusers import them from the folder itself. So both are checked
@@ -6,26 +6,24 @@ before anything is imported, whatever the release.
 """
 
 import inspect
-import json
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from multimodal_gen.errors import UsageError, nearest
+from multimodal_gen.runtime.generator.signatures import arguments_of
 from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
     "DENOISERS",
     "LIBRARIES",
-    "arguments_of",
     "check_channels",
     "check_classes",
     "check_code",
+    "check_files",
     "check_required",
-    "check_sizes",
-    "component_configs",
 ]
 
 LIBRARIES: Final = ("diffusers", "transformers")
@@ -36,23 +34,7 @@ DENOISERS: Final = ("transformer", "unet")
 
 _PIPELINES = "diffusers.pipelines"
 
-# Sizes beyond those of any model: building one would take hours, or never end.
-_MOST_LAYERS = 4096
-_MOST = 2**31 - 1
-_LAYER_WORDS = ("layers", "blocks", "depth")
-# Lists of them, which some models have, are left to the models.
-_COUNTS = frozenset(
-    {
-        "attention_head_dim",
-        "hidden_size",
-        "in_channels",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_layers",
-        "out_channels",
-    }
-)
-_MOST_BYTES = 16 << 20
+_MOST_BYTES = 16 << 20  # of a config
 
 # Input channels of the denoiser: so many times the channels of a latent, and so many more. Some
 # pipelines pack 2x2 latents into a token; those that start from more than text add it as channels.
@@ -118,6 +100,28 @@ def check_code(model_path: str, components: Mapping[str, tuple[str, str]]) -> No
                 f"{where} must have no code of its own, got {own.name!r} in its folder, which "
                 f"diffusers could run; remove it"
             )
+
+
+def check_files(model_path: str, components: Mapping[str, object]) -> None:
+    """Refuse what may never end, or is too large, where loading reads files.
+
+    Raises:
+        UsageError: a pipe, a device or the like lies among the files of a component, or a config is
+            larger than any is.
+    """
+    for name in components:
+        folder = Path(model_path) / name
+        if not folder.is_dir():
+            continue
+        for file in folder.iterdir():
+            where = f"{file.name} of component {name} of {model_path!r}"
+            if file.exists() and not file.is_file() and not file.is_dir():
+                raise UsageError(f"{where} must be a regular file; download it again")
+            if file.name.endswith("config.json") and file.stat().st_size > _MOST_BYTES:
+                raise UsageError(
+                    f"{where} must have at most {_MOST_BYTES} bytes, got {file.stat().st_size}; "
+                    f"download it again"
+                )
 
 
 def _is_pipeline_module(library: str) -> bool:
@@ -193,14 +197,6 @@ def check_classes(
             )
 
 
-def arguments_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, with types where modules spell them as text."""
-    try:
-        return inspect.signature(function, eval_str=True).parameters
-    except (NameError, TypeError, SyntaxError):  # types that are imported for type checkers only
-        return inspect.signature(function).parameters
-
-
 def _models(pipeline_class: type, name: str) -> tuple[type, ...]:
     """Return the classes of models that a pipeline is constructed from; none if not known."""
     annotation = getattr(arguments_of(pipeline_class).get(name), "annotation", None)
@@ -267,74 +263,3 @@ def _siblings(
         if isinstance(cls, type) and denoiser in _models(cls, "transformer"):
             found.append(name)
     return tuple(found)
-
-
-def component_configs(
-    model_path: str, components: Mapping[str, tuple[str, str]]
-) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield name and config of the components of a folder, as far as they can be read.
-
-    Raises:
-        UsageError: a config is larger than any is.
-    """
-    for name in components:
-        path = Path(model_path) / name / "config.json"
-        try:
-            if not path.is_file():
-                continue
-            size = path.stat().st_size
-            if size > _MOST_BYTES:
-                raise UsageError(
-                    f"config.json of component {name} of {model_path!r} must have at most "
-                    f"{_MOST_BYTES} bytes, got {size}; download it again"
-                )
-            config: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue  # whoever builds it says what is wrong
-        if isinstance(config, dict):
-            yield name, config
-
-
-def check_sizes(name: str, config: Mapping[str, object], model_path: str) -> None:
-    """Refuse sizes that no model has, and what is no size, before it is built.
-
-    Args:
-        name: the component.
-        config: its config; sizes may be nested.
-        model_path: folder or hub id.
-
-    Raises:
-        UsageError: names the component, the key and the value.
-    """
-    for key in _COUNTS & config.keys():
-        value = config[key]
-        least = 0 if "layers" in key else 1
-        is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not is_whole and value is not None and not isinstance(value, (list, tuple)):
-            raise UsageError(
-                f"component {name} of {model_path!r} must have a whole number of at least {least} "
-                f"as `{key}`, got {short(value)}; check its config.json"
-            )
-    for key, value in _numbers(config, 0):
-        is_count = any(word in key for word in _LAYER_WORDS) and "scale" not in key
-        most = _MOST_LAYERS if is_count and isinstance(value, int) else _MOST
-        if isinstance(value, int) and abs(value) > most:
-            raise UsageError(
-                f"component {name} of {model_path!r} must have a `{key}` of at most {most}, got "
-                f"{short(value)}; no model is that large, check its config.json"
-            )
-
-
-def _numbers(value: object, depth: int, key: str = "") -> Iterator[tuple[str, object]]:
-    if depth > 8:
-        return
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _numbers(inner, depth + 1, str(name))
-    elif isinstance(value, (list, tuple)):
-        if any(word in key for word in _LAYER_WORDS) and len(value) > _MOST_LAYERS:
-            yield key, len(value)
-        for inner in value[: _MOST_LAYERS + 1]:
-            yield from _numbers(inner, depth + 1, "")
-    elif isinstance(value, int) and not isinstance(value, bool):
-        yield key, value

@@ -3,21 +3,28 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.component_config import (
+    check_config,
+    check_sizes,
+    component_configs,
+    key_at_fault,
+)
 from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     first_line,
     import_diffusers,
-    is_out_of_memory,
 )
 from multimodal_gen.runtime.generator.load import pick_dtype
-from multimodal_gen.runtime.generator.model_folder import DENOISERS, check_sizes, component_configs
+from multimodal_gen.runtime.generator.model_folder import DENOISERS
+from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file, short
 
 __all__ = [
     "denoiser_configs",
@@ -54,7 +61,7 @@ def folder_identity(model_path: str) -> dict[str, str] | None:
     """
     folder = Path(model_path).expanduser()
     try:
-        parts = json.loads((folder / "model_index.json").read_text("utf-8"))
+        parts: Any = read_json(read_small_file(folder / "model_index.json"))
         named = {
             name: (str(part[0]), str(part[1]))
             for name, part in parts.items()
@@ -67,7 +74,7 @@ def folder_identity(model_path: str) -> dict[str, str] | None:
             }
             for name, config in component_configs(str(folder), named)
         }
-    except (OSError, ValueError, RuntimeError, AttributeError, UsageError):
+    except (MalformedError, OSError, ValueError, RuntimeError, AttributeError):
         return None
     return _identity(str(folder), configs)
 
@@ -187,12 +194,17 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> torch.n
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         return None
+    at_fault = ""
     try:
         if library == "diffusers":
             config = cls.load_config(model_path, subfolder=name)  # type: ignore[attr-defined]
-            check_sizes(name, config, model_path)
-            with init_empty_weights():
-                return cls.from_config(config)  # type: ignore[attr-defined]
+            check_config(name, cls, config, model_path)
+            try:
+                return _without_weights(cls, config)
+            except Exception:
+                key = key_at_fault(config, partial(_builds, cls))
+                at_fault = f" with `{key}` of {short(config[key])}" if key else ""
+                raise
         config = _transformers_config(cls, model_path, name)
         check_sizes(name, config.to_dict(), model_path)
         with init_empty_weights():
@@ -200,12 +212,27 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> torch.n
     except UsageError:
         raise
     except Exception as error:  # configs that do not fit fail in every way, within libraries
-        if is_out_of_memory(error):
+        if isinstance(error, MemoryError):
             raise
         raise UsageError(
             f"component {name} of {model_path!r} must have a config for {class_name}, "
-            f"building it failed: {first_line(error)}"
+            f"building it failed{at_fault}: {first_line(error)}"
         ) from error
+
+
+def _without_weights(cls: Any, config: Mapping[str, Any]) -> torch.nn.Module:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        built: torch.nn.Module = cls.from_config(config)
+    return built
+
+
+def _builds(cls: Any, config: Mapping[str, Any]) -> bool:
+    try:
+        return _without_weights(cls, config) is not None
+    except Exception:  # in every way there is
+        return False
 
 
 def _transformers_config(cls: Any, model_path: str, name: str) -> Any:

@@ -228,8 +228,8 @@ def _half(file) -> None:
         ("transformer/config.json", lambda f: f.write_text("{"), "is not a valid JSON file"),
         (
             "scheduler/scheduler_config.json",
-            lambda f: f.write_text('{"num_train_timesteps": 0}'),
-            "IndexError: index -1 is out of bounds",
+            lambda f: f.write_text('{"num_train_timesteps": '),
+            "is not a valid JSON file",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from contextlib import suppress
@@ -11,8 +12,10 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.generator import load_skeleton
+from multimodal_gen.runtime.generator.component_config import check_config, check_scheduler_config
 from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
 from multimodal_gen.runtime.generator.load import check_loading, load_pipeline
+from multimodal_gen.runtime.generator.signatures import arguments_of
 from multimodal_gen.runtime.server_args import ServerArgs
 
 
@@ -155,7 +158,7 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_built(
     folder, make, component, key, value
 ) -> None:
     change(folder / component / "config.json", **{key: value})
-    with pytest.raises(UsageError, match=f"component {component} of .* `{key}` of at most .* got"):
+    with pytest.raises(UsageError, match=f"`{key}` of component {component} .* at most .* got"):
         make(folder)
 
 
@@ -170,7 +173,7 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_built(
 )
 def test_what_is_no_size_is_refused_by_name(folder, component, key, value, least) -> None:
     change(folder / component / "config.json", **{key: value})
-    wanted = f"component {component} of .* whole number of at least {least} as `{key}`, got"
+    wanted = f"`{key}` of component {component} of .* be a whole number of at least {least}, got"
     for make in (skeleton, load):
         with pytest.raises(UsageError, match=wanted):
             make(folder)
@@ -190,6 +193,101 @@ def test_values_that_make_libraries_raise_name_the_component(folder, key, value)
     for make in (skeleton, load):
         with suppress(UsageError):  # nothing else; some values are harmless to build
             make(folder)
+
+
+S, T, V, E = "scheduler", "transformer", "vae", "text_encoder"
+
+
+@pytest.mark.parametrize(
+    ("component", "key", "value", "rule"),
+    [
+        (S, "num_train_timesteps", 2 * 10**9, "at most 1048576, got 2000000000"),
+        (S, "num_train_timesteps", -1, "a whole number of at least 1, got -1"),
+        (S, "flow_shift", "x", "of type float, got 'x'"),
+        (S, "flow_shift", float("nan"), "finite, got nan"),
+        (S, "flow_shift", None, r"one that UniPCMultistepScheduler makes steps with \(.* got None"),
+        (
+            S,
+            "beta_schedule",
+            "x",
+            r"one that .* makes steps with \(x is not implemented .* got 'x'",
+        ),
+        (S, "disable_corrector", 3, r"of type list\[int\], got 3"),
+        (V, "latents_mean", [], r"a list with a number for each of 16 channels, got \[\]"),
+        (V, "latents_std", None, "a list with a number for each of 16 channels, got None"),
+        (V, "z_dim", 10**9, "at most 262144, got 1000000000"),
+        (V, "dim_mult", ["x"], r"of type list\[int\], got \['x'\]"),
+        (T, "eps", "x", "of type float, got 'x'"),
+        (T, "rope_max_seq_len", 2 * 10**9, "at most 262144, got 2000000000"),
+        (E, "layer_norm_epsilon", float("nan"), "finite, got nan"),
+        (E, "vocab_size", 10**9, "at most 1048576, got 1000000000"),
+        ("tokenizer", "extra_ids", 10**9, "at most 1048576, got 1000000000"),
+    ],
+)
+def test_odd_values_of_a_config_are_refused_by_name_before_weights_are_read(
+    folder, component, key, value, rule
+) -> None:
+    files = {S: "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
+    change(folder / component / files.get(component, "config.json"), **{key: value})
+    for weights in folder.rglob("*.safetensors"):
+        weights.write_bytes(b"")
+    with pytest.raises(UsageError, match=f"`{key}` of component {component} of .* must be {rule}"):
+        load(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_classes_of_diffusers_have_by_default_is_taken() -> None:
+    import diffusers
+
+    tried = 0
+    for name in dir(diffusers):
+        cls = getattr(diffusers, name, None)
+        is_config = isinstance(cls, type) and issubclass(cls, diffusers.ConfigMixin)
+        if not is_config or issubclass(cls, diffusers.DiffusionPipeline):
+            continue
+        defaults = {
+            key: list(parameter.default)
+            if isinstance(parameter.default, tuple)
+            else parameter.default
+            for key, parameter in arguments_of(cls.__init__).items()
+            if parameter.default is not parameter.empty
+        }
+        check_config(name, cls, defaults, "m")
+        check_scheduler_config(name, cls, defaults, "m")
+        tried += 1
+    assert tried > 200
+
+
+def test_the_value_that_a_model_cannot_be_built_with_is_named(tiny_pipeline, tmp_path) -> None:
+    folder = shutil.copytree(tiny_pipeline("flux"), tmp_path / "flux")
+    change(folder / "vae" / "config.json", act_fn="x")
+    with pytest.raises(
+        UsageError, match=r"component vae .* failed with `act_fn` of 'x': activatio"
+    ):
+        skeleton(folder)
+    change(folder / "transformer" / "config.json", axes_dims_rope=[8])
+    with pytest.raises(UsageError, match=r"`axes_dims_rope` .* add up to .* of 32, got \[8\]"):
+        load(folder)
+
+
+def test_a_text_encoder_that_does_not_fit_its_weights_is_named(folder) -> None:
+    config = folder / "text_encoder" / "config.json"
+    change(config, vocab_size=3)
+    with pytest.raises(UsageError, match=r"shared.weight of component text_encoder .* \(3, 64\)"):
+        load(folder)
+    change(config, vocab_size=551, dropout_rate="x")
+    with pytest.raises(UsageError, match=r"component text_encoder .* field 'dropout_rate': Type"):
+        load(folder)
+
+
+@pytest.mark.parametrize("file", ["vae/config.json", "transformer/x.safetensors", "tokenizer/a"])
+def test_files_of_a_folder_that_never_end_are_refused(folder, file) -> None:
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    name = file.partition("/")[2]
+    with pytest.raises(UsageError, match=f"{name} of component .* must be a regular file"):
+        load(folder)
 
 
 @pytest.mark.parametrize("name", ["WanPipeline", "DiffusionPipeline"])
