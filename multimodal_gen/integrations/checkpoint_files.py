@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from multimodal_gen.runtime.plain_values import MalformedError, read_json
+from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file
 
-__all__ = ["CheckpointFiles", "find_checkpoint"]
+__all__ = ["CheckpointFiles", "find_checkpoint", "weight_files"]
 
 # Parameters of a model that tell it from others of its class.
 _COMPARED = 3
@@ -53,7 +53,7 @@ def find_checkpoint(model: nn.Module) -> CheckpointFiles:
             source=source, reason=f"{source!r} is no folder, nor in the cache of the hub"
         )
     found = [folder for folder in (top, *_folders_in(top)) if _holds(folder, model)]
-    if not found and any(top.glob("*.safetensors")):
+    if not found and weight_files(top):
         found = [top]  # without a config of its own
     if len(found) > 1:
         found = [folder for folder in found if _has_parameters_of(folder, model)]
@@ -91,13 +91,16 @@ def _folders_in(folder: Path) -> Iterator[Path]:
 def _holds(folder: Path, model: nn.Module) -> bool:
     """Whether a folder holds safetensors files and a config of the model's class."""
     try:
-        config: Any = read_json((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, MalformedError):
+        config: Any = read_json(read_small_file(folder / "config.json"))
+    except MalformedError:
         return False
     named = config.get("_class_name") if isinstance(config, dict) else None
-    return any(cls.__name__ == named for cls in type(model).__mro__) and any(
-        folder.glob("*.safetensors")
-    )
+    return any(cls.__name__ == named for cls in type(model).__mro__) and bool(weight_files(folder))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder, in order; pipes and devices are none."""
+    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
 
 
 def _has_parameters_of(folder: Path, model: nn.Module) -> bool:
@@ -110,7 +113,7 @@ def _has_parameters_of(folder: Path, model: nn.Module) -> bool:
         if not p.is_meta and p.dtype.is_floating_point and p.numel() <= _MOST_ELEMENTS
     }
     compared = 0
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in sorted(known.keys() & set(file.keys())):
                 own = known[name].detach().cpu()

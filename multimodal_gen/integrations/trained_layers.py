@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.checkpoint_files import find_checkpoint
+from multimodal_gen.integrations.checkpoint_files import find_checkpoint, weight_files
 from multimodal_gen.integrations.components import compute_dtype
 
 __all__ = [
@@ -91,7 +91,7 @@ def stored_layers(folder: Path, name: str) -> StoredLayers:
     from safetensors import safe_open
 
     found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 if f".{key.rpartition('.')[0]}".endswith(f".{name}"):

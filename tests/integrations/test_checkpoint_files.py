@@ -1,5 +1,6 @@
 """Where a loaded model's files are, however it was loaded; what happens where nobody knows."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from multimodal_gen.integrations.checkpoint_files import find_checkpoint
+from multimodal_gen.integrations.checkpoint_files import find_checkpoint, weight_files
 from multimodal_gen.integrations.diffusers import apply
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -76,6 +77,19 @@ def test_what_cannot_be_found_is_said(folder):
         (said,) = [note for note in handle.report().notes if "to_gate_compress" in note]
     assert "transformer: trained layers that its checkpoint may have" in said
     assert "by class and parameters; load it from its own" in said
+
+
+def test_pipes_beside_a_checkpoint_are_passed_over(folder):
+    loaded = model(folder, subfolder="transformer")
+    other = folder / "other"
+    other.mkdir()
+    os.mkfifo(other / "config.json")
+    os.mkfifo(folder / "transformer" / "more.safetensors")
+    files = find_checkpoint(loaded)
+    assert files.folder == folder / "transformer"
+    assert weight_files(files.folder) == [
+        folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    ]
 
 
 def test_a_model_that_was_not_loaded_has_no_files(folder):

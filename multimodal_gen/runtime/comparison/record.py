@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.generator.output import Staging
-from multimodal_gen.runtime.plain_values import short
+from multimodal_gen.runtime.plain_values import MalformedError, read_small_file, short
 
 __all__ = [
     "SCHEMA",
@@ -409,10 +409,9 @@ def read_record(kind: type[_RecordT], path: Path) -> _RecordT:
     """
     where = f"{kind.__name__.lower()} {str(path)!r}"
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{where} must be a readable JSON file: {reason}") from None
+        data = json.loads(read_small_file(path))
+    except (MalformedError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} must be a readable JSON file: {error}") from None
     if kind is Report:
         _check_version(data, where)
     found: _RecordT = from_json(kind, data, where)

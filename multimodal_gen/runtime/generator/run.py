@@ -54,6 +54,7 @@ from multimodal_gen.runtime.generator.stream import Give, StreamedChunk, Streami
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
+from multimodal_gen.runtime.plain_values import MalformedError, read_small_file
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import expanded
 
@@ -197,12 +198,20 @@ def find_done(asked: Sequence[ServerArgs]) -> tuple[Path | None, ...]:
 def _made(path: Path) -> dict[str, str] | None:
     """Return the deciding arguments of a record whose files are there; None for other files."""
     try:
-        record = json.loads(path.read_text("utf-8"))
+        record = json.loads(read_small_file(path))
         if record.get("interrupted"):
             return None
         files = [path.with_name(name) for name in record["outputs"]]
         return _deciding(record["arguments"]) if all(file.is_file() for file in files) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        MalformedError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
 
 

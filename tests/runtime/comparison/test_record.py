@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,12 @@ def test_a_half_written_or_missing_file_is_refused(tmp_path: Path, text: str | N
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"report '.*report\.json' must be"):
         read_record(Report, path)
+
+
+def test_a_pipe_in_place_of_a_record_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "report.json")
+    with pytest.raises(ConfigError, match=r"readable JSON file: this is no regular file"):
+        read_record(Report, tmp_path / "report.json")
 
 
 def test_nothing_half_written_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

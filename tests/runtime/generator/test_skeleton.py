@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -6,7 +7,9 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import denoisers
-from multimodal_gen.runtime.generator.skeleton import load_skeleton
+from multimodal_gen.runtime.generator.run import find_done
+from multimodal_gen.runtime.generator.skeleton import folder_identity, load_skeleton
+from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 CPU = torch.device("cpu")
@@ -70,3 +73,14 @@ def test_a_config_that_does_not_fit_is_named(tmp_path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(UsageError, match=r"component transformer of .* must have a config for Wan"):
         load_skeleton(PipelineIndex.read(str(tmp_path)), "auto", CPU)
+
+
+def test_a_pipe_in_place_of_an_index_has_no_identity(tmp_path) -> None:
+    os.mkfifo(tmp_path / "model_index.json")
+    assert folder_identity(str(tmp_path)) is None
+
+
+def test_a_pipe_in_a_folder_of_outputs_is_no_record_to_go_on_from(tmp_path) -> None:
+    os.mkfifo(tmp_path / "wan.json")
+    asked = ServerArgs(model_path="wan", prompt="a", output_path=str(tmp_path))
+    assert find_done([asked]) == (None,)
