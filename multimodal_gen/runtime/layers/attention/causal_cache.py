@@ -558,8 +558,7 @@ class LayerCache:
         at = 0 if cache.size.bits == 8 else self.layer
         self._of(store.keys[at]).index_copy_(1, rows, key)
         self._of(store.values[at]).index_copy_(1, rows, value)
-        capturing = key.is_cuda and torch.cuda.is_current_stream_capturing()
-        parts = cache._captured if capturing else cache._written
+        parts = cache._captured if _is_captured(key) else cache._written
         parts.add(_Part(self.layer, self.samples, self.heads))
 
     def visible(self) -> Visible:
@@ -601,6 +600,11 @@ class LayerCache:
                     f"{name} must be {list(wanted)} {like.dtype} on {like.device}, the running "
                     f"chunk of the cache, got {list(x.shape)} {x.dtype} on {x.device}"
                 )
+
+
+def _is_captured(x: torch.Tensor) -> bool:
+    """Tell whether a CUDA graph records what is done with a tensor, in place of doing it."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check_start(start: int) -> None:

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention, USPAttention
+from multimodal_gen.runtime.layers.attention import (
+    LocalAttention,
+    UlyssesAttention,
+    USPAttention,
+    causal_cache,
+)
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import (
     CacheSize,
@@ -305,6 +310,22 @@ def test_a_chunk_that_a_layer_did_not_write_is_not_committed():
     cache.begin(0, TOKENS)
     with pytest.raises(UsageError, match=r"must write the chunk at token 0 before commit\(\)"):
         cache.commit()
+
+
+def test_what_was_written_while_a_graph_was_captured_counts_in_later_chunks(monkeypatch):
+    cache = CausalCache(size_of(num_layers=2))
+    _, k, v = draw(TOKENS, seed=0)
+    first, second = cache.layers
+    second.append(k, v, start=0)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(causal_cache, "_is_captured", lambda x: True)
+        first.append(k, v)
+    cache.commit()
+    cache.begin(TOKENS, TOKENS)
+    with pytest.raises(UsageError, match="got nothing or a part of it from layers 1; run"):
+        cache.commit()
+    second.append(k, v)
+    cache.commit()
 
 
 def test_a_kept_chunk_that_was_not_written_anew_is_rotated_where_it_is_seen_next(layer):
