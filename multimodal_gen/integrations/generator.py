@@ -292,6 +292,8 @@ def _check_chunks(given: Mapping[str, Any], on_chunk: Give | None, *, save: bool
         raise UsageError("stream needs output_path or on_chunk, got neither; add one of them")
     if on_chunk is not None and not given.get("stream"):
         raise UsageError("on_chunk needs stream=True, got on_chunk alone; add it")
+    if on_chunk is not None and not callable(on_chunk):
+        raise UsageError(f"on_chunk must be a function that takes a chunk, got {on_chunk!r}")
 
 
 def _refuse_files(given: Mapping[str, Any]) -> None:

@@ -362,6 +362,17 @@ def test_the_command_line_writes_a_video_and_says_how_fast(sglang, helios, tmp_p
     assert (again.code, "must not exist yet" in again.err) == (2, True)
 
 
+def test_what_a_taker_of_chunks_raises_is_what_the_caller_gets(generator, tmp_path) -> None:
+    def take(chunk) -> None:
+        raise ValueError("the disk is full")
+
+    call = {**HELIOS_CALL, "prompt": "a fox", "seed": 0, "stream": True}
+    with pytest.raises(ValueError, match=r"^the disk is full$") as found:
+        generator.generate(**call, on_chunk=take, output_path=tmp_path / "a.mp4")
+    assert found.value.__cause__ is None
+    assert num_frames(tmp_path / "a.mp4") == 9
+
+
 def test_ctrl_c_ends_the_video_with_what_is_done(sglang, helios, tmp_path, monkeypatch) -> None:
     def interrupt(chunk) -> None:
         raise KeyboardInterrupt
@@ -471,6 +482,7 @@ def test_a_killed_command_leaves_a_video_that_plays(helios, tmp_path) -> None:
         ({"prompts_file": "x.txt"}, "--prompts-file needs --stream"),
         ({"stream": True}, "stream needs output_path or on_chunk, got neither"),
         ({"on_chunk": print}, "on_chunk needs stream=True"),
+        ({"stream": True, "on_chunk": 3}, "on_chunk must be a function that takes a chunk, got 3"),
         ({"stream": True, "on_chunk": print, "num_outputs": 2}, "--num-outputs must be 1 with --s"),
         (
             {"stream": True, "on_chunk": print, "prompts_file": "nowhere.txt"},

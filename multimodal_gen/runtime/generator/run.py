@@ -3,7 +3,8 @@
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import output
@@ -328,7 +329,7 @@ class Session:
         timings = Timings(self.device)
         timings.phases["load"] = self.load_seconds
         try:
-            with out_of_memory_explained():
+            with _with_callers_errors(), out_of_memory_explained():
                 run, call, report = self._run(args, timings, check, stream)
         finally:
             if video is not None:
@@ -437,7 +438,29 @@ def _give(video: GrowingVideo | None, on_chunk: Give | None, chunk: StreamedChun
     if video is not None:
         video.write(chunk.frames)
     if on_chunk is not None:
-        on_chunk(chunk)
+        try:
+            on_chunk(chunk)
+        except Exception as error:
+            raise _CallersError(error) from error
+
+
+class _CallersError(MultimodalGenError):
+    """What a function that takes chunks raised: none of the pipeline's errors, to be explained."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def _with_callers_errors() -> Iterator[None]:
+    """Raise what the function that takes chunks raised, as it was."""
+    try:
+        yield
+        return
+    except _CallersError as error:
+        raised = error.error
+    raise raised
 
 
 def _seed(args: ServerArgs) -> int:

@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens, H key heads, D head size; L layers, N slots, C tokens of a slot.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -182,18 +183,22 @@ def refuse_what_does_not_fit(
     Args:
         size: what it would hold.
         device: where.
-        limit_bytes: the most that it may take; None for the free memory of a CUDA device.
+        limit_bytes: the most that it may take; None for the free memory of a CUDA device, and for
+            all memory of the machine on a CPU.
 
     Raises:
         UsageError: it does not fit.
     """
     whose = "the limit"
-    if limit_bytes is None:
-        if device.type != "cuda":
-            return
+    if limit_bytes is None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         limit_bytes, whose = free + unused, f"what is free on {device}"
+    elif limit_bytes is None and device.type == "cpu" and hasattr(os, "sysconf"):
+        limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        whose = "what this machine has"
+    if limit_bytes is None:
+        return
     if size.num_bytes > limit_bytes:
         raise UsageError(
             f"the cache must fit into {_in_words(limit_bytes)}, {whose}, got "

@@ -113,7 +113,8 @@ class CausalCache:
         rotate: gives keys their rotary embedding; demanded and allowed where `size.before_rope`.
         positions: of keys that come without: "start", their place in the video, or "window", their
             place among what is seen, which stays bounded however long the video is.
-        limit_bytes: refuse to be larger; default: the free memory of a CUDA device.
+        limit_bytes: refuse to be larger; default: the free memory of a CUDA device, or all memory
+            of the machine on a CPU.
 
     Raises:
         UsageError: it does not fit, or `rotate` is missing or too much.

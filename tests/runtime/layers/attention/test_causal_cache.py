@@ -187,6 +187,10 @@ def test_the_bytes_are_known_in_advance_and_what_does_not_fit_is_refused():
         "= 29,491,200 B (0.03 GiB), for 9600 layers"
         in size_of(num_layers=9600, dtype=torch.bfloat16).arithmetic()
     )
+    with pytest.raises(
+        UsageError, match=r"GiB\), what this machine has, got .* GiB\), for 40000000"
+    ):
+        CausalCache(size_of(num_layers=40_000_000, window=4000))
     rotated = size_of(dtype=torch.bfloat16, before_rope=True)
     assert rotated.num_bytes == size.num_bytes // 2
 
