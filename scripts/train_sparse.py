@@ -15,8 +15,9 @@ import argparse
 import copy
 import csv
 import json
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,16 +69,23 @@ def latent_size(pipe: WanPipeline, options: argparse.Namespace) -> tuple[int, in
     """Return frames, height and width of the latents of a clip."""
     frames = (options.frames - 1) // pipe.vae_scale_factor_temporal + 1
     scale = pipe.vae_scale_factor_spatial
+    multiple = scale * pipe.transformer.config.patch_size[-1]
+    if options.height % multiple or options.width % multiple:
+        got = f"{options.height} and {options.width}"
+        raise UsageError(f"--height and --width must be multiples of {multiple}, got {got}")
     return frames, options.height // scale, options.width // scale
 
 
 @torch.no_grad()
 def encoded(pipe: WanPipeline, options: argparse.Namespace, device: torch.device) -> list[Sample]:
     """Return the clips of a folder as latents, and their prompts as embeddings."""
-    files = sorted(x for x in options.data.iterdir() if x.suffix.lower() in CLIPS)
+    latent_size(pipe, options)
+    files = []
+    if options.data.is_dir():
+        files = sorted(x for x in options.data.iterdir() if x.suffix.lower() in CLIPS)
     if not files:
         raise UsageError(
-            f"--data must hold clips ({', '.join(CLIPS)}), found none in {options.data}"
+            f"--data must be a folder with clips ({', '.join(CLIPS)}), found none in {options.data}"
         )
     for part in (pipe.vae, pipe.text_encoder):
         part.to(device)
@@ -233,17 +241,32 @@ class Run:
         return loss.item()
 
     def save_state(self, folder: Path) -> None:
-        """Save what `--resume` goes on from."""
-        self.accelerator.save_state(str(folder))
-        if self.accelerator.is_main_process:
-            (folder / "step.json").write_text(json.dumps({"step": self.step}))
+        """Save what `--resume` goes on from; a state that is not whole has no step."""
+        fresh, old = folder.with_suffix(".new"), folder.with_suffix(".old")
+        main = self.accelerator.is_main_process
+        if main:
+            shutil.rmtree(fresh, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(fresh))
+        self.accelerator.wait_for_everyone()
+        if main:
+            (fresh / "step.json").write_text(json.dumps({"step": self.step}))
+            if folder.exists():
+                folder.rename(old)
+            fresh.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
 
     def load_state(self, folder: Path) -> None:
         """Go on from a state that was saved."""
-        if not (folder / "step.json").exists():
+        # Between two renames the last state still has the name it was written under.
+        states = [x for x in (folder, folder.with_suffix(".new")) if (x / "step.json").exists()]
+        if not states:
             raise UsageError(f"--resume needs a state in {folder}, found none; leave it out")
-        self.accelerator.load_state(str(folder))
-        self.step = json.loads((folder / "step.json").read_text())["step"]
+        self.accelerator.load_state(str(states[0]))
+        self.step = json.loads((states[0] / "step.json").read_text())["step"]
+        if self.step >= self.options.steps:
+            got = self.options.steps
+            raise UsageError(f"--steps must be more than the {self.step} taken, got {got}")
 
     def finish(self, pipe: WanPipeline, folder: Path) -> None:
         """Save the pipeline with what was trained, and detach the model."""
@@ -278,8 +301,22 @@ def plot(table: Path, picture: Path) -> None:
     figure.savefig(picture)
 
 
+def above_0(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return what reads numbers of a kind, and refuses those that are not above 0."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    read.__name__ = kind.__name__  # what argparse calls a number that is none
+    return read
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line."""
+    count, number = above_0(int), above_0(float)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("model", help="folder or name of a Wan text-to-video pipeline")
@@ -287,47 +324,72 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="video_sparse_attn", help="sparse backend (video_sparse_attn)")
     add("--config", default="", help="its parameters, as k=v,k=v or JSON")
     add("--data", type=Path, help="folder of clips and prompts; a synthetic set without it")
-    add("--samples", type=int, default=8, help="samples of the synthetic set (8)")
-    add("--frames", type=int, default=81, help="frames of a clip (81)")
-    add("--height", type=int, default=480, help="height in pixels (480)")
-    add("--width", type=int, default=832, help="width in pixels (832)")
+    add("--samples", type=count, default=8, help="samples of the synthetic set (8)")
+    add("--frames", type=count, default=81, help="frames of a clip (81)")
+    add("--height", type=count, default=480, help="height in pixels (480)")
+    add("--width", type=count, default=832, help="width in pixels (832)")
     add("--weights", choices=("new", "lora", "all"), default="lora", help="what is trained (lora)")
     add("--target", choices=("flow", "dense"), default="flow", help="what is predicted (flow)")
-    add("--steps", type=int, default=400, help="training steps (400)")
-    add("--batch", type=int, default=1, help="samples per step and process (1)")
-    add("--accumulate", type=int, default=1, help="steps whose gradients are added up (1)")
-    add("--lr", type=float, default=1e-5, help="learning rate (1e-5)")
-    add("--shift", type=float, default=3.0, help="shift of the noise levels (3)")
-    add("--every", type=int, default=50, help="steps between states and gaps (50)")
-    add("--dtype", default="bfloat16", help="dtype of the model (bfloat16)")
+    add("--steps", type=count, default=400, help="training steps (400)")
+    add("--batch", type=count, default=1, help="samples per step and process (1)")
+    add("--accumulate", type=count, default=1, help="steps whose gradients are added up (1)")
+    add("--lr", type=number, default=1e-5, help="learning rate (1e-5)")
+    add("--shift", type=number, default=3.0, help="shift of the noise levels (3)")
+    add("--every", type=count, default=50, help="steps between states and gaps (50)")
+    dtypes = ("bfloat16", "float16", "float32")
+    add("--dtype", choices=dtypes, default="bfloat16", help="dtype of the model (bfloat16)")
     add("--seed", type=int, default=0, help="seed (0)")
     add("--resume", action="store_true", help="go on from the state in OUT")
     return parser.parse_args(argv)
 
 
+def load(options: argparse.Namespace) -> WanPipeline:
+    """Return the pipeline."""
+    try:
+        return WanPipeline.from_pretrained(options.model, torch_dtype=getattr(torch, options.dtype))
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"model must be the folder or the name of a Wan pipeline, got {options.model}: {reason}"
+        ) from error
+
+
+def begin_table(table: Path, taken: int) -> None:
+    """Write the head of the table, or keep the rows of the steps that were taken."""
+    rows = [["step", "loss", "gap"]]
+    if taken:
+        with table.open(newline="") as file:
+            rows += [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) < taken]
+    fresh = table.with_suffix(".new")
+    with fresh.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    fresh.replace(table)
+
+
 def train(options: argparse.Namespace) -> None:
     """Train, with everything that is written on the way."""
+    state, table = options.out / "state", options.out / "loss.csv"
+    if table.exists() and not options.resume:
+        raise UsageError(f"{options.out} must be a new folder, it holds a run; give --resume")
     accelerator = Accelerator(gradient_accumulation_steps=options.accumulate)
     set_seed(options.seed)
-    pipe = WanPipeline.from_pretrained(options.model, torch_dtype=getattr(torch, options.dtype))
+    pipe = load(options)
     device = accelerator.device
     samples = encoded(pipe, options, device) if options.data else synthetic(pipe, options)
     run = Run(pipe, options, accelerator)
     options.out.mkdir(parents=True, exist_ok=True)
-    state, table = options.out / "state", options.out / "loss.csv"
     if options.resume:
         run.load_state(state)
-        if run.step >= options.steps:
-            raise UsageError(f"--steps must be more than the {run.step} taken, got {options.steps}")
     first, main = run.step, accelerator.is_main_process
     data = batches(samples, options, accelerator.process_index)
     held = noised(next(data), options.shift, device, run.dtype)
     for _ in range(first):
         noised(next(data), options.shift, device, run.dtype)  # as the run before
-    with table.open("a" if options.resume else "w", newline="") as file:
+    if main:
+        begin_table(table, first)
+    accelerator.wait_for_everyone()
+    with table.open("a", newline="") as file:
         writer = csv.writer(file)
-        if not options.resume:
-            writer.writerow(("step", "loss", "gap"))
         bar = tqdm(range(first, options.steps), initial=first, total=options.steps, disable=None)
         for step in bar:
             gap = run.gap(held) if step % options.every == 0 else None

@@ -219,7 +219,7 @@ class DenoiserPlan:
             if patched.name in self._projections:
                 projection = self._projections[patched.name]
                 attach_projection(patched.module, projection, undo)
-                patched.layer.project(projection)
+                patched.layer.project(projection, (patched.module, PROJECTION))
                 undo.callback(patched.layer.project, None)
         if not self._patched:
             return

@@ -225,6 +225,7 @@ class ModuleAttention(StandIn):
         self.masks_padding = masks_padding
         self.own_backend: object = None
         self._projection: nn.Linear | None = None
+        self._place: tuple[nn.Module, str] | None = None
         self.layer = self._build(params)
         self.others: dict[AttentionParams, USPAttention] = {}
         for other in also:
@@ -258,6 +259,8 @@ class ModuleAttention(StandIn):
         Returns:
             [B, Sq, H, Dv].
         """
+        if self._place is not None:
+            self._take_what_is_at(*self._place)
         attn_mask, lists = lists_or_mask(attn_mask)
         if causal and query.shape[1] != key.shape[1]:
             allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=key.device)
@@ -306,12 +309,37 @@ class ModuleAttention(StandIn):
         for layer in (self.layer, *self.others.values()):
             layer.end_request(request_id)
 
-    def project(self, projection: nn.Linear | None) -> None:
-        """Set the projection of that branch, [D, D]; None for zero."""
+    def project(
+        self, projection: nn.Linear | None, place: tuple[nn.Module, str] | None = None
+    ) -> None:
+        """Set the projection of that branch, [D, D]; None for zero.
+
+        Args:
+            projection: maps the channels of a head to themselves.
+            place: module and name that it is a child under, where training may put another one.
+        """
         for layer in (self.layer, *self.others.values()):
             if layer.head_size == self.head_size:
                 layer.set_projection(projection)
-        self._projection = projection
+        self._projection, self._place = projection, place
+
+    def _take_what_is_at(self, module: nn.Module, name: str) -> None:
+        """Use the projection that stands there now: PEFT puts a copy of what it trains."""
+        found = getattr(module, name, self._projection)
+        if found is self._projection:
+            return
+        if torch.compiler.is_compiling():
+            raise UsageError(
+                f"{name} of {self.site.name} must be what it was before torch.compile, got another "
+                f"module; run one step before compiling"
+            )
+        if not (isinstance(found, nn.Linear) or hasattr(found, "modules_to_save")):
+            raise UsageError(
+                f"{name} of {self.site.name} must be trained as a whole, got a "
+                f"{type(found).__name__} of {type(found).__module__}; name it in `modules_to_save` "
+                f"of a LoRA's configuration instead of `target_modules`"
+            )
+        self.project(found, (module, name))
 
     def report(self) -> LayerReport:
         """Return what ran, over all layers of the module."""

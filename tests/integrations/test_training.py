@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
@@ -183,3 +183,29 @@ def test_methods_without_a_backward_pass_say_what_to_do(model, method, given, re
         pytest.raises(UnsupportedBackendError, match=f"has no backward; .* or {remedy}"),
     ):
         gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "part"), [("sla_attn", "proj_l"), ("video_sparse_attn", "to_gate_compress")]
+)
+def test_new_parts_train_where_peft_puts_them(model, method, part):
+    peft = pytest.importorskip("peft")
+    options = {"attention_backend": method, "attention_backend_config": METHODS[method]}
+    model = copy.deepcopy(model)
+    with apply(model, **options, train=True):
+        config = peft.LoraConfig(r=2, target_modules=["to_q"], modules_to_save=[part])
+        wrapped = peft.get_peft_model(model, config)
+        output(wrapped, grad=True).square().mean().backward()
+        found = [p for n, p in wrapped.named_parameters() if part in n and p.requires_grad]
+        assert len(found) == 4
+        assert all(p.grad is not None and p.grad.any() for p in found)
+
+
+def test_a_lora_of_a_projection_is_refused(model):
+    peft = pytest.importorskip("peft")
+    options = {"attention_backend": "sla_attn", "attention_backend_config": METHODS["sla_attn"]}
+    model = copy.deepcopy(model)
+    with apply(model, **options, train=True):
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["proj_l"]))
+        with pytest.raises(UsageError, match="must be trained as a whole, got a Linear of peft"):
+            output(wrapped)

@@ -54,9 +54,13 @@ def keys_of(folder):
 def test_the_loss_falls_a_run_goes_on_and_the_folder_is_enough(run, tmp_path) -> None:
     words = ("--config", "sparsity=0.9", "--weights", "all", "--lr", "0.002", "--every", "10")
     assert run(*words, "--steps", "20") == 0
+    assert run(*words, "--steps", "30") == 2  # would begin anew where a run is
+    with (tmp_path / "out" / "loss.csv").open("a") as file:
+        file.write("20,0.5,\n21,0.5,\n")  # as of a run that was broken off behind its last state
+    (tmp_path / "out" / "state").rename(tmp_path / "out" / "state.new")  # and while it was saved
     assert run(*words, "--steps", "30", "--resume") == 0
     rows = table(tmp_path / "out")
-    assert [int(row["step"]) for row in rows] == [*range(20), 20, *range(20, 30), 30]
+    assert [int(row["step"]) for row in rows] == [*range(31)]
     found = losses(rows)
     assert sum(found[-8:]) < 0.9 * sum(found[:8])
     pipe = diffusers.WanPipeline.from_pretrained(tmp_path / "out")
@@ -94,3 +98,30 @@ def test_what_has_nothing_to_train_is_refused(run, capsys) -> None:
     assert "--weights new must be given with a backend that makes new parts" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("--height", "130"), "--height and --width must be multiples of 16, got 130 and 128"),
+        (("--data", "nowhere"), "--data must be a folder with clips"),
+        (("--resume",), "--resume needs a state in"),
+        (("--steps", "0"), "argument --steps: must be above 0, got 0"),
+        (("--lr", "-1"), "argument --lr: must be above 0, got -1"),
+        (("--every", "x"), "argument --every: invalid int value: 'x'"),
+        (("--dtype", "half"), "argument --dtype: invalid choice: 'half'"),
+    ],
+)
+def test_bad_requests_are_one_line(run, capsys, words, match) -> None:
+    try:
+        status = run(*words)
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    assert match in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_told(run, capsys) -> None:
+    script = sys.modules["train_sparse"]
+    assert script.main(["no/such/model", "out", *SMALL]) == 2
+    assert "model must be the folder or the name of a Wan pipeline" in capsys.readouterr().err
