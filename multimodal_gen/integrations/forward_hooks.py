@@ -44,8 +44,11 @@ _BATCHED = "cond_uncond"
 # The one cache that compares what the first block made of the tokens.
 _DECIDES_BY_BLOCK = "FirstBlockCacheConfig"
 
-# The one whose modules do not tell guidance branches apart that are calls of their own.
-_KEEPS_ONE_BRANCH = "PyramidAttentionBroadcastConfig"
+# Those whose modules do not tell guidance branches apart that are calls of their own.
+_KEEPS_ONE_BRANCH = ("PyramidAttentionBroadcastConfig", "FasterCacheConfig")
+
+# The one that takes half of a batch for the unconditional branch, unless it is told otherwise.
+_HALVES_BATCHES = "FasterCacheConfig"
 
 # What the forward methods of diffusers call their timestep.
 _TIMESTEPS = ("timestep", "timesteps", "t", "timestep_ratio")
@@ -171,8 +174,8 @@ class DenoiserHooks:
             for part, function in _checkpointing_parts(module):
                 if function is not None and not isinstance(function, _Checkpointing):
                     part._gradient_checkpointing_func = _Checkpointing(function)
-        self._look_at_cache(module)
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        self._look_at_cache(module, _batch_of(arguments))
         call = ModelCall(config=self._config, arguments=arguments, memo=self._memo)
         padding = self._adapter.padding(call)
         step, timestep = self._locate(call, padding)
@@ -228,8 +231,13 @@ class DenoiserHooks:
             return None
         return NotRun(tuple(sorted(self._not_run[name].items())), self._calls)
 
-    def _look_at_cache(self, model: nn.Module) -> None:
-        """Note the cache that is enabled; refuse one for which ranks would decide differently."""
+    def _look_at_cache(self, model: nn.Module, batch: int | None = None) -> None:
+        """Note the cache that is enabled; refuse one that does not fit how the model is called.
+
+        Args:
+            model: the model.
+            batch: samples of the call that begins, or None where that is not plain.
+        """
         cache = getattr(model, "_cache_config", None)
         if cache is None and getattr(model, "_is_cached", False):
             cache = "cache-dit"  # which keeps what it was given to itself
@@ -241,6 +249,17 @@ class DenoiserHooks:
                 f"tokens: each rank would decide by its own tokens whether blocks are skipped, and "
                 f"wait for others in vain; use a cache that goes by steps, or one GPU"
             )
+        distilled = getattr(cache, "is_guidance_distilled", False)
+        if type(cache).__name__ == _HALVES_BATCHES and not distilled:
+            branch = self._branch()
+            if branch in ("cond", "uncond") or (batch or 0) % 2:
+                got = "one branch" if branch is None else f"{branch} alone"
+                raise UsageError(
+                    f"{self._component} must be called with both branches of guidance in one batch "
+                    f"under a {_HALVES_BATCHES}, which drops half of it, got {got} in a batch of "
+                    f"{batch}; use another cache, or set its is_guidance_distilled for a model "
+                    f"without guidance"
+                )
         self._cache = cache
         if cache is not None:
             self.caches[f"{described_cache(cache)} was enabled"] = None
@@ -277,9 +296,10 @@ class DenoiserHooks:
             self._of_step = (place, Counter())
         count = self._of_step[1][name]
         self._of_step[1][name] += 1
-        if type(self._cache).__name__ == _KEEPS_ONE_BRANCH and len(self._of_step[1]) > 1:
+        cache = type(self._cache).__name__
+        if cache in _KEEPS_ONE_BRANCH and len(self._of_step[1]) > 1:
             self.caches[
-                f"{_KEEPS_ONE_BRANCH} keeps one output per module for all guidance branches: calls "
+                f"{cache} keeps one output per module for all guidance branches: calls "
                 f"of one branch get what calls of another left, as this pipeline makes them apart"
             ] = None
         return name, count

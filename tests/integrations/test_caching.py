@@ -349,3 +349,18 @@ def test_ranks_that_share_tokens_refuse_a_cache_that_each_would_decide_by_its_ow
     model._cache_config = MagCacheConfig(mag_ratios=[1.0], num_inference_steps=1)
     hooks._look_at_cache(model)
     assert list(hooks.caches) == ["MagCacheConfig(num_inference_steps=1) was enabled"]
+
+
+@pytest.mark.parametrize(("branch", "batch"), [("uncond", 2), ("cond", 1), (None, 1)])
+def test_a_cache_that_halves_batches_is_refused_where_they_hold_one_branch(branch, batch):
+    model = torch.nn.Identity()
+    hooks = forward_hooks.DenoiserHooks(
+        model, ModelAdapter(classes=()), "transformer", StepTracker()
+    )
+    hooks._branch = lambda: branch
+    model._cache_config = FasterCacheConfig()
+    with pytest.raises(UsageError, match="must be called with both branches of guidance in one"):
+        hooks._look_at_cache(model, batch)
+    model._cache_config = FasterCacheConfig(is_guidance_distilled=True)
+    hooks._look_at_cache(model, batch)
+    assert list(hooks.caches) == ["FasterCacheConfig(is_guidance_distilled=True) was enabled"]

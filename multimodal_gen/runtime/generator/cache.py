@@ -5,6 +5,7 @@ callbacks, is given here.
 """
 
 import dataclasses
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType, NoneType, UnionType
@@ -188,6 +189,9 @@ _SINGULARS = MappingProxyType(
 _PLURALS = MappingProxyType({int: "integers", float: "numbers", str: "texts"})
 
 
+_HALVES = "faster_cache.py"  # of diffusers, which takes half of a batch for a branch of guidance
+
+
 @contextmanager
 def cached(
     pipe: Any, models: Mapping[str, Any], cache: Cache | None, num_steps: int | None
@@ -226,6 +230,14 @@ def cached(
             raise UsageError(
                 f"cache {cache.text} must be used with a pipeline that names its calls of the "
                 f"denoiser, got {type(pipe).__name__}, which does not; leave it out"
+            ) from error
+        except IndexError as error:
+            if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith(_HALVES):
+                raise
+            raise UsageError(
+                f"cache {cache.text} must be used with a pipeline that has both branches of "
+                f"guidance in one batch, got {type(pipe).__name__}, which calls its denoiser with "
+                f"one of them; choose another one"
             ) from error
     finally:
         for model in enabled:

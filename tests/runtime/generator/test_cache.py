@@ -148,6 +148,17 @@ def test_a_pipeline_that_names_no_calls_gets_one_clear_error(wan):
         model(torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 4, 64))
 
 
+def test_a_pipeline_that_makes_guidance_branches_apart_gets_one_clear_error(wan):
+    model = wan.transformer
+    wan._current_timestep = 1
+    with (
+        pytest.raises(UsageError, match="both branches of guidance in one batch, got WanPipeline"),
+        cached(wan, {"transformer": model}, read_cache("faster"), 4),
+        torch.no_grad(),
+    ):
+        model(torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 4, 64))
+
+
 def test_guidance_branches_on_other_gpus_cannot_be_dropped(wan, monkeypatch):
     groups = SimpleNamespace(mesh=SimpleNamespace(cfg=2))
     monkeypatch.setattr(cache_module, "parallel_groups", lambda: groups)
