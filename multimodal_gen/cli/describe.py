@@ -53,8 +53,8 @@ def describe(name: _Name, as_json: AsJson = False) -> None:
     echo(wrapped(f"{backend}: {cls.summary}"))
     typer.echo("")
     if parameters:
-        rows = [Row((p.name, p.expected, _default(p)), _details(p)) for p in parameters]
-        echo(table(("parameter", "takes", "default"), rows))
+        rows = [Row((p.name, _default(p)), _details(p)) for p in parameters]
+        echo(table(("parameter", "default"), rows))
     else:
         typer.echo("It has no parameters.")
     typer.echo("")
@@ -64,7 +64,8 @@ def describe(name: _Name, as_json: AsJson = False) -> None:
 def _details(parameter: "Parameter") -> list[str]:
     also = f" (also written {', '.join(parameter.aliases)})" if parameter.aliases else ""
     text = f"{parameter.help}{also}"
-    return [text] if text else []
+    takes = f"takes {parameter.expected}"
+    return [text, takes] if text else [takes]
 
 
 def _default(parameter: "Parameter") -> str:

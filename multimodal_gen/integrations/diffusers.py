@@ -264,8 +264,9 @@ def _require_undescribed(denoisers: list[DenoiserPlan], described: DescribedToke
     if described is not None and not any(plan.is_described for plan in denoisers):
         names = ", ".join(plan.title for plan in denoisers) or "no denoiser"
         raise UsageError(
-            f"latent_grid must be given for a model without an adapter, got {described} for "
-            f"{names}, whose adapter reads it off every call; leave it out"
+            f"latent_grid and text_rows (--latent-grid, --text-rows) must be given for models "
+            f"without an adapter, got {described} for {names}, whose adapter reads them off every "
+            f"call; leave them out"
         )
 
 

@@ -139,8 +139,14 @@ def _as_described(
     if rows == (described.rows, described.rows):
         return call
     found = f"{rows[0]} tokens" if rows[0] == rows[1] else f"{rows[0]} queries, {rows[1]} keys"
+    video, hint = described.video_rows, ""
+    if rows == (video, video):
+        hint = ", those of the grid alone: these calls see no text, leave text_rows out"
+    elif described.text is None and rows[0] == rows[1] > video:
+        more = rows[0] - video
+        hint = f"; if {more} are text, give text_rows=0-{more} or {video}-{rows[0]}"
     return call._replace(
-        off_grid=f"{described} makes {described.rows} tokens, some calls have {found}"
+        off_grid=f"{described} makes {described.rows} tokens, some calls have {found}{hint}"
     )
 
 

@@ -31,6 +31,15 @@ def test_ranges_defaults_and_aliases_are_those_of_the_declarations(sglang) -> No
     assert "also written VSA_sparsity" in out
 
 
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_every_terminal_shows_the_same_table(sglang, monkeypatch, columns) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = sglang("attention", "describe", "sla_attn").out.splitlines()
+    assert "parameter      default" in lines
+    assert "BLKQ           128" in lines
+    assert lines[lines.index("BLKQ           128") + 2] == "    takes one of 64, 128"
+
+
 def test_a_name_that_is_none_is_refused_with_the_nearest(sglang) -> None:
     outcome = sglang("attention", "describe", "sla_atn")
     assert outcome.code == 2

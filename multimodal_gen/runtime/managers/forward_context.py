@@ -15,8 +15,11 @@ from typing import Any, Final, TypeVar
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.plain_values import short
 
 T = TypeVar("T")
+
+_MOST_TOKENS = 2**31 - 1  # they are indexed by 32 bits
 
 
 def _is_count(value: object) -> bool:
@@ -141,6 +144,10 @@ class ForwardContext:
             if not fits or not all(_is_count(size) and size for size in grid):
                 raise UsageError(
                     f"latent_grid must be (T, H, W), three integers >= 1, or None, got {grid!r}"
+                )
+            if grid[0] * grid[1] * grid[2] > _MOST_TOKENS:
+                raise UsageError(
+                    f"latent_grid must have at most {_MOST_TOKENS} tokens, got {short(grid)}"
                 )
             if type(grid) is not tuple:
                 object.__setattr__(self, "latent_grid", tuple(grid))

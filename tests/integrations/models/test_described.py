@@ -83,6 +83,25 @@ def test_a_grid_that_does_not_fit_a_call_leaves_it_dense_and_says_why():
 
 
 @pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (
+            {"latent_grid": "1x8x12"},
+            "some calls have 103 tokens; if 7 are text, give text_rows=0-7 ",
+        ),
+        (
+            {"latent_grid": "1x1x103", "text_rows": "0-7"},
+            "some calls have 103 tokens, those of the grid alone: .* leave text_rows out",
+        ),
+    ],
+)
+def test_what_may_be_meant_by_rows_that_do_not_fit_is_said(given, hint):
+    model, inputs = cogview()
+    with pytest.raises(UnsupportedBackendError, match=hint):
+        attend(model, inputs, **given, strict=True)
+
+
+@pytest.mark.parametrize(
     ("grid", "rows", "message"),
     [
         ("8x12", None, r"latent_grid must be frames x rows x columns .* got '8x12'"),
@@ -103,7 +122,7 @@ def test_bad_descriptions_get_one_error(grid, rows, message):
 
 
 def test_a_model_with_an_adapter_is_not_described(fresh):
-    with pytest.raises(UsageError, match=r"without an adapter, got .*WanTransformer3DModel"):
+    with pytest.raises(UsageError, match=r"--latent-grid, .* without an adapter, got .*WanTr"):
         apply(fresh("wan").transformer, latent_grid="1x8x12")
 
 

@@ -322,6 +322,7 @@ def test_a_layer_says_which_of_its_arguments_has_the_wrong_type(option, value, m
     [
         ({"latent_grid": (4, 4)}, r"latent_grid must be \(T, H, W\), three integers >= 1"),
         ({"latent_grid": (-1, -4, 4)}, "latent_grid must be"),
+        ({"latent_grid": (10**30, 1, 1)}, "latent_grid must have at most 2147483647 tokens, got"),
         ({"latent_grid": (1.0, 4.0, 4.0)}, "latent_grid must be"),
         ({"latent_grid": "abc"}, "latent_grid must be"),
         ({"text_span": (0, 4)}, "text_span must be a TextSpan or None"),
