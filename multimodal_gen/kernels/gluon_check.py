@@ -11,13 +11,17 @@ import torch
 from multimodal_gen.kernels.block_sparse.api import RUN as BLOCK_SPARSE_KERNELS
 from multimodal_gen.kernels.block_sparse.api import Call, request_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.reference import attention_reference
+from multimodal_gen.kernels.block_sparse.reference import (
+    attention_reference,
+    attention_reference_backward,
+)
 from multimodal_gen.kernels.block_sparse.tail import add_tail, kept_map, pool_blocks
+from multimodal_gen.kernels.block_sparse.tuning import gluon_backward_tile
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, cluster_plan, cut
 from multimodal_gen.kernels.quantized_attention.api import RUN as QUANTIZED_KERNELS
 from multimodal_gen.kernels.quantized_attention.api import Call as QuantizedCall
 
-__all__ = ["block_sparse", "pooled_tail", "quantized"]
+__all__ = ["block_sparse", "gradients", "pooled_tail", "quantized"]
 
 HEADS, HEAD_SIZE = 2, 128
 # Relative errors in the Frobenius norm. Roundings to 16 bits give 2e-3 to 3e-3, int8 scores about
@@ -32,6 +36,15 @@ def block_sparse(device: torch.device) -> str | None:
         return lacks
     with torch.cuda.device(device):
         return _regular_blocks(device) or _clusters(device)
+
+
+def gradients(device: torch.device) -> str | None:
+    """Return what the backward pass of block-sparse attention gets wrong, or None."""
+    lacks = _lacking()
+    if lacks is not None:
+        return lacks
+    with torch.cuda.device(device):
+        return _gradients(device)
 
 
 def pooled_tail(device: torch.device) -> str | None:
@@ -75,6 +88,31 @@ def _regular_blocks(device: torch.device) -> str | None:
         fault = _fault(f"blocks of {size} in {dtype}", out, (q, k, v), plan, ROUNDED)
         if fault is not None:
             return fault
+    return None
+
+
+def _gradients(device: torch.device) -> str | None:
+    from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import attend_backward
+
+    for size in (384, 128, 64):
+        plan, scale = _plan(size, size, device), HEAD_SIZE**-0.5
+        q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
+        request = request_for(q, k, v, plan, backward=True)
+        out, lse = BLOCK_SPARSE_KERNELS["gluon"](Call(q, k, v, plan, scale, True, False, request))
+        assert lse is not None, "it was asked for"
+        grad_out = out.flip(1).contiguous()  # as good as any
+        tiles = (gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size))
+        given = (q, k, v, plan, out, lse, grad_out, None)
+        found = attend_backward(*given, scale=scale, tiles=tiles)
+        q, k, v, grad_out = (x.double() for x in (q, k, v, grad_out))
+        exact_out, exact_lse = attention_reference(q, k, v, plan, scale=scale)
+        exact = attention_reference_backward(
+            grad_out, None, q, k, v, exact_out, exact_lse, plan, scale=scale
+        )
+        for name, x, wanted in zip("qkv", found, exact, strict=True):
+            fault = _off(f"gradients of {name} over blocks of {size}", x, wanted, ROUNDED)
+            if fault is not None:
+                return fault
     return None
 
 
@@ -147,6 +185,10 @@ def _fault(
 ) -> str | None:
     q, k, v = (x.double() for x in inputs)
     exact, _ = attention_reference(q, k, v, plan, scale=HEAD_SIZE**-0.5)
+    return _off(name, out, exact, most)
+
+
+def _off(name: str, out: torch.Tensor, exact: torch.Tensor, most: float) -> str | None:
     error = float((out.double() - exact).norm() / exact.norm())
     # A comparison with what is not a number is false.
     if error <= most:

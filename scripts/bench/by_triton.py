@@ -40,7 +40,7 @@ METHODS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "vsa 0.9": ("video_sparse_attn", {"sparsity": 0.9}),
     "sla 0.1": ("sla_attn", {"topk_ratio": 0.1}),
     "sage_sla 0.1": ("sage_sla_attn", {"topk_ratio": 0.1}),
-    "sol 64": ("sol_attn", {}),
+    "sol 64": ("sol_attn", {"topk_ratio": 0.15, "dense_layers": None, "dense_steps": None}),
     **{
         f"vmoba {kind}": ("vmoba_attn", {**VMOBA, **layers, "moba_select_mode": "topk"})
         for kind, layers in KINDS.items()

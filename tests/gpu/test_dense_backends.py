@@ -37,6 +37,8 @@ pytestmark = [
     pytest.mark.gpu,
     # torch's compiler uses what torch deprecates.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # What it launches says nothing of it.
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
     # torch's compiler looks at the .grad of the views FlexAttention is given.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]

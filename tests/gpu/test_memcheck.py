@@ -94,7 +94,9 @@ print("kernels ran:", ran)
 def test_no_kernel_reads_or_writes_where_it_must_not(tmp_path: Path) -> None:
     script = tmp_path / "cases.py"
     script.write_text(CASES)
+    # Newer releases of triton call the driver in ways that it refuses, and go on.
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    command += ["--report-api-errors", "no"]
     result = subprocess.run(
         [*command, sys.executable, str(script)], capture_output=True, text=True, timeout=400
     )

@@ -8,6 +8,8 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels import gluon_check
+from multimodal_gen.kernels.block_sparse import api
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import (
     BLOCK_SPARSE,
     QUANTIZED,
@@ -136,6 +138,23 @@ def test_where_the_check_fails_the_triton_kernels_run_with_one_warning(
         choose(BLOCK_SPARSE, "gluon", H100)
     assert choose(QUANTIZED, "auto", H100) == "triton"
     assert len(self_checks()) == 3
+
+
+@pytest.mark.parametrize("fault", [None, "gradients are wrong"])
+def test_gradients_have_a_check_of_their_own(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    asked = let_checks_say(None)
+    monkeypatch.setattr(gluon_check, "gradients", lambda device: asked.append(device) or fault)
+    q = torch.zeros(1, 64, 2, 64)
+    plan = BlockPlan.dense(Blocks.regular(64, 64), Blocks.regular(64, 64), "cpu")
+    monkeypatch.setattr(api, "installed", lambda probe: UNTRIED)
+    for _ in range(2):
+        assert api._on_sm90(q, q, plan) is (fault is None)
+    assert not api._on_sm90(q, q[:, :, :1], plan)
+    monkeypatch.setattr(api, "installed", lambda probe: "3.6.0")
+    assert api._on_sm90(q, q, plan)
+    assert len(asked) == 1
 
 
 def test_what_a_kernel_cannot_serve_anyway_is_not_checked(let_checks_say: SayWhat) -> None:

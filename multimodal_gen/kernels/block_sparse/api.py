@@ -54,6 +54,7 @@ from multimodal_gen.kernels.engine import (
     serves,
 )
 from multimodal_gen.kernels.requirements import installed
+from multimodal_gen.kernels.self_check import self_check
 
 __all__ = [
     "RUN",
@@ -491,16 +492,15 @@ def _backward_gluon(
 
 
 def _on_sm90(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan) -> bool:
-    """Whether the SM90 kernels compute the gradients of what the SM90 kernel computed.
-
-    They would read padding, which may hold anything. No self-check looks at them, so they only run
-    with releases of Triton that were tried.
-    """
-    version = installed(TRITON_WITH_GLUON)
-    if not version or not TRITON_WITH_GLUON.was_tried(version):
-        return False
+    """Whether SM90 kernels compute gradients of what one computed; they would read padding."""
     padded = any(x.lengths is not None and x.starts is None for x in (plan.q, plan.kv))
-    return plan.row_bits is None and not plan.causal and not padded and q.shape[2] == k.shape[2]
+    if plan.row_bits is not None or plan.causal or padded or q.shape[2] != k.shape[2]:
+        return False
+    version = installed(TRITON_WITH_GLUON)
+    if not version or TRITON_WITH_GLUON.was_tried(version):
+        return bool(version)
+    check = "multimodal_gen.kernels.gluon_check:gradients"
+    return self_check(check, "kernel gluon", f"triton {version}", q.device.index).fault is None
 
 
 _BACKWARD: MappingProxyType[str, Callable[..., _Gradients]] = MappingProxyType(
