@@ -171,6 +171,10 @@ def test_the_pieces_of_a_layer_add_up_to_its_time(sparse, cases, contenders) -> 
     assert all(min(times) > 0 for times in pieces.values())
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="FlexAttention of torch 2.9 takes no masks that read a tensor on a CPU",
+)
 def test_a_probe_says_why_a_contender_cannot_take_part(sparse, cases) -> None:
     assert sparse.probe("sta flex_attention", cases.SMOKE) is None
     assert sparse.probe("sta flex_attention", [ragged(cases)]) == "needs whole tiles alone"

@@ -191,7 +191,7 @@ def _checked(
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     form = (
         "request", q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, place_of(q.device),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, backward,
     )  # fmt: skip
     request = plan.cache.get(form)
