@@ -15,7 +15,11 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
-from diffusers import HeliosPipeline, SkyReelsV2DiffusionForcingImageToVideoPipeline
+from diffusers import (
+    HeliosPipeline,
+    HunyuanVideoFramepackPipeline,
+    SkyReelsV2DiffusionForcingImageToVideoPipeline,
+)
 from PIL import Image
 
 from multimodal_gen.cli.main import main
@@ -23,6 +27,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import stream
+from multimodal_gen.runtime.generator import streamed as pipelines
 from multimodal_gen.runtime.generator.output import GrowingVideo, OutputTarget
 from multimodal_gen.runtime.generator.stream import Streaming
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -124,7 +129,7 @@ def test_nothing_of_a_stream_stays_with_the_pipeline(generator, whole) -> None:
 def test_a_long_video_is_made_in_calls_that_know_no_more_than_the_model_reads(
     generator, monkeypatch
 ) -> None:
-    monkeypatch.setattr(stream, "_CHUNKS_OF_A_CALL", 1)
+    monkeypatch.setattr(pipelines, "_CHUNKS_OF_A_CALL", 1)
     calls, own = [], HeliosPipeline.__call__
 
     @functools.wraps(own)
@@ -152,7 +157,7 @@ def test_latents_that_are_saved_are_those_of_all_calls(generator, monkeypatch, t
     settings = {**HELIOS_CALL, "prompt": "a fox", "seed": 0, "save_latents": True, "stream": True}
     settings["num_frames"] = 45
     whole = generator.generate(**settings, output_path=tmp_path / "whole")
-    monkeypatch.setattr(stream, "_CHUNKS_OF_A_CALL", 2)
+    monkeypatch.setattr(pipelines, "_CHUNKS_OF_A_CALL", 2)
     saved = generator.generate(**settings, output_path=tmp_path / "parts")
     assert torch.equal(saved.latents, whole.latents)
 
@@ -208,7 +213,7 @@ def test_a_long_video_is_made_in_calls_that_are_given_the_overlap(
     with DiffGenerator.from_pretrained(tmp_path / "model") as generator:
         whole = generator.generate(**call, output_path=tmp_path / "whole")
         once = generator.generate(**call, **later, stream=True, output_path=tmp_path / "a.mp4")
-        monkeypatch.setattr(stream, "_CHUNKS_OF_A_CALL", 2)
+        monkeypatch.setattr(pipelines, "_CHUNKS_OF_A_CALL", 2)
         own, lengths = type(pipe).prepare_latents, []
 
         @functools.wraps(own)
@@ -260,6 +265,37 @@ def test_sections_that_are_blended_give_the_frames_of_the_whole_video(tmp_path) 
             )
     assert [chunk.num_frames for chunk in chunks] == [12, 8, 8, 5]
     assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the image processor says that torchvision is missing
+@pytest.mark.parametrize(("sections", "in_a_call"), [(3, 1), (5, 2), (14, 5)])
+def test_sections_of_several_calls_give_the_frames_of_one(
+    sections, in_a_call, tmp_path, monkeypatch
+) -> None:
+    FRAMEPACK.build(0).save_pretrained(tmp_path / "model")
+    picture = np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "picture.png")
+    call = {"height": 64, "width": 96, "num_frames": 5 * sections - 1, "num_inference_steps": 2}
+    call |= {"prompt": "a fox", "image_path": tmp_path / "picture.png", "seed": 0}
+    call |= {"pipeline_arg": dict(FRAMEPACK.extra_kwargs)}
+    chunks, calls, own = [], [], HunyuanVideoFramepackPipeline.__call__
+
+    @functools.wraps(own)
+    def counted(self, **arguments):
+        calls.append(arguments["num_frames"])
+        return own(self, **arguments)
+
+    with DiffGenerator.from_pretrained(tmp_path / "model") as generator:
+        whole = generator.generate(**call)
+        monkeypatch.setattr(pipelines, "_CHUNKS_OF_A_CALL", in_a_call)
+        monkeypatch.setattr(HunyuanVideoFramepackPipeline, "__call__", counted)
+        made = generator.generate(**call, stream=True, on_chunk=chunks.append)
+    assert len(calls) == -(-sections // in_a_call)
+    assert sum(calls) == 5 * sections
+    assert len(chunks) == sections
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+    assert made.record["produced"] == whole.record["produced"]
 
 
 @pytest.mark.slow
@@ -525,7 +561,7 @@ def test_pipelines_that_make_a_video_as_a_whole_are_refused(sglang, tiny_pipelin
     found = sglang("generate", "--model-path", tiny_pipeline("wan"), *flags)
     assert found.code == 2
     assert "--stream must be left out for WanPipeline" in found.err
-    assert ", ".join(stream.STREAMED) in found.err
+    assert ", ".join(pipelines.STREAMED) in found.err
 
 
 def test_several_ranks_are_refused(generator, monkeypatch) -> None:
