@@ -145,7 +145,7 @@ for name in sys.argv[1:]:
 # environment has the same one; call it after use_environment. The kernel tests that find theirs
 # nowhere are skipped, so a failure is an error where CI is "true", as hosted runners set it.
 install_triton() {
-  local purpose release folder partial
+  local purpose release folder
   if [[ $(uname -sm) != "Linux x86_64" ]]; then
     echo "No triton is installed on $(uname -sm): kernel tests that need one are skipped"
     return
@@ -156,18 +156,39 @@ install_triton() {
       continue
     fi
     echo "Installing triton $release into $folder, for kernel tests ($purpose)"
-    mkdir -p "$ENVIRONMENT/kernels"
-    partial=$(mktemp -d "$ENVIRONMENT/kernels/partial.XXXXXX")
-    if _install --no-deps --target "$partial" "triton==$release"; then
-      chmod 755 "$partial"
-      # Another run may have been faster.
-      mv -T "$partial" "$folder" 2>/dev/null || rm -rf "$partial"
-      continue
-    fi
-    rm -rf "$partial"
+    ! _install_apart "triton==$release" "$folder" || continue
     [[ ${CI:-} != true ]] || _fail "the installation of triton $release failed"
     echo "That failed: kernel tests that need triton $release ($purpose) are skipped"
   done <"$ROOT/scripts/triton.txt"
+}
+
+# Puts torchao, of the release in the constraints, into $ENVIRONMENT/apart, for the tests of 8-bit
+# weights; call it after use_environment. Among the packages of the environment every process that
+# imports diffusers would import it too.
+install_torchao() {
+  local release folder
+  release=$(sed -n 's/^torchao==//p' "$ROOT/scripts/constraints.txt")
+  folder=$ENVIRONMENT/apart/torchao-$release
+  [[ ! -d $folder ]] || return 0
+  echo "Installing torchao $release into $folder, for the tests of 8-bit weights"
+  ! _install_apart "torchao==$release" "$folder" || return 0
+  [[ ${CI:-} != true ]] || _fail "the installation of torchao $release failed"
+  echo "That failed: the tests of 8-bit weights are skipped"
+}
+
+# Installs what $1 names, without what it needs, into the folder $2, or leaves nothing.
+_install_apart() {
+  local partial
+  mkdir -p "$(dirname "$2")"
+  partial=$(mktemp -d "$(dirname "$2")/partial.XXXXXX")
+  if _install --no-deps --target "$partial" "$1"; then
+    chmod 755 "$partial"
+    # Another run may have been faster.
+    mv -T "$partial" "$2" 2>/dev/null || rm -rf "$partial"
+    return 0
+  fi
+  rm -rf "$partial"
+  return 1
 }
 
 _has_triton() {

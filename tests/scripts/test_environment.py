@@ -267,6 +267,27 @@ def test_in_ci_a_triton_that_cannot_be_installed_is_an_error(checkout: Checkout)
     assert checkout.tritons() == []
 
 
+def test_torchao_is_installed_once_and_apart(checkout: Checkout) -> None:
+    first = checkout.shell("_find_python; install_torchao; install_torchao")
+    assert first.returncode == 0, first.stderr
+    (folder,) = (checkout.environment / "apart").iterdir()
+    assert [line.split()[-1] for line in checkout.installs()] == [folder.name.replace("-", "==")]
+    assert f"Installing {folder.name.replace('-', ' ')} into {folder}" in first.stdout
+
+
+def test_tests_of_eight_bits_are_skipped_where_torchao_cannot_be_installed(
+    checkout: Checkout,
+) -> None:
+    (checkout.environment / "pip_fails").touch()
+    result = checkout.shell("_find_python; install_torchao", CI="")
+    assert result.returncode == 0, result.stderr
+    assert "That failed: the tests of 8-bit weights are skipped" in result.stdout
+    assert not list((checkout.environment / "apart").iterdir())
+    result = checkout.shell("_find_python; install_torchao", CI="true")
+    assert result.returncode == 1
+    assert "error: the installation of torchao" in result.stderr
+
+
 def test_no_triton_is_installed_on_other_systems(checkout: Checkout) -> None:
     result = checkout.install_triton(SYSTEM="Darwin arm64", CI="true")
     assert result.returncode == 0, result.stderr
