@@ -5,6 +5,8 @@ Shapes: B batch, S tokens, H heads, D head size; T, H, W of a grid are frames, r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -136,19 +138,8 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
         UsageError: shapes, dtypes or devices do not fit each other.
     """
     tensors = tuple(tensors)
-    if not 1 <= len(tensors) <= _MAX_TENSORS:
-        raise UsageError(f"`tensors` must be 1 to {_MAX_TENSORS} tensors, got {len(tensors)}")
-    first = tensors[0]
-    for position, tensor in enumerate(tensors):
-        _expect_like(f"tensors[{position}]", tensor, "tensors[0]", first)
-        if tensor.shape[:2] != first.shape[:2] or tensor.shape[3] != first.shape[3]:
-            batch, tokens, _, size = first.shape
-            raise UsageError(
-                f"`tensors[{position}]` must be [{batch}, {tokens}, H, {size}] like tensors[0], "
-                f"got {list(tensor.shape)}"
-            )
-    _expect_index(index, *tensors)
-    if not runs_triton(tensors, _FLOATING, gradients=tensors):
+    _check_gather(tuple(map(_form_of, tensors)), _form_of(index))
+    if not runs_triton(tensors[:1], _FLOATING, gradients=tensors):
         return tuple(gather_reference(tensor, index) for tensor in tensors)
     if index.ndim == 3:
         from multimodal_gen.kernels.tile_order.tile_order_kernel import gather_per_head
@@ -174,25 +165,8 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other, or `out` is an expanded view.
     """
-    _expect_like("out", out, "out", out)
-    _expect_like("source", source, "out", out)
-    batch, _, heads, size = out.shape
-    if (source.shape[0], *source.shape[2:]) != (batch, heads, size):
-        raise UsageError(
-            f"`source` must be [{batch}, S_in, {heads}, {size}] like out, got {list(source.shape)}"
-        )
-    if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)):
-        raise UsageError(
-            f"`out` must have memory of its own for every element, got strides "
-            f"{list(out.stride())} for shape {list(out.shape)}; call .contiguous() on it"
-        )
-    _expect_index(index, source)
-    if index.shape[-1] != source.shape[1]:
-        raise UsageError(
-            f"`index` must hold one value per token of source ({source.shape[1]}), "
-            f"got {index.shape[-1]}"
-        )
-    if not runs_triton([source], _FLOATING, gradients=[source, out]):
+    _check_scatter(_form_of(source), _form_of(index), _form_of(out), out.stride())
+    if not runs_triton((source,), _FLOATING, gradients=(source, out)):
         scatter_reference(source, index, out)
         return
     if index.ndim == 3:
@@ -205,8 +179,60 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
     scatter(source, index, out)
 
 
-def _expect_like(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
-    if tensor.ndim != 4:
+class _Form(NamedTuple):
+    """What is checked of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _form_of(tensor: torch.Tensor) -> _Form:
+    return _Form(tensor.shape, tensor.dtype, tensor.device)
+
+
+@lru_cache(maxsize=1024)
+def _check_gather(tensors: tuple[_Form, ...], index: _Form) -> None:
+    """Raise unless tensors and index fit each other; see `gather_tokens`."""
+    if not 1 <= len(tensors) <= _MAX_TENSORS:
+        raise UsageError(f"`tensors` must be 1 to {_MAX_TENSORS} tensors, got {len(tensors)}")
+    first = tensors[0]
+    for position, tensor in enumerate(tensors):
+        _expect_like(f"tensors[{position}]", tensor, "tensors[0]", first)
+        if tensor.shape[:2] != first.shape[:2] or tensor.shape[3] != first.shape[3]:
+            batch, tokens, _, size = first.shape
+            raise UsageError(
+                f"`tensors[{position}]` must be [{batch}, {tokens}, H, {size}] like tensors[0], "
+                f"got {list(tensor.shape)}"
+            )
+    _expect_index(index, *tensors)
+
+
+@lru_cache(maxsize=1024)
+def _check_scatter(source: _Form, index: _Form, out: _Form, strides: tuple[int, ...]) -> None:
+    """Raise unless tensors and index fit each other; see `scatter_tokens`."""
+    _expect_like("out", out, "out", out)
+    _expect_like("source", source, "out", out)
+    batch, _, heads, size = out.shape
+    if (source.shape[0], *source.shape[2:]) != (batch, heads, size):
+        raise UsageError(
+            f"`source` must be [{batch}, S_in, {heads}, {size}] like out, got {list(source.shape)}"
+        )
+    if any(s == 0 and n > 1 for s, n in zip(strides, out.shape, strict=True)):
+        raise UsageError(
+            f"`out` must have memory of its own for every element, got strides "
+            f"{list(strides)} for shape {list(out.shape)}; call .contiguous() on it"
+        )
+    _expect_index(index, source)
+    if index.shape[-1] != source.shape[1]:
+        raise UsageError(
+            f"`index` must hold one value per token of source ({source.shape[1]}), "
+            f"got {index.shape[-1]}"
+        )
+
+
+def _expect_like(name: str, tensor: _Form, other: str, like: _Form) -> None:
+    if len(tensor.shape) != 4:
         raise UsageError(f"`{name}` must be [B, S, H, D], got {list(tensor.shape)}")
     if tensor.dtype not in _FLOATING:
         raise UsageError(
@@ -219,7 +245,7 @@ def _expect_like(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor
         )
 
 
-def _expect_index(index: torch.Tensor, *tensors: torch.Tensor) -> None:
+def _expect_index(index: _Form, *tensors: _Form) -> None:
     first = tensors[0]
     if index.dtype != torch.int32:
         raise UsageError(f"`index` must be int32, got {index.dtype}; call .int() on it")
@@ -228,11 +254,14 @@ def _expect_index(index: torch.Tensor, *tensors: torch.Tensor) -> None:
             f"`index` must be on the device of the tokens ({first.device}), got {index.device}"
         )
     batch, heads = first.shape[0], first.shape[2]
-    if index.ndim not in (1, 2, 3) or tuple(index.shape[:-1]) != (batch, heads)[: index.ndim - 1]:
+    if (
+        len(index.shape) not in (1, 2, 3)
+        or tuple(index.shape[:-1]) != (batch, heads)[: len(index.shape) - 1]
+    ):
         raise UsageError(
             f"`index` must be [S], [{batch}, S] or [{batch}, {heads}, S], got {list(index.shape)}"
         )
-    if index.ndim == 3 and (len(tensors) > 3 or any(t.shape[2] != heads for t in tensors)):
+    if rank == 3 and (len(tensors) > 3 or any(t.shape[2] != heads for t in tensors)):
         raise UsageError(
             f"`tensors` must be at most 3 of {heads} heads for an order per head, got heads "
             f"{[t.shape[2] for t in tensors]}"
