@@ -253,11 +253,8 @@ def _expect_index(index: _Form, *tensors: _Form) -> None:
         raise UsageError(
             f"`index` must be on the device of the tokens ({first.device}), got {index.device}"
         )
-    batch, heads = first.shape[0], first.shape[2]
-    if (
-        len(index.shape) not in (1, 2, 3)
-        or tuple(index.shape[:-1]) != (batch, heads)[: len(index.shape) - 1]
-    ):
+    batch, heads, rank = first.shape[0], first.shape[2], len(index.shape)
+    if rank not in (1, 2, 3) or tuple(index.shape[:-1]) != (batch, heads)[: rank - 1]:
         raise UsageError(
             f"`index` must be [S], [{batch}, S] or [{batch}, {heads}, S], got {list(index.shape)}"
         )
