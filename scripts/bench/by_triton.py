@@ -5,7 +5,7 @@ after another on one GPU, by PYTHONPATH; FlashAttention 3, which no triton chang
 runs can be compared: `over_fa3` is what README's table is made of. Sampled rows of every dense
 layer are checked before anything is timed.
 
-    python3 scripts/bench/by_triton.py --commit HASH [--only vmoba] [--rounds 5]
+    python3 scripts/bench/by_triton.py --commit HASH [--only vmoba] [--case wan] [--rounds 5]
     python3 scripts/bench/by_triton.py --commit HASH --smoke    # a tiny case, on any machine
 """
 
@@ -129,9 +129,12 @@ def main() -> None:
     """Measure the cases and append their rows to `by_triton.csv`."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--smoke", action="store_true", help="a tiny case only")
+    parser.add_argument("--case", default="", help="run the cases whose name contains this")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     for case in SMOKE_CASES if arguments.smoke else CASES:
+        if arguments.case not in case.name:
+            continue
         rows = measure(case, commit=arguments.commit, rounds=arguments.rounds, only=arguments.only)
         write_rows(arguments.out / "by_triton.csv", rows)
 
