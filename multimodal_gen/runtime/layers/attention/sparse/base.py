@@ -269,15 +269,9 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         self.kernel.begin_call()
         if context is not None:
             self.record(context, density, query.shape[2])
+        given, scale = (query, key, value, plan), self.softmax_scale
         found = block_sparse_attention(
-            query,
-            key,
-            value,
-            plan,
-            scale=self.softmax_scale,
-            kernel=self.kernel,
-            return_lse=True,
-            tail=tail,
+            *given, scale=scale, kernel=self.kernel, return_lse=True, tail=tail
         )
         assert isinstance(found, tuple), "the lse was asked for"
         return found
@@ -592,7 +586,6 @@ class MapImpl(SparseImpl[_ConfigT]):
             (values,) = pool_video((call.value,), queries)
             counts = queries.order.lengths.view(1, 1, -1)
             call = replace(call, pooled=PooledBlocks(keys=means.key, values=values, counts=counts))
-        self.record_map(context, layout, chosen, call.query.shape[2], queries.order)
         # Text is behind the blocks of the video.
         listed = chosen
         if keys.num_text_blocks:
@@ -601,7 +594,12 @@ class MapImpl(SparseImpl[_ConfigT]):
         def plan_of(heads: slice) -> BlockPlan:
             return plan_of_map(listed[:, heads], queries.blocks, keys.blocks, keys.num_tiles)
 
-        return attend_tiled(call, queries, keys, plan_of)
+        heads, kept, get_plan = call.query.shape[2], None, plan_of
+        if queries.in_order and keys.in_order and call.keep is None:
+            plan = plan_of(slice(0, heads))  # the only one, which has counted the blocks
+            get_plan, kept = lambda _: plan, plan.counts - keys.num_text_blocks
+        self.record_map(context, layout, chosen, heads, queries.order, kept)
+        return attend_tiled(call, queries, keys, get_plan)
 
     def choose_seen(
         self,
@@ -679,6 +677,7 @@ class MapImpl(SparseImpl[_ConfigT]):
         chosen: torch.Tensor,
         num_heads: int,
         order: TileOrder | None = None,
+        kept: torch.Tensor | None = None,
     ) -> None:
         """Note the share of the pairs that are attended to exactly.
 
@@ -688,10 +687,12 @@ class MapImpl(SparseImpl[_ConfigT]):
             chosen: bool [B|1, H|1, Nq, Nk], the exact blocks.
             num_heads: H.
             order: the blocks, where they are those of both sides; None for blocks of one size.
+            kept: the exact blocks of every row, [B|1, H|1, Nq], where they are counted already.
         """
         if order is None or order.uniform:
-            share: Any = chosen.sum(dtype=torch.int64).double() / chosen.numel()
+            total = (chosen if kept is None else kept).sum(dtype=torch.int64)
+            share: Any = total.double() / chosen.numel()
             self.record(context, layout.density(share), num_heads)
             return
-        pairs = pairs_of_map(chosen, order)
+        pairs = pairs_of_map(chosen, order, kept)
         self.record(context, layout.density(pairs / layout.num_video**2), num_heads)

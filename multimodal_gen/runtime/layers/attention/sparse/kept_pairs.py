@@ -186,17 +186,20 @@ def _kept_blocks(
     return kept & bits_of(words, num)
 
 
-def pairs_of_map(keep: torch.Tensor, order: TileOrder) -> torch.Tensor:
+def pairs_of_map(
+    keep: torch.Tensor, order: TileOrder, counts: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return how many pairs of tokens a map of tiles keeps, the mean over batch and heads, [].
 
     Args:
         keep: bool [B|1, H|1, N, N].
         order: the tiles, of both sides.
+        counts: how many tiles every row keeps, [B|1, H|1, N], where that is known.
     """
     lengths = order.lengths.to(keep.device, torch.float32)
     if order.tiles[:2] == (1, 1):  # in one row only the last one is cut
         missing = (order.largest - lengths[-1]) * keep[..., -1]
-        kept = order.largest * keep.sum(-1) - missing
+        kept = order.largest * (keep.sum(-1) if counts is None else counts) - missing
     else:
         at_once = max(1, _PAIRS_AT_ONCE // max(1, keep[:, :1].numel()))
         # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
