@@ -4,7 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks of the video; q/k suff
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -594,7 +594,8 @@ class MapImpl(SparseImpl[_ConfigT]):
         def plan_of(heads: slice) -> BlockPlan:
             return plan_of_map(listed[:, heads], queries.blocks, keys.blocks, keys.num_tiles)
 
-        heads, kept, get_plan = call.query.shape[2], None, plan_of
+        heads, kept = call.query.shape[2], None
+        get_plan: Callable[[slice], BlockPlan] = plan_of
         if queries.in_order and keys.in_order and call.keep is None:
             plan = plan_of(slice(0, heads))  # the only one, which has counted the blocks
             get_plan, kept = lambda _: plan, plan.counts - keys.num_text_blocks
