@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import diffusers
 import imageio_ffmpeg
 import numpy as np
 import pytest
@@ -83,6 +84,19 @@ def num_frames(path: Path) -> int:
     return imageio_ffmpeg.count_frames_and_secs(str(path))[0]
 
 
+def counted_calls(pipeline: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the frames of every call of a pipeline from now on."""
+    frames, own = [], pipeline.__call__
+
+    @functools.wraps(own)
+    def call(self, **arguments):
+        frames.append(arguments["num_frames"])
+        return own(self, **arguments)
+
+    monkeypatch.setattr(pipeline, "__call__", call)
+    return frames
+
+
 def frames_so_far(path: Path) -> int:
     """Return the frames of a video that may not have begun."""
     try:
@@ -150,6 +164,32 @@ def test_a_long_video_is_made_in_calls_that_know_no_more_than_the_model_reads(
     assert [x["video_latents"].shape[2] for x in calls[1:]] == [3, 6]
     assert made.latents.shape[2] == 3
     assert made.record["produced"] == whole.record["produced"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [HELIOS, HELIOS_PYRAMID], ids=["helios", "pyramid"])
+@pytest.mark.parametrize("in_a_call", [1, 3])
+def test_a_long_video_that_begins_with_an_image_is_made_in_calls_too(
+    family, in_a_call, tmp_path, monkeypatch
+) -> None:
+    family.build(0).save_pretrained(tmp_path / "model")
+    size = (family.height, family.width, 3)
+    picture = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "picture.png")
+    call = {"height": family.height, "width": family.width, "num_frames": 43, "seed": 0}
+    call |= {"prompt": "a fox", "image_path": tmp_path / "picture.png", "guidance_scale": 1.0}
+    call |= {"pipeline_arg": dict(family.extra_kwargs)}
+    if family is HELIOS:
+        call["num_inference_steps"] = 1
+    chunks, kind = [], getattr(diffusers, family.pipeline_class)
+    with DiffGenerator.from_pretrained(tmp_path / "model") as loaded:
+        whole = loaded.generate(**call)
+        monkeypatch.setattr(pipelines, "_CHUNKS_OF_A_CALL", in_a_call)
+        calls = counted_calls(kind, monkeypatch)
+        loaded.generate(**call, stream=True, on_chunk=chunks.append)
+    assert len(chunks) == 5
+    assert calls == [9 * in_a_call] * (5 // in_a_call) + [9 * (5 % in_a_call)] * (in_a_call > 1)
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
 
 
 @pytest.mark.slow
@@ -279,17 +319,11 @@ def test_sections_of_several_calls_give_the_frames_of_one(
     call = {"height": 64, "width": 96, "num_frames": 5 * sections - 1, "num_inference_steps": 2}
     call |= {"prompt": "a fox", "image_path": tmp_path / "picture.png", "seed": 0}
     call |= {"pipeline_arg": dict(FRAMEPACK.extra_kwargs)}
-    chunks, calls, own = [], [], HunyuanVideoFramepackPipeline.__call__
-
-    @functools.wraps(own)
-    def counted(self, **arguments):
-        calls.append(arguments["num_frames"])
-        return own(self, **arguments)
-
+    chunks = []
     with DiffGenerator.from_pretrained(tmp_path / "model") as generator:
         whole = generator.generate(**call)
         monkeypatch.setattr(pipelines, "_CHUNKS_OF_A_CALL", in_a_call)
-        monkeypatch.setattr(HunyuanVideoFramepackPipeline, "__call__", counted)
+        calls = counted_calls(HunyuanVideoFramepackPipeline, monkeypatch)
         made = generator.generate(**call, stream=True, on_chunk=chunks.append)
     assert len(calls) == -(-sections // in_a_call)
     assert sum(calls) == 5 * sections

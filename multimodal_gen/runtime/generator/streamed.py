@@ -144,17 +144,20 @@ class _Helios(Taken):
         super().__init__(pipe, stream, later)
         self._waiting: list[Any] = []  # frames that the pipeline may cut off at the end
         self._prompt = 0
-        self._first: torch.Tensor | None = None  # latent frame of the video, [1, C, 1, H, W]
+        self._first: torch.Tensor | None = None  # latent frame that all chunks see, [1, C, 1, H, W]
+        self._given = False  # whether that is one of an image or a video that was given
         self._last = torch.empty(0)  # latents that the next call is given
         self._added = 0  # latent frames that a call returns and did not make
 
     def parts(self, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """See `Taken.parts`; what begins with an image or a video is made in one call."""
+        """See `Taken.parts`; what is given latents is made in one call."""
         of = self.with_defaults(arguments).__getitem__
         window = (of("num_latent_frames_per_chunk") - 1) * self.pipe.vae_scale_factor_temporal + 1
         chunks = max(1, -(-max(of("num_frames"), 1) // window))
-        given = ("image", "image_latents", "fake_image_latents", "video", "video_latents")
+        given = ("image_latents", "fake_image_latents", "video_latents")
         at_once = self.stream.in_one_call or any(of(name) is not None for name in given)
+        at_once = at_once or of("is_skip_first_chunk")
+        self._given = of("image") is not None or of("video") is not None
         if chunks <= _CHUNKS_OF_A_CALL or at_once:
             yield arguments
             return
@@ -166,6 +169,8 @@ class _Helios(Taken):
                 past = self._last[:, :, -history:]
                 self._added = past.shape[2]
                 part |= {
+                    "image": None,
+                    "video": None,
                     "video_latents": past,
                     "image_latents": self._first if of("keep_first_frame") else None,
                     "add_noise_to_image_latents": False,
@@ -206,6 +211,8 @@ class _Helios(Taken):
     def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Taken.before_forward`."""
         self._prompt = self.prompt_from(self.num_latents)
+        if self._given and self._first is None:  # as the model reads it, noise included
+            self._first = arguments["latents_history_short"][:, :, :1].float()
         return self.text_from(arguments, self._prompt)
 
     def end(self, latents: torch.Tensor) -> None:
