@@ -185,6 +185,12 @@ def check_classes(
     ordered = sorted(components.items(), key=lambda part: not part[0].startswith(DENOISERS))
     for name, (library, class_name) in ordered:  # denoisers, which tell most, first
         given = getattr(modules.get(library), class_name, None)
+        if library in modules and not isinstance(given, type):
+            found = "has no such class, a newer one may" if given is None else "has as no class"
+            raise UsageError(
+                f"component {name} of {model_path!r} must name a class of {library}, got "
+                f"{class_name!r}, which {library} {modules[library].__version__} {found}"
+            )
         wanted = _models(pipeline_class, name)
         if not wanted or not isinstance(given, type) or issubclass(given, wanted):
             continue

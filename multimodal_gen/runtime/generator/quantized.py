@@ -11,7 +11,13 @@ from typing import Any, Final
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
-from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
+from multimodal_gen.runtime.generator.index import (
+    PipelineIndex,
+    class_of,
+    described,
+    dtype_argument,
+    is_out_of_memory,
+)
 from multimodal_gen.runtime.setting import expanded
 
 __all__ = ["check_quantized", "load_gguf", "quantization_config"]
@@ -122,13 +128,26 @@ def load_gguf(index: PipelineIndex, name: str, file: str, dtype: torch.dtype) ->
         name: the component.
         file: the file.
         dtype: what is computed in, and what unquantised weights are kept in.
+
+    Raises:
+        UsageError: the file does not hold the weights of the component.
     """
     from diffusers import GGUFQuantizationConfig
 
-    return class_of(*index.components[name]).from_single_file(
-        str(expanded(file, "--quantize")),
-        quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
-        config=index.model_path,
-        subfolder=name,
-        **{dtype_argument(): dtype},
-    )
+    cls = class_of(*index.components[name])
+    try:
+        model = cls.from_single_file(
+            str(expanded(file, "--quantize")),
+            quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
+            config=index.model_path,
+            subfolder=name,
+            **{dtype_argument(): dtype},
+        )
+    except Exception as error:  # in every way there is
+        if is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"--quantize {name}={file} must name a file with the weights of this {cls.__name__}, "
+            f"loading it failed: {described(error)}"
+        ) from error
+    return model

@@ -81,6 +81,11 @@ def test_components_of_the_modules_of_diffusers_pipelines_are_taken(folder) -> N
             r"transformer .* must be a WanTransformer3DModel, as WanPipeline has it, got a Flux",
         ),
         ({"transformer": ["diffusers", "a b"]}, r"must name a class of diffusers, got 'a b'"),
+        (
+            {"text_encoder": ["diffusers", "utils"]},
+            r"text_encoder .* must name a class of diffusers, got 'utils', which .* as no class",
+        ),
+        ({"scheduler": ["diffusers", "NoScheduler"]}, r"scheduler .* has no such class, a newer"),
         ({"../up": ["diffusers", "X"]}, r"must have a name of letters"),
         ({"_class_name": ["helper", "Evil"]}, r"pipeline class .* must be one that diffusers"),
     ],
