@@ -193,6 +193,22 @@ def test_a_long_video_that_begins_with_an_image_is_made_in_calls_too(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of imageio's pipes
+def test_a_long_video_that_follows_on_another_is_made_in_calls_too(
+    generator, tmp_path, monkeypatch
+) -> None:
+    call = {**HELIOS_CALL, "prompt": "a fox", "seed": 0}
+    generator.generate(**call, output_path=tmp_path / "before.mp4")
+    call |= {"video_path": tmp_path / "before.mp4", "num_frames": 43}
+    whole, chunks = generator.generate(**call), []
+    monkeypatch.setattr(pipelines, "_CHUNKS_OF_A_CALL", 2)
+    calls = counted_calls(HeliosPipeline, monkeypatch)
+    generator.generate(**call, stream=True, on_chunk=chunks.append)
+    assert calls == [18, 18, 9]
+    assert np.array_equal(np.concatenate([chunk.frames for chunk in chunks]), whole.pixels[0])
+
+
+@pytest.mark.slow
 def test_latents_that_are_saved_are_those_of_all_calls(generator, monkeypatch, tmp_path) -> None:
     settings = {**HELIOS_CALL, "prompt": "a fox", "seed": 0, "save_latents": True, "stream": True}
     settings["num_frames"] = 45
