@@ -133,7 +133,8 @@ def _with_configs(model_path: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(model_path, allow_patterns=["*/*config.json"]))
+        with _bars_on_terminals_only():
+            return str(snapshot_download(model_path, allow_patterns=["*/*config.json"]))
     except Exception:  # who loads the rest says what is wrong
         return model_path
 

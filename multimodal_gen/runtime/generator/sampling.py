@@ -347,13 +347,20 @@ def check_sizes(pipe: Any, args: ServerArgs) -> None:
     """Check height and width against a pipeline, which may be one without weights.
 
     Raises:
-        UsageError: one is less than one token, or not whole ones where it must be; names the
-            nearest that are.
+        UsageError: one is less than one token, more than the transformer has places for, or not
+            whole ones where it must be; names the nearest that are.
     """
     name = type(pipe).__name__
+    tables = [getattr(m.config, "rope_max_seq_len", None) for m in denoisers(pipe).values()]
+    rows = min((found for found in map(_positive, tables) if found), default=1 << 31)
     for option, value, token in zip(
         ("--height", "--width"), (args.height, args.width), token_size(pipe), strict=True
     ):
+        if value is not None and value // token > rows:
+            raise UsageError(
+                f"{option} must be at most {rows * token} for this {name}, got {value}: its "
+                f"transformer has places for {rows} tokens (rope_max_seq_len) of {token} pixels"
+            )
         if value is None or (value >= token and value % token == 0):
             continue
         reason = f"one token of the transformer stands for {token} pixels"
