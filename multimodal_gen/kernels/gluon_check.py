@@ -92,7 +92,7 @@ def _regular_blocks(device: torch.device) -> str | None:
 
 
 def _gradients(device: torch.device) -> str | None:
-    from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import attend_backward
+    from multimodal_gen.kernels.block_sparse import gluon_backward_kernel, gluon_fused_kernel
 
     for size in (384, 128, 64):
         plan, scale = _plan(size, size, device), HEAD_SIZE**-0.5
@@ -103,16 +103,19 @@ def _gradients(device: torch.device) -> str | None:
         grad_out = out.flip(1).contiguous()  # as good as any
         tiles = (gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size))
         given = (q, k, v, plan, out, lse, grad_out, None)
-        found = attend_backward(*given, scale=scale, tiles=tiles)
+        found = [gluon_backward_kernel.attend_backward(*given, scale=scale, tiles=tiles)]
+        if gluon_fused_kernel.serves(plan, HEAD_SIZE):
+            found.append(gluon_fused_kernel.attend_backward(*given, scale=scale))
         q, k, v, grad_out = (x.double() for x in (q, k, v, grad_out))
         exact_out, exact_lse = attention_reference(q, k, v, plan, scale=scale)
         exact = attention_reference_backward(
             grad_out, None, q, k, v, exact_out, exact_lse, plan, scale=scale
         )
-        for name, x, wanted in zip("qkv", found, exact, strict=True):
-            fault = _off(f"gradients of {name} over blocks of {size}", x, wanted, ROUNDED)
-            if fault is not None:
-                return fault
+        for of_kernel in found:
+            for name, x, wanted in zip("qkv", of_kernel, exact, strict=True):
+                fault = _off(f"gradients of {name} over blocks of {size}", x, wanted, ROUNDED)
+                if fault is not None:
+                    return fault
     return None
 
 

@@ -9,17 +9,30 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia import hopper as host
 
-__all__ = ["async_load", "lacking"]
+__all__ = ["async_add", "async_load", "lacking"]
 
 # Since 3.8 a copy of the copy engine is a load; the old name raises from 3.9 on.
 async_load: Any = getattr(tma, "async_load", None) or getattr(
     tma, "async_copy_global_to_shared", None
 )
+
+
+@builtin  # type: ignore[untyped-decorator]
+def _async_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+# Before 3.8 the copy engine's sums in memory have no name.
+async_add: Any = getattr(tma, "async_atomic_add", None) or _async_add
 
 # Where a name is looked for -> names, each with the parameters that the kernels give by name, or by
 # a place that has had another meaning: before 3.6 `warp_specialize` took arguments apart.

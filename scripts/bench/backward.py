@@ -16,7 +16,7 @@ import importlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile, TritonTile
+from multimodal_gen.kernels.block_sparse.tuning import (
+    GluonBackwardTile,
+    TritonTile,
+    gluon_backward_tile,
+)
 
 DENSITY = 0.1
 CHUNK = 1024
@@ -408,7 +412,14 @@ WIDE_DQ = {**_tiles((128, 64, 8, 3)), **_sm90((2, 64, 4), (2, 64, 3))}
 WIDE_DKV = {**_tiles((64, 128, 8, 3)), **_sm90((2, 64, 4))}
 NARROW_DQ = {**_tiles((64, 64, 4, 2)), **_sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True)}
 NARROW_DKV = {**_tiles((32, 64, 4, 3)), **_sm90((2, 64, 2), own=True)}
-TILES: dict[tuple[str, str], dict[str, Tile]] = {
+# All three gradients: by two kernels, and by one.
+ALL: dict[str, Tile | None] = {
+    "sm90 two": gluon_backward_tile(block=128),
+    "sm90 one": None,
+}
+TILES: dict[tuple[str, str], Mapping[str, Tile | None]] = {
+    ("dense", "all"): ALL,
+    ("128x128", "all"): ALL,
     ("dense", "dq"): WIDE_DQ,
     ("dense", "dkv"): WIDE_DKV,
     ("128x128", "dq"): WIDE_DQ,
@@ -419,7 +430,7 @@ TILES: dict[tuple[str, str], dict[str, Tile]] = {
 
 
 def tile_run(
-    case: Case, blocks: str, kernel: str, tile: Tile
+    case: Case, blocks: str, kernel: str, tile: Tile | None
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Return what launches one kernel of the backward pass in a shape."""
     from multimodal_gen.kernels.block_sparse import backward_kernel as portable
@@ -431,7 +442,8 @@ def tile_run(
         torch.randn(shape, device=DEVICE, generator=generator).bfloat16() for _ in range(4)
     )
     of_keys, scale = kernel == "dkv", case.head_size**-0.5
-    results = torch.empty((1 + of_keys, *shape), device=DEVICE, dtype=torch.bfloat16)
+    count = {"dq": 1, "dkv": 2, "all": 3}[kernel]
+    results = torch.empty((count, *shape), device=DEVICE, dtype=torch.bfloat16)
     # Any level and delta take as long; these keep weights small.
     rows = torch.randn((2, 1, case.heads, case.tokens), device=DEVICE, generator=generator)
     rows[0] += 12.0
@@ -439,6 +451,20 @@ def tile_run(
         launch = portable.key_gradients if of_keys else portable.query_gradient
         arguments = (inputs, plan, *rows, *results)
         run = partial(launch, *arguments, scale=scale, tile=tile, copy_engine=True)
+    elif tile is None:
+        from multimodal_gen.kernels.block_sparse import gluon_fused_kernel as fused
+
+        run = partial(fused.launch, inputs, plan, rows, tuple(results), scale=scale)
+    elif kernel == "all":
+        from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
+
+        q, k, v, upstream = inputs
+        pairs, turned = ((q, upstream), (k, v)), portable.transposed(plan)
+
+        def run() -> None:
+            sm90.launch(*pairs, plan, rows, (results[0],), scale=scale, tile=tile)
+            sm90.launch(*pairs[::-1], turned, rows, tuple(results[1:]), scale=scale, tile=tile)
+
     else:
         from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
 
@@ -476,6 +502,7 @@ def measure_tiles(case: Case, options: argparse.Namespace) -> None:
     jobs = [
         (*key, list(tiles)[first : first + AT_ONCE])
         for key, tiles in TILES.items()
+        if options.tiles in ("", *key)
         for first in range(0, len(tiles), AT_ONCE)
     ]
     ran: dict[tuple[str, str], set[str]] = {key: set() for key in TILES}
@@ -483,6 +510,8 @@ def measure_tiles(case: Case, options: argparse.Namespace) -> None:
         for job, names in zip(jobs, pool.map(lambda job: compile_apart(*job), jobs), strict=True):
             ran[job[:2]] |= names
     for (blocks, kernel), tiles in TILES.items():
+        if not ran[blocks, kernel]:
+            continue
         runs, errors, first = {}, {}, None
         for name, tile in tiles.items():
             if name not in ran[blocks, kernel]:
@@ -498,9 +527,10 @@ def measure_tiles(case: Case, options: argparse.Namespace) -> None:
                 print(f"WRONG {label}: {errors[label]:.2e} from the first", flush=True)
         pairs = lists_of(case, blocks).pairs().double().mean()
         flop = float(pairs) * case.heads * case.head_size
-        flop *= 6.0 if kernel == "dq" else 8.0
+        factor = {"dq": 6, "dkv": 8, "all": 10}[kernel]
+        flop *= factor
         times = interleave(runs, rounds=options.rounds, block_ms=40.0)
-        formula = f"{6 if kernel == 'dq' else 8}*H*D*kept pairs"
+        formula = f"{factor}*H*D*kept pairs"
         write(case, f"{kernel} alone", times, dict.fromkeys(runs, flop), formula, options,
               errors=errors, versions={})  # fmt: skip
 
@@ -509,7 +539,9 @@ def main() -> int:
     """Measure, print and append the rows."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--quick", action="store_true", help="leave out what compiles for long")
-    parser.add_argument("--tiles", action="store_true", help="try other shapes of the kernels too")
+    parser.add_argument(
+        "--tiles", nargs="?", const="", help="try other shapes too, of dq, dkv or all"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
     parser.add_argument("--compile", nargs="+", default=None, help="compile shapes, then stop")
     options = parser.parse_args()
@@ -524,7 +556,7 @@ def main() -> int:
     for case in SMOKE if options.smoke else CASES:
         if options.only in case.name:
             wrong += measure(case, options)
-    if options.tiles and not options.smoke:
+    if options.tiles is not None and not options.smoke:
         measure_tiles(CASES[0], options)
     return 1 if wrong else 0
 

@@ -1,6 +1,10 @@
 """Gradients of the block-sparse engine and of the methods on it, on a GPU, against float64."""
 
 import dataclasses
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +49,7 @@ PLANS = {
         batch=3, heads=4, num_q=5, num_kv=60, q_size=128, kv_size=50, q_form="ragged",
         kv_form="ragged",
     ),
+    "some empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=128, kv_size=128, keep=0.1),
     "empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=64, kv_size=64, keep=0.0),
 }  # fmt: skip
 
@@ -75,12 +80,14 @@ def inputs_for(
     )
 
 
-def check(kernel: str, plan: BlockPlan, inputs: QKV) -> None:
+def check(kernel: str, plan: BlockPlan, inputs: QKV, *, deterministic: bool = False) -> None:
     """Assert that the gradients, those of lse among them, stay within their budgets."""
     batch, _, heads, head_size = inputs.query.shape
     scale = head_size**-0.5
     assert_gradients_within_error_budget(
-        lambda *x: block_sparse_attention(*x, plan, scale=scale, return_lse=True, kernel=kernel),
+        lambda *x: block_sparse_attention(
+            *x, plan, scale=scale, return_lse=True, kernel=kernel, deterministic=deterministic
+        ),
         *inputs,
         scale=scale,
         mask=dense_mask(plan, batch, heads),
@@ -98,33 +105,85 @@ def test_gradients_of_every_form_of_plan_are_right(
     check(kernel, plan, inputs_for(plan, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize(("name", "kv_heads", "taken"), [
-    ("regular 64", 4, True), ("tiles of 384", 4, True), ("ragged", 4, True),
-    ("ragged", 2, False), ("padded 64", 4, False),
+def spy(original: Callable[..., Any], note: Callable[[], None], *given: Any, **options: Any) -> Any:
+    note()
+    return original(*given, **options)
+
+
+@pytest.mark.parametrize(("name", "kv_heads", "deterministic", "taken"), [
+    ("regular 64", 4, False, "gluon_backward_kernel"),
+    ("tiles of 384", 4, False, "gluon_backward_kernel"),
+    ("all tiles of 384", 4, False, "gluon_fused_kernel"),
+    ("all tiles of 384", 4, True, "gluon_backward_kernel"),
+    ("128x64", 4, False, "gluon_backward_kernel"),
+    ("ragged", 4, False, "gluon_backward_kernel"),
+    ("ragged", 2, False, "backward_kernel"),
+    ("padded 64", 4, False, "backward_kernel"),
 ])  # fmt: skip
 def test_the_kernels_for_sm90_compute_gradients_where_they_can(
-    name: str, kv_heads: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, kv_heads: int, deterministic: bool, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
-
-    plan = random_plan(PLANS[name], seed=1, device="cuda")
+    plan = random_plan(PLANS[name.removeprefix("all ")], seed=1, device="cuda")
+    if name.startswith("all "):
+        plan = BlockPlan.dense(plan.q, plan.kv, "cuda")
     q, k, v = (x.requires_grad_() for x in inputs_for(plan, kv_heads=kv_heads))
     if kernel_for(q, k, v, plan) != "gluon":
         pytest.skip("needs compute capability 9.0")
     calls = []
-    original = sm90.attend_backward
-    monkeypatch.setattr(
-        sm90, "attend_backward", lambda *x, **y: calls.append(1) or original(*x, **y)
-    )
-    block_sparse_attention(q, k, v, plan).sum().backward()
-    assert bool(calls) == taken
+    for place in ("backward_kernel", "gluon_backward_kernel", "gluon_fused_kernel"):
+        module = importlib.import_module(f"multimodal_gen.kernels.block_sparse.{place}")
+        noted = partial(spy, module.attend_backward, partial(calls.append, place))
+        monkeypatch.setattr(module, "attend_backward", noted)
+    out = block_sparse_attention(q, k, v, plan, deterministic=deterministic)
+    out.sum().backward()
+    assert calls == [taken]
 
 
-def test_dense_gradients_are_right(kernel: str) -> None:
-    """Whose last query and key blocks are short, as of the dense backend."""
-    blocks = Blocks.regular(1000, 384)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("head_size", [96, 128])
+@pytest.mark.parametrize("tokens", [1000, 1152, 100])
+def test_dense_gradients_are_right(
+    kernel: str, tokens: int, head_size: int, deterministic: bool
+) -> None:
+    """Whose last query and key blocks may be short, as of the dense backend."""
+    blocks = Blocks.regular(tokens, 384)
     plan = BlockPlan.dense(blocks, blocks, "cuda")
-    check(kernel, plan, inputs_for(plan, kv_heads=4))
+    inputs = inputs_for(plan, head_size=head_size, kv_heads=4)
+    check(kernel, plan, inputs, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("name", ["regular 128, batch 3", "tiles of 384", "some empty", "128x256"])
+def test_one_kernel_computes_what_two_do_over_lists(name: str) -> None:
+    """Lists take less time with two kernels, which is not because one could not."""
+    from multimodal_gen.kernels.block_sparse import gluon_backward_kernel, gluon_fused_kernel
+    from multimodal_gen.kernels.block_sparse.tuning import gluon_backward_tile
+
+    shape = PlanShape(heads=4, num_q=5, num_kv=3, q_size=128, kv_size=256)
+    plan = random_plan(PLANS.get(name, shape), seed=1, device="cuda")
+    inputs = inputs_for(plan, kv_heads=4)
+    if kernel_for(*inputs, plan) != "gluon":
+        pytest.skip("needs compute capability 9.0")
+    out, lse = block_sparse_attention(*inputs, plan, return_lse=True)
+    given = (*inputs, plan, out, lse, torch.randn_like(out), None)
+    tiles = (gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size))
+    two = gluon_backward_kernel.attend_backward(*given, scale=0.1, tiles=tiles)
+    one = gluon_fused_kernel.attend_backward(*given, scale=0.1)
+    for mine, other in zip(one, two, strict=True):
+        norm = max(float(other.double().norm()), 1e-9)
+        assert float((mine.double() - other.double()).norm()) <= 1e-2 * norm
+
+
+def test_keys_behind_the_last_one_give_nothing() -> None:
+    """Whatever log-sum-exps are: of rows that lie far below 0, exp(-lse) is infinite."""
+    blocks = Blocks.regular(200, 128)
+    plan = BlockPlan.dense(blocks, blocks, "cuda")
+    q, k, v = (x.requires_grad_() for x in inputs_for(plan, kv_heads=4))
+    with torch.no_grad():
+        q[:] = 8.0
+        k[:] = -8.0 + 0.1 * k
+    out = block_sparse_attention(q, k, v, plan)
+    for grad in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -5,7 +5,7 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,9 +15,10 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse import fa4
 from multimodal_gen.kernels.block_sparse.plan import (
     BlockPlan,
-    Blocks,
     check_arguments,
     empty_results,
+    flatten,
+    unflatten,
 )
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
@@ -116,7 +117,8 @@ def block_sparse_attention(
         scale: positive factor of the scores, 1 / sqrt(D) by default.
         return_lse: whether to return the log-sum-exp of the scores as well.
         kernel: what must run, "auto" for the fastest that can, or what was selected for a layer.
-        deterministic: whether two runs must agree bit by bit; costs speed in some kernels.
+        deterministic: whether two runs must agree bit by bit; costs speed in some kernels. So does
+            `torch.use_deterministic_algorithms`, for gradients.
         tail: lets the blocks that a row does not keep count by their means; None drops them.
         skip: leaves out what lies far below the scores seen so far; None leaves nothing out. Not
             under `torch.compile`, and not where a gradient is asked for.
@@ -166,7 +168,7 @@ def block_sparse_attention(
         q,
         k,
         v,
-        *_flatten(plan),
+        *flatten(plan),
         scale=scale,
         return_lse=return_lse,
         kernel=kernel,
@@ -481,14 +483,19 @@ def _backward_gluon(
     plan: BlockPlan,
     *,
     scale: float,
+    any_order: bool = False,
 ) -> _Gradients:
     if not _on_sm90(q, k, plan):
         return _backward_triton(grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
-    from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import attend_backward
+    from multimodal_gen.kernels.block_sparse import gluon_backward_kernel, gluon_fused_kernel
 
     grad_out = grad_out if loadable(grad_out) else grad_out.contiguous()
     given = (q, k, v, plan, out, lse, grad_out, grad_lse)
-    return attend_backward(*given, scale=scale, tiles=_tiles_gluon(plan))
+    # Over lists of a tenth of the blocks the other two take less time: rows of 8b03aa2.
+    every = plan.uniform and plan.indices.shape[3] == plan.kv.num
+    if any_order and every and gluon_fused_kernel.serves(plan, q.shape[3]):
+        return gluon_fused_kernel.attend_backward(*given, scale=scale)
+    return gluon_backward_kernel.attend_backward(*given, scale=scale, tiles=_tiles_gluon(plan))
 
 
 def _on_sm90(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan) -> bool:
@@ -513,6 +520,13 @@ _BACKWARD: MappingProxyType[str, Callable[..., _Gradients]] = MappingProxyType(
 """Kernel -> what computes its gradients, from those of out and lse."""
 
 
+def _backward_of(kernel: str, deterministic: bool) -> Callable[..., _Gradients]:
+    """Return what computes the gradients of a kernel, in a fixed order if that is asked for."""
+    if kernel == "gluon" and not (deterministic or torch.are_deterministic_algorithms_enabled()):
+        return partial(_backward_gluon, any_order=True)
+    return _BACKWARD[kernel]
+
+
 class _Attention(torch.autograd.Function):
     """A kernel and its backward pass, which derive what they need from one plan."""
 
@@ -527,7 +541,8 @@ class _Attention(torch.autograd.Function):
         out, lse = RUN[kernel](call._replace(q=q, k=k, v=v, return_lse=True))
         assert lse is not None, "it was asked for"
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale, ctx.kernel = plan, call.scale, kernel
+        ctx.plan, ctx.scale = plan, call.scale
+        ctx.kernel, ctx.deterministic = kernel, call.deterministic
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -539,46 +554,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        run = _BACKWARD[ctx.kernel]
+        run = _backward_of(ctx.kernel, ctx.deterministic)
         return (
             *run(grad_out, grad_lse, q, k, v, out, lse, ctx.plan, scale=ctx.scale), None, None,
         )  # fmt: skip
-
-
-def _flatten(plan: BlockPlan) -> tuple[Any, ...]:
-    """Return the plan as operator arguments, in the operator's order."""
-    q, kv = plan.q, plan.kv
-    return (
-        plan.indices,
-        plan.counts,
-        q.starts,
-        q.lengths,
-        kv.starts,
-        kv.lengths,
-        plan.row_bits,
-        plan.order,
-        q.num,
-        q.size,
-        kv.num,
-        kv.size,
-        plan.uniform,
-        plan.causal,
-    )
-
-
-def _unflatten(q: torch.Tensor, k: torch.Tensor, flat: tuple[Any, ...]) -> BlockPlan:
-    indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order = flat[:8]
-    q_num, q_size, kv_num, kv_size, uniform, causal = flat[8:]
-    return BlockPlan(
-        indices=indices,
-        counts=counts,
-        q=Blocks(num=q_num, size=q_size, total=q.shape[1], starts=q_starts, lengths=q_lengths),
-        kv=Blocks(num=kv_num, size=kv_size, total=k.shape[1], starts=kv_starts, lengths=kv_lengths),
-        row_bits=row_bits,
-        order=order,
-        uniform=uniform,
-        causal=causal,
-    )
 
 
 @torch.library.custom_op("multimodal_gen::block_sparse_attention", mutates_args=())
@@ -611,7 +590,7 @@ def block_sparse_attention_op(
     lse is empty unless it, or a gradient, is asked for.
     """
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
-    plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
+    plan = unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
     request = request_for(q, k, v, plan, backward=backward)
     call = Call(q, k, v, plan, scale, return_lse or backward, deterministic, request)
     out, lse = RUN[choose(BLOCK_SPARSE, kernel, request)](call)
@@ -652,12 +631,14 @@ def block_sparse_attention_backward_op(
     causal: bool,
     scale: float,
     kernel: str,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, for the kernel that computed out and lse."""
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
-    plan = _unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
+    plan = unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
     ran = choose(BLOCK_SPARSE, kernel, request_for(q, k, v, plan, backward=True))
-    return _BACKWARD[ran](grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
+    run = _backward_of(ran, deterministic)
+    return run(grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
 
 
 @block_sparse_attention_backward_op.register_fake
@@ -674,12 +655,12 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, (*sizes, scale, _return_lse, kernel, _deterministic, _backward) = (
+    tensors, (*sizes, scale, _return_lse, kernel, deterministic, _backward) = (
         inputs[:11],
         inputs[11:],
     )
     ctx.save_for_backward(*tensors, *output)
-    ctx.sizes, ctx.scale, ctx.kernel = sizes, scale, kernel
+    ctx.sizes, ctx.scale, ctx.kernel, ctx.deterministic = sizes, scale, kernel, deterministic
     ctx.set_materialize_grads(False)
 
 
@@ -689,7 +670,7 @@ def _backward(
     q, k, v, *rest = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(q)
-    sizes = (*ctx.sizes, ctx.scale, ctx.kernel)
+    sizes = (*ctx.sizes, ctx.scale, ctx.kernel, ctx.deterministic)
     grads = block_sparse_attention_backward_op(grad_out, grad_lse, q, k, v, *rest, *sizes)
     return (*grads, *[None] * 19)
 

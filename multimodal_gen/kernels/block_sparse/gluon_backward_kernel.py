@@ -83,7 +83,7 @@ class Shape:
 
 
 @gluon.jit
-def _start_of(work, step, C: gl.constexpr):
+def start_of(work, step, C: gl.constexpr):
     """Return the first row of a step: whole ones come first."""
     is_whole = step < work.num_full
     if C.sub > 0:
@@ -121,9 +121,9 @@ def _producer(da, db, dx, dy, work, rings, W: gl.constexpr, C: gl.constexpr):
             full = rings.own_full.index(W + c)
             async_load(da, [work.b, work.h, row, 0], full, rings.a.index(W + c))
             async_load(db, [work.b, work.h, row, 0], full, rings.b.index(W + c))
-        start = _start_of(work, 0, C)
+        start = start_of(work, 0, C)
         for step in range(steps):
-            following = _start_of(work, gl.minimum(step + 1, steps - 1), C)
+            following = start_of(work, gl.minimum(step + 1, steps - 1), C)
             slot = FIRST + step % C.stages
             mbarrier.wait(rings.empty.index(slot), ((step // C.stages) & 1) ^ 1)
             mbarrier.expect(rings.full.index(slot), 2 * C.keys * C.head_size * 2)
@@ -134,7 +134,7 @@ def _producer(da, db, dx, dy, work, rings, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, tile, ptr, work, row_stride, ROW: gl.constexpr, dtype: gl.constexpr,
+def store_rows(acc, tile, ptr, work, row_stride, ROW: gl.constexpr, dtype: gl.constexpr,
            C: gl.constexpr):  # fmt: skip
     """Write 64 rows of a gradient, those that the block owns, through a tile."""
     D: gl.constexpr = C.head_size
@@ -239,7 +239,7 @@ def _queries(
         x = rings.x.index(FIRST + (steps - 1) % C.stages).reshape([N, D])
         o_token = hopper.warpgroup_mma(pending, x, acc, is_async=True)
         acc, pending = hopper.warpgroup_mma_wait(0, deps=[o_token, pending])
-    _store(acc * scale, a, work.out, work, work.out_s, ROW, dtype, C)
+    store_rows(acc * scale, a, work.out, work, work.out_s, ROW, dtype, C)
 
 
 @gluon.jit
@@ -280,17 +280,17 @@ def _keys(
         # Scores begin at minus their level, and dO v^T at minus delta, which costs no register more
         # than the sums themselves. What a step begins with is read a step ahead, one value per
         # thread; where it lies, two steps ahead.
-        start = _start_of(work, 0, C)
+        start = start_of(work, 0, C)
         real = column < _rows_of(work, 0, C)
         level_next = gl.load(base + start, mask=real, other=float("inf"))
         delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
-        start = _start_of(work, gl.minimum(1, steps - 1), C)
+        start = start_of(work, gl.minimum(1, steps - 1), C)
         level = gl.convert_layout(level_next / -scale_log2, columns)
         delta = gl.convert_layout(-delta_next, columns)
         real = column < _rows_of(work, gl.minimum(1, steps - 1), C)
         level_next = gl.load(base + start, mask=real, other=float("inf"))
         delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
-        start = _start_of(work, gl.minimum(2, steps - 1), C)
+        start = start_of(work, gl.minimum(2, steps - 1), C)
         mbarrier.wait(rings.own_full.index(W), 0)
         for step in range(steps):
             slot = FIRST + step % C.stages
@@ -314,15 +314,15 @@ def _keys(
             real = column < _rows_of(work, gl.minimum(step + 2, steps - 1), C)
             level_next = gl.load(base + start, mask=real, other=float("inf"))
             delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
-            start = _start_of(work, gl.minimum(step + 3, steps - 1), C)
+            start = start_of(work, gl.minimum(step + 3, steps - 1), C)
             dv, dk, weights, scores = hopper.warpgroup_mma_wait(
                 0, deps=[v_token, k_token, weights, scores]
             )
             mbarrier.arrive(rings.empty.index(slot))
-    _store(dk * scale, a, work.out, work, work.out_s, ROW, dtype, C)
+    store_rows(dk * scale, a, work.out, work, work.out_s, ROW, dtype, C)
     place = work.b.to(gl.int64) * rows_in.dv_b + work.h.to(gl.int64) * rows_in.dv_h
     place += work.row.to(gl.int64) * work.out_s
-    _store(dv, b, rows_in.dv + place, work, work.out_s, ROW, dtype, C)
+    store_rows(dv, b, rows_in.dv + place, work, work.out_s, ROW, dtype, C)
 
 
 @gluon.jit
@@ -501,7 +501,8 @@ def launch(
     q_tiles = 1 if tile.own else -(-plan.q.size // (64 * tile.consumers))
     kv_tail = kv.total - (kv.num - 1) * kv.size
     shape = Shape(
-        of_keys=len(outs) == 2, keys=tile.step, head_size=size, channels=channels, sub=sub,
+        of_keys=len(outs) == 2, keys=tile.step, head_size=size,
+        channels=channels, sub=sub,
         q_tiles=q_tiles, consumers=tile.consumers, stages=tile.stages, own=tile.own,
         ragged=sub == 0 or kv_tail != kv.size, ordered=order is not None,
         q_starts=plan.q.starts is not None, q_lengths=plan.q.lengths is not None,

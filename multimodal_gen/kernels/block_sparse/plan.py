@@ -22,7 +22,9 @@ __all__ = [
     "check_arguments",
     "check_values",
     "empty_results",
+    "flatten",
     "launch_order",
+    "unflatten",
     "unit_stride",
 ]
 
@@ -574,3 +576,40 @@ def empty_results(
         return out, None
     lse = torch.empty((batch, heads, total), dtype=torch.float32, device=q.device)
     return out, lse if plan.q.starts is None else lse.fill_(float("-inf"))
+
+
+def flatten(plan: BlockPlan) -> tuple[Any, ...]:
+    """Return a plan as arguments of an operator: eight tensors, some None, and six sizes."""
+    q, kv = plan.q, plan.kv
+    return (
+        plan.indices,
+        plan.counts,
+        q.starts,
+        q.lengths,
+        kv.starts,
+        kv.lengths,
+        plan.row_bits,
+        plan.order,
+        q.num,
+        q.size,
+        kv.num,
+        kv.size,
+        plan.uniform,
+        plan.causal,
+    )
+
+
+def unflatten(q: torch.Tensor, k: torch.Tensor, flat: tuple[Any, ...]) -> BlockPlan:
+    """Return the plan of queries [B, Sq, ...] and keys [B, Sk, ...] that `flatten` took apart."""
+    indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order = flat[:8]
+    q_num, q_size, kv_num, kv_size, uniform, causal = flat[8:]
+    return BlockPlan(
+        indices=indices,
+        counts=counts,
+        q=Blocks(num=q_num, size=q_size, total=q.shape[1], starts=q_starts, lengths=q_lengths),
+        kv=Blocks(num=kv_num, size=kv_size, total=k.shape[1], starts=kv_starts, lengths=kv_lengths),
+        row_bits=row_bits,
+        order=order,
+        uniform=uniform,
+        causal=causal,
+    )

@@ -181,13 +181,14 @@ def test_gradients_flow_through_a_compiled_graph() -> None:
 
 
 def test_the_operator_passes_torchs_own_checks() -> None:
-    from multimodal_gen.kernels.block_sparse.api import _flatten, block_sparse_attention_op
+    from multimodal_gen.kernels.block_sparse.api import block_sparse_attention_op
+    from multimodal_gen.kernels.block_sparse.plan import flatten
 
     plan = random_plan(PlanShape(heads=4, q_size=16, kv_size=16), seed=1)
     q, k, v = make_qkv(2, plan.q.total, 4, 8, num_keys=plan.kv.total, requires_grad=True)
     torch.library.opcheck(
         block_sparse_attention_op,
-        (q, k, v, *_flatten(plan), 0.3, True, "auto", False, True),
+        (q, k, v, *flatten(plan), 0.3, True, "auto", False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 

@@ -502,3 +502,29 @@ def test_the_backward_kernels_for_sm90_compile(
     tile = gluon_backward_tile(block=size)
     launch((q, out), (k, v), plan, rows, results, scale=0.1, tile=tile)
     assert_clean(compiler.kernels)
+
+
+EVERY_FUSED = [
+    (form, size, channels)
+    for form in ("dense", "regular")
+    for size in (128, 384)
+    for channels in (96, 128)
+]
+FUSED = [("regular", 128, 96)] if with_oldest() else []
+
+
+@pytest.mark.parametrize(("form", "size", "channels"), with_slow(EVERY_FUSED, FUSED))
+def test_the_backward_kernel_of_all_gradients_compiles(
+    compiler: Compiler, form: str, size: int, channels: int
+) -> None:
+    from multimodal_gen.kernels.block_sparse.gluon_fused_kernel import launch
+
+    plan = plan_of(form, size, size)
+    q, _, _, out = tensors_for(plan, channels, torch.bfloat16)
+    k, v = (torch.zeros(2, plan.kv.total, 4, channels, dtype=torch.bfloat16) for _ in range(2))
+    rows = torch.empty(2, 2, 4, plan.q.total)
+    results = (torch.empty_like(out), torch.empty_like(k), torch.empty_like(v))
+    launch((q, k, v, out), plan, rows, results, scale=0.1)
+    assert_clean(compiler.kernels)
+    (kernel,) = (each for each in compiler.kernels if each.name == "fused_backward_kernel")
+    assert "cp.reduce.async.bulk" in kernel.ptx

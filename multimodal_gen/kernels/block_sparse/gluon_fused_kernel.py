@@ -1,0 +1,357 @@
+"""The backward pass of block-sparse attention on SM90 in one kernel, which adds dq up in memory.
+
+A program owns 128 keys, 64 per consumer warpgroup, whose dk and dv stay in registers while steps of
+64 queries travel through a ring in shared memory; see `gluon_backward_kernel` for the formulas. The
+scores' gradients of a step, of both warpgroups, are left in shared memory, and each warpgroup
+multiplies them with half of the channels of all 128 keys. The copy engine adds the products to dq
+in fp32 while dk of the step is computed. The order of these sums
+differs from run to run.
+
+Five products instead of the seven of two kernels.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from multimodal_gen.kernels.block_sparse.backward_kernel import levels, transposed
+from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import start_of, store_rows
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, find_work
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
+from multimodal_gen.kernels.gluon_compat import async_add, async_load
+from multimodal_gen.kernels.gluon_descriptors import describe_tokens
+from multimodal_gen.kernels.launcher import Launcher
+
+STEP = 64  # queries
+KEYS = 128  # of a program
+STAGES = 2  # of the ring; there is no room for three
+HALF = gl.constexpr(64)  # channels of dq that a warpgroup computes
+
+
+class Rings(NamedTuple):
+    """Shared memory: tiles, and barriers that say when they are full and empty."""
+
+    k: Any
+    v: Any
+    k_half: Any
+    q: Any
+    grad: Any
+    level: Any
+    delta: Any
+    scores: Any
+    sums: Any
+    own_full: Any
+    full: Any
+    empty: Any
+    scores_full: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Compile-time shape of the kernel; see `gluon_work_kernel.Shape`."""
+
+    keys: int
+    head_size: int
+    channels: int
+    sub: int
+    q_tiles: int
+    consumers: int
+    stages: int
+    own: bool
+    ragged: bool
+    ordered: bool
+    q_starts: bool
+    q_lengths: bool
+    registers: int
+    producer_registers: int
+
+
+@gluon.jit
+def _producer(dk, dv, dk_half, dq, dg, dl, work, rings, C: gl.constexpr):
+    """One warp: loads the keys and values; queries, their gradients, levels, deltas of a step."""
+    D: gl.constexpr = C.head_size
+    steps = work.num_full + work.num_tail
+    if steps > 0:
+        for w in gl.static_range(2):
+            full = rings.own_full.index(w)
+            row = work.row + w * 64
+            mbarrier.expect(full, 3 * 64 * D * 2)
+            async_load(dk, [work.b, work.h, row, 0], full, rings.k.index(w))
+            async_load(dv, [work.b, work.h, row, 0], full, rings.v.index(w))
+            for half in gl.static_range(2):
+                place = rings.k_half.index(half * 2 + w)
+                async_load(dk_half, [work.b, work.h, row, half * HALF], full, place)
+        start = start_of(work, 0, C)
+        for step in range(steps):
+            following = start_of(work, gl.minimum(step + 1, steps - 1), C)
+            slot = step % C.stages
+            mbarrier.wait(rings.empty.index(slot), ((step // C.stages) & 1) ^ 1)
+            full = rings.full.index(slot)
+            mbarrier.expect(full, 2 * C.keys * D * 2 + 2 * C.keys * 4)
+            async_load(dl, [0, work.b, work.h, start], full, rings.level.index(slot))
+            async_load(dq, [work.b, work.h, start, 0], full, rings.q.index(slot))
+            async_load(dl, [1, work.b, work.h, start], full, rings.delta.index(slot))
+            async_load(dg, [work.b, work.h, start, 0], full, rings.grad.index(slot))
+            start = following
+
+
+@gluon.jit
+def _begin(columns, factor, rows):
+    """Return products of columns and a factor, plus rows, in registers of their own."""
+    rows, columns = gl.broadcast(gl.expand_dims(rows, 1), gl.expand_dims(columns, 0))
+    rows, factor = gl.broadcast(rows, factor)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [columns, factor, rows], dtype=gl.float32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _add(dq, rings, d_sums, work, start, W: gl.constexpr, none):
+    """Add half of the channels of 64 rows to dq in memory."""
+    tile = rings.sums.index(W + none)
+    tma.store_wait(0)
+    tile.reshape([64, HALF]).store(dq)
+    hopper.fence_async_shared()
+    async_add(d_sums, [work.b, work.h, start, W * HALF], tile)
+
+
+@gluon.jit
+def _consumer(
+    work, rings, d_sums, scale, scale_log2, dv_ptr, W: gl.constexpr, dtype: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: dk and dv of 64 keys, and half of the channels of dq."""
+    N: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    dk = gl.zeros([64, D], gl.float32, o_layout)
+    dv = gl.zeros([64, D], gl.float32, o_layout)
+    steps = work.num_full + work.num_tail
+    if steps > 0:
+        inside = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        reach = gl.where(inside < work.real, 0.0, float("-inf"))
+        nothing = gl.zeros_like(reach)
+        start = start_of(work, 0, C)
+        mbarrier.wait(rings.own_full.index(0), 0)
+        mbarrier.wait(rings.own_full.index(1), 0)
+        for step in range(steps):
+            none = step >> 30  # 0, which the compiler must not know: places would fill registers
+            slot = step % C.stages + none
+            k = rings.k.index(W + none).reshape([64, D])
+            v = rings.v.index(W + none).reshape([64, D])
+            q = rings.q.index(slot).reshape([N, D])
+            grad = rings.grad.index(slot).reshape([N, D])
+            mbarrier.wait(rings.full.index(slot), (step // C.stages) & 1)
+            # Scores begin at minus their level, and dO v^T at minus delta, which costs no register
+            # more than the sums themselves.
+            delta = rings.delta.index(slot).reshape([N]).load(columns)
+            p_first = _begin(delta, scale_log2 * 0.0 - 1.0, nothing)
+            level = rings.level.index(slot).reshape([N]).load(columns)
+            s_first = _begin(level, -1.0 / scale_log2, reach)
+            s_token = hopper.warpgroup_mma(k, q.permute((1, 0)), s_first, is_async=True)
+            p_token = hopper.warpgroup_mma(v, grad.permute((1, 0)), p_first, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=[s_token])
+            p = gl.exp2(s * scale_log2)
+            weights = gl.convert_layout(p.to(dtype), p_layout)
+            # Begun before dO v^T is waited for: else ptxas moves the exponentials behind that.
+            v_token = hopper.warpgroup_mma(weights, grad, dv, is_async=True)
+            dp = hopper.warpgroup_mma_wait(1, deps=[p_token])
+            ds = (p * dp).to(dtype)
+            scores = gl.convert_layout(ds, p_layout)
+            # Two buffers: whoever writes one has seen that the other warpgroup is done with it.
+            buffer = step & 1
+            rings.scores.index(buffer * 2 + W).store(ds)
+            hopper.fence_async_shared()
+            mbarrier.arrive(rings.scores_full.index(buffer))
+            mbarrier.wait(rings.scores_full.index(buffer), (step >> 1) & 1)
+            zero = gl.zeros([64, HALF], gl.float32, half_layout)
+            ds_0 = rings.scores.index(buffer * 2).permute((1, 0))
+            ds_1 = rings.scores.index(buffer * 2 + 1).permute((1, 0))
+            k_0 = rings.k_half.index(W * 2 + none).reshape([64, HALF])
+            k_1 = rings.k_half.index(W * 2 + 1 + none).reshape([64, HALF])
+            q_token = hopper.warpgroup_mma(ds_0, k_0, zero, use_acc=False, is_async=True)
+            q_token = hopper.warpgroup_mma(ds_1, k_1, q_token, is_async=True)
+            k_token = hopper.warpgroup_mma(scores, q, dk, is_async=True)
+            dv, dq, weights = hopper.warpgroup_mma_wait(1, deps=[v_token, q_token, weights])
+            following = start_of(work, gl.minimum(step + 1, steps - 1), C)
+            _add(dq, rings, d_sums, work, start, W, none)
+            start = following
+            dk, scores = hopper.warpgroup_mma_wait(0, deps=[k_token, scores])
+            mbarrier.arrive(rings.empty.index(slot))
+        tma.store_wait(0)
+    # Not through the keys, which the other warpgroup may still read.
+    tile = rings.v.index(W).reshape([64, D])
+    store_rows(dk * scale, tile, work.out, work, work.out_s, W * 64, dtype, C)
+    store_rows(dv, tile, dv_ptr, work, work.out_s, W * 64, dtype, C)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "room", "tail_room",
+        "steps_b", "steps_h", "steps_q", "count_b", "count_h", "count_q",
+        "q_size", "q_total", "total",
+    ]
+)  # fmt: skip
+def fused_backward_kernel(
+    d_k, d_v, d_half, d_q, d_g, d_l, d_sums, dk_ptr, dv_ptr, step_ptr, count_ptr, order_ptr,
+    rows, rep_h, num_q, plan_h, kv_last, kv_tail, room, tail_room,
+    steps_b, steps_h, steps_q, count_b, count_h, count_q, q_size, q_total, total,
+    out_b, out_s, out_h, scale, C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program per 128 keys of a key block."""
+    plan = Plan(
+        step_ptr, count_ptr, count_ptr, count_ptr, order_ptr, count_ptr,
+        rows, rep_h, num_q, plan_h, 1, kv_last, kv_tail, room, tail_room,
+        steps_b, steps_h, steps_q, count_b, count_h, count_q, 0, count_ptr, count_ptr,
+        0, 0, 0, 0, q_size, q_total, total, step_ptr, step_ptr, 0, 0, 0,
+    )  # fmt: skip
+    outs = Outs(dk_ptr, count_ptr, out_b, out_s, out_h, 0, 0)
+    dtype: gl.constexpr = d_k.dtype
+    D: gl.constexpr = C.head_size
+    RING: gl.constexpr = C.stages
+    one: gl.constexpr = mbarrier.MBarrierLayout()
+    scores_layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=16, rank=2
+    )
+    rings = Rings(
+        gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], d_k.layout),
+        gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], d_v.layout),
+        gl.allocate_shared_memory(dtype, [4, 1, 1, 64, HALF], d_half.layout),
+        gl.allocate_shared_memory(dtype, [C.stages, 1, 1, C.keys, D], d_q.layout),
+        gl.allocate_shared_memory(dtype, [C.stages, 1, 1, C.keys, D], d_g.layout),
+        gl.allocate_shared_memory(gl.float32, [C.stages, 1, 1, 1, C.keys], d_l.layout),
+        gl.allocate_shared_memory(gl.float32, [C.stages, 1, 1, 1, C.keys], d_l.layout),
+        gl.allocate_shared_memory(dtype, [4, 64, C.keys], scores_layout),
+        gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, HALF], d_sums.layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], one),
+        gl.allocate_shared_memory(gl.int64, [C.stages, 1], one),
+        gl.allocate_shared_memory(gl.int64, [C.stages, 1], one),
+        gl.allocate_shared_memory(gl.int64, [2, 1], one),
+    )
+    for w in gl.static_range(2):
+        mbarrier.init(rings.own_full.index(w), count=1)
+        mbarrier.init(rings.scores_full.index(w), count=2)
+    for slot in gl.static_range(RING):
+        mbarrier.init(rings.full.index(slot), count=1)
+        mbarrier.init(rings.empty.index(slot), count=2)
+    hopper.fence_async_shared()
+    scale_log2 = scale * 1.4426950408889634
+    work = find_work(0, plan, outs, C)
+    dv = dv_ptr + work.b.to(gl.int64) * out_b + work.h.to(gl.int64) * out_h
+    dv += work.row.to(gl.int64) * out_s
+    gl.warp_specialize(
+        [
+            (_consumer, (work, rings, d_sums, scale, scale_log2, dv, 0, dtype, C)),
+            (_consumer, (work, rings, d_sums, scale, scale_log2, dv, 1, dtype, C)),
+            (_producer, (d_k, d_v, d_half, d_q, d_g, d_l, work, rings, C)),
+        ],
+        [4, 1],
+        [C.registers, C.producer_registers],
+    )
+
+
+@cache
+def _launcher() -> Launcher:
+    return Launcher(fused_backward_kernel)
+
+
+def _describe_rows(rows: torch.Tensor) -> TensorDescriptor:
+    """Describe fp32 [2, B, H, S] to the copy engine, by boxes of a step."""
+    if rows.shape[3] % 4:  # rows of 16 bytes
+        rows = torch.nn.functional.pad(rows, (0, 4 - rows.shape[3] % 4))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, 1, STEP], layout)
+
+
+def serves(plan: BlockPlan, channels: int) -> bool:
+    """Whether the kernel can compute the gradients of a plan."""
+    regular = plan.q.is_regular and plan.kv.is_regular
+    whole = plan.q.size % STEP == 0 and plan.kv.size % KEYS == 0
+    return 64 < channels <= 128 and regular and whole and plan.row_bits is None and not plan.causal
+
+
+def attend_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v; see `gluon_backward_kernel.attend_backward`."""
+    rows = levels(out, lse, grad_out, grad_lse)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    launch((q, k, v, grad_out), plan, rows, (dq, dk, dv), scale=scale)
+    return dq, dk, dv
+
+
+def launch(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    plan: BlockPlan,
+    rows: torch.Tensor,
+    outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    scale: float,
+) -> None:
+    """Write dq, dk and dv, [B, S, H, D], contiguous.
+
+    Args:
+        inputs: q, k, v and the gradient of out, [B, S, H, D], with as many heads, stride 1 along D
+            and other strides that are multiples of 16 bytes.
+        plan: the pairs; see `serves`.
+        rows: level and delta of the queries, fp32 [2, B, H, Sq], contiguous.
+        outs: dq, dk and dv.
+        scale: factor of the scores.
+    """
+    assert serves(plan, inputs[0].shape[3]), "the caller has looked"
+    q, k, v, grad = inputs
+    dq, dk, dv = outs
+    batch, _, heads, channels = q.shape
+    turned = transposed(plan)
+    lists, counts = unit_stride(turned.indices), turned.counts
+    order = launch_order(turned, counts)
+    _, plan_h, num_kv = counts.shape
+    total = batch * heads * num_kv
+    q_tail = plan.q.total - (plan.q.num - 1) * plan.q.size
+    shape = Shape(
+        keys=STEP, head_size=128, channels=channels, sub=plan.q.size // STEP,
+        q_tiles=plan.kv.size // KEYS, consumers=2, stages=STAGES, own=False,
+        ragged=q_tail != plan.q.size, ordered=order is not None,
+        q_starts=False, q_lengths=False, registers=240, producer_registers=24,
+    )  # fmt: skip
+    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
+    _launcher()(
+        (total * shape.q_tiles,),
+        describe_tokens(k, 64, 128), describe_tokens(v, 64, 128),
+        describe_tokens(k, 64, HALF.value), describe_tokens(q, STEP, 128),
+        describe_tokens(grad, STEP, 128), _describe_rows(rows),
+        describe_tokens(sums, STEP, HALF.value), dk, dv, every_list, every_count,
+        counts if order is None else order,
+        counts.numel(), heads // plan_h, num_kv, plan_h, plan.q.num - 1, q_tail,
+        lists.shape[3], turned.indices.shape[3], *every_list.stride()[:3], *every_count.stride(),
+        plan.kv.size, plan.kv.total, total, *dk.stride()[:3], scale, C=shape, num_warps=4,
+    )  # fmt: skip
+    torch.mul(sums, scale, out=dq)
