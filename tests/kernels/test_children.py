@@ -1,7 +1,8 @@
 """Runs test_triton.py and test_compile.py of every operation in a process with its own triton.
 
 The first with the interpreter, the second with the oldest release that the kernels for GPUs are
-compiled with, and those in Gluon with the newest one; all without the cases marked slow.
+compiled with, and those in Gluon with the newest one; all without the cases marked slow. Compiling
+kernels that are in Triton alone is slow itself.
 """
 
 from pathlib import Path
@@ -26,7 +27,14 @@ def operations(name: str) -> list[str]:
     return sorted(path.parent.name for path in HERE.glob(f"*/{name}"))
 
 
-@pytest.mark.parametrize("operation", operations("test_compile.py"))
+@pytest.mark.parametrize(
+    "operation",
+    [
+        # In Triton alone, which releases hardly change; the interpreter runs them in every gate.
+        pytest.param(name, marks=[] if name in (*GLUON, "pooled_tail") else pytest.mark.slow)
+        for name in operations("test_compile.py")
+    ],
+)
 def test_the_kernels_compile_for_gpus_that_are_not_there(
     operation: str, run_with_triton: RunWithTriton
 ) -> None:

@@ -39,6 +39,7 @@ def checkout(tmp_path: Path) -> Path:
         '_fail() { echo "error: $1" >&2; exit 1; }\n'
         f'use_environment() {{ ARGUMENTS=("$@"); PYTHON="{python}"; cd "{tmp_path}"; }}\n'
         "install_triton() { :; }\n"
+        "install_torchao() { :; }\n"
         "compile_imports() { :; }\n"
         "install_browser() { :; }\n"
     )
