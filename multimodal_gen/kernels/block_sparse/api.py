@@ -223,6 +223,8 @@ def _with_tail(
     skip: Skip | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse over what the plan keeps, and the means of what it does not."""
+    if not isinstance(tail, PooledTail):
+        raise UsageError(f"`tail` must be a PooledTail or None, got {type(tail).__name__}")
     num = tail.blocks_of(plan)
     out, lse = block_sparse_attention(
         q,

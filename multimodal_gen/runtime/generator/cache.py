@@ -122,6 +122,8 @@ def _parameters(cache: str, values: Mapping[object, object], name: str) -> dict[
             raise ConfigError(
                 f"`{key}` of {name} {cache} must be {_words(hints[str(key)])}, got {shown(value)}"
             ) from None
+        if str(key).endswith("threshold") and isinstance(value, (int, float)) and value < 0:
+            raise ConfigError(f"`{key}` of {name} {cache} must be 0 or more, got {shown(value)}")
     return found
 
 

@@ -47,6 +47,7 @@ H100 = Request(
         ({"plan": None}, "`plan` must be a BlockPlan, got NoneType"),
         ({"k": K[:, :, :0], "v": V[:, :, :0]}, r"`k` must be .* at least 1, got \[2, 30, 0, 8\]"),
         ({"q": Q[..., :0]}, r"`q` must be .* at least 1, got \[2, 20, 4, 0\]"),
+        ({"tail": "pooled"}, "`tail` must be a PooledTail or None, got str"),
         ({"scale": "1"}, "`scale` must be a number or None, got str"),
         ({"scale": True}, "`scale` must be a number or None, got bool"),
         ({"scale": 0.0}, "`scale` must be positive and finite, got 0.0"),

@@ -53,6 +53,7 @@ def test_a_cache_is_named_with_the_fields_of_its_configuration(text, name, param
         ("text_kv:threshold=1", "--cache text_kv must have no keys, got 'threshold'"),
         ("first_block:0.1", "--cache first_block must have parameters as k=v,k=v"),
         ("first_block:threshold=much", "`threshold` of --cache first_block must be a number, got"),
+        ("first_block:threshold=-1", "`threshold` of --cache first_block must be 0 or more, got"),
         ("first_block:threshold=true", "`threshold` of --cache first_block must be a number, got"),
         (
             "mag:mag_ratios=1",

@@ -14,6 +14,7 @@ from multimodal_gen.runtime.layers.attention import (
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.masks import as_key_mask
+from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     LayerSite,
@@ -378,6 +379,28 @@ def test_a_density_far_from_what_was_asked_for_is_said_once_with_the_reason(capl
     ]
     assert "attends to 50% of the pairs, not to the 25% that were asked for" in said
     assert "the latent grid (4, 4, 7) has 2 blocks, of which 1 is kept" in said
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "said"),
+    [
+        (
+            "sol_attn",
+            {"topk_ratio": 0.1, "dense_steps": None, "dense_layers": None},
+            "67%",
+        ),
+        ("cube_sparse_attn", {"topk_ratio": 0.1}, "33%"),
+        ("sparge_attn", {"topk": 0.1}, "33%"),
+    ],
+)
+def test_methods_with_a_share_of_blocks_say_where_it_cannot_be_had(backend, config, said, caplog):
+    grid = (4, 4, 12)
+    asked = scope_from(attention_backend=backend, attention_backend_config=config)
+    attention = LocalAttention(2, 8, compute_dtype=torch.float32, scope=asked)
+    q, k, v = (torch.randn(1, 192, 2, 8) for _ in range(3))
+    with caplog.at_level(logging.WARNING), set_forward_context(5, num_steps=9, latent_grid=grid):
+        attention(q, k, v)
+    assert f"{said} of the pairs, not to the 10% that were asked for" in caplog.text
 
 
 @pytest.mark.parametrize("replicated", [(0, 0, 0), (2, 0, 0)])

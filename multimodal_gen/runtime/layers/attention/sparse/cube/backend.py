@@ -150,8 +150,9 @@ class CubeImpl(MapImpl[CubeConfig]):
 
     def choose(self, config: CubeConfig, means: Means, context: ForwardContext) -> torch.Tensor:
         """Return the best cubes, and itself; see `MapImpl.choose`."""
-        num = means.query.shape[2]
-        kept = max(1, first_of(self._ratio(config, context), num))
+        num, ratio = means.query.shape[2], self._ratio(config, context)
+        kept = max(1, first_of(ratio, num))
+        self.warn_of_density(means.layout, ratio, kept, num)
         lists = select_tiles(means.query, means.key, kept, real=means.real)
         itself = torch.eye(num, dtype=torch.bool, device=lists.device)
         return lists_as_map(lists, num) | itself

@@ -166,6 +166,11 @@ class SolImpl(MapImpl[SolConfig]):
     def choose(self, config: SolConfig, means: Means, context: ForwardContext) -> torch.Tensor:
         """Return the exact blocks; see `MapImpl.choose`."""
         router = self._router(config, self._sink(config, means.layout, means.blocks))
+        if router.topk_ratio is not None:
+            num = means.query.shape[2]
+            # At least: a block beside another may be among the best, or not.
+            kept = max(round(router.topk_ratio * num), min(1 + config.neighbours, num))
+            self.warn_of_density(means.layout, router.topk_ratio, kept, num)
         best = self._best_cells(config, means) if config.router == "subblock" else None
         return router.choose(means.query, means.key, means.real, best)
 

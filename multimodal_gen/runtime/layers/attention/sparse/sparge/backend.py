@@ -182,7 +182,9 @@ class SpargeImpl(MapImpl[SpargeConfig]):
         key, held = _merged(means.key, means.counts, sizes[1] // _UNIT)
         alike = self._alike(config, means, sizes)
         if alike is None and config.cdfthreshd is None:
-            kept = max(1, first_of(ratio_now(config.topk), key.shape[2]))
+            ratio = ratio_now(config.topk)
+            kept = max(1, first_of(ratio, key.shape[2]))
+            self.warn_of_density(means.layout, ratio, kept, key.shape[2])
             real = held[:, 0, :, 0] > 0 if means.masked else None
             return lists_as_map(select_tiles(query, key, kept, real=real), key.shape[2])
         heads, group = query.shape[1], query.shape[1] // key.shape[1]
