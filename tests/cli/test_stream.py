@@ -398,10 +398,11 @@ def test_a_later_prompt_takes_over_with_the_chunk_that_begins_at_its_time(
 
 
 @pytest.mark.slow
-def test_a_prompt_of_a_later_time_does_not_take_over(generator, tmp_path) -> None:
+def test_a_prompt_of_a_later_time_does_not_take_over(generator, tmp_path, caplog) -> None:
     (tmp_path / "prompts.txt").write_text("0.376 two dogs\n")
     _, chunks = streamed(generator, prompts_file=tmp_path / "prompts.txt")
     assert [chunk.prompt for chunk in chunks] == ["a fox", "a fox"]
+    assert "no chunk was made from the prompts of --prompts-file from 0.376 s on" in caplog.text
 
 
 @pytest.mark.slow

@@ -455,7 +455,7 @@ class GrowingVideo:
             names = self._target.names()
             names.media[0].parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.close(os.open(names.media[0], flags))
+                os.close(os.open(names.media[0], flags, 0o666))
             except FileExistsError:
                 if self._target.is_file:
                     raise
@@ -501,7 +501,7 @@ def _rename_to_free(temporary: Path, final: Path) -> None:
         raise
     except OSError:
         # Not every file system has links; there the name is taken first, with an empty file.
-        os.close(os.open(final, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(final, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
             temporary.replace(final)
         except BaseException:

@@ -9,6 +9,7 @@ Which pipelines these are, and how a chunk is taken out of each, is in `streamed
 Shapes: B batch, C channels, T frames, H and W height and width, in pixels or latents.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.plain_values import MalformedError, read_small_file, short
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import expanded
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "Give",
@@ -228,6 +231,15 @@ class Streaming:
                 raise
             self.interrupted = True
             latents = torch.empty(0)
+        held = {text for _, _, text in self._made}
+        late = [f"{x.seconds:g}" for x in self.later if x.text not in held]
+        if late and not self.interrupted:
+            length = self.num_frames / self._fps
+            logger.warning(
+                "no chunk was made from the prompts of --prompts-file from %s s on: the video has "
+                "%.1f s, and a prompt holds for chunks that begin then",
+                ", ".join(late), length,
+            )  # fmt: skip
         return Denoised(pixels=(), latents=latents)
 
     def prompt_at(self, frame: int) -> int:

@@ -292,6 +292,8 @@ class CausalCache:
         For what changes the past, such as a new prompt: whoever iterates lets the model forward
         each chunk once more. It sees what is before it, written anew already.
 
+        The chunk is committed then, unless whoever iterates has done so.
+
         Whoever leaves the loop early, by an error too, leaves no chunk running: those before it are
         written anew, those after it are as they were, and the one itself may be either by layer. So
         `begin` refuses later chunks until it was written anew, by `recache` once more, or `reset`.
@@ -310,11 +312,14 @@ class CausalCache:
         for chunk in sorted(self._slots.values()):
             if sink or chunk.number >= self.size.sink:
                 self.begin(chunk.start, chunk.tokens)
+                done = False
                 try:
                     yield chunk.start, chunk.tokens
-                    self.commit()
+                    if self._running is not None:
+                        self.commit()
+                    done = True
                 finally:
-                    if self._running == chunk:
+                    if not done:
                         self._half, self._running = chunk, None
 
     def _unwritten(self, parts: set[_Part]) -> list[int]:

@@ -350,6 +350,24 @@ def test_a_kept_chunk_that_was_not_written_anew_is_rotated_where_it_is_seen_next
     torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
 
 
+def test_whoever_writes_the_past_anew_may_commit_but_must_go_on(layer):
+    cache = CausalCache(size_of(sink=0))
+    for number in range(3):
+        cache.layers[0].append(*draw(TOKENS, seed=number)[1:], start=number * TOKENS)
+        cache.commit()
+    for start, tokens in cache.recache():
+        cache.layers[0].append(*draw(tokens, seed=50 + start)[1:])
+        cache.commit()
+    cache.begin(3 * TOKENS, TOKENS)
+    cache.discard()
+    for _ in cache.recache():
+        cache.layers[0].append(*draw(TOKENS, seed=9)[1:])
+        cache.commit()
+        break
+    with pytest.raises(UsageError, match="must be written anew first"):
+        cache.begin(3 * TOKENS, TOKENS)
+
+
 def interrupted(cache: CausalCache, writes: int) -> None:
     """Write the kept chunks anew until an error in the second one, after some layers of it."""
     for start, tokens in cache.recache():
