@@ -31,8 +31,6 @@ from multimodal_gen.runtime.plain_values import MalformedError, read_small_file,
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import expanded
 
-logger = logging.getLogger(__name__)
-
 __all__ = [
     "Give",
     "StreamedChunk",
@@ -41,6 +39,8 @@ __all__ = [
     "check_stream",
     "read_timed_prompts",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class TimedPrompt(NamedTuple):
