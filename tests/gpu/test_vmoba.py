@@ -113,7 +113,7 @@ def test_rows_are_sorted_and_merged_as_defined(dtype, num_chunks, size, extra, b
 @pytest.fixture
 def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs take as many shares of heads as large ones."""
-    monkeypatch.setattr(vmoba_chunks, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(vmoba_chunks, "_MOST_COPIES", 0.0)
     monkeypatch.setattr(vmoba_chunks, "_PAIRS_AT_ONCE", 1)
 
 
@@ -154,4 +154,23 @@ def test_the_layer_attends_to_what_was_chosen_and_waits_for_nothing(
     mask[:, :, shape.video, shape.video] = chosen[..., chunks.own.long()]
     if keep is not None:
         mask &= keep[:, None, None, :]
+    assert_within_error_budget(out, query, key, value, scale=128**-0.5, mask=mask)
+
+
+@pytest.mark.parametrize("together", [1, 8, 32])
+def test_tiles_are_redone_where_parts_take_the_place_of_queries(together, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from multimodal_gen.kernels.block_sparse import gluon_kernel
+
+    monkeypatch.setattr(gluon_kernel, "_REDONE_TOGETHER", ((0, together),))
+    tokens = math.prod(GRID)
+    query, key, value = (random(1, tokens, 4, 128, seed=s) for s in range(3))
+    query[:, ::5] *= 40  # whose sums overflow against the reference of a fixed step
+    layout = SequenceLayout(grid=GRID, start=0, num_queries=tokens, num_keys=tokens)
+    call = SparseCall(query=query, key=key, value=value, layout=layout, scale=128**-0.5)
+    chunks = partition(layout, (2, 4, 5), query.device)
+    rule = Rule(topk=9)
+    chosen = unpacked(select(call, chunks, rule)[0], chunks.num_chunks)
+    out, _ = attend_chunks(call, chunks, rule)
+    mask = chosen[..., chunks.own.long()]
     assert_within_error_budget(out, query, key, value, scale=128**-0.5, mask=mask)

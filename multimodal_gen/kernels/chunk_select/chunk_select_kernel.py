@@ -15,6 +15,7 @@ from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 SPAN = 512  # keys of a chunk that one program adds up
 KEYS = 64
+ROWS = 64
 SCORES = 8192  # held by a program
 MEANS = 2**14  # elements of the means held at once
 TERMS = 3
@@ -104,8 +105,9 @@ def _between(low, ceiling, entries, least, COUNTS: tl.constexpr):
 def _crossing(x, need, least, top, lowest, per_score, COUNTS: tl.constexpr):
     """Return low and high of every row: from `low` on the masses reach the need, from `high` not.
 
-    Between them lies one entry, or several that are equal. Where all masses together do not reach
-    the need, `low` stays the least entry. Guesses and middles take turns.
+    Between them lies one entry, or several that are equal, or none where masses are counts and
+    those from `low` on are just the need. Where all masses together do not reach the need, `low`
+    stays the least entry. Guesses and middles take turns.
     """
     low = least
     high = tl.full(top.shape, float("inf"), tl.float32)
@@ -127,6 +129,11 @@ def _crossing(x, need, least, top, lowest, per_score, COUNTS: tl.constexpr):
             above = tl.where(falls, count, above)
             between = tl.where(rises, count, between)
             low = tl.where(rises, middle, low)
+            if COUNTS:
+                # As many as are needed: what lies below is out, and nothing is left between.
+                exact = rises & (count == need)
+                high = tl.where(exact, middle, high)
+                above = tl.where(exact, count, above)
             ceiling = tl.minimum(high, top)
             # The last entry that is needed is the least one between, or there are more to drop.
             dropped = tl.maximum(between - need, 1)
@@ -289,7 +296,7 @@ def select_chunks(
         SHIFT=shift, N=SPAN, num_warps=4,
     )  # fmt: skip
     padded = next_power_of_2(max(num_chunks, 32))
-    rows = 64 if padded <= 128 else max(SCORES // padded, 16)
+    rows = ROWS if padded <= 128 else max(SCORES // padded, 16)
     width = next_power_of_2(max(head_size, 16))
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)

@@ -33,10 +33,10 @@ _TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _MAX_SIZE = 8
 _MAX_BLOCK = 256
 
-# With so many rows per pattern of a group, few tiles of rows hold two patterns. More than so many
-# chunks gain nothing where there are more rows: H200, 2026-11, tiles of 192 rows.
-_ROWS_PER_PATTERN = 448
-_MIN_SIZE, _USUAL_SIZE = 4, 6
+# With so many rows per pattern of a group, few rows that a tensor core takes together, 64, have two
+# patterns: H200, 2026-11, 32,760 rows that choose 18 of 72 chunks; groups of 8 there and elsewhere.
+_ROWS_PER_PATTERN = 120
+_MIN_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def chunk_groups(num_chunks: int, num_rows: int) -> ChunkGroups:
     if num_chunks <= _MAX_SIZE:
         return ChunkGroups(num_chunks=num_chunks, size=num_chunks)
     patterns = max(num_rows // _ROWS_PER_PATTERN, 1)
-    most = min(max(patterns.bit_length() - 1, _MIN_SIZE), _USUAL_SIZE)
+    most = min(max(patterns.bit_length() - 1, _MIN_SIZE), _MAX_SIZE)
     groups = -(-num_chunks // most)
     return ChunkGroups(num_chunks=num_chunks, size=-(-num_chunks // groups))
 

@@ -166,7 +166,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         Raises:
             UsageError: the latent grid is unknown or does not fit the sequence.
         """
-        if not query.shape[0]:
+        if not query.shape[0] or query.is_meta:  # which has a shape and no data to choose by
             return query.new_empty((*query.shape[:3], value.shape[3]))
         keep = None
         if attn_mask is not None:

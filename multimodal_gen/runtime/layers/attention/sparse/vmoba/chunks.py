@@ -14,6 +14,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.slots import SeenTiles, pooled_seen
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
+from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
 from multimodal_gen.kernels.chunk_select.api import (
     ChunkMeans,
     Rule,
@@ -21,7 +22,6 @@ from multimodal_gen.kernels.chunk_select.api import (
     pack_bits,
     select_chunks,
 )
-from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
     SortedRows,
@@ -41,7 +41,6 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     attend_rows,
     kept_first,
     pooled_video,
-    run_on_two_streams,
     tiled_sequence,
 )
 
@@ -186,11 +185,11 @@ def partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Par
         return Partition(keys=replace(keys, blocks=blocks), own=own.to(device), in_order=in_order)
 
 
-# What the copies of a few heads may take, two of which are under way at once. Every few heads are
-# eight launches, and on hosts of which some took 0.7 ms and more for those, the GPU waits: 12 heads
-# of 32,760 tokens in six turns took 6.2 ms, in two 3.9 (H200, 2026-11).
-_BYTES_AT_ONCE = 640 << 20
-# Pairs of queries and keys of a few heads, for the same reason: for these, twice as many bytes.
+# What copies of a few heads may take, as a share of queries, keys, values and results of all heads;
+# lists take up to a tenth more. One head at a time takes least, but a share takes the host 0.3 ms
+# and the GPU 0.03 (H200, 2026-11).
+_MOST_COPIES = 0.5
+# Pairs of queries and keys of a few heads that keep a GPU busy; for these, twice as many bytes.
 _PAIRS_AT_ONCE = 2e9
 
 
@@ -325,15 +324,15 @@ def _attend_bits(
     copied = not chunks.in_order or call.keep is not None
     block = rows_for_choice(query, call.kernel, () if copied else (key, call.value))
     rows = sort_rows(bits, groups, block=block, extra=chunks.has_rest)
-    passes = _passes(call, groups)
+    # Kernels with such blocks write the parts over the copies of the queries.
+    passes = _passes(call, groups, overwritten=block == CHOICE_ROWS, copied=copied)
     at_once = (passes[0].stop - passes[0].start) * group
     keys = chunks.key_blocks(groups, at_once, call.keep)
-    orders = _orders(rows.counts, len(passes))
-
-    def attend_rest(span: slice) -> None:
+    order = _in_order(rows.counts.numel() // len(passes), key.device)
+    for span in layout.text:
         out[:, span] = attend_rows(query[:, span], key, call.value, call.keep, call.scale)
 
-    def attend(part: slice, order: torch.Tensor) -> None:
+    def attend(part: slice) -> None:
         heads = slice(part.start * group, part.stop * group)
         k, v = key[:, :, part], call.value[:, :, part]
         if copied:
@@ -348,10 +347,7 @@ def _attend_bits(
             order=order,
         )
         own, target = query[:, layout.video, heads], out[:, layout.video, heads]
-        moved = move_rows(own, chosen)
-        parts, of_parts = block_sparse_attention(
-            moved, k, v, plan, scale=call.scale, return_lse=True, kernel=call.kernel
-        )
+        parts, of_parts = _attend_parts(call, move_rows(own, chosen), k, v, plan)
         if pooled is None:
             merge_parts(parts, of_parts, chosen, target)
             total = None if lse is None else lse_of_parts(of_parts, chosen)
@@ -363,11 +359,26 @@ def _attend_bits(
         if lse is not None and total is not None:
             lse[:, heads] = total
 
-    calls = [*(partial(attend_rest, span) for span in layout.text)]
-    calls += [partial(attend, part, order) for part, order in zip(passes, orders, strict=True)]
-    recorded = records_gradient(query, call.key, call.value)
-    run_on_two_streams(calls, query.device, recorded=recorded)
+    for part in passes:
+        attend(part)  # whose copies are gone before the next ones are made
     return out
+
+
+def _attend_parts(
+    call: SparseCall, moved: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention within each group and its log-sum-exp, the former over `moved` if it can."""
+    parts, lse = block_sparse_attention(
+        moved,
+        k,
+        v,
+        plan,
+        scale=call.scale,
+        return_lse=True,
+        kernel=call.kernel,
+        overwrite_q=True,
+    )
+    return parts, lse
 
 
 def _rows_of_bits(
@@ -431,24 +442,34 @@ def _merge_with_tail(
     return total
 
 
-def _orders(counts: torch.Tensor, passes: int) -> tuple[torch.Tensor, ...]:
-    """Return the order in which each pass starts its query blocks, those with most keys first.
+@static_cache(maxsize=64)
+def _in_order(num: int, device: torch.device) -> torch.Tensor:
+    """Return the order that starts query blocks as they lie; the last 64 are cached.
+
+    Neighbours read the same keys. To start those with most keys first takes longer: sorting, and
+    by what the L2 cache then lacks.
+    """
+    with torch.inference_mode(False):
+        return torch.arange(num, dtype=torch.int32, device=device)
+
+
+def _passes(
+    call: SparseCall, groups: ChunkGroups, *, overwritten: bool, copied: bool
+) -> list[slice]:
+    """Return the key heads in equal shares with small copies, but enough to keep the GPU busy.
 
     Args:
-        counts: int32 [B, H * G, Nq].
-        passes: how many passes share the heads evenly.
+        call: the call.
+        groups: how the chunks are grouped, each of which may have a copy of every query.
+        overwritten: whether parts take the place of these copies.
+        copied: whether keys and values are copied, too.
     """
-    by_pass = counts.reshape(len(counts), passes, -1).transpose(0, 1).reshape(passes, -1)
-    return by_pass.argsort(dim=1, descending=True, stable=True).int().unbind()
-
-
-def _passes(call: SparseCall, groups: ChunkGroups) -> list[slice]:
-    """Return the key heads in equal shares with small copies, but enough to keep the GPU busy."""
     query, kv_heads = call.query, call.key.shape[2]
-    size = query.element_size()
-    copies = 2 * size * (query.numel() * groups.num + call.key.numel()) // kv_heads
+    num_copies = (1 if overwritten else 2) * groups.num
+    copies = num_copies * query.numel() + (2 * call.key.numel() if copied else 0)
+    every = 2 * (query.numel() + call.key.numel())
     pairs = query.shape[0] * query.shape[1] * call.key.shape[1] * query.shape[2] // kv_heads
-    most = _BYTES_AT_ONCE / max(copies, 1)
+    most = _MOST_COPIES * every * kv_heads / max(copies, 1)
     shares = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     small, large = (max(n for n in shares if n <= max(m, 1)) for m in (most, 2 * most))
     busy = next((n for n in shares if n * pairs >= _PAIRS_AT_ONCE), kv_heads)

@@ -90,33 +90,39 @@ def test_heads_that_are_served_one_by_one_get_what_all_at_once_get(
     qkv = inputs(RAGGED, text=TEXTS[text], kv_heads=kv_heads)
     attention = layer(KINDS.index(kind), kv_heads=kv_heads, **TOPK)
     expected = run(attention, qkv, RAGGED, text=TEXTS[text])
-    monkeypatch.setattr(vmoba_chunks, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(vmoba_chunks, "_MOST_COPIES", 0.0)
     monkeypatch.setattr(vmoba_chunks, "_PAIRS_AT_ONCE", 1)
     assert torch.equal(run(attention, qkv, RAGGED, text=TEXTS[text]), expected)
 
 
 @pytest.mark.parametrize(
-    ("grid", "chunk", "heads", "kv_heads", "at_once"),
+    ("grid", "chunk", "heads", "kv_heads", "overwritten", "at_once"),
     [
-        ((21, 30, 52), (3, 30, 52), 12, 12, 12),
-        ((21, 30, 52), (7, 5, 13), 12, 12, 3),
-        ((21, 45, 80), (21, 9, 10), 40, 40, 2),
-        ((21, 45, 80), (21, 9, 10), 40, 8, 1),
-        ((10, 25, 56), (1, 5, 14), 12, 12, 3),  # little work: up to 1280 MiB instead of 640
-        ((5, 25, 40), (1, 1, 5), 40, 40, 2),
+        ((21, 30, 52), (3, 30, 52), 12, 12, True, 12),
+        ((21, 30, 52), (21, 5, 13), 12, 12, True, 4),
+        ((21, 30, 52), (7, 5, 13), 12, 12, True, 2),
+        ((21, 30, 52), (7, 5, 13), 12, 12, False, 2),  # the fewest that keep a GPU busy
+        ((21, 45, 80), (21, 9, 10), 40, 40, True, 10),
+        ((21, 45, 80), (21, 9, 10), 40, 8, True, 1),
+        ((10, 25, 56), (1, 5, 14), 12, 12, True, 1),
+        ((2, 25, 56), (1, 5, 14), 12, 12, True, 4),  # little work: twice as much
+        ((5, 25, 40), (1, 1, 5), 40, 40, True, 1),
     ],
 )
-def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, at_once):
+def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, overwritten, at_once):
     tokens = math.prod(grid)
     query, key = (torch.empty(1, tokens, n, 128, dtype=torch.bfloat16) for n in (heads, kv_heads))
     layout = SequenceLayout(grid=grid, start=0, num_queries=tokens, num_keys=tokens)
     chunks = partition(layout, chunk, query.device)
     call = SparseCall(query=query, key=key, value=key, layout=layout, scale=1.0)
     groups = chunk_groups(chunks.num_chunks, tokens)
-    passes = vmoba_chunks._passes(call, groups)
+    copied = not chunks.in_order
+    passes = vmoba_chunks._passes(call, groups, overwritten=overwritten, copied=copied)
     assert [p.stop - p.start for p in passes] == [at_once] * (kv_heads // at_once)
-    head = 2 * 2 * tokens * 128 * (groups.num * heads // kv_heads + 1)
-    assert at_once == 1 or at_once * head <= 2 * vmoba_chunks._BYTES_AT_ONCE
+    parts = (1 if overwritten else 2) * groups.num * heads // kv_heads
+    copies = at_once * (parts + 2 * copied)
+    most = vmoba_chunks._MOST_COPIES * 2 * (heads + kv_heads)
+    assert at_once == 1 or copies <= 2 * most
 
 
 @pytest.mark.parametrize("kind", KINDS)
