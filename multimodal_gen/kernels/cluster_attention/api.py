@@ -7,7 +7,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
-from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import add_tail, pool_blocks
 from multimodal_gen.kernels.cluster_attention.plan import (
     ROWS,
@@ -86,7 +86,7 @@ def cluster_attention(
         pieces = pieces or query_pieces(queries)
         found, _ = attend(sorted_q, sorted_k, sorted_v, pieces, keys, keep, scale=scale)
     else:
-        plan = cluster_plan(queries, keys, keep)
+        plan = _plan_for(kernel, queries, keys, keep)
         result = block_sparse_attention(
             sorted_q, sorted_k, sorted_v, plan, scale=scale, kernel=kernel
         )
@@ -122,7 +122,7 @@ def _with_tail(
         assert lse is not None, "it was asked for"
     else:
         size, pieces = ROWS, cut(queries, ROWS)
-        plan = cluster_plan(queries, keys, keep)
+        plan = _plan_for(kernel, queries, keys, keep)
         out, lse = block_sparse_attention(
             q, k, v, plan, scale=scale, kernel=kernel, return_lse=True
         )
@@ -132,6 +132,17 @@ def _with_tail(
     clusters = Blocks.ragged(keys.starts, keys.counts, total=k.shape[1], size=k.shape[1])
     pooled = pool_blocks(k, v, clusters, num_pooled)
     return add_tail(out, lse, q, pooled, kept, rows, scale=scale, kernel=kernel)[0]
+
+
+def _plan_for(kernel: str, queries: Groups, keys: Groups, keep: torch.Tensor) -> BlockPlan:
+    """Return the plan; for the reference of small blocks, as it computes what fills them up too."""
+    if kernel != "reference":
+        return cluster_plan(queries, keys, keep)
+    q_size, kv_size = (
+        min(-(-2 * groups.order.shape[2] // max(groups.counts.shape[2], 1)), ROWS)
+        for groups in (queries, keys)
+    )
+    return cluster_plan(queries, keys, keep, q_size=max(q_size, 1), kv_size=max(kv_size, 1))
 
 
 def query_pieces(queries: Groups) -> Pieces:

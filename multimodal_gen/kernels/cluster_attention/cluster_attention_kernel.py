@@ -17,7 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multimodal_gen.kernels.block_sparse.gluon_kernel import OVERFLOW, _advance, _partial_sums
+from multimodal_gen.kernels.block_sparse.gluon_kernel import OVERFLOW
+from multimodal_gen.kernels.block_sparse.gluon_step_kernel import advance, partial_sums
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape, store_rows
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
@@ -242,17 +243,17 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
     s = gl.where(gl.expand_dims(column < limits, 0), s, float("-inf"))
     m = gl.max(s, 1) * scale_log2
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
-    sums = _partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
+    sums = partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
     weights = gl.convert_layout(p.to(dtype), p_layout)
     acc = gl.zeros([64, D], gl.float32, o_layout)
     last = work.num_full + gl.minimum(work.num_tail, 1)
     for step in range(1, last):
-        acc, sums, m, weights, _ = _advance(
+        acc, sums, m, weights, _ = advance(
             q, rings, acc, sums, m, weights, BN, step, work, scale_log2, 0, 0, False, dtype, C
         )
     for step in range(last, steps):
         limits = _limits(work, step - work.num_full, columns, C)
-        acc, sums, m, weights, _ = _advance(
+        acc, sums, m, weights, _ = advance(
             q, rings, acc, sums, m, weights, limits, step, work, scale_log2, 0, 0, True, dtype, C
         )
     slot = (steps - 1) % C.stages
@@ -273,7 +274,7 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
     lse = m
     if C.lse:
         lse = 0.6931471805599453 * (m + gl.log2(row_sum))
-    store_rows(q_tile.load(store_layout), lse, work, W * 64, C)
+    store_rows(q_tile.load(store_layout), lse, work, work.owned, W * 64, C)
 
 
 @gluon.jit
@@ -286,7 +287,9 @@ def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexp
     elif work.num_full + work.num_tail == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
         rows: gl.constexpr = gl.SliceLayout(1, store_layout)
-        store_rows(nothing, gl.full([64], float("-inf"), gl.float32, rows), work, W * 64, C)
+        store_rows(
+            nothing, gl.full([64], float("-inf"), gl.float32, rows), work, work.owned, W * 64, C
+        )
     else:
         _attend(work, rings, flag, scale_log2, W, dtype, C)
 
@@ -460,7 +463,8 @@ def _shape(tile: GluonTile, channels: int, *, redo: bool, lse: bool) -> Shape:
         one_word=False,
         lse=lse,
         skip=0.0,
-        redo=redo,
+        passes=False,
+        redo=int(redo),
         registers=tile.registers,
         producer_registers=tile.producer_registers,
     )

@@ -98,26 +98,35 @@ def cut(groups: Groups, size: int, *, multiple: int | None = None) -> Pieces:
     return Pieces(starts=begin.int(), lengths=lengths.int(), cluster=cluster.int())
 
 
-def cluster_plan(queries: Groups, keys: Groups, keep: torch.Tensor) -> BlockPlan:
+def cluster_plan(
+    queries: Groups,
+    keys: Groups,
+    keep: torch.Tensor,
+    *,
+    q_size: int = ROWS,
+    kv_size: int = ROWS,
+) -> BlockPlan:
     """Return the plan over tokens in the order of their clusters; does not wait for the device.
 
     Args:
         queries: clusters of queries of H heads.
         keys: clusters of keys of Hkv heads.
         keep: bool [B, H, Cq, Ck], which clusters attend to which.
+        q_size: tokens of a block of queries at most.
+        kv_size: tokens of a block of keys at most.
     """
-    q, kv = cut(queries, ROWS), cut(keys, ROWS)
+    q, kv = cut(queries, q_size), cut(keys, kv_size)
     group = keep.shape[1] // keys.counts.shape[1]
     kv_starts, kv_lengths, kv_cluster = (
         x.repeat_interleave(group, dim=1) for x in (kv.starts, kv.lengths, kv.cluster)
     )
-    rows = keep.gather(2, q.cluster.long().unsqueeze(3).expand(-1, -1, -1, keep.shape[3]))
-    pieces = rows.gather(3, kv_cluster.long().unsqueeze(2).expand(-1, -1, rows.shape[2], -1))
+    kept = keep.gather(2, q.cluster.long().unsqueeze(3).expand(-1, -1, -1, keep.shape[3]))
+    pieces = kept.gather(3, kv_cluster.long().unsqueeze(2).expand(-1, -1, kept.shape[2], -1))
     pieces &= (q.lengths > 0).unsqueeze(3) & (kv_lengths > 0).unsqueeze(2)
     return BlockPlan.from_map(
         pieces,
-        Blocks.ragged(q.starts, q.lengths, total=queries.order.shape[2], size=ROWS),
-        Blocks.ragged(kv_starts, kv_lengths, total=keys.order.shape[2], size=ROWS),
+        Blocks.ragged(q.starts, q.lengths, total=queries.order.shape[2], size=q_size),
+        Blocks.ragged(kv_starts, kv_lengths, total=keys.order.shape[2], size=kv_size),
     )
 
 

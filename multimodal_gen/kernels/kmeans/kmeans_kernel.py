@@ -7,13 +7,15 @@ plus the tokens of that label in the chunks before, plus those before it in its 
 of a problem that has stopped return at once, so the host never asks.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 
 import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launcher import Launch, Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 CHUNK = 1024
@@ -204,49 +206,56 @@ def _update_kernel(
             tl.store(half_ptr, half)
 
 
-_launch_assign, _launch_update = Launcher(_assign_kernel), Launcher(_update_kernel)
-_launch_count, _launch_scan = Launcher(_count_kernel), Launcher(_scan_kernel)
-_launch_place = Launcher(_place_kernel)
+_assign, _update = Launcher(_assign_kernel), Launcher(_update_kernel)
+_count, _scan, _place = map(Launcher, (_count_kernel, _scan_kernel, _place_kernel))
 
 
 class _Sorter:
-    """Buffers of the counting sort of [N, S] labels."""
+    """The counting sort of [N, S] labels, which may be others in every run.
 
-    def __init__(self, labels: torch.Tensor, num: int) -> None:
-        problems, self.tokens = labels.shape
-        # One bin for the tokens of no cluster, one for the places past the end.
+    Attributes:
+        order: int32 [N, S], the tokens by label.
+        starts: int32 [N, bins], where in `order` each label begins.
+        totals: int32 [N, bins], the tokens of each label.
+        bins: the labels, one for the tokens of no cluster, and one for the places past the end.
+    """
+
+    def __init__(self, labels: torch.Tensor, active: torch.Tensor, num: int) -> None:
+        problems, tokens = labels.shape
         self.bins = max(next_power_of_2(num + 2), BIN_BLOCK)
-        self.chunks = -(-self.tokens // CHUNK)
-        self.counts = labels.new_empty((problems, self.chunks, self.bins))
+        chunks = -(-tokens // CHUNK)
+        counts = labels.new_empty((problems, chunks, self.bins))
         self.totals = labels.new_zeros((problems, self.bins))
-        self.starts = self.totals
+        self.starts = torch.zeros_like(self.totals)
         self.order = torch.empty_like(labels)
-
-    def run(self, labels: torch.Tensor, active: torch.Tensor) -> None:
-        """Sort; problems that are not active keep what they have."""
-        problems = labels.shape[0]
-        grid = (problems * self.chunks,)
-        _launch_count(
-            grid, labels, active, self.counts, self.tokens, self.chunks, CHUNK=CHUNK, BINS=self.bins
+        grid, sizes = (problems * chunks,), {"CHUNK": CHUNK, "BINS": self.bins}
+        self._count = partial(
+            Launch(_count, grid, (tokens, chunks), (sizes,)), (labels, active, counts)
         )
-        _launch_scan(
-            (problems, self.bins // BIN_BLOCK),
-            self.counts, active, self.totals, self.chunks,
-            BINS=self.bins, BB=BIN_BLOCK, ROWS=SCANNED,
-        )  # fmt: skip
-        self.starts = self.totals.cumsum(1, dtype=torch.int32) - self.totals
-        _launch_place(
-            grid,
-            labels, active, self.counts, self.starts, self.order, self.tokens, self.chunks,
-            CHUNK=CHUNK, BINS=self.bins, COMPARED=COMPARED, num_warps=COMPARED // 32,
-        )  # fmt: skip
+        scanned = {"BINS": self.bins, "BB": BIN_BLOCK, "ROWS": SCANNED}
+        self._scan = partial(
+            Launch(_scan, (problems, self.bins // BIN_BLOCK), (chunks,), (scanned,)),
+            (counts, active, self.totals),
+        )
+        placed = {**sizes, "COMPARED": COMPARED, "num_warps": COMPARED // 32}
+        self._place = partial(
+            Launch(_place, grid, (tokens, chunks), (placed,)),
+            (labels, active, counts, self.starts, self.order),
+        )
+
+    def run(self) -> None:
+        """Sort; problems that are not active keep what they have."""
+        self._count()
+        self._scan()
+        torch.cumsum(self.totals, 1, dtype=torch.int32, out=self.starts).sub_(self.totals)
+        self._place()
 
 
 def sort_labels(labels: torch.Tensor, num: int) -> tuple[torch.Tensor, ...]:
     """Sort tokens by label; see `sort_reference`."""
     with torch.cuda.device_of(labels):
-        sorter = _Sorter(labels, num)
-        sorter.run(labels.contiguous(), labels.new_ones(labels.shape[0]))
+        sorter = _Sorter(labels.contiguous(), labels.new_ones(labels.shape[0]), num)
+        sorter.run()
     return sorter.order, sorter.starts[:, :num], sorter.totals[:, :num]
 
 
@@ -277,16 +286,19 @@ def kmeans_triton(
     active = labels.new_ones(problems)
     shift = centroids.new_zeros((problems, num))
     with torch.cuda.device_of(x):
-        sorter = _Sorter(labels, num)
-        _update(x, sorter, active, centroids, rounded, shift)  # of no tokens, which rounds
+        sorter = _Sorter(labels, active, num)
+        # Made once: tens of rounds would take the host longer than the GPU.
+        assign = _assignment(x, rounded, num, kept, active, labels)
+        update = _updating(x, sorter, active, centroids, rounded, shift)
+        update()  # of no tokens, which rounds
         for i in range(max(iterations, 1)):
-            _assign(x, rounded, num, kept, active, labels)
-            sorter.run(labels, active)
+            assign()
+            sorter.run()
             if iterations == 0:
                 break
-            _update(x, sorter, active, centroids, rounded, shift)
+            update()
             if i + 1 < iterations:
-                active = active * (shift.amax(1) >= tolerance**2)
+                active.mul_(shift.amax(1) >= tolerance**2)
     return centroids, sorter.order, sorter.starts[:, :num], sorter.totals[:, :num]
 
 
@@ -316,48 +328,54 @@ class _Rounded:
             self.halves = centroids.new_full((problems, self.padded), lowest)
 
 
-def _assign(
+def _assignment(
     x: torch.Tensor,
     rounded: _Rounded,
     num: int,
     keep: torch.Tensor | None,
     active: torch.Tensor,
     labels: torch.Tensor,
-) -> None:
+) -> Callable[[], None]:
+    """Return what writes to `labels` the centroid that is nearest to every token now."""
     batch, tokens, heads, size = x.shape
     width = max(next_power_of_2(size), 16)
     wide = x.dtype == torch.float32 or width > 128
     # float32 has no tensor cores here: small tiles keep it in the registers.
     rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (64, 64)
     num_blocks = -(-tokens // rows)
-    _launch_assign(
-        (batch * heads * num_blocks,),
+    tensors = (
         x, rounded.points, rounded.halves, rounded.factors,
         labels if keep is None else keep, active, labels,
-        *x.stride(), 0 if keep is None else keep.stride(0),
-        heads, tokens, num, rounded.padded, num_blocks,
-        D=size, DP=width, BM=rows, BC=columns, PARTS=rounded.parts,
-        KEEP=keep is not None, UPCAST=interpreted(),
-        num_warps=4, num_stages=2 if wide else 3,
     )  # fmt: skip
+    keep_b = 0 if keep is None else keep.stride(0)
+    fixed = (*x.stride(), keep_b, heads, tokens, num, rounded.padded, num_blocks)
+    options = {
+        "D": size, "DP": width, "BM": rows, "BC": columns, "PARTS": rounded.parts,
+        "KEEP": keep is not None, "UPCAST": interpreted(),
+        "num_warps": 4, "num_stages": 2 if wide else 3,
+    }  # fmt: skip
+    return partial(Launch(_assign, (batch * heads * num_blocks,), fixed, (options,)), tensors)
 
 
-def _update(
+def _updating(
     x: torch.Tensor,
     sorter: _Sorter,
     active: torch.Tensor,
     centroids: torch.Tensor,
     rounded: _Rounded,
     shift: torch.Tensor,
-) -> None:
+) -> Callable[[], None]:
+    """Return what moves the centroids to the means of the tokens as they are sorted now."""
     batch, tokens, heads, size = x.shape
     num = centroids.shape[1]
     rows, warps = next(rest for most, *rest in UPDATES if tokens <= most * num)
-    _launch_update(
-        (num, batch * heads),
+    tensors = (
         x, sorter.order, sorter.starts, sorter.totals, active, centroids,
         rounded.points, rounded.halves, shift,
-        *x.stride(), heads, tokens, num, rounded.padded,
-        D=size, DP=next_power_of_2(size), BINS=sorter.bins, ROWS=rows,
-        PARTS=rounded.parts, WEIGHT=rounded.weight, num_warps=warps,
     )  # fmt: skip
+    fixed = (*x.stride(), heads, tokens, num, rounded.padded)
+    options = {
+        "D": size, "DP": next_power_of_2(size), "BINS": sorter.bins, "ROWS": rows,
+        "PARTS": rounded.parts, "WEIGHT": rounded.weight, "num_warps": warps,
+    }  # fmt: skip
+    return partial(Launch(_update, (num, batch * heads), fixed, (options,)), tensors)
