@@ -88,6 +88,7 @@ class Call(NamedTuple):
     deterministic: bool
     request: Request
     skip: Skip | None = None
+    overwrite_q: bool = False
 
 
 def block_sparse_attention(
@@ -102,6 +103,7 @@ def block_sparse_attention(
     deterministic: bool = False,
     tail: PooledTail | None = None,
     skip: Skip | None = None,
+    overwrite_q: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention over the pairs of `plan`.
 
@@ -122,11 +124,13 @@ def block_sparse_attention(
         tail: lets the blocks that a row does not keep count by their means; None drops them.
         skip: leaves out what lies far below the scores seen so far; None leaves nothing out. Not
             under `torch.compile`, and not where a gradient is asked for.
+        overwrite_q: whether `q` may be written to, for which a kernel may return out in its place;
+            the caller must not read it then. Nothing is where a gradient is asked for.
 
     Returns:
-        out [B, Sq, H, D] in q's dtype, contiguous; with `return_lse` also lse [B, H, Sq], fp32,
-        natural logarithm, of the tail too. Query rows without keys, or in no query block, give 0
-        and -inf.
+        out [B, Sq, H, D] in q's dtype, contiguous unless it is `q`; with `return_lse` also lse
+        [B, H, Sq], fp32, natural logarithm, of the tail too. Query rows without keys, or in no
+        query block, give 0 and -inf.
 
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other or the plan.
@@ -155,7 +159,7 @@ def block_sparse_attention(
         kernel = choose(BLOCK_SPARSE, kernel, request)
         if _is_plain(q):
             # Past the operator, whose plan would be another object every time, without a cache.
-            call = Call(q, k, v, plan, scale, return_lse, deterministic, request, skip)
+            call = Call(q, k, v, plan, scale, return_lse, deterministic, request, skip, overwrite_q)
             if backward:
                 out, found = _Attention.apply(q, k, v, call, kernel)  # type: ignore[no-untyped-call]
                 return (out, found.float()) if return_lse else out
@@ -331,7 +335,9 @@ def _run_gluon(call: Call) -> _Results:
     from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
 
     q, plan = call.q, call.plan
-    out, lse = empty_results(q, plan, call.return_lse)
+    # Queries of a block are read before its rows are written, by the program that writes them.
+    over = q if call.overwrite_q else None
+    out, lse = empty_results(q, plan, call.return_lse, out=over)
     small = q.numel() * plan.kv.total < REDO_PAYS
     tile = gluon_tile(
         q_size=plan.q.size,
@@ -493,9 +499,8 @@ def _backward_gluon(
 
     grad_out = grad_out if loadable(grad_out) else grad_out.contiguous()
     given = (q, k, v, plan, out, lse, grad_out, grad_lse)
-    # Over lists of a tenth of the blocks the other two take less time: rows of 8b03aa2.
-    every = plan.uniform and plan.indices.shape[3] == plan.kv.num
-    if any_order and every and gluon_fused_kernel.serves(plan, q.shape[3]):
+    # One kernel adds dq up in an order that varies, and takes whole blocks of 128 keys alone.
+    if any_order and gluon_fused_kernel.serves(plan, q.shape[3]):
         return gluon_fused_kernel.attend_backward(*given, scale=scale)
     return gluon_backward_kernel.attend_backward(*given, scale=scale, tiles=_tiles_gluon(plan))
 
@@ -540,7 +545,8 @@ class _Attention(torch.autograd.Function):
         if _BACKWARD[kernel] is not attention_reference_backward:
             # Here, where the first use of a plan that is used often is on the right stream.
             _prepare_backward(kernel, q, k, plan)
-        out, lse = RUN[kernel](call._replace(q=q, k=k, v=v, return_lse=True))
+        call = call._replace(q=q, k=k, v=v, return_lse=True, overwrite_q=False)
+        out, lse = RUN[kernel](call)
         assert lse is not None, "it was asked for"
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, call.scale

@@ -439,7 +439,8 @@ def transposed(plan: BlockPlan) -> BlockPlan:
     """Return the plan in which keys attend to the queries that attend to them.
 
     Made once per plan, on the device, without waiting for it. It has no row bits and no causality:
-    both are of rows of queries.
+    both are of rows of queries. Its order is `BlockPlan.head_by_head`: all lists of a head go over
+    the same queries, so a random few of every head at once find little of theirs in the cache.
     """
     known = plan.cache.get("transposed")
     if known is None:
@@ -459,7 +460,7 @@ def _transposed(plan: BlockPlan) -> BlockPlan:
         num_q, heads, plan.kv.num, CHUNK=LISTED, num_warps=1,
     )  # fmt: skip
     by_key, numbers = make_lists(marks.view(torch.bool))
-    return BlockPlan(indices=by_key, counts=numbers, q=plan.kv, kv=plan.q)
+    return BlockPlan(indices=by_key, counts=numbers, q=plan.kv, kv=plan.q).head_by_head()
 
 
 def _steps(plan: BlockPlan, step: int) -> Steps | None:

@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Compile-time shape of the kernel; see `gluon_work_kernel.Shape` for what is not said here.
+    """Compile-time shape of a kernel; see `gluon_work_kernel.Shape` for what is not said here.
 
     Attributes:
         of_keys: whether keys are owned, and dk and dv computed.
@@ -383,10 +383,10 @@ def backward_kernel(
         mbarrier.init(rings.empty.index(slot), count=SHARERS)
     hopper.fence_async_shared()
     scale_log2 = scale * 1.4426950408889634
-    work = find_work(0, plan, outs, C)
+    work = find_work(0, gl.program_id(0), plan, outs, C)
     # warp_specialize takes literal lists of partitions only.
     if C.own:
-        other = find_work(1, plan, outs, C)
+        other = find_work(1, gl.program_id(0), plan, outs, C)
         gl.warp_specialize(
             [
                 (_consumer, (work, rings, rows_in, scale, scale_log2, 0, dtype, C)),

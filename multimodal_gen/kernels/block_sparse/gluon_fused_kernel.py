@@ -10,7 +10,6 @@ differs from run to run.
 Five products instead of the seven of two kernels.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.backward_kernel import levels, transposed
-from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import start_of, store_rows
+from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import Shape, start_of, store_rows
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, find_work
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.gluon_compat import async_add, async_load
@@ -51,26 +50,6 @@ class Rings(NamedTuple):
     full: Any
     empty: Any
     scores_full: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Compile-time shape of the kernel; see `gluon_work_kernel.Shape`."""
-
-    keys: int
-    head_size: int
-    channels: int
-    sub: int
-    q_tiles: int
-    consumers: int
-    stages: int
-    own: bool
-    ragged: bool
-    ordered: bool
-    q_starts: bool
-    q_lengths: bool
-    registers: int
-    producer_registers: int
 
 
 @gluon.jit
@@ -254,7 +233,7 @@ def fused_backward_kernel(
         mbarrier.init(rings.empty.index(slot), count=2)
     hopper.fence_async_shared()
     scale_log2 = scale * 1.4426950408889634
-    work = find_work(0, plan, outs, C)
+    work = find_work(0, gl.program_id(0), plan, outs, C)
     dv = dv_ptr + work.b.to(gl.int64) * out_b + work.h.to(gl.int64) * out_h
     dv += work.row.to(gl.int64) * out_s
     gl.warp_specialize(
@@ -336,7 +315,7 @@ def launch(
     total = batch * heads * num_kv
     q_tail = plan.q.total - (plan.q.num - 1) * plan.q.size
     shape = Shape(
-        keys=STEP, head_size=128, channels=channels, sub=plan.q.size // STEP,
+        of_keys=True, keys=STEP, head_size=128, channels=channels, sub=plan.q.size // STEP,
         q_tiles=plan.kv.size // KEYS, consumers=2, stages=STAGES, own=False,
         ragged=q_tail != plan.q.size, ordered=order is not None,
         q_starts=False, q_lengths=False, registers=240, producer_registers=24,

@@ -9,7 +9,8 @@ step runs while the scores of the next one are computed. With s = scale * log2(e
   no bits, and hardly any step rescales: each warp of 16 rows jumps over it when it may;
 * fast: the row maximum of the first step stays the reference, so nothing is rescaled. bfloat16
   weights have the exponents of fp32, so only a row whose later scores are far above the reference
-  can go wrong. Such tiles are flagged, and the exact kernel redoes them.
+  can go wrong. A consumer of such rows is flagged and writes nothing: the exact kernel redoes them,
+  for which queries may be where results go.
 
 Where rows choose among the blocks of their list, a step of a block that a row does not keep has the
 reference infinity in that row, which makes its weights 0.
@@ -34,6 +35,13 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from multimodal_gen.kernels.block_sparse.gluon_step_kernel import (
+    LOWEST,
+    advance_unless_needless,
+    kept_blocks,
+    last_product,
+    partial_sums,
+)
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     Outs,
     Plan,
@@ -62,10 +70,9 @@ from multimodal_gen.kernels.launcher import Launch, Launcher
 OVERFLOW = gl.constexpr(2.0**64)
 # Rows that choose may not see the keys of the reference: below this, weights may have been lost.
 UNDERFLOW = gl.constexpr(2.0**-64)
-# How far, in powers of two, scores may lie above a lazy reference.
-SLACK = gl.constexpr(8.0)
-# Lower than any score, and finite: the maximum of nothing.
-LOWEST = gl.constexpr(-3.0e38)
+# From how many tiles on a program of the redo looks at the flags of how many: a program that has
+# nothing to do takes about a microsecond of its multiprocessor. H200, 2026-11.
+_REDONE_TOGETHER = ((8192, 32), (1024, 8), (0, 1))
 
 
 @gluon.jit
@@ -114,182 +121,10 @@ def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _partial_sums(p, C: gl.constexpr):
-    """Row sums as four partial sums per row, which needs no shuffle: [64, 4]."""
-    BN: gl.constexpr = C.keys
-    return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
-
-
-def _rescale_assembly(count: int) -> str:
-    """Return PTX that multiplies `count` values $count.. by factors, unless all of a warp's are 1.
-
-    A thread of an MMA accumulator holds pairs of two rows in turns, so factors 0 and 2 are those
-    of its rows.
-    """
-    factor = 2 * count
-    moves = "".join(f"mov.f32 ${i}, ${count + i};" for i in range(count))
-    products = "".join(f"mul.f32 ${i}, ${i}, ${factor + i};" for i in range(count))
-    return (
-        "{ .reg .pred any;"
-        f"setp.neu.f32 any, ${factor}, 0f3F800000;"
-        f"setp.neu.or.f32 any, ${factor + 2}, 0f3F800000, any;"
-        "vote.sync.any.pred any, any, 0xffffffff;"
-        f"{moves}"
-        "@!any bra.uni SKIP_${:uid};"
-        f"{products}"
-        "SKIP_${:uid}: }"
-    )
-
-
-RESCALE = gl.constexpr(_rescale_assembly(32))
-RESCALE_WIDE = gl.constexpr(_rescale_assembly(64))
-OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
-OPERANDS_WIDE = gl.constexpr(",".join(["=f"] * 64 + ["f"] * 128))
-
-
-@gluon.jit
-def _rescale(acc, alpha, C: gl.constexpr):
-    """Return `acc` times `alpha`, both [64, D]; jumps over it where all factors of a warp are 1."""
-    if C.head_size == 128:
-        acc = gl.inline_asm_elementwise(
-            RESCALE_WIDE, OPERANDS_WIDE, [acc, alpha], dtype=gl.float32, is_pure=True, pack=64
-        )
-    else:
-        acc = gl.inline_asm_elementwise(
-            RESCALE, OPERANDS, [acc, alpha], dtype=gl.float32, is_pure=True, pack=32
-        )
-    return acc
-
-
-@gluon.jit
-def _nearest(m_step, m, words, block, work, ROW: gl.constexpr, C: gl.constexpr):
-    """Return how far above its reference the highest score of a step lies, of all rows; []."""
-    seen = ROW + gl.arange(0, 64, m.type.layout) < work.real
-    if C.bits:
-        seen = seen & (lost(words, block) == 0)
-    return gl.max(gl.where(seen, m_step - m, LOWEST), 0)
-
-
-@gluon.jit
-def _advance(
-    q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST: gl.constexpr,
-    ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr, block=None,
-    words=None, nearest=0.0, PENDING: gl.constexpr = True,
-):  # fmt: skip
-    """Scores of `step` while P V of the step before is in flight, if PENDING; then its softmax.
-
-    Where rows choose, `block` is that of the step, and `words` their choices if one word holds
-    each. Where steps are skipped, `nearest` is made that of the step.
-    """
-    BN: gl.constexpr = C.keys
-    D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    rows_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    zero = gl.zeros([64, BN], gl.float32, s_layout)
-    slot = FIRST + step % C.stages
-    slot_v = FIRST + (step - 1) % C.stages
-    if C.bits and not C.one_word:
-        words = choices(work, ROW, block, gl.SliceLayout(1, s_layout), C)
-    mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
-    k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
-    s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
-    if PENDING:
-        v_tile = rings.v.index(slot_v).reshape([BN, D])
-        o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
-        s = hopper.warpgroup_mma_wait(1, deps=[s_token])
-    else:
-        s = hopper.warpgroup_mma_wait(0, deps=[s_token])
-    mbarrier.arrive(rings.k_empty.index(slot))
-    if MASKED:
-        columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
-        s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
-    m_new = m
-    if not C.fast:
-        m_step = gl.max(s, 1) * scale_log2
-        if C.bits:
-            m_step = gl.where(lost(words, block) == 0, m_step, LOWEST)
-        if C.skip > 0:
-            nearest = _nearest(m_step, m, words, block, work, ROW, C)
-        m_new = gl.where(m_step > m + SLACK, m_step, m) if C.lazy else gl.maximum(m, m_step)
-    reference = m_new
-    if C.bits:
-        reference = m_new + infinity(words, block)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
-    following = weights
-    if not C.fast:
-        alpha = gl.exp2(m - m_new)
-    if C.lazy:
-        sums_rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-        sums = sums * gl.expand_dims(gl.convert_layout(alpha, sums_rows), 1)
-    if C.skip > 0:
-        added = _partial_sums(p, C) if C.lazy else gl.sum(p, 1)
-        added = gl.where(nearest > -C.skip, added, gl.zeros_like(added))
-        sums = sums + added if C.lazy else sums * alpha + added
-    elif C.fast or C.lazy:
-        sums += _partial_sums(p, C)
-    else:
-        sums = sums * alpha + gl.sum(p, 1)
-    if C.fast:
-        # Before the wait, unlike below: that is what keeps the exact variant's registers down.
-        following = gl.convert_layout(p.to(dtype), weights.type.layout)
-    # The weights in flight must pass through the wait, or their registers are reused early.
-    if C.fast and C.bits:
-        # And so must the next ones, to be ready before it where that pays.
-        acc, weights, following = hopper.warpgroup_mma_wait(0, deps=[o_token, weights, following])
-    elif PENDING:
-        acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
-    mbarrier.arrive(rings.v_empty.index(slot_v))
-    if not C.fast:
-        following = gl.convert_layout(p.to(dtype), weights.type.layout)
-        factor, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(alpha, rows_o), 1), acc)
-        acc = _rescale(acc, factor, C) if C.lazy else acc * factor
-    return acc, sums, m_new, following, nearest
-
-
-@gluon.jit
-def _advance_or_skip(
-    q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST: gl.constexpr,
-    ROW: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr, block, words,
-    nearest, skipped,
-):  # fmt: skip
-    """`_advance`, without P V of the step before where that one was skipped; counts those."""
-    if C.skip > 0:
-        if nearest > -C.skip:
-            acc, sums, m, weights, nearest = _advance(
-                q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, MASKED,
-                dtype, C, block, words, nearest, True,
-            )  # fmt: skip
-        else:
-            skipped += (nearest > LOWEST).to(gl.int32)
-            acc, sums, m, weights, nearest = _advance(
-                q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, MASKED,
-                dtype, C, block, words, nearest, False,
-            )  # fmt: skip
-    else:
-        acc, sums, m, weights, nearest = _advance(
-            q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, MASKED,
-            dtype, C, block, words, nearest,
-        )  # fmt: skip
-    return acc, sums, m, weights, nearest, skipped
-
-
-@gluon.jit
-def _last_product(acc, weights, rings, slot, C: gl.constexpr):
-    """Return `acc` with P V of the last step."""
-    v_tile = rings.v.index(slot).reshape([C.keys, C.head_size])
-    o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
-    acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
-    return acc
-
-
-@gluon.jit
 def _consumer(
     work, rings, flags, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
 ):
-    """One warpgroup: attends with 64 query rows of a tile."""
+    """One warpgroup: attends with 64 query rows of a tile; byte W of the tile's flag is its own."""
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     ROW: gl.constexpr = 0 if C.own else W * 64
     BN: gl.constexpr = C.keys
@@ -308,7 +143,9 @@ def _consumer(
     steps = work.num_full + work.num_tail
     if steps == 0:
         nothing = gl.zeros([64, D], dtype, store_layout)
-        store_rows(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
+        store_rows(
+            nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, work.owned, ROW, C
+        )
     else:
         q_tile = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
@@ -327,7 +164,10 @@ def _consumer(
         mbarrier.arrive(rings.k_empty.index(FIRST))
         if C.ragged:
             keys = gl.to_tensor(BN)
-            if work.num_tail > 0:
+            if C.passes:
+                if work.num_full == 0:
+                    keys = tail_keys(work, 0, C)
+            elif work.num_tail > 0:
                 keys = tail_keys(work, 0, C)
             columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
             s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
@@ -338,46 +178,54 @@ def _consumer(
             if not C.fast:
                 m = gl.where(lost(words, block) == 0, m, LOWEST)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
-        sums = _partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
+        sums = partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([64, D], gl.float32, o_layout)
         nearest = scale_log2 * 0  # of the first step, which counts
         skipped = steps * 0
+        mine = steps * 0
+        if C.passes:
+            mine = kept_blocks(words)
         last = work.num_full
-        if C.ragged:
+        if C.passes:
+            last = gl.maximum(last, 1)
+        elif C.ragged:
             last += gl.minimum(work.num_tail, 1)
         # Blocks are looked up a step ahead, so that no product waits for them.
         ahead = block_ahead(work, 0, C)
         for step in range(1, last):
             block = ahead
             ahead = block_ahead(work, step, C)
-            acc, sums, m, weights, nearest, skipped = _advance_or_skip(
+            acc, sums, m, weights, nearest, skipped, mine = advance_unless_needless(
                 q, rings, acc, sums, m, weights, BN, step, work, scale_log2, FIRST, ROW, False,
-                dtype, C, block, words, nearest, skipped,
+                dtype, C, block, words, nearest, skipped, mine,
             )  # fmt: skip
         if C.sub == 0:  # a regular plan has one partial step at most
             for step in range(last, steps):
                 keys = tail_keys(work, step - work.num_full, C)
                 block = ahead
                 ahead = block_ahead(work, step, C)
-                acc, sums, m, weights, nearest, skipped = _advance_or_skip(
+                acc, sums, m, weights, nearest, skipped, mine = advance_unless_needless(
                     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, True,
-                    dtype, C, block, words, nearest, skipped,
+                    dtype, C, block, words, nearest, skipped, mine,
                 )  # fmt: skip
         slot = FIRST + (steps - 1) % C.stages
         mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
         if C.skip > 0:
             if nearest > -C.skip:
-                acc = _last_product(acc, weights, rings, slot, C)
+                acc = last_product(acc, weights, rings, slot, C)
             else:
                 skipped += (nearest > LOWEST).to(gl.int32)
             if work.real > ROW:
                 gl.atomic_add(flags, skipped.to(gl.int64))
                 gl.atomic_add(flags + 1, steps.to(gl.int64))
         else:
-            acc = _last_product(acc, weights, rings, slot, C)
+            acc = last_product(acc, weights, rings, slot, C)
 
         row_sum = sums
+        owned = work.owned
+        if C.redo:
+            owned = gl.where((gl.load(flags) & (1 << 8 * W)) > 0, work.owned, 0)
         if C.fast or C.lazy:
             row_sum = gl.convert_layout(gl.sum(sums, 1), rows_s)
         if C.fast:
@@ -387,7 +235,9 @@ def _consumer(
                 sound = sound & (row_sum > UNDERFLOW)
             wrong = gl.max((real & ~sound).to(gl.int32), 0)
             if wrong > 0:
-                gl.store(flags + gl.program_id(0), wrong)
+                flag = (flags + gl.program_id(0)).to(gl.pointer_type(gl.int8), bitcast=True)
+                gl.store(flag + W, 1)
+            owned = gl.where(wrong > 0, 0, work.owned)
         inverse = 1.0 / row_sum
         lse = 0.6931471805599453 * (m + gl.log2(row_sum))
         if C.bits:
@@ -396,11 +246,11 @@ def _consumer(
         o = acc * gl.expand_dims(gl.convert_layout(inverse, rows_o), 1)
         q_tile.store(o.to(dtype))
         staged = q_tile.load(store_layout)
-        store_rows(staged, lse, work, ROW, C)
+        store_rows(staged, lse, work, owned, ROW, C)
 
 
 @gluon.jit
-def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.constexpr):
+def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.constexpr):
     """Allocate the rings and start the partitions of one tile."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
@@ -426,10 +276,10 @@ def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.c
         mbarrier.init(rings.k_empty.index(slot), count=SHARERS)
         mbarrier.init(rings.v_empty.index(slot), count=SHARERS)
     hopper.fence_async_shared()
-    work = find_work(0, plan, outs, C)
+    work = find_work(0, tile, plan, outs, C)
     # warp_specialize takes literal lists of partitions only.
     if C.own:
-        other = find_work(1, plan, outs, C)
+        other = find_work(1, tile, plan, outs, C)
         gl.warp_specialize(
             [
                 (_consumer, (work, rings, flags, scale_log2, 0, dtype, C)),
@@ -461,6 +311,14 @@ def _run(dq, dk, dv, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.c
             [4, 4, 1],
             [C.registers, C.registers, C.producer_registers],
         )
+    if C.redo:
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.invalidate(rings.q_full.index(w))
+        for slot in gl.static_range(SLOTS):
+            mbarrier.invalidate(rings.k_full.index(slot))
+            mbarrier.invalidate(rings.v_full.index(slot))
+            mbarrier.invalidate(rings.k_empty.index(slot))
+            mbarrier.invalidate(rings.v_empty.index(slot))
 
 
 @gluon.jit(
@@ -492,10 +350,15 @@ def attention_kernel(
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
     dtype: gl.constexpr = dq.dtype
     if C.redo:
-        if gl.load(flag_ptr + gl.program_id(0)) > 0:
-            _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        first = gl.program_id(0) * C.redo
+        marks = gl.load(flag_ptr + first + gl.arange(0, C.redo, layout))
+        if gl.max(marks, 0) > 0:
+            for tile in range(first, first + C.redo):
+                if gl.load(flag_ptr + tile) > 0:
+                    _run(dq, dk, dv, tile, plan, outs, flag_ptr + tile, scale_log2, dtype, C)
     else:
-        _run(dq, dk, dv, plan, outs, flag_ptr, scale_log2, dtype, C)
+        _run(dq, dk, dv, gl.program_id(0), plan, outs, flag_ptr, scale_log2, dtype, C)
 
 
 def attend(
@@ -517,14 +380,15 @@ def attend(
         k: [B, Sk, Hkv, D], as q.
         v: [B, Sk, Hkv, D], as q.
         plan: the pairs, on the same device.
-        out: contiguous [B, Sq, H, D]; only rows that belong to a query block are written.
+        out: [B, Sq, H, D] with stride 1 along D, which may be `q`; only rows that belong to a query
+            block are written.
         lse: contiguous fp32 [B, H, Sq], or None.
         scale: factor of the scores.
         tile: shape of a program, as `gluon_tile` chooses it; not `fast` where steps are skipped.
         skip: leaves out steps of `tile.keys` keys; see `Skip`.
     """
     below = 0.0 if skip is None else skip.octaves
-    key = ("hopper", tile, q.shape, k.shape[2], q.dtype, lse is None, below)
+    key = ("hopper", tile, q.shape, k.shape[2], q.dtype, lse is None, below, out.stride())
     prepared = plan.cache.get(key)
     if prepared is None:
         prepared = plan.remember(key, _prepare(q, k, plan, tile, out, lse, below))
@@ -540,7 +404,8 @@ def attend(
         (q.data_ptr(), k.data_ptr(), v.data_ptr()), (q.stride(), k.stride(), v.stride())
     )
     launched = (*inputs, out, out if lse is None else lse, flags, sweep)
-    prepared.launch(launched, scale / math.log(2.0))
+    for launch in prepared.launches:
+        launch(launched, scale / math.log(2.0))
 
 
 @cache
@@ -553,14 +418,15 @@ class _Prepared:
     """What launches on one plan have in common, whatever the tensors.
 
     Attributes:
-        launch: the kernel, and the one that redoes flagged tiles, if any.
+        launches: the kernel, and the one that redoes flagged tiles, if any.
         counts: a tensor of the plan.
-        num_flags: int32 flags to make room for, a multiple of four; 0 where no tile is flagged.
+        num_flags: int32 flags to make room for, a multiple of what any program looks at; 0 where
+            no tile is flagged.
         num_sweeps: positions of key sweeps to make room for.
         inputs: returns the descriptors of q, k and v at three addresses, with three strides.
     """
 
-    launch: Launch
+    launches: tuple[Launch, ...]
     counts: torch.Tensor
     num_flags: int
     num_sweeps: int
@@ -613,12 +479,16 @@ def _prepare(
         blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
-    redo = dataclasses.replace(shape, fast=False, redo=True, sync=0)
-    variants = [{"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))]
+    together = next(together for least, together in _REDONE_TOGETHER if num_tiles >= least)
+    redo = dataclasses.replace(shape, fast=False, passes=False, redo=together, sync=0)
+    launches = [Launch(_launcher(), (num_tiles,), arguments, [{"C": shape, "num_warps": 4}])]
+    if tile.fast:
+        grid = (-(-num_tiles // together),)
+        launches.append(Launch(_launcher(), grid, arguments, [{"C": redo, "num_warps": 4}]))
     return _Prepared(
-        launch=Launch(_launcher(), (num_tiles,), arguments, variants),
+        launches=tuple(launches),
         counts=counts,
-        num_flags=-(-num_tiles // 4) * 4 if tile.fast else 0,
+        num_flags=-(-num_tiles // 32) * 32 if tile.fast else 0,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
         inputs=lru_cache(maxsize=1024)(
             partial(
@@ -686,7 +556,8 @@ def _shape(
         one_word=plan.row_bits is not None and plan.row_bits.shape[3] == 1,
         lse=lse,
         skip=below,
-        redo=False,
+        passes=plan.row_bits is not None and plan.kv.num < 32 and tile.fast,
+        redo=0,
         registers=tile.registers,
         producer_registers=tile.producer_registers,
     )

@@ -129,7 +129,8 @@ class Shape:
         one_word: whether the choice of a row is a single word.
         lse: whether lse is wanted.
         skip: how many powers of two below the reference a step is left out; 0 for none.
-        redo: whether only flagged tiles are computed.
+        passes: whether a consumer leaves out steps of blocks that none of its rows keeps.
+        redo: tiles of which a program computes those that are flagged; 0 where all are computed.
         registers: registers of a consumer thread.
         producer_registers: registers of a producer thread.
     """
@@ -154,7 +155,8 @@ class Shape:
     one_word: bool
     lse: bool
     skip: float
-    redo: bool
+    passes: bool
+    redo: int
     registers: int
     producer_registers: int
 
@@ -172,14 +174,14 @@ def locate(position, plan, C: gl.constexpr):
 
 
 @gluon.jit
-def find_work(W: gl.constexpr, plan, outs, C: gl.constexpr):
-    """Return the work of this program, of consumer `W` where each has a query block of its own."""
+def find_work(W: gl.constexpr, tile, plan, outs, C: gl.constexpr):
+    """Return the work of a tile, of consumer `W` where each has a query block of its own."""
     if C.own:
-        position = gl.program_id(0) * C.consumers + W
+        position = tile * C.consumers + W
         inside = position * 0
     else:
-        position = gl.program_id(0) // C.q_tiles
-        inside = gl.program_id(0) % C.q_tiles * (C.consumers * 64)
+        position = tile // C.q_tiles
+        inside = tile % C.q_tiles * (C.consumers * 64)
     valid = position < plan.total
     b, h, i = locate(gl.minimum(position, plan.total - 1), plan, C)
     begin = i * plan.q_size
@@ -243,7 +245,7 @@ def tail_keys(work, tail, C: gl.constexpr):
 def block_of(work, step, C: gl.constexpr):
     """Return the block of a step."""
     whole = step
-    if C.ragged:
+    if C.ragged and not C.passes:
         whole = step - gl.minimum(work.num_tail, 1)
     is_whole = (whole >= 0) & (whole < work.num_full)
     tail = gl.maximum(step - work.num_full, 0)
@@ -282,10 +284,11 @@ def infinity(words, block):
 def step_start(work, step, turn, C: gl.constexpr):
     """Return the first key of a step: a partial step if any, the whole ones, other partial ones.
 
+    Where consumers pass over steps, all whole ones come first.
     The whole steps are taken from `turn` on.
     """
     whole = step
-    if C.ragged:
+    if C.ragged and not C.passes:
         whole = step - gl.minimum(work.num_tail, 1)
     is_whole = (whole >= 0) & (whole < work.num_full)
     if C.sync > 0:
@@ -318,19 +321,19 @@ def first_turn(work, key, C: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(values, lse, work, first_row, C: gl.constexpr):
-    """Write 64 rows of out and lse, those that the query block owns."""
+def store_rows(values, lse, work, owned, first_row, C: gl.constexpr):
+    """Write 64 rows of out and lse, those of the first `owned` ones of the tile."""
     layout: gl.constexpr = values.type.layout
     rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
     channel = gl.arange(0, C.head_size, gl.SliceLayout(0, layout))
     ptrs = work.out + (gl.expand_dims(rows * work.out_s, 1) + gl.expand_dims(channel, 0))
     if C.q_lengths:
         values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
-    mask = gl.expand_dims(rows < work.owned, 1)
+    mask = gl.expand_dims(rows < owned, 1)
     if C.channels < C.head_size:
         mask = mask & gl.expand_dims(channel < C.channels, 0)
     gl.store(ptrs, values, mask=mask)
     if C.lse:
         rows = first_row + gl.arange(0, 64, lse.type.layout)
         lse = gl.where(rows < work.real, lse, float("-inf"))
-        gl.store(work.lse + rows, lse, mask=rows < work.owned)
+        gl.store(work.lse + rows, lse, mask=rows < owned)

@@ -339,6 +339,18 @@ class BlockPlan:
         order = torch.argsort(self.counts.flatten(), descending=True, stable=True)
         return dataclasses.replace(self, order=order.int())
 
+    def head_by_head(self) -> "BlockPlan":
+        """Return the plan with `order` set: heads follow each other, so caches hold what one reads.
+
+        Inside a head the longest rows come first. Rows of more than twice the mean precede all
+        heads: begun late they would end late.
+        """
+        work = self.counts.flatten().long()
+        head = torch.arange(len(work), device=self.device) // self.counts.shape[2]
+        turn = torch.where(work > 2 * work.double().mean(), -1, head)
+        order = torch.argsort(turn * (self.kv.num + 1) - work, stable=True)
+        return dataclasses.replace(self, order=order.int())
+
     def pairs(self, *, full: bool = False) -> torch.Tensor:
         """Return the kept (query, key) pairs per batch and head: int64 [B|1, H|1].
 
@@ -560,7 +572,7 @@ def _validate_plan(
 
 
 def empty_results(
-    q: torch.Tensor, plan: BlockPlan, return_lse: bool
+    q: torch.Tensor, plan: BlockPlan, return_lse: bool, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out and lse to write into; rows outside every query block hold 0 and -inf already.
 
@@ -568,10 +580,14 @@ def empty_results(
         q: [B, Sq, H, D], whose shape and dtype out has.
         plan: what will be computed.
         return_lse: whether lse is wanted.
+        out: what to take where no row is left out; None for a new tensor.
     """
     batch, total, heads, _ = q.shape
     # Only blocks with starts of their own may leave rows out.
-    out = q.new_empty(q.shape) if plan.q.starts is None else q.new_zeros(q.shape)
+    if plan.q.starts is not None:
+        out = q.new_zeros(q.shape)
+    elif out is None:
+        out = q.new_empty(q.shape)
     if not return_lse:
         return out, None
     lse = torch.empty((batch, heads, total), dtype=torch.float32, device=q.device)

@@ -100,6 +100,16 @@ def test_longest_first_orders_rows_by_their_counts_and_keeps_ties_in_place() -> 
     assert ordered.longest_first() is ordered
 
 
+def test_heads_follow_each_other_behind_rows_that_would_end_late() -> None:
+    counts = torch.tensor([[[3, 4, 3], [4, 20, 0]]], dtype=torch.int32)
+    blocks = Blocks(num=20, size=1, total=20)
+    indices = torch.arange(20, dtype=torch.int32).expand(1, 2, 3, 20).contiguous()
+    plan = BlockPlan(indices=indices, counts=counts, q=Blocks(num=3, size=1, total=3), kv=blocks)
+    ordered = plan.head_by_head().check()
+    assert ordered.order is not None
+    assert ordered.order.tolist() == [4, 1, 0, 2, 3, 5]
+
+
 def test_a_uniform_plan_needs_no_order() -> None:
     plan = BlockPlan.dense(Q, KV, "cpu")
     assert plan.longest_first() is plan
