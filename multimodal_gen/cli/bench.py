@@ -1,6 +1,7 @@
 """`sglang attention bench`: what dense attention takes on this machine, and a table of it."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.backend_names import parse_attention_backend
+from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import SETTINGS
 
 if TYPE_CHECKING:
@@ -119,15 +121,28 @@ def bench(
     if save is not None:
         made = benchmark.table_of(results, device, source="sglang attention bench")
         _check_free(save)
-        write_tables(save, [made])
+        try:
+            write_tables(save, [made])
+        except OSError as error:
+            raise UsageError(f"--save failed to write {str(save)!r}: {error.strerror}") from None
         typer.echo(f"table: {save}", err=as_json)
 
 
 def _check_free(save: Path | None) -> None:
-    if save is not None and save.exists():
+    if save is None:
+        return
+    try:
+        exists = save.exists()
+    except OSError as error:  # a name that is too long, say
+        raise UsageError(
+            f"--save must name a file, got {short(str(save))}: {error.strerror}"
+        ) from None
+    if exists:
         raise UsageError(f"--save must name a new file, {str(save)!r} exists; remove it first")
-    if save is not None and not save.parent.is_dir():
+    if not save.parent.is_dir():
         raise UsageError(f"--save must lie in a folder that exists, got {str(save)!r}")
+    if not os.access(save.parent, os.W_OK):
+        raise UsageError(f"--save must lie in a folder that can be written to, got {str(save)!r}")
 
 
 def _shapes(

@@ -207,19 +207,23 @@ def measure(
         rounds: how often each is timed, in turns.
 
     Raises:
-        UsageError: the device is of another kind.
+        UsageError: the device is of another kind, or a backend is sparse.
     """
+    chosen = _dense_ones(backends)
     if device.type not in ("cuda", "cpu"):
         raise UsageError(f"a benchmark must run on a cuda or cpu device, got {device}")
     environment = environment_for(device, current_environment())
-    inputs = _draw(shape, dtype, device)
     left_out: list[LeftOut] = []
     found = {}
     with torch.inference_mode():
-        rows, expected = _reference(shape, inputs)
-        for backend in all_backends() if backends is None else backends:
-            if backend.is_sparse:
-                continue
+        try:
+            inputs = _draw(shape, dtype, device)
+            rows, expected = _reference(shape, inputs)
+        except RuntimeError as failure:  # of memory, mostly
+            reason = f"no inputs: {_first_line(failure)}"
+            nobody = tuple(LeftOut(backend=str(backend), reason=reason) for backend in chosen)
+            return ShapeTimes(shape=shape, dtype=dtype, times=(), left_out=nobody)
+        for backend in chosen:
             layer = _contender(backend, shape, dtype, environment)
             error: float | str = ""
             if isinstance(layer, LocalAttention):
@@ -243,7 +247,16 @@ def measure(
 
 
 def table_of(results: Sequence[ShapeTimes], device: torch.device, *, source: str) -> AutoTable:
-    """Return measurements as a table that `auto` can go by."""
+    """Return measurements as a table that `auto` can go by.
+
+    Raises:
+        UsageError: nothing was timed that `auto` may take.
+    """
+    if all(each.never_unasked for result in results for each in result.times):
+        raise UsageError(
+            "a table must hold a time of a backend that `auto` may take, got none; "
+            "leave out --backend, or --save"
+        )
     environment = environment_for(device, current_environment())
     versions = {"torch": versions_of(environment)["torch"]}
     if "triton" in versions_of(environment):
@@ -267,8 +280,24 @@ def table_of(results: Sequence[ShapeTimes], device: torch.device, *, source: str
                 timings=tuple(each.timing for each in result.times if not each.never_unasked),
             )
             for result in results
+            if any(not each.never_unasked for each in result.times)
         ),
     )
+
+
+def _dense_ones(
+    backends: Sequence[AttentionBackendEnum] | None,
+) -> tuple[AttentionBackendEnum, ...]:
+    """Return the backends to time, each once."""
+    if backends is None:
+        return tuple(backend for backend in all_backends() if not backend.is_sparse)
+    sparse = [str(backend) for backend in backends if backend.is_sparse]
+    if sparse:
+        raise UsageError(
+            f"a benchmark must be of dense backends, got {', '.join(sparse)}; what a sparse one "
+            f"takes depends on the model: see `sglang attention compare`"
+        )
+    return tuple(dict.fromkeys(backends))
 
 
 def _draw(shape: CallShape, dtype: torch.dtype, device: torch.device) -> _Inputs:
@@ -353,8 +382,8 @@ def _check(
     """Return the relative error of a layer, or why it must not be timed."""
     try:
         out = _run(layer, inputs)()
-    except (UsageError, ImportError, OSError, RuntimeError) as failure:
-        return f"failed: {str(failure).strip().splitlines()[0]}"
+    except Exception as failure:  # other people's kernels may fail in any way
+        return f"failed: {_first_line(failure)}"
     report = layer.report()
     if report.detours:
         (detour, *_) = report.detours
@@ -362,6 +391,11 @@ def _check(
     error = float((out[:, rows].double() - expected).norm() / expected.norm())
     bound = _QUANTISED_BOUND if quantised else _EXACT_BOUNDS[out.dtype]
     return error if error < bound else f"is wrong: its relative error is {error:.2e}"
+
+
+def _first_line(failure: Exception) -> str:
+    """Return what an exception says, or its type where it says nothing."""
+    return str(failure).strip().partition("\n")[0] or type(failure).__name__
 
 
 def _run(layer: LocalAttention, inputs: _Inputs) -> Callable[[], torch.Tensor]:

@@ -12,6 +12,7 @@ import datetime
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from _harness import DEVICE, RESULTS, Row, version_of, write_rows
@@ -31,6 +32,9 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 # What nothing but the name of the GPU tells in the rows.
 CAPABILITIES = {"NVIDIA H200": "9.0", "NVIDIA H100 80GB HBM3": "9.0"}
 FILES = ("dense.csv", "auto.csv")
+# Runs of a shape that a table is made of.
+LAST_RUNS = 2
+_Runs: TypeAlias = dict[str, list[dict[str, str]]]  # source -> rows
 BACKENDS = ("triton_attn", "fa", "torch_sdpa", "torch_cudnn_sdpa", "sage_attn")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -87,16 +91,17 @@ def read_rows(folder: Path = RESULTS) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def tables_of(rows: Iterable[tuple[str, dict[str, str]]]) -> list[AutoTable]:
-    """Return one table per GPU, torch and triton; of a shape, what was measured last."""
-    machines: dict[tuple[str, ...], dict[CallShape, tuple[str, list[dict[str, str]]]]] = {}
+    """Return one table per GPU, torch and triton, of the last runs of every shape."""
+    machines: dict[tuple[str, ...], dict[CallShape, _Runs]] = {}
     for file, row in rows:
         shapes = machines.setdefault((row["gpu"], row["torch"], row["triton"]), {})
-        source = f"{file} at {row['commit']}"
-        known = shapes.get(shape_of(row))
-        if known is None or known[0] != source:
-            shapes[shape_of(row)] = (source, [])
-        shapes[shape_of(row)][1].append(row)
-    return [_table(machine, found) for machine, found in machines.items()]
+        runs = shapes.setdefault(shape_of(row), {})
+        runs.setdefault(f"{file} at {row['commit']}", []).append(row)
+    last = {
+        machine: {shape: dict([*runs.items()][-LAST_RUNS:]) for shape, runs in shapes.items()}
+        for machine, shapes in machines.items()
+    }
+    return [_table(machine, shapes) for machine, shapes in last.items()]
 
 
 def shape_of(row: dict[str, str]) -> CallShape:
@@ -108,22 +113,22 @@ def shape_of(row: dict[str, str]) -> CallShape:
     return CallShape.parse(text + (":mask" if "mask" in rest else ""))
 
 
-def _table(
-    machine: tuple[str, ...], shapes: dict[CallShape, tuple[str, list[dict[str, str]]]]
-) -> AutoTable:
+def _table(machine: tuple[str, ...], shapes: dict[CallShape, _Runs]) -> AutoTable:
     gpu, torch_version, triton = machine
     versions = {"torch": torch_version, "triton": triton}
     measured = []
-    for shape, (_, rows) in shapes.items():
+    for shape, runs in shapes.items():
+        rows = [row for run in runs.values() for row in run]
         timings = {}
-        for row in rows:
-            name, _, variant = row["contender"].rstrip(")").partition(" (")
+        for contender in dict.fromkeys(row["contender"] for row in [*runs.values()][-1]):
+            its = [row for row in rows if row["contender"] == contender]
+            name, _, variant = contender.rstrip(")").partition(" (")
             if not backends_of(AttentionBackendEnum(name))[0].never_unasked:
-                timings[row["contender"]] = _timing(name, variant or name, row)
-                versions |= _versions(row["version"])
+                timings[contender] = _timing(name, variant or name, its)
+                versions |= _versions(its[-1]["version"])
         dtype = DTYPES[rows[0]["shape"].split()[4]]
         measured.append(Measured(shape=shape, dtype=dtype, timings=tuple(timings.values())))
-    sources = dict.fromkeys(source for source, _ in shapes.values())
+    sources = dict.fromkeys(source for runs in shapes.values() for source in runs)
     return AutoTable(
         name=f"{gpu}, torch {torch_version}, triton {triton}",
         platform="cuda",
@@ -135,13 +140,14 @@ def _table(
     )
 
 
-def _timing(name: str, variant: str, row: dict[str, str]) -> Timing:
-    host = float(row.get("host_ms") or "nan")
+def _timing(name: str, variant: str, rows: list[dict[str, str]]) -> Timing:
+    """Return the least times of some runs: what disturbs a run adds to them."""
+    host = [float(row["host_ms"]) for row in rows if row.get("host_ms") not in (None, "", "nan")]
     return Timing(
         backend=name,
         variant=variant,
-        device_ms=float(row["median_ms"]),
-        host_ms=None if host != host else host,
+        device_ms=min(float(row["median_ms"]) for row in rows),
+        host_ms=min(host, default=None),
     )
 
 

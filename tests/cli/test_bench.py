@@ -1,10 +1,12 @@
 """`sglang attention bench`, and the use of the table that it writes."""
 
+import errno
 import json
 
 import pytest
 import torch
 
+from multimodal_gen.runtime.layers.attention import auto_table
 from multimodal_gen.runtime.layers.attention.auto_table import read_tables
 
 SMALL = ("--shape", "1x24x2x16", "--rounds", "1", "--dtype", "float32", "--device", "cpu")
@@ -83,6 +85,8 @@ def test_bench_of_a_model_measures_its_denoisers_layers(sglang, tiny_pipeline):
         ),
         (("--tokens", "16"), "--tokens must be given with --model-path"),
         (("--backend", "no_such"), "--backend: attention backend must be one of"),
+        (("--backend", "sla_attn"), "a benchmark must be of dense backends, got sla_attn"),
+        (("--save", "x" * 300), "File name too long"),
         (("--save", "no/such/folder/x.json"), "--save must lie in a folder that exists"),
     ],
 )
@@ -100,3 +104,21 @@ def test_bench_overwrites_nothing(sglang, tmp_path):
     assert outcome.code == 2
     assert "--save must name a new file" in outcome.err
     assert file.read_text() == "kept"
+
+
+def test_bench_says_what_keeps_a_table_from_being_written(sglang, tmp_path, monkeypatch):
+    file = tmp_path / "table.json"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    outcome = sglang("attention", "bench", *SMALL, "--save", file)
+    assert (outcome.code, outcome.out) == (2, "")  # before anything is measured
+    assert "--save must lie in a folder that can be written to" in outcome.err
+    monkeypatch.undo()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    monkeypatch.setattr(auto_table, "write_tables", full)
+    outcome = sglang("attention", "bench", *SMALL, "--save", file)
+    assert outcome.code == 2
+    assert "No space left on device" in outcome.err
+    assert not file.exists()

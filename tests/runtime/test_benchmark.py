@@ -67,13 +67,33 @@ def test_a_backend_that_is_wrong_is_not_timed(monkeypatch):
     assert left.reason == "is wrong: its relative error is 1.00e-02"
 
 
-def test_a_backend_that_fails_is_not_timed(monkeypatch):
-    def out_of_memory(*_):
-        raise torch.OutOfMemoryError("out of memory\nwith details")
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (torch.OutOfMemoryError("out of memory\nwith details"), "out of memory"),
+        (AssertionError(), "AssertionError"),  # as kernels do that refuse a shape
+        (RuntimeError(" \n"), "RuntimeError"),
+    ],
+)
+def test_a_backend_that_fails_is_not_timed(monkeypatch, failure, said):
+    def fail(*_):
+        raise failure
 
-    monkeypatch.setattr(LocalAttention, "forward", out_of_memory)
+    monkeypatch.setattr(LocalAttention, "forward", fail)
     (left,) = run("1x24x4x16", [SDPA]).left_out
-    assert left.reason == "failed: out of memory"
+    assert left.reason == f"failed: {said}"
+
+
+def test_a_shape_without_room_is_left_out():
+    found = run("1x999999999999x64x128", [SDPA, SDPA])
+    assert found.times == ()
+    (left,) = found.left_out
+    assert left.reason.startswith("no inputs: ")
+
+
+def test_sparse_backends_are_refused_where_they_are_named():
+    with pytest.raises(UsageError, match="must be of dense backends, got video_sparse_attn"):
+        run("1x8x1x8", [SDPA, AttentionBackendEnum.VIDEO_SPARSE_ATTN])
 
 
 def test_only_cuda_and_cpu_are_measured():
@@ -115,6 +135,14 @@ def test_the_table_leaves_out_what_auto_never_takes():
     assert (made.platform, made.capability, made.source) == ("cpu", "", "a test")
     assert dict(made.versions)["torch"] == torch.__version__
     assert made.name.startswith("cpu, torch ")
+
+
+def test_a_table_of_nothing_is_refused_and_shapes_without_times_are_left_out():
+    nothing = run("1x24x4x16", [AttentionBackendEnum.FA])
+    with pytest.raises(UsageError, match="a table must hold a time"):
+        table_of([nothing], CPU, source="a test")
+    (measured,) = table_of([nothing, run("1x8x4x16", [SDPA])], CPU, source="a test").measured
+    assert str(measured.shape) == "1x8x4x16"
 
 
 def test_auto_goes_by_the_table_that_was_made(monkeypatch):

@@ -46,16 +46,20 @@ def test_rows_that_were_written_make_a_table(auto, monkeypatch, tmp_path):
         assert timing["host_ms"] is None
 
 
-def test_of_a_shape_the_rows_of_the_last_commit_count(auto):
+def test_what_the_last_run_of_a_shape_has_counts_with_its_least_times(auto):
     def row(commit: str, contender: str, ms: str) -> tuple[str, dict[str, str]]:
         known = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "host_ms": "0.05"}
         shape = "B1 H24 S512 D128 bf16 K512 KV24"
         found = {"commit": commit, "contender": contender, "median_ms": ms, "shape": shape}
         return "auto.csv", {**known, **found, "version": "fa3-fwd 0.0.3"}
 
-    rows = [row("a", "torch_sdpa", "9"), row("b", "fa (fa3_fwd)", "1"), row("b", "sage_attn", "2")]
+    runs = {"a": ("torch_sdpa", "fa (fa3_fwd)"), "b": ("fa (fa3_fwd)", "sage_attn")}
+    rows = [row(commit, name, "2") for commit, names in runs.items() for name in names]
+    rows = [row("0", "fa (fa3_fwd)", "0.5"), *rows]  # a run that is too long ago
+    rows[2][1].update(median_ms="1", host_ms="0.07")
     (table,) = auto.tables_of(rows)
     (measured,) = table.measured
     (timing,) = measured.timings
-    assert (timing.backend, timing.variant, timing.host_ms) == ("fa", "fa3_fwd", 0.05)
+    assert (timing.backend, timing.variant) == ("fa", "fa3_fwd")
+    assert (timing.device_ms, timing.host_ms) == (1.0, 0.05)
     assert dict(table.versions) == {"torch": "2.11.0", "triton": "3.6.0", "fa3-fwd": "0.0.3"}

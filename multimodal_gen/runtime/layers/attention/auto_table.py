@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -52,7 +53,9 @@ _HEADS_REACH = 2.0
 # Kernels round head sizes up, each in its own steps.
 _HEAD_SIZE_REACH = 16
 
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)((?::[a-z_]+(?:=\d+)?)*)")
+# Longer numbers are no sizes, and their ratio may be no float.
+_SIZE = r"[0-9]{1,12}"
+_SHAPE = re.compile(rf"{'x'.join([f'({_SIZE})'] * 4)}((?::[a-z_]+(?:={_SIZE})?)*)")
 _SHAPE_FORM = "BxSxHxD, with :keys=N, :kv_heads=N and :mask where they differ"
 
 
@@ -321,17 +324,17 @@ def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable
 
 
 def _table(raw: Any) -> AutoTable:
-    texts = {key: raw[key] for key in ("name", "platform", "device", "capability", "source")}
-    for key, text in (*texts.items(), *raw["versions"].items()):
-        if not isinstance(text, str):
-            raise TypeError(f"{key} must be text, got {short(text)}")
+    keys = ("name", "platform", "device", "capability", "source")
+    if not isinstance(raw["versions"], Mapping):
+        raise TypeError(f"versions must be a mapping, got {short(raw['versions'])}")
+    versions = {name: _text_of(raw["versions"], name) for name in ("torch", *raw["versions"])}
     return AutoTable(
-        **texts,
-        versions=tuple(sorted(raw["versions"].items())),
+        **{key: _text_of(raw, key) for key in keys},
+        versions=tuple(sorted(versions.items())),
         measured=tuple(
             Measured(
-                shape=CallShape.parse(entry["shape"]),
-                dtype=str(entry["dtype"]),
+                shape=CallShape.parse(_text_of(entry, "shape")),
+                dtype=_text_of(entry, "dtype"),
                 timings=tuple(_timing(timing) for timing in entry["timings"]),
             )
             for entry in raw["measured"]
@@ -340,17 +343,28 @@ def _table(raw: Any) -> AutoTable:
 
 
 def _timing(raw: Any) -> Timing:
-    backend = AttentionBackendEnum.parse(raw["backend"])
-    times = raw["device_ms"], raw["host_ms"]
-    for time in times:
-        if time is not None and not (isinstance(time, (int, float)) and 0 < time < math.inf):
-            raise ValueError(f"a time of {backend} must be above 0 ms, got {short(time)}")
+    backend = AttentionBackendEnum.parse(_text_of(raw, "backend"))
+    host_ms = raw["host_ms"]
     return Timing(
         backend=str(backend),
-        variant=str(raw["variant"]),
-        device_ms=float(raw["device_ms"]),
-        host_ms=None if raw["host_ms"] is None else float(raw["host_ms"]),
+        variant=_text_of(raw, "variant"),
+        device_ms=_ms(raw["device_ms"], backend),
+        host_ms=None if host_ms is None else _ms(host_ms, backend),
     )
+
+
+def _text_of(raw: Any, key: str) -> str:
+    text = raw[key]
+    if not isinstance(text, str):
+        raise TypeError(f"{key} must be text, got {short(text)}")
+    return text
+
+
+def _ms(time: object, backend: AttentionBackendEnum) -> float:
+    number = isinstance(time, (int, float)) and not isinstance(time, bool)
+    if not (number and 0 < time <= sys.float_info.max):  # type: ignore[operator]
+        raise ValueError(f"a time of {backend} must be above 0 ms, got {short(time)}")
+    return float(cast("float", time))
 
 
 def tables_as_json(tables: Iterable[AutoTable]) -> dict[str, Any]:

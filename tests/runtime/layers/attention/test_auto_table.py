@@ -23,6 +23,7 @@ from multimodal_gen.runtime.layers.attention.auto_table import (
     committed_table,
     read_tables,
     table_for,
+    tables_as_json,
     write_tables,
 )
 from multimodal_gen.runtime.layers.attention.backends.registry import (
@@ -397,7 +398,10 @@ def test_a_table_of_this_machine_is_taken(tmp_path):
         ({"platform": "cuda"}, "the platform is 'cpu', not 'cuda'"),
         ({"capability": "9.0"}, "the compute capability is '', not '9.0'"),
         ({"versions": (("torch", "2.5.0"),)}, f"torch is {torch.__version__}, not 2.5.0"),
-        ({"versions": (("fa9", "1.0"),)}, "fa9 is not installed, not 1.0"),
+        (
+            {"versions": (("fa9", "1.0"), ("torch", torch.__version__))},
+            "fa9 is not installed, not 1.0",
+        ),
     ],
 )
 def test_a_table_of_another_machine_or_version_is_refused_with_the_reason(tmp_path, fields, reason):
@@ -436,6 +440,11 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, text, reason):
         ("backend", "no_such", "attention backend must be one of"),
         ("device_ms", 0, "a time of torch_sdpa must be above 0 ms, got 0"),
         ("device_ms", "fast", "above 0 ms, got 'fast'"),
+        ("device_ms", None, "above 0 ms, got None"),
+        ("device_ms", True, "above 0 ms, got True"),
+        ("host_ms", 10**400, "above 0 ms, got 1000"),
+        ("backend", 5, "backend must be text, got 5"),
+        ("variant", {}, "variant must be text, got {}"),
     ],
 )
 def test_times_that_are_none_are_refused(tmp_path, field, value, reason):
@@ -443,6 +452,28 @@ def test_times_that_are_none_are_refused(tmp_path, field, value, reason):
     write_tables(file, [table(measured("1x8x1x8", timing("torch_sdpa", 1.0)))])
     document = json.loads(file.read_text())
     document["tables"][0]["measured"][0]["timings"][0][field] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=reason):
+        read_tables(file, name="it")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"versions": []}, r"versions must be a mapping, got \[\]"),
+        ({"versions": {"triton": "3.6.0"}}, "'torch' is missing"),
+        ({"measured": [{"shape": 5}]}, "shape must be text, got 5"),
+        (
+            {"measured": [{"shape": "1x" + "9" * 400 + "x1x8"}]},
+            "a shape must be BxSxHxD",
+        ),
+        ({"measured": [{"shape": "1x8x1x8", "dtype": []}]}, r"dtype must be text, got \[\]"),
+    ],
+)
+def test_what_was_edited_into_nonsense_is_refused(tmp_path, changed, reason):
+    document = tables_as_json([table()])
+    document["tables"][0] |= changed
+    file = tmp_path / "table.json"
     file.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=reason):
         read_tables(file, name="it")
