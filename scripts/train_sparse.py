@@ -15,6 +15,7 @@ import argparse
 import copy
 import csv
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +68,12 @@ def synthetic(pipe: WanPipeline, options: argparse.Namespace) -> list[Sample]:
 
 def latent_size(pipe: WanPipeline, options: argparse.Namespace) -> tuple[int, int, int]:
     """Return frames, height and width of the latents of a clip."""
-    frames = (options.frames - 1) // pipe.vae_scale_factor_temporal + 1
+    every = pipe.vae_scale_factor_temporal
+    if (options.frames - 1) % every:
+        nearest = round((options.frames - 1) / every) * every + 1
+        got = f"{options.frames}; nearest {nearest}"
+        raise UsageError(f"--frames must be a multiple of {every} plus 1, got {got}")
+    frames = (options.frames - 1) // every + 1
     scale = pipe.vae_scale_factor_spatial
     multiple = scale * pipe.transformer.config.patch_size[-1]
     if options.height % multiple or options.width % multiple:
@@ -119,10 +125,16 @@ def read_frames(path: Path, count: int) -> list[Any]:
     from PIL import Image
 
     found: list[Any] = []
-    for frame in iio.imiter(path):
-        found.append(Image.fromarray(frame))
-        if len(found) == count:
-            return found
+    try:
+        for frame in iio.imiter(path):
+            found.append(Image.fromarray(frame))
+            if len(found) == count:
+                return found
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{path} must be a clip that can be read, got {type(error).__name__} after "
+            f"{len(found)} frames; write it anew, or take it out of --data"
+        ) from error
     raise UsageError(f"{path} must have {count} frames at least, got {len(found)}; lower --frames")
 
 
@@ -201,6 +213,10 @@ class Run:
         )
         model.enable_gradient_checkpointing()
         parameters = trainable(model, options.weights)
+        self.dtypes = [parameter.dtype for parameter in parameters]
+        for parameter in parameters:
+            # In bfloat16 most steps would be rounded away: it has three digits.
+            parameter.data = parameter.data.float()
         optimizer = torch.optim.AdamW(parameters, lr=options.lr, weight_decay=0.01)
         self.parameters = parameters
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
@@ -234,7 +250,12 @@ class Run:
             loss = (out.float() - wanted.float()).square().mean()
             self.accelerator.backward(loss)
             if self.accelerator.sync_gradients:
-                self.accelerator.clip_grad_norm_(self.parameters, 1.0)
+                norm = self.accelerator.clip_grad_norm_(self.parameters, 1.0)
+                if not math.isfinite(norm):
+                    raise UsageError(
+                        f"gradients must be finite, got a norm of {norm} in step {self.step}; "
+                        f"lower --lr or look at --data, then --resume from the last state"
+                    )
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.step += 1
@@ -262,11 +283,17 @@ class Run:
         states = [x for x in (folder, folder.with_suffix(".new")) if (x / "step.json").exists()]
         if not states:
             raise UsageError(f"--resume needs a state in {folder}, found none; leave it out")
-        self.accelerator.load_state(str(states[0]))
+        try:
+            self.accelerator.load_state(str(states[0]))
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"--resume must be given with the MODEL, --backend and --weights that the state in "
+                f"{states[0]} is of, got others; choose those, or another OUT"
+            ) from error
         self.step = json.loads((states[0] / "step.json").read_text())["step"]
-        if self.step >= self.options.steps:
+        if self.step > self.options.steps:
             got = self.options.steps
-            raise UsageError(f"--steps must be more than the {self.step} taken, got {got}")
+            raise UsageError(f"--steps must be at least the {self.step} taken, got {got}")
 
     def finish(self, pipe: WanPipeline, folder: Path) -> None:
         """Save the pipeline with what was trained, and detach the model."""
@@ -276,6 +303,8 @@ class Run:
             if self.options.weights == "lora":
                 model.fuse_lora()
                 model.unload_lora()
+            for parameter, dtype in zip(self.parameters, self.dtypes, strict=True):
+                parameter.data = parameter.data.to(dtype)
             pipe.transformer = model
             pipe.save_pretrained(folder)
         self.handle.remove()
@@ -336,8 +365,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=number, default=1e-5, help="learning rate (1e-5)")
     add("--shift", type=number, default=3.0, help="shift of the noise levels (3)")
     add("--every", type=count, default=50, help="steps between states and gaps (50)")
-    dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", choices=dtypes, default="bfloat16", help="dtype of the model (bfloat16)")
+    dtypes = ("bfloat16", "float32")
+    text = "dtype of the model and of what is computed; what is trained is float32 (bfloat16)"
+    add("--dtype", choices=dtypes, default="bfloat16", help=text)
     add("--seed", type=int, default=0, help="seed (0)")
     add("--resume", action="store_true", help="go on from the state in OUT")
     return parser.parse_args(argv)
@@ -366,12 +396,26 @@ def begin_table(table: Path, taken: int) -> None:
     fresh.replace(table)
 
 
+def expect_own_folder(options: argparse.Namespace) -> None:
+    """Raise unless OUT is new or empty, or holds the run that is to go on."""
+    out: Path = options.out
+    if out.exists() and Path(options.model).exists() and out.samefile(options.model):
+        raise UsageError(f"OUT must be another folder than MODEL, got {out} for both")
+    holds_run = (out / "loss.csv").exists()
+    if holds_run and not options.resume:
+        raise UsageError(f"{out} must be a new folder, it holds a run; give --resume")
+    if out.is_dir() and not holds_run and any(out.iterdir()):
+        raise UsageError(f"OUT must be a new or an empty folder, {out} holds other files")
+
+
 def train(options: argparse.Namespace) -> None:
     """Train, with everything that is written on the way."""
     state, table = options.out / "state", options.out / "loss.csv"
-    if table.exists() and not options.resume:
-        raise UsageError(f"{options.out} must be a new folder, it holds a run; give --resume")
-    accelerator = Accelerator(gradient_accumulation_steps=options.accumulate)
+    expect_own_folder(options)
+    precision = "bf16" if options.dtype == "bfloat16" else "no"
+    accelerator = Accelerator(
+        gradient_accumulation_steps=options.accumulate, mixed_precision=precision
+    )
     set_seed(options.seed)
     pipe = load(options)
     device = accelerator.device

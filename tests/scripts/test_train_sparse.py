@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def run(monkeypatch, tiny_pipeline, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     sys.modules.pop("train_sparse", None)
     script = importlib.import_module("train_sparse")
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the first run's precision
     yield lambda *words: script.main(
         [str(tiny_pipeline("wan")), str(tmp_path / "out"), *SMALL, *words]
     )
@@ -68,6 +72,51 @@ def test_the_loss_falls_a_run_goes_on_and_the_folder_is_enough(run, tmp_path) ->
         assert any("by the gates of the checkpoint" in note for note in handle.report().notes)
 
 
+def weights_of(folder):
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def test_steps_at_small_rates_are_not_rounded_away(run, tiny_pipeline, tmp_path) -> None:
+    """Many steps of 1e-5 show in weights of bf16, where fp32 added them up."""
+    words = ("--dtype", "bfloat16", "--weights", "all", "--lr", "1e-5", "--steps", "40")
+    assert run(*words) == 0
+    before = weights_of(Path(tiny_pipeline("wan")))
+    moved = total = 0
+    for name, weight in weights_of(tmp_path / "out").items():
+        if name in before and weight.dtype is torch.bfloat16:
+            moved += int((weight != before[name].bfloat16()).sum())
+            total += weight.numel()
+    assert moved > 0.2 * total  # 0.09 where the steps are taken in bf16, 0.3 in fp32
+
+
+def test_a_run_goes_on_only_as_it_began(run, capsys) -> None:
+    words = ("--every", "1", "--steps", "1")
+    assert run(*words) == 0
+    for other in (("--weights", "all"), ("--backend", "sla_attn")):
+        assert run("--every", "1", "--steps", "2", "--resume", *other) == 2
+        assert "--resume must be given with the MODEL, --backend and --weights" in (
+            capsys.readouterr().err
+        )
+
+
+def test_gradients_that_are_not_finite_end_a_run(run, capsys, tmp_path, monkeypatch) -> None:
+    script = sys.modules["train_sparse"]
+    own = script.noised
+
+    def broken(*args):
+        batch = own(*args)
+        batch.flow.fill_(float("nan"))
+        return batch
+
+    monkeypatch.setattr(script, "noised", broken)
+    assert run("--steps", "2") == 2
+    assert "gradients must be finite, got a norm of nan in step 0" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "transformer").exists()
+
+
 def test_what_dense_attention_gave_is_learned(run, tmp_path) -> None:
     words = ("--config", "sparsity=0.9", "--target", "dense", "--weights", "all", "--batch", "4")
     assert run(*words, "--lr", "5e-5", "--steps", "40", "--every", "20") == 0
@@ -103,6 +152,7 @@ def test_what_has_nothing_to_train_is_refused(run, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
+        (("--frames", "10"), "--frames must be a multiple of 4 plus 1, got 10; nearest 9"),
         (("--height", "130"), "--height and --width must be multiples of 16, got 130 and 128"),
         (("--data", "nowhere"), "--data must be a folder with clips"),
         (("--resume",), "--resume needs a state in"),
@@ -125,3 +175,33 @@ def test_a_model_that_is_not_there_is_told(run, capsys) -> None:
     script = sys.modules["train_sparse"]
     assert script.main(["no/such/model", "out", *SMALL]) == 2
     assert "model must be the folder or the name of a Wan pipeline" in capsys.readouterr().err
+
+
+def test_the_result_has_a_folder_of_its_own(run, tiny_pipeline, tmp_path, capsys) -> None:
+    script, model = sys.modules["train_sparse"], str(tiny_pipeline("wan"))
+    assert script.main([model, model, *SMALL]) == 2
+    assert "OUT must be another folder than MODEL" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert run("--steps", "1") == 2
+    assert "OUT must be a new or an empty folder" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_a_run_that_ended_before_its_result_was_written_writes_it(run, tmp_path) -> None:
+    words = ("--steps", "2", "--every", "2", "--weights", "new")
+    assert run(*words) == 0
+    wanted = keys_of(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "transformer")
+    assert run(*words, "--resume") == 0
+    assert keys_of(tmp_path / "out") == wanted
+    assert [row["step"] for row in table(tmp_path / "out")] == ["0", "1", "2"]
+
+
+def test_a_clip_that_cannot_be_read_is_named(run, capsys, tmp_path) -> None:
+    data = tmp_path / "clips"
+    data.mkdir()
+    (data / "one.mp4").write_bytes(b"no clip")
+    (data / "one.txt").write_text("a fox")
+    assert run("--data", str(data), "--steps", "1") == 2
+    assert "one.mp4 must be a clip that can be read, got" in capsys.readouterr().err
