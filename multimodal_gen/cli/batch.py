@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from multimodal_gen.errors import ConfigError, MultimodalGenError, nearest
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file, short
+from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_lines, short
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS
 from multimodal_gen.runtime.setting import Setting, as_flag, expanded
 
@@ -88,7 +88,7 @@ def asked_for(typed: Mapping[str, Any]) -> Asked:
         ConfigError: a file cannot be read, names an unknown flag, or gives what a line cannot; or
             the model or the prompt is missing.
     """
-    config = _configured(typed["config"]) if typed.get("config") else {}
+    config = {} if typed.get("config") is None else _configured(typed["config"])
     own = ("config", "print_config")
     settings = {**config, **{name: value for name, value in typed.items() if name not in own}}
     if settings.get("model_path") is None:
@@ -99,7 +99,7 @@ def asked_for(typed: Mapping[str, Any]) -> Asked:
     prompts, file = settings.pop("prompt", None), settings.pop("prompt_file", None)
     generations = [
         *({**settings, "prompt": prompt} for prompt in _listed(prompts)),
-        *({**settings, **line} for line in (_lines(file, settings) if file else ())),
+        *({**settings, **line} for line in (() if file is None else _lines(file, settings))),
     ]
     if not generations:
         raise ConfigError(
@@ -158,6 +158,7 @@ def _configured(path: object) -> dict[str, Any]:
     """Return the settings of a configuration file, by name."""
     from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 
+    _CONFIG.normalised(path)
     file = expanded(str(path), "--config")
     return _named(read_mapping(file, name="--config"), f"--config {str(path)!r}")
 
@@ -181,7 +182,7 @@ def _lines(path: object, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]
     _PROMPT_FILE.normalised(path)
     file = expanded(str(path), "--prompt-file")
     try:
-        lines = read_small_file(file).splitlines()
+        lines = read_lines(file)
     except MalformedError as error:
         raise ConfigError(
             f"--prompt-file must be a readable text file, got {str(path)!r}: {error}"

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.plain_values import MalformedError, read_small_file
+from multimodal_gen.runtime.plain_values import MalformedError, read_lines
 
 __all__ = ["PromptFile", "Prompts", "read_prompts"]
 
@@ -35,7 +35,7 @@ def read_prompts(given: list[str] | None, file: Path | None, what: str) -> list[
     prompts = [*(given or [])]
     if file is not None:
         try:
-            lines = read_small_file(file).splitlines()
+            lines = read_lines(file)
         except MalformedError as error:
             raise ConfigError(
                 f"--prompts must be a readable text file, got {str(file)!r}: {error}"

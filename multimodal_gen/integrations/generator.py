@@ -7,6 +7,7 @@ Settings have the names, the values and the checks of the flags; `runtime/server
 them. The command line runs the same code.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,22 @@ from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, Serve
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DiffGenerator", "GenerationSettings", "Job", "LoadingSettings", "generate", "job_of"]
+__all__ = [
+    "AttentionSettings",
+    "DiffGenerator",
+    "GenerationSettings",
+    "Job",
+    "LoadingSettings",
+    "PretrainedSettings",
+    "generate",
+    "job_of",
+]
 
 _Path = Path | str
 
 
 class LoadingSettings(TypedDict, total=False):
-    """What `DiffGenerator.from_pretrained` takes; `sglang generate --help` says what each means."""
+    """How a model is loaded; `sglang generate --help` says what each means."""
 
     pipeline_class_name: str | None
     num_gpus: int | None
@@ -58,7 +68,23 @@ class LoadingSettings(TypedDict, total=False):
     enable_torch_compile: bool
 
 
-class GenerationSettings(TypedDict, total=False):
+class AttentionSettings(TypedDict, total=False):
+    """Which attention runs; `sglang generate --help` says what each means."""
+
+    backend: str
+    attention_backend: AttentionBackendEnum | str | None
+    attention_backend_config: str | Mapping[str, object] | None
+    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None
+    attention_config: str | Mapping[str, object] | None
+    attention_auto_table: _Path | None
+    strict_attention: bool
+
+
+class PretrainedSettings(LoadingSettings, AttentionSettings, total=False):
+    """What `DiffGenerator.from_pretrained` takes: how to load, and which attention runs."""
+
+
+class GenerationSettings(AttentionSettings, total=False):
     """What `DiffGenerator.generate` takes; `sglang generate --help` says what each means."""
 
     prompt: str | None
@@ -68,16 +94,9 @@ class GenerationSettings(TypedDict, total=False):
     video_path: _Path | None
     mask_path: _Path | None
     pipeline_arg: Mapping[str, object] | Sequence[str] | str | None
-    backend: str
-    attention_backend: AttentionBackendEnum | str | None
-    attention_backend_config: str | Mapping[str, object] | None
-    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None
-    attention_config: str | Mapping[str, object] | None
-    attention_auto_table: _Path | None
     cache: str | None
     latent_grid: Sequence[int] | str | None
     text_rows: Sequence[int] | str | None
-    strict_attention: bool
     height: int | None
     width: int | None
     num_frames: int | None
@@ -95,6 +114,13 @@ class GenerationSettings(TypedDict, total=False):
     save_latents: bool
     record_attention: _Path | None
     check_attention: int
+
+
+_ATTENTION = tuple(AttentionSettings.__annotations__)
+# One of these in a call of `generate` replaces all of those that were given before.
+_CHOICES = tuple(
+    name for name in _ATTENTION if name not in ("attention_auto_table", "strict_attention")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,38 +162,49 @@ class DiffGenerator:
     """A loaded pipeline; also a context manager that lets go of it at the end.
 
     Made by `from_pretrained`. Under `init_parallel` every rank makes one, with the same settings,
-    and makes the same calls; rank 0 gets the results.
+    and makes the same calls; rank 0 gets the results. Threads may share one: their generations wait
+    for each other.
+
+    Args:
+        args: what to load, and how.
+        attention: what `generate` has by default, of `AttentionSettings`.
     """
 
-    def __init__(self, args: ServerArgs) -> None:
+    def __init__(self, args: ServerArgs, attention: Mapping[str, Any] | None = None) -> None:
+        self._attention = dict(attention or {})
+        self._lock = threading.RLock()
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
         self._explicit = False
         self._session: Session | None = Session(args, self._attach)
 
     @classmethod
     def from_pretrained(
-        cls, model_path: Path | str, **settings: "Unpack[LoadingSettings]"
+        cls, model_path: Path | str, **settings: "Unpack[PretrainedSettings]"
     ) -> "DiffGenerator":
         """Load a pipeline.
 
         Args:
             model_path: folder with model_index.json, or a Hugging Face Hub id.
-            **settings: how to load it; see `LoadingSettings`.
+            **settings: how to load it, and which attention its generations run with; see
+                `PretrainedSettings`.
 
         Raises:
             ConfigError: a setting is unknown, has the wrong type or is out of range.
             UsageError: it does not fit the pipeline or the device.
             MissingDependencyError: diffusers, or what a setting needs, is not installed.
         """
-        _check_names(settings, LOADING_SETTINGS, "DiffGenerator.from_pretrained")
-        args = ServerArgs(model_path=str(model_path), **settings)
+        valid = (*LOADING_SETTINGS, *_ATTENTION)
+        _check_names(settings, valid, "DiffGenerator.from_pretrained")
+        args = job_of({"model_path": str(model_path), **settings}).args
+        given: Mapping[str, Any] = settings
+        attention = {name: given[name] for name in _ATTENTION if name in given}
         if parallel_groups() is None and plan_ranks(args).world_size > 1:
             raise UsageError(
                 "num_gpus must be 1 for a generator of one process, got settings for several GPUs; "
                 "start the script with torchrun and call multimodal_gen.init_parallel first, or "
                 "use `sglang generate`"
             )
-        return cls(args)
+        return cls(args, attention)
 
     def generate(
         self, *, on_chunk: Give | None = None, **settings: "Unpack[GenerationSettings]"
@@ -181,7 +218,8 @@ class DiffGenerator:
         Args:
             on_chunk: takes each `StreamedChunk` of a video that is streamed; what it raises ends
                 the generation.
-            **settings: what to make, with which attention; see `GenerationSettings`.
+            **settings: what to make, with which attention; see `GenerationSettings`. A backend,
+                or rules, given here replace those of `from_pretrained` and their parameters.
 
         Returns:
             Pixels, latents, the report of every attention layer, and the files that were written;
@@ -194,7 +232,9 @@ class DiffGenerator:
         """
         names = tuple(name for name in SETTINGS if name not in LOADING_SETTINGS)
         _check_names(settings, names, "DiffGenerator.generate")
-        given: dict[str, Any] = dict(settings)
+        replaced = _CHOICES if any(name in settings for name in _CHOICES) else ()
+        before = {name: it for name, it in self._attention.items() if name not in replaced}
+        given: dict[str, Any] = {**before, **settings}
         save = given.get("output_path") is not None
         if not save:
             given.pop("output_path", None)
@@ -213,17 +253,20 @@ class DiffGenerator:
             save: write files.
             on_chunk: see `generate`.
         """
-        if self._session is None:
-            raise UsageError("a DiffGenerator must not be used once it is closed; load it again")
-        self._explicit = job.explicit
         facts = {
             "multimodal_gen": __version__,
             "backend": job.args.backend,
             "backend_reason": job.reason,
         }
-        return self._session.generate(
-            job.args, facts=facts, mark=mark, save=save, on_chunk=on_chunk
-        )
+        with self._lock:
+            if self._session is None:
+                raise UsageError(
+                    "a DiffGenerator must not be used once it is closed; load it again"
+                )
+            self._explicit = job.explicit
+            return self._session.generate(
+                job.args, facts=facts, mark=mark, save=save, on_chunk=on_chunk
+            )
 
     @property
     def load_seconds(self) -> float:
@@ -232,9 +275,10 @@ class DiffGenerator:
 
     def close(self) -> None:
         """Let go of the model; a second call does nothing."""
-        if self._session is not None:
-            self._session.close()
-        self._session = None
+        with self._lock:
+            if self._session is not None:
+                self._session.close()
+            self._session = None
 
     def __enter__(self) -> "DiffGenerator":
         return self

@@ -22,6 +22,7 @@ __all__ = [
     "as_mapping",
     "frozen",
     "read_json",
+    "read_lines",
     "read_mapping",
     "read_pairs",
     "read_scalar",
@@ -64,6 +65,18 @@ def read_small_file(path: Path, *, encoding: str = "utf-8") -> str:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
         raise MalformedError(f"the file is not UTF-8 text: {error.reason}") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a regular text file, without a byte order mark.
+
+    They end where editors and JSON end them: `str.splitlines` also cuts at characters that are
+    part of a text, such as U+2028.
+
+    Raises:
+        MalformedError: as `read_small_file`.
+    """
+    return re.split(r"\r\n|\r|\n", read_small_file(path, encoding="utf-8-sig"))
 
 
 def read_json(text: str) -> object:

@@ -21,6 +21,19 @@ def test_a_file_gives_one_generation_a_line(tmp_path) -> None:
     )
 
 
+def test_lines_end_where_editors_end_them(tmp_path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text('\ufeff{"prompt": "a\u2028b"}\r\nc\x0cd\re\u0085f', newline="")
+    found = asked_for({"model_path": "m", "prompt_file": str(file)}).generations
+    assert [each["prompt"] for each in found] == ["a\u2028b", "c\x0cd", "e\u0085f"]
+
+
+@pytest.mark.parametrize("flag", ["config", "prompt_file"])
+def test_a_file_without_a_name_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} must be a file or folder"):
+        asked_for({"model_path": "m", "prompt": ["a"], flag: ""})
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -136,11 +149,40 @@ def test_an_interrupted_file_of_prompts_goes_on_where_it_was(
     assert other.out.splitlines()[-1].endswith(" s in all, 3 generations")
 
 
-def test_generations_that_need_one_file_are_refused(tiny_pipeline, sglang, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"--output-path": "x.png"},
+            "--output-path must be a folder where several generations go to it",
+        ),
+        (
+            {"--output-path": "out", "--record-attention": "r.json"},
+            "--record-attention must be another file for each of several",
+        ),
+    ],
+)
+def test_generations_that_need_one_file_are_refused_before_the_first(
+    tiny_pipeline, sglang, tmp_path, files: dict[str, str], said: str
+) -> None:
     outcome = sglang(
         *("generate", "--model-path", tiny_pipeline("flux"), "--prompt", "a", "--prompt", "b"),
-        *("--output-path", tmp_path / "x.png", *SIZE),
+        *(word for flag, name in files.items() for word in (flag, tmp_path / name)),
+        *SIZE,
     )
     assert outcome.code == 2
-    assert "--output-path must be a folder where several generations go to it" in outcome.err
+    assert said in outcome.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_pipeline_refuses_of_a_line_is_said_to_be_of_that_line(
+    tiny_pipeline, sglang, tmp_path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text('a fox\n{"prompt": "a cat", "image_path": "x.png"}\n')
+    outcome = sglang(
+        *("generate", "--model-path", tiny_pipeline("flux"), "--prompt-file", prompts),
+        *("--output-path", tmp_path / "out", *SIZE),
+    )
+    assert outcome.code == 2
+    assert "error: the generation of 'a cat': --image-path must be left out" in outcome.err

@@ -10,7 +10,7 @@ import functools
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -23,7 +23,6 @@ from multimodal_gen.runtime.generator.index import described, first_line, is_out
 from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
-from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import as_flag
 
@@ -109,10 +108,12 @@ class Denoised:
     Attributes:
         pixels: floats in [0, 1], one [T, H, W, C] array per video or [H, W, C] per image.
         latents: what the last denoising step left, in the pipeline's own layout.
+        notes: what the pipeline made besides and is lost.
     """
 
     pixels: tuple[Any, ...]
     latents: torch.Tensor
+    notes: tuple[str, ...] = ()
 
 
 def denoise(
@@ -147,7 +148,10 @@ def denoise(
     timings.split(start)
     found = getattr(result, "frames", None)
     pixels = result.images if found is None else found
-    return Denoised(pixels=tuple(pixels), latents=watch.latents)
+    notes: tuple[str, ...] = ()
+    if getattr(result, "audio", None) is not None:
+        notes = (f"the sound that {type(pipe).__name__} made is not written, videos are silent",)
+    return Denoised(pixels=tuple(pixels), latents=watch.latents, notes=notes)
 
 
 @contextmanager
@@ -211,11 +215,11 @@ def refusal_explained() -> Iterator[None]:
 
 
 @contextmanager
-def arguments_explained(given: Mapping[str, object]) -> Iterator[None]:
+def arguments_explained(given: Sequence[str]) -> Iterator[None]:
     """Name the arguments that nothing but the pipeline can check where it fails with them.
 
     Args:
-        given: values by the arguments that the user gave by the pipeline's own names.
+        given: flags with their values: of files, and of arguments by the pipeline's own names.
 
     Raises:
         UsageError: there are some, and diffusers, or what it calls, raised an error.
@@ -226,9 +230,8 @@ def arguments_explained(given: Mapping[str, object]) -> Iterator[None]:
         ours = _modules(error)[-1].partition(".")[0] == __name__.partition(".")[0]
         if not given or ours or isinstance(error, MultimodalGenError) or is_out_of_memory(error):
             raise
-        named = ", ".join(f"{name}={short(value)}" for name, value in given.items())
         raise UsageError(
-            f"the pipeline fails with --pipeline-arg {named}: {described(error)}; give other "
+            f"the pipeline fails with {', '.join(given)}: {described(error)}; give other "
             f"values, or leave them out"
         ) from error
 

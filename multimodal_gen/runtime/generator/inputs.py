@@ -18,7 +18,14 @@ from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import as_flag
 
-__all__ = ["INPUTS", "check_inputs", "given_arguments", "how_to_give", "read_inputs"]
+__all__ = [
+    "INPUTS",
+    "as_typed",
+    "check_inputs",
+    "given_arguments",
+    "how_to_give",
+    "read_inputs",
+]
 
 INPUTS: Final[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
     {
@@ -35,6 +42,8 @@ INPUTS: Final[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
 
 _LISTS = ("images", "input_images", "reference_images")  # of these, one is a list too
 _VIDEOS = (".mp4", ".mov", ".mkv", ".avi", ".webm", ".m4v", ".mpg", ".mpeg", ".gif")
+
+_OF_IMAGES = ("--image-path", "--last-image-path")
 
 # What `generate` decides itself, or has a flag of another name for.
 _TAKEN: Final[Mapping[str, str]] = types.MappingProxyType(
@@ -72,6 +81,7 @@ def check_inputs(index: PipelineIndex, args: ServerArgs, flags: Mapping[str, str
             raise _takes_none(index, setting, files)
         for file in files:
             _check_file(as_flag(setting), file)
+            _check_kind(setting, file)
     _check_number(index, args)
     for name, value in _further(args).items():
         _check_argument(index, name, value, flags)
@@ -81,6 +91,14 @@ def given_arguments(index: PipelineIndex, args: ServerArgs) -> set[str]:
     """Return the names of the pipeline's arguments that files and `--pipeline-arg` give."""
     named = {_parameter(index, setting) for setting in INPUTS if _files(args, setting)}
     return {name for name in named if name} | set(_further(args))
+
+
+def as_typed(args: ServerArgs) -> tuple[str, ...]:
+    """Return the flags and values of files and further arguments, as users type them."""
+    files = ((setting, file) for setting in INPUTS for file in _files(args, setting))
+    found = [f"{as_flag(setting)} {file}" for setting, file in files]
+    named = [f"{name}={short(value)}" for name, value in _further(args).items()]
+    return (*found, *([f"--pipeline-arg {', '.join(named)}"] if named else []))
 
 
 def how_to_give(index: PipelineIndex, name: str) -> str:
@@ -239,6 +257,28 @@ def _check_file(name: str, file: Path) -> None:
         raise UsageError(f"{name} must be a readable {what}, got {str(file)!r}: {problem}")
 
 
+def _check_kind(setting: str, file: Path) -> None:
+    """Refuse a video where an image is needed, and the other way round; masks may be either."""
+    video, needed = _is_video(file), setting == "video_path"
+    if setting == "mask_path" or video == needed:
+        return
+    if needed:
+        raise UsageError(
+            f"{as_flag(setting)} must be a video ({', '.join(_VIDEOS)}), got the image "
+            f"{str(file)!r}"
+        )
+    if file.suffix.lower() != ".gif" or _moves(file):
+        raise UsageError(f"{as_flag(setting)} must be an image, got the video {str(file)!r}")
+
+
+def _moves(file: Path) -> bool:
+    """Return whether an image has several frames."""
+    from PIL import Image
+
+    with Image.open(file.expanduser()) as image:
+        return getattr(image, "n_frames", 1) > 1
+
+
 def _problem(file: Path) -> str:
     try:
         file = file.expanduser()
@@ -273,10 +313,16 @@ def _look_into(file: Path) -> None:
 def _read(name: str, file: Path) -> Any:
     """Return an image, or a list of images, as diffusers reads them."""
     from diffusers.utils import load_image, load_video
+    from PIL import Image, ImageSequence
 
     path = str(file.expanduser())
     try:
-        return load_video(path) if _is_video(file) else load_image(path)
+        if _is_video(file) and file.suffix.lower() != ".gif":
+            return load_video(path)
+        with Image.open(path) as image:
+            if _is_video(file) and name not in _OF_IMAGES:
+                return [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+            return load_image(image)
     except Exception as error:
         what = "video" if _is_video(file) else "image"
         raise UsageError(

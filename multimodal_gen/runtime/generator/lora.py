@@ -1,15 +1,18 @@
 """Low-rank adapters (LoRA) of a loaded pipeline: every tensor of their files has its place.
 
-diffusers says in a log, if at all, that a file does not fit the model; what it left out is missing
-in the result. Here such files are refused.
+diffusers says in a log, if at all, that a file does not fit the model, or that it takes a part of
+it alone; what it left out is missing in the result. Here such files are refused. What a repository
+on the Hub lost when diffusers renamed its tensors is not seen.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ __all__ = ["Lora", "add_loras", "check_loras", "read_loras"]
 
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 _SHOWN = 3
+_WEIGHTS = (".safetensors", ".bin")
 _MOST = 200  # characters of another library's message
 
 
@@ -31,7 +35,7 @@ class Lora:
 
     Attributes:
         path: a file, a folder that holds one, or a hub id.
-        scale: what its weights are multiplied by.
+        scale: what its weights are multiplied by; finite.
     """
 
     path: str
@@ -39,7 +43,11 @@ class Lora:
 
 
 def read_loras(texts: Sequence[str]) -> tuple[Lora, ...]:
-    """Return the adapters that `FILE[:SCALE]` texts name."""
+    """Return the adapters that `FILE[:SCALE]` texts name.
+
+    Raises:
+        UsageError: a scale is beyond all floats.
+    """
     found = []
     for text in texts:
         match = _SCALE.fullmatch(text)
@@ -48,6 +56,8 @@ def read_loras(texts: Sequence[str]) -> tuple[Lora, ...]:
             found.append(Lora(path=text))
         else:
             found.append(Lora(path=match["path"], scale=float(match["scale"])))
+        if not math.isfinite(found[-1].scale):
+            raise UsageError(f"--lora-path must have a finite scale, got {text!r}")
     return tuple(found)
 
 
@@ -55,7 +65,7 @@ def check_loras(pipeline_class: type, loras: Sequence[Lora]) -> None:
     """Refuse adapters that cannot be loaded, before weights are.
 
     Raises:
-        UsageError: the pipeline takes none, or there is no such file.
+        UsageError: the pipeline takes none, there is no such file, or a folder has several.
         MissingDependencyError: peft is not installed.
     """
     if not loras:
@@ -71,9 +81,13 @@ def check_loras(pipeline_class: type, loras: Sequence[Lora]) -> None:
         )
     for lora in loras:
         file = expanded(lora.path, "--lora-path")
-        if file.is_file() or file.is_dir():
+        if file.is_dir():
+            _only_file(file)
+        elif file.is_file():
             continue
-        if file.exists() or not HUB_ID.fullmatch(lora.path):
+        elif (
+            file.exists() or not HUB_ID.fullmatch(lora.path) or lora.path.lower().endswith(_WEIGHTS)
+        ):
             raise UsageError(
                 f"--lora-path must be an existing file or folder, or a hub id, got {lora.path!r}"
             )
@@ -87,24 +101,92 @@ def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
     """
     names = [f"lora_{number}" for number in range(1, len(loras) + 1)]
     for name, lora in zip(names, loras, strict=True):
+        file = _local_file(lora)
         with _explained(pipe, lora), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are meant
-            held = pipe.lora_state_dict(_location(lora))
-            pipe.load_lora_weights(_location(lora), adapter_name=name)
-        _check_placed(pipe, lora, name, held[0] if isinstance(held, tuple) else held)
+            given = None if file is None else _tensors(file)
+            held = pipe.lora_state_dict(lora.path if given is None else dict(given))
+            held = held[0] if isinstance(held, tuple) else held
+            _check_kept(pipe, lora, given or {}, held)
+            # diffusers leaves biases that only some layers have without values otherwise.
+            biased = any(key.endswith(".bias") for key in held)
+            options = {"low_cpu_mem_usage": False} if biased else {}
+            pipe.load_lora_weights(str(file or lora.path), adapter_name=name, **options)
+        _check_placed(pipe, lora, name, held)
     if loras:
         pipe.set_adapters(names, [lora.scale for lora in loras])
 
 
-def _location(lora: Lora) -> str:
+def _local_file(lora: Lora) -> Path | None:
+    """Return the file of an adapter, or None for a hub id."""
     file = expanded(lora.path, "--lora-path")
-    return str(file) if file.exists() else lora.path
+    if file.is_dir():
+        return _only_file(file)
+    return file if file.exists() else None
+
+
+def _only_file(folder: Path) -> Path:
+    """Return the weights in a folder; those named as diffusers names them count before others."""
+    for suffix in _WEIGHTS:
+        found = sorted(file for file in folder.glob(f"*{suffix}") if file.is_file())
+        own = [file for file in found if file.name == f"pytorch_lora_weights{suffix}"]
+        if len(own or found) > 1:
+            names = ", ".join(file.name for file in found)
+            raise UsageError(
+                f"--lora-path must name one file, got the folder {str(folder)!r} with {names}"
+            )
+        if found:
+            return (own or found)[0]
+    raise UsageError(
+        f"--lora-path must be a folder with a file in .safetensors, got {str(folder)!r} without one"
+    )
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return what a file has, by its own names."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError:
+        if file.suffix.lower() == _WEIGHTS[0]:
+            raise
+    found: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return found
+
+
+def _check_kept(
+    pipe: Any, lora: Lora, given: dict[str, torch.Tensor], held: dict[str, torch.Tensor]
+) -> None:
+    """Refuse a file with tensors beside those of low rank that diffusers did not take.
+
+    Such are the magnitudes of DoRA and changes of whole weights. Zeros change nothing.
+
+    Args:
+        pipe: the pipeline.
+        lora: the adapter.
+        given: its tensors, by the names of the file.
+        held: what diffusers made of them.
+    """
+    kept = {x.data_ptr() for x in held.values()}
+    lost = [
+        name
+        for name, x in given.items()
+        if ("dora_scale" in name or name.endswith((".diff", ".diff_b")))
+        and x.data_ptr() not in kept
+        and bool(x.any())
+    ]
+    if lost:
+        raise UsageError(_unplaced(pipe, lora, lost, len(given)))
 
 
 @contextmanager
 def _explained(pipe: Any, lora: Lora) -> Iterator[None]:
     try:
         yield
+    except UsageError:
+        raise
     except Exception as error:  # files that do not fit fail in every way there is
         if is_out_of_memory(error):
             raise
@@ -126,11 +208,19 @@ def _check_placed(pipe: Any, lora: Lora, name: str, held: dict[str, Any]) -> Non
     wanted = [key for key in held if ".lora_" in key]
     if placed and len(placed) >= len(wanted):
         return
+    if not wanted:
+        raise UsageError(
+            f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, which has "
+            f"no tensors of one"
+        )
     missing = sorted(set(wanted) - placed) or wanted
+    raise UsageError(_unplaced(pipe, lora, missing, len(wanted)))
+
+
+def _unplaced(pipe: Any, lora: Lora, missing: Sequence[str], total: int) -> str:
     shown = ", ".join(missing[:_SHOWN])
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-    raise UsageError(
+    return (
         f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, of which "
-        f"{len(wanted) - len(placed)} of {len(wanted)} tensors have no place in the model: "
-        f"{shown}{more}"
+        f"{len(missing)} of {total} tensors have no place in the model: {shown}{more}"
     )

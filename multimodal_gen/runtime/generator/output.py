@@ -16,6 +16,7 @@ import platform
 import re
 import tempfile
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = [
     "Staging",
     "media_suffix",
     "require_encoder",
+    "require_own_files",
     "require_writable",
     "sweep",
     "to_uint8",
@@ -534,6 +536,38 @@ def require_writable(folder: Path, flag: str = "--output-path") -> None:
         raise UsageError(
             f"{flag} must be writable, got {str(folder)!r}, which is not ({error.strerror})"
         ) from error
+
+
+def require_own_files(
+    targets: Sequence[OutputTarget], attention_records: Sequence[Path | str | None]
+) -> None:
+    """Refuse generations of one run that would write the same file.
+
+    Args:
+        targets: where each generation is to be written.
+        attention_records: the file that each writes for its attention, or None.
+
+    Raises:
+        UsageError: names the file.
+    """
+    twice = _named_twice([target.path for target in targets if target.is_file])
+    if twice is not None:
+        raise UsageError(
+            f"--output-path must be a folder where several generations go to it, got {twice}"
+        )
+    records = [Path(file).expanduser() for file in attention_records if file is not None]
+    twice = _named_twice(records)
+    if twice is not None:
+        raise UsageError(
+            f"--record-attention must be another file for each of several generations, got "
+            f"{twice}; give it in the lines of --prompt-file"
+        )
+
+
+def _named_twice(files: Sequence[Path]) -> Path | None:
+    """Return the first of several files that is there twice, as an absolute path."""
+    files = [file.absolute() for file in files]
+    return next((file for file in files if files.count(file) > 1), None)
 
 
 def _require_short(names: OutputNames) -> None:

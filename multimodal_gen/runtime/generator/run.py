@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.errors import MissingDependencyError, MultimodalGenError, UsageError
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import output
@@ -31,6 +31,7 @@ from multimodal_gen.runtime.generator.denoise import (
     produced,
 )
 from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.inputs import as_typed
 from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
 from multimodal_gen.runtime.generator.output import (
     GrowingVideo,
@@ -55,7 +56,7 @@ from multimodal_gen.runtime.generator.stream import Give, StreamedChunk, Streami
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
-from multimodal_gen.runtime.plain_values import MalformedError, read_small_file
+from multimodal_gen.runtime.plain_values import MalformedError, read_small_file, short
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import expanded
 
@@ -152,19 +153,19 @@ def prepare(
     sized = any(args.height is not None or args.width is not None for args in asked)
     bare = without_weights(index) if sized else None
     for args in asked:
-        check_arguments(index, args)
-        check_stream(index, args)
-        if bare is not None:
-            check_sizes(bare, args)
-        settled.append(replace(args, seed=_seed(args)))
-        if is_main_rank():
-            targets.append(_target(index, settled[-1]))
-    files = [target.path.absolute() for target in targets if target.is_file]
-    twice = next((file for file in files if files.count(file) > 1), None)
-    if twice is not None:
-        raise UsageError(
-            f"--output-path must be a folder where several generations go to it, got {twice}"
-        )
+        try:
+            check_arguments(index, args)
+            check_stream(index, args)
+            if bare is not None:
+                check_sizes(bare, args)
+            settled.append(replace(args, seed=_seed(args)))
+            if is_main_rank():
+                targets.append(_target(index, settled[-1]))
+        except UsageError as error:
+            if len(asked) == 1 or isinstance(error, MissingDependencyError):
+                raise
+            raise UsageError(f"the generation of {short(args.prompt)}: {error}") from error
+    output.require_own_files(targets, [args.record_attention for args in asked])
     return tuple(settled), tuple(targets)
 
 
@@ -298,7 +299,7 @@ class Session:
         check_finite(run)
         made = produced(run.pixels)
         record = self._record(args, facts, made, report)
-        notes = (*call.notes, *self._notes, *differences(made, args))
+        notes = (*call.notes, *self._notes, *run.notes, *differences(made, args))
         if args.cache is not None and args.backend == "diffusers":
             notes += (f"the cache {args.cache} was enabled",)  # others are in the report
         saved = _Saved(
@@ -480,9 +481,8 @@ def _denoise(
         call = replace(call, arguments={**call.arguments, "output_type": "latent"})
     width, height = output_size(pipe, index, args)
     asked = Generation(prompt=args.prompt or "", width=width, height=height)
-    given = args.pipeline_arg if isinstance(args.pipeline_arg, Mapping) else {}
     with (
-        arguments_explained(given),
+        arguments_explained(as_typed(args)),
         diffusers_backend_explained(_named_backend(args)),
         describe_generation(asked),
     ):

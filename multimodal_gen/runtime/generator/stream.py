@@ -27,7 +27,7 @@ from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.generator.streamed import TAKEN, Followed, FramePack, SkyReels
 from multimodal_gen.runtime.layers.attention.report import Json
-from multimodal_gen.runtime.plain_values import MalformedError, read_small_file, short
+from multimodal_gen.runtime.plain_values import MalformedError, read_lines, short
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.runtime.setting import expanded
 
@@ -141,7 +141,7 @@ def read_timed_prompts(file: Path | str | None) -> tuple[TimedPrompt, ...]:
         return ()
     try:
         path = expanded(str(file), "--prompts-file")
-        lines = read_small_file(path, encoding="utf-8-sig").splitlines()
+        lines = read_lines(path)
     except MalformedError as error:
         raise ConfigError(
             f"--prompts-file must be a readable text file, got {str(file)!r}: {error}"

@@ -62,7 +62,7 @@ class _WithSound(_Pipe):
             for t in self.scheduler.timesteps:
                 video = self.scheduler.step(video * 0.1, t, video, return_dict=False)[0]
                 sound = sound_scheduler.step(sound * 0.3, t, sound, return_dict=False)[0]
-        return SimpleNamespace(frames=video, sound=sound)
+        return SimpleNamespace(frames=video, audio=sound)
 
 
 class _WithPickledSound(_WithSound):
@@ -149,13 +149,19 @@ def test_watching_changes_no_result_and_counts_every_step_once(make) -> None:
     assert len(timings.steps) == STEPS
 
 
+def test_sound_that_is_made_and_lost_is_noted() -> None:
+    done, _ = _denoise(_WithSound())
+    assert done.notes == ("the sound that _WithSound made is not written, videos are silent",)
+    assert _denoise(_Partial())[0].notes == ()
+
+
 def test_a_copy_steps_itself_and_not_the_original() -> None:
     sounds = []
 
     class Listening(_WithSound):
         def __call__(self):
             result = super().__call__()
-            sounds.append(result.sound)
+            sounds.append(result.audio)
             return result
 
     Listening()()
