@@ -161,7 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--version must be at least 1, got {given.version}")
     if given.folder.exists():
         parser.error(f"{given.folder} must not exist; remove it, or name another folder")
-    build(given.folder, given.name, given.version, given.repo_id)
+    try:
+        build(given.folder, given.name, given.version, given.repo_id)
+    except OSError as error:
+        parser.error(f"{given.folder} must be a folder that can be made ({error.strerror})")
     print(
         f"{given.folder}: kernel {given.name}, version {given.version}, for {', '.join(BACKENDS)}"
     )

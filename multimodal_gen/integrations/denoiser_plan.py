@@ -187,23 +187,45 @@ class DenoiserPlan:
             )
         for reason, count in Counter(self._failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
-        for patched in self._patched if self._installed else ():
+        if self._installed:
+            yield from self._changed()
+
+    def _changed(self) -> Iterator[str]:
+        """Say what became of modules that others changed since, those alike in one sentence."""
+        changed: dict[str, list[str]] = {}
+        for patched in self._patched:
             processor: object = patched.module.processor
+            backend = getattr(patched.replacement, LAYER, None)
             if processor is not patched.replacement:
-                yield f"{name}: {patched.name} got another processor after apply()"
-                continue
-            backend = getattr(patched.replacement, "_attention_backend", None)
-            if backend is not patched.layer:
-                yield f"{name}: {patched.name} was handed to diffusers, its backend is {backend}"
+                changed.setdefault("got another processor after apply()", []).append(patched.name)
+            elif backend is not patched.layer:
+                handed = f"was handed to diffusers, its backend is {backend}"
+                changed.setdefault(handed, []).append(patched.name)
+        for what, modules in changed.items():
+            more = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
+            yield f"{self._component.name}: {modules[0]}{more} {what}"
 
     def _without_adapter(self) -> Iterator[str]:
         """Say what is known of the tokens of a model without an adapter."""
-        start = f"{self._component.name}: {type(self._component.model).__name__} has no adapter, "
         if self._described is not None:
-            yield f"{start}its tokens are as given: {self._described}"
+            start = f"{self._component.name}: {type(self._component.model).__name__} has no adapter"
+            yield f"{start}, its tokens are as given: {self._described}"
         elif not self._known and self._patched:
-            dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
-            yield f"{start}its latent grid is unknown{dense}"
+            yield self.unknown_grid
+
+    @property
+    def unknown_grid(self) -> str:
+        """What it means that the latent grid of a model without an adapter is unknown."""
+        dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
+        return (
+            f"{self._component.name}: {type(self._component.model).__name__} has no adapter, its "
+            f"latent grid is unknown{dense}"
+        )
+
+    @property
+    def lost_sparse(self) -> bool:
+        """Whether a sparse backend was asked for its layers, and is left to automatic choice."""
+        return self._dropped and bool(self._patched)
 
     def install(self, undo: ExitStack) -> None:
         """Carry the plan out; `undo` takes the steps that take it back."""

@@ -17,7 +17,12 @@ from typing import Any
 
 from torch import nn
 
-from multimodal_gen.errors import ConfigError, NothingAppliedError, UsageError
+from multimodal_gen.errors import (
+    ConfigError,
+    NothingAppliedError,
+    UnsupportedBackendError,
+    UsageError,
+)
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
 from multimodal_gen.integrations.forward_hooks import notice_end
@@ -78,10 +83,14 @@ class AttentionHandle:
         """Return what ran in every layer so far, and why; before the first call, what would."""
         return AttentionReport(
             layers=tuple(report for plan in self._plans for report in plan.reports()),
-            notes=(
-                *self._notes,
-                *(note for plan in self._plans for note in plan.notes()),
-                *self._warnings.given,
+            notes=tuple(
+                dict.fromkeys(
+                    (
+                        *self._notes,
+                        *(note for plan in self._plans for note in plan.notes()),
+                        *self._warnings.given,
+                    )
+                )
             ),
             gathering=sum_of(p.times() for p in self._plans if isinstance(p, DenoiserPlan)),
         )
@@ -176,7 +185,8 @@ def apply(
         UsageError: the target is no pipeline or model, or is attached already; or ranks are to
             share the tokens of denoisers none of which can be split.
         ConfigError: a setting cannot be read or does not fit its backend.
-        UnsupportedBackendError: a requested backend cannot serve a layer.
+        UnsupportedBackendError: a requested backend cannot serve a layer; or, with `strict`, a
+            sparse one was asked for, and the latent grid of no denoiser is known.
         ComponentAttentionBackendNotAppliedError: a component override, or a rule,
             reaches no attention layer.
         NothingAppliedError: no attention module of a denoiser could be taken over.
@@ -209,6 +219,7 @@ def apply(
     if not any(plan.layers for plan in denoisers or plans):
         raise _nothing_applied(components, denoisers)
     _require_undescribed(denoisers, described)
+    _require_grid(denoisers, scope)
     _require_split(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline)
@@ -268,6 +279,23 @@ def _require_undescribed(denoisers: list[DenoiserPlan], described: DescribedToke
             f"without an adapter, got {described} for {names}, whose adapter reads them off every "
             f"call; leave them out"
         )
+
+
+def _require_grid(denoisers: list[DenoiserPlan], scope: SelectionScope) -> None:
+    """Warn, or refuse under strict, where sparse attention was asked for and no denoiser has any.
+
+    A pipeline whose denoiser has some may have small models beside it that have none.
+    """
+    taken = [plan for plan in denoisers if plan.layers]
+    if not all(plan.lost_sparse for plan in taken):
+        return
+    for plan in taken:
+        if scope.strict:
+            raise UnsupportedBackendError(
+                f"{plan.unknown_grid}, which --strict-attention refuses; give latent_grid "
+                f"(--latent-grid), name a dense backend, or leave strict out"
+            )
+        scope.warnings.warn(plan.unknown_grid)
 
 
 def _require_split(denoisers: list[DenoiserPlan]) -> None:

@@ -277,6 +277,8 @@ class DenoiserHooks:
             step, number = self._tracker.locate_again()
             return step, None if number is None else number / scale
         timestep = value if isinstance(value, torch.Tensor) else torch.tensor(float(value or 0))
+        if timestep.is_meta or not timestep.numel():  # nothing to read
+            return self._tracker.locate_by_index(), None
         # The tokens of an image to continue have timestep 0; the others have the step's.
         facts = timestep.float().amax().reshape(1)
         if padding is not None:

@@ -9,12 +9,14 @@ calls it for every self-attention:
       --diffusion-attention-config.per_role.self.extra.sparsity 0.8
 
 Beside `method` there are its parameters, as `sglang attention describe NAME` lists them. Which
-layer calls is not told, so parameters that name layers are refused. A call whose tokens are not
-those of the latent grid alone runs dense, with one warning.
+layer calls is not told, so parameters that name layers are refused, and defaults that do are left
+out with one warning. A call whose tokens are not those of the latent grid alone runs dense, with
+one warning.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +37,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
+from multimodal_gen.runtime.layers.attention.warn_once import PROCESS
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, use_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
@@ -117,13 +120,26 @@ def _asked(params: Mapping[str, Any]) -> tuple[AttentionBackendEnum, BackendConf
     }
     cls = find_backend(method, current_platform().name)
     config = build_config(cls.config_cls, given, backend=str(method))
+    return method, _for_all_layers(method, config)
+
+
+def _for_all_layers(method: AttentionBackendEnum, config: BackendConfig) -> BackendConfig:
+    """Refuse parameters that keep some layers dense, and go without those that do by default."""
     parts = config.dense_parts("layers") if isinstance(config, SparseConfig) else ()
-    if parts:
-        raise ConfigError(
-            f"{parts[0].given} of {method} must be left out in vllm-omni, which does not tell "
-            f"which layer calls"
+    defaults = {each.name: each.default for each in fields(config)}
+    for part in parts:
+        name = part.given.partition("=")[0]
+        if getattr(config, name) != defaults[name]:
+            raise ConfigError(
+                f"{part.given} of {method} must be left out in vllm-omni, which does not tell "
+                f"which layer calls"
+            )
+        PROCESS.warn(
+            f"{method} runs in all layers: {part.given}, its default, keeps some of them dense, "
+            f"but vllm-omni does not tell which layer calls"
         )
-    return method, config
+        config = replace(config, **{name: None if name == "dense_layers" else 0})
+    return config
 
 
 @lru_cache(maxsize=64)

@@ -468,6 +468,17 @@ def test_an_unknown_model_is_taken_over_and_says_that_its_grid_is_unknown(settin
     )
 
 
+def test_a_sparse_request_that_no_denoiser_can_meet_is_warned_of_and_refused_under_strict(caplog):
+    with apply(unknown_model(), attention_backend="video_sparse_attn"):
+        pass
+    assert sum("its latent grid is unknown" in message for message in caplog.messages) == 1
+    model = unknown_model()
+    with pytest.raises(UnsupportedBackendError, match=r"is unknown.*give latent_grid"):
+        apply(model, attention_backend="video_sparse_attn", strict=True)
+    with apply(model, attention_backend="torch_sdpa", strict=True):  # nothing of it was attached
+        pass
+
+
 class Eager:
     """A processor that spells its attention out."""
 

@@ -6,6 +6,8 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.integrations.diffusers import apply
 from tests.integrations.conftest import generate
+from tests.integrations.models.newer_families import anyflow, anyflow_inputs
+from tests.integrations.parallel.models import wan, wan_inputs
 
 
 def sparse(backend="sla_attn"):
@@ -93,10 +95,31 @@ def test_a_processor_set_after_apply_that_cannot_be_taken_over_runs_with_a_warni
 def test_handing_modules_to_diffusers_is_warned_of_once(fresh, caplog):
     pipe = fresh("wan")
     with apply(pipe, attention_backend="torch_sdpa") as handle:
-        pipe.transformer.blocks[0].attn1.set_attention_backend("native")
+        pipe.transformer.set_attention_backend("native")
         generate(pipe, "wan")
         notes = handle.report().notes
     assert sum("set_attention_backend after apply() handed" in note for note in notes) == 1
+    each = [note for note in notes if "was handed to diffusers" in note]
+    assert len(each) == 1
+    assert each[0].startswith("transformer: blocks.0.attn1 (and 3 more) was handed")
+
+
+@pytest.mark.parametrize("backend", ["torch_sdpa", "sla_attn"])
+def test_a_model_without_data_gives_the_shapes_of_the_stock_one(backend):
+    model = wan().to("meta")
+    inputs = {k: v.to("meta") for k, v in wan_inputs().items()}
+    with torch.no_grad(), apply(model, attention_backend=backend):
+        assert model(**inputs)[0].shape == inputs["hidden_states"].shape
+
+
+def test_a_call_without_samples_gives_none():
+    model, inputs = anyflow(), anyflow_inputs()
+    inputs = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        for backend in ("torch_sdpa", "sla_attn"):
+            with apply(model, attention_backend=backend):
+                assert model(**inputs)[0].shape == expected.shape
 
 
 def test_images_without_a_grid_run_dense_and_are_reported(fresh):

@@ -10,7 +10,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.integrations import vllm_omni
 from multimodal_gen.integrations.vllm_omni import sparse_attention
+from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 
 TILES = {"tile_size": [1, 2, 2], "dense_above": 1.0, "skip_time_steps": 0}
 SHAPE, PATCH = (3, 8, 12), (1, 2, 2)
@@ -89,6 +91,16 @@ def test_a_call_without_its_own_grid_runs_dense_and_says_so(qkv, told, caplog):
     plugin = Dispatcher("sla_attn", topk_ratio=0.1)
     torch.testing.assert_close(plugin.forward(qkv, **told), dense(qkv))
     assert "works on a latent grid, and" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["sol_attn", "sparse_video_gen_2_attn"])
+def test_layers_that_are_dense_by_default_are_not_with_a_warning(qkv, method, caplog, monkeypatch):
+    monkeypatch.setattr(vllm_omni, "PROCESS", WarnOnce())
+    shares = {"svg2_first_times_fp": 0} if method == "sparse_video_gen_2_attn" else {}
+    plugin = Dispatcher(method, dense_above=1.0, **shares)
+    plugin.forward(qkv, **of_step(3))
+    plugin.forward(qkv, **of_step(3))
+    assert caplog.text.count(f"{method} runs in all layers: ") == 1
 
 
 @pytest.mark.parametrize(

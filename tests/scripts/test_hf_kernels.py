@@ -125,3 +125,10 @@ def test_a_folder_that_exists_is_left_alone(tmp_path, capsys):
         hf_kernels.main([str(tmp_path)])
     assert "must not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        hf_kernels.main([str(tmp_path / "file" / "out")])
+    assert "must be a folder that can be made" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 Grid: TypeAlias = tuple[int, int, int]
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,14 @@ class ModelCall:
         value = self.arguments.get(name)
         return value if isinstance(value, torch.Tensor) else None
 
+    def once(self, tensor: torch.Tensor, read: Callable[[], _Found]) -> _Found:
+        """Return what `read` finds in an argument, looked at again only once it was written to."""
+        version = 0 if tensor.is_inference() else tensor._version
+        if tensor not in self.memo or self.memo[tensor][0] != version:
+            self.memo[tensor] = version, read()
+        found: _Found = self.memo[tensor][1]
+        return found
+
     def length(self, *names: str) -> int:
         """Return the summed sizes of axis 1 of tensor arguments; absent ones count 0."""
         tensors = (self.tensor(name) for name in names)
@@ -48,8 +58,13 @@ class ModelCall:
 
 
 def role_by_name(name: str, module: nn.Module) -> AttentionRole:
-    """Tell the role from names that are in general use."""
+    """Tell the role from names that are in general use, and else from what diffusers says.
+
+    It calls any attention cross-attention that was given the width of its keys.
+    """
     last = name.rpartition(".")[2]
+    if last.startswith("self_"):
+        return AttentionRole.SELF
     if getattr(module, "is_cross_attention", False) or last == "attn2" or "cross" in last:
         return AttentionRole.CROSS
     return AttentionRole.SELF

@@ -21,10 +21,7 @@ def grid_of_ids(call: ModelCall) -> Grid | None:
     ids = call.tensor("img_ids")
     if ids is None:
         return None
-    if ids not in call.memo:
-        call.memo[ids] = _read(ids)
-    grid: Grid | None = call.memo[ids]
-    return grid
+    return call.once(ids, lambda: _read(ids))
 
 
 def _read(ids: torch.Tensor) -> Grid | None:

@@ -110,9 +110,8 @@ def _behind(call: ModelCall) -> int:
     mask = call.tensor("encoder_attention_mask")
     if mask is None:
         return 0
-    if mask not in call.memo:
-        call.memo[mask] = int(mask.sum()) if len(mask) == 1 else mask.shape[1]
-    return call.length("image_embeds") + int(call.memo[mask])
+    tokens = call.once(mask, lambda: int(mask.sum()) if len(mask) == 1 else mask.shape[1])
+    return call.length("image_embeds") + tokens
 
 
 FRAMEPACK = ModelAdapter(

@@ -25,14 +25,15 @@ def _layout(call: ModelCall) -> tuple[int, Grid | None]:
     positions = call.tensor("position_ids")
     if positions is None:
         return 0, None
-    if positions not in call.memo:
+
+    def read() -> tuple[int, Grid | None]:
         # The sound of the video comes right before it, behind keyframes and references.
         leading = (call.tensor("text_indices"), call.tensor("audio_indices"))
         lasts = [int(x.max()) for x in leading if x is not None and x.numel()]
         before = max(lasts, default=-1) + 1
-        call.memo[positions] = before, raster_grid(positions[before:])
-    layout: tuple[int, Grid | None] = call.memo[positions]
-    return layout
+        return before, raster_grid(positions[before:])
+
+    return call.once(positions, read)
 
 
 def _grid(call: ModelCall) -> Grid | None:

@@ -16,10 +16,7 @@ def grid_behind(call: ModelCall, name: str, before: int) -> Grid | None:
     positions = call.tensor(name)
     if positions is None:
         return None
-    if positions not in call.memo:
-        call.memo[positions] = raster_grid(positions[before:])
-    grid: Grid | None = call.memo[positions]
-    return grid
+    return call.once(positions, lambda: raster_grid(positions[before:]))
 
 
 def raster_grid(positions: torch.Tensor) -> Grid | None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from multimodal_gen.integrations.models.adapter import ModelCall
+from multimodal_gen.integrations.models.adapter import ModelCall, role_by_name
 from multimodal_gen.integrations.models.positions import raster_grid
 from multimodal_gen.integrations.models.registry import ADAPTERS, find_adapter
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -402,3 +402,21 @@ def test_every_adapter_names_a_class_that_diffusers_has():
 
     for name in ADAPTERS:
         assert hasattr(diffusers, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("layers.0.self_attn", AttentionRole.SELF), ("layers.0.attn", AttentionRole.CROSS)],
+)
+def test_the_name_of_self_attention_counts_for_more_than_the_flag_of_diffusers(name, role):
+    module = nn.Identity()
+    module.is_cross_attention = True  # as of any attention that was given the width of its keys
+    assert role_by_name(name, module) is role
+
+
+def test_position_ids_that_were_written_to_are_read_again():
+    ids = torch.zeros(45, 3)
+    model_call = call(img_ids=ids)
+    for rows, columns in ((5, 9), (9, 5)):
+        ids[:, 1:] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        assert adapter("FluxTransformer2DModel").grid(model_call) == (1, rows, columns)

@@ -80,6 +80,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.selector import Selection, prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
     TextSpan,
     current_forward_context,
     use_forward_context,
@@ -316,9 +317,9 @@ class AttentionLayer(nn.Module):
                 ),
             )
         added = 0
-        if keys_in_front and (call.mask is None or _of_keys_alone(call.mask)):
+        if keys_in_front:
             added = keys_in_front
-            call = _with_queries(call)
+            call = _with_queries(call, context)
         with use_forward_context(context):
             return self._attend(call)[:, added:]
 
@@ -577,18 +578,22 @@ class AttentionLayer(nn.Module):
         self._layer_id = register_layer(self)
 
 
-def _of_keys_alone(mask: torch.Tensor) -> bool:
-    """Whether a mask has one row for all queries."""
-    return mask.dim() == 2 or mask.shape[-2] == 1
-
-
-def _with_queries(call: AttentionCall) -> AttentionCall:
+def _with_queries(call: AttentionCall, context: ForwardContext) -> AttentionCall:
     """Return a call with queries, zeros, for the keys in front that have none."""
     (_, behind, count), mask = call.replicated, call.mask
     if mask is not None and mask.dim() == 2:  # over as many queries it would mask those too
         mask = mask[:, None, None, :]
+    elif mask is not None and mask.dim() > 2 and mask.shape[-2] == call.query.shape[1] > 1:
+        given = mask
+        mask = context.cache.get(given, ("rows", count), lambda: _with_rows(given, count))
     query = F.pad(call.query, (0, 0, 0, 0, count, 0))
     return call._replace(query=query, mask=mask, mask_meta=None, replicated=(count, behind, 0))
+
+
+def _with_rows(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a mask with its first row that often in front, for queries that nothing reads."""
+    first = mask.narrow(-2, 0, 1)
+    return torch.cat((*[first] * count, mask), dim=-2)
 
 
 def check_gate(

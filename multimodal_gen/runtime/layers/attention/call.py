@@ -31,6 +31,7 @@ __all__ = [
     "LayerGeometry",
     "Watch",
     "all_or_none",
+    "check_exchange",
     "check_flags",
     "check_mask_meta",
     "check_no_replicated",
@@ -439,6 +440,12 @@ def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ConfigError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_exchange(skip: object, pre_exchanged: object) -> None:
+    """Refuse flags of a call that are neither true nor false."""
+    if not (skip is pre_exchanged is False):  # which nearly all calls have
+        check_flags(skip_sequence_parallel_override=skip, qkv_pre_all_to_all=pre_exchanged)
 
 
 def check_places(site: object, scope: object, supported: object, prefix: object) -> None:

@@ -15,6 +15,7 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     all_or_none,
+    check_exchange,
     check_flags,
     check_mask_meta,
     check_no_replicated,
@@ -402,6 +403,7 @@ class USPAttention(SequenceParallelLayer):
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
         try:
+            check_exchange(skip_sequence_parallel_override, qkv_pre_all_to_all)
             check_replicated(replicated, q, k)
             exclusive = attn_mask is not None or any(replicated)
             check_seq_lens(seq_lens, q, exclusive=exclusive, split=split)

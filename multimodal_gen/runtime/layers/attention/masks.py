@@ -10,6 +10,10 @@ import torch
 
 from multimodal_gen.errors import UsageError
 
+# Added to a score, it leaves a weight of 0 in every dtype. Models use -9000 and less; -10000 is
+# -9984 in bfloat16.
+_LEFT_OUT = -9000.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeyMask:
@@ -44,8 +48,9 @@ def as_key_mask(mask: torch.Tensor, *, self_attention: bool) -> KeyMask | None:
     """Return the key mask that a dense mask spells out, or None where it says more than that.
 
     Waits for the device. An additive mask spells one out where it holds nothing but zeros and, for
-    keys that are left out, -inf or the lowest number of its dtype. All rows have to leave out the
-    same keys; in self-attention rows of keys that are left out may leave out everything.
+    keys that are left out, -inf or a number so low that exp() of it is 0, such as the -10000 of
+    many models. All rows have to leave out the same keys; in self-attention rows of keys that are
+    left out may leave out everything.
 
     Args:
         mask: [B, H | 1, Sq | 1, Sk], as `DenseMask` has it.
@@ -61,15 +66,15 @@ def as_key_mask(mask: torch.Tensor, *, self_attention: bool) -> KeyMask | None:
     same = (allowed == (common[:, None, None, :] & seen[..., None])).all()
     square = self_attention and mask.shape[2] == mask.shape[3]
     queries_too = (seen == common[:, None, :]).all() if square else same.new_zeros(())
-    known, lowest = same, same.new_zeros(())
+    known, finite = same, same.new_zeros(())
     if additive:
-        known = same & (allowed | (mask <= torch.finfo(mask.dtype).min)).all()
-        lowest = (mask == torch.finfo(mask.dtype).min).any()
-    known, every, queries_too, lowest = torch.stack(
-        (known, seen.all(), queries_too, lowest)
+        known = same & (allowed | (mask <= _LEFT_OUT)).all()
+        finite = (~allowed & (mask > -torch.inf)).any()
+    known, every, queries_too, finite = torch.stack(
+        (known, seen.all(), queries_too, finite)
     ).tolist()
-    # A row of lowest numbers is one of equal weights, unlike a row of -inf.
-    if not known or not (every or (queries_too and not lowest)):
+    # A row of low numbers is one of equal weights, unlike a row of -inf.
+    if not known or not (every or (queries_too and not finite)):
         return None
     return KeyMask(keep=common, covers_queries=not every)
 

@@ -110,6 +110,31 @@ def test_keys_with_a_prefix_of_their_own_do_not_shift_the_video(backend):
     torch.testing.assert_close(masked, expected)
 
 
+@pytest.mark.parametrize("backend", METHODS, ids=str)
+def test_keys_with_a_prefix_of_their_own_take_a_mask_with_a_row_for_each_query(backend):
+    q, k, v = tokens(TEXT + VIDEO)
+    video = q[:, TEXT:]
+    keep = torch.ones(1, TEXT + VIDEO, dtype=torch.bool)
+    keep[:, 2:TEXT] = False
+    rows = keep[:, None, None].expand(1, 1, VIDEO, -1)
+    added = torch.zeros(rows.shape).masked_fill(~rows, -torch.inf)
+    attention = layer(backend, strict=True)
+    with set_forward_context(0, latent_grid=GRID):
+        expected = attention(video, k, v, keep, num_replicated_kv_prefix=TEXT)
+        for mask in (rows, rows[:, 0], added):
+            out = attention(video, k, v, mask, num_replicated_kv_prefix=TEXT)
+            assert torch.equal(out, expected)
+
+
+def test_a_mask_that_says_more_is_honoured_behind_keys_of_their_own():
+    q, k, v = tokens(TEXT + VIDEO)
+    video = q[:, TEXT:]
+    mask = torch.ones(VIDEO, TEXT + VIDEO, dtype=torch.bool).tril(TEXT)[None, None]
+    with set_forward_context(0, latent_grid=GRID):
+        out = layer(AttentionBackendEnum.SLA_ATTN)(video, k, v, mask, num_replicated_kv_prefix=TEXT)
+    torch.testing.assert_close(out, LocalAttention(HEADS, SIZE)(video, k, v, mask))
+
+
 def test_a_text_span_that_is_not_that_of_the_tokens_in_front_is_refused():
     q, k, v = tokens(TEXT + VIDEO)
     sla = layer(AttentionBackendEnum.SLA_ATTN)
@@ -136,6 +161,10 @@ def key_masks(keep):
     return {
         "additive 2-D": additive,
         "additive, lowest number": lowest[:, None, None],
+        "additive, -10000": torch.zeros(batch, size).masked_fill(~keep, -10000.0),
+        "additive, lowest of bfloat16": lowest.bfloat16().clamp(
+            min=torch.finfo(torch.bfloat16).min
+        ),
         "additive, every row": additive[:, None, None].expand(batch, 1, size, size),
         "every row": keep[:, None].expand(batch, size, size),
         "every head": keep[:, None, None].expand(batch, HEADS, size, size),
@@ -195,8 +224,9 @@ def test_any_other_mask_runs_dense_with_one_warning_and_is_refused_under_strict(
         lower_triangle(),
         torch.zeros(4, 4).fill_diagonal_(-torch.inf)[None, None],
         torch.full((1, 1, 3, 3), torch.finfo(torch.float32).min),
+        torch.full((1, 1, 3, 3), -10000.0),
     ],
-    ids=["weights", "causal", "not itself", "nothing but the lowest number"],
+    ids=["weights", "causal", "not itself", "nothing but the lowest number", "nothing but -10000"],
 )
 def test_what_says_more_than_which_keys_is_no_key_mask(mask):
     assert as_key_mask(mask, self_attention=True) is None
@@ -250,6 +280,15 @@ def test_mixed_dtypes_are_taken_under_autocast():
 
 
 @pytest.mark.parametrize("backend", METHODS, ids=str)
+def test_tensors_without_data_give_the_shape_of_the_output(backend):
+    q, k, v = (x.to("meta") for x in tokens(VIDEO))
+    with set_forward_context(0, latent_grid=GRID):
+        out = layer(backend)(q, k, v)
+    assert out.is_meta
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("backend", METHODS, ids=str)
 def test_an_empty_batch_gives_an_empty_output(backend):
     q, k, v = tokens(VIDEO, batch=0)
     with set_forward_context(0, latent_grid=GRID):
@@ -278,6 +317,8 @@ def test_an_empty_batch_is_nothing_to_quantise_either():
         ({"num_replicated_prefix": "2"}, "num_replicated_prefix must be a whole number"),
         ({"num_replicated_suffix": True}, "num_replicated_suffix must be a whole number"),
         ({"num_replicated_kv_prefix": None}, "num_replicated_kv_prefix must be a whole number"),
+        ({"skip_sequence_parallel_override": "no"}, "override must be True or False, got 'no'"),
+        ({"qkv_pre_all_to_all": 1}, "qkv_pre_all_to_all must be True or False, got 1"),
         (
             {"q_prefix": Q[:, :, :1], "k_prefix": Q, "v_prefix": Q},
             r"q_prefix and q must be alike in all but the number of tokens, got \[1, 4, 1, 32\]",
