@@ -34,9 +34,8 @@ def error_of(calls):
 
 
 def silent_partner():
-    groups = parallel_groups()
-    if groups.rank == 1:
-        time.sleep(7)
+    """Make a call on rank 0 alone."""
+    if parallel_groups().rank == 1:
         return None
     return error_of([{"call": "alone", "facts": {}}] * 2)
 
@@ -71,14 +70,14 @@ def test_calls_of_a_known_kind_need_not_wait(tmp_path):
 
 def test_a_call_that_did_not_wait_is_caught_in_the_next(tmp_path):
     message = "batch must be the same on all ranks in kind, got 1 on rank 0, 3 on rank 1"
-    with World(2, tmp_path, control_timeout=2.0) as world:
+    with World(2, tmp_path) as world:
         first, second = world.run(Mesh(ulysses=2), late_partner, {"batch": 3}, 2)
     assert second == [("UsageError", message)]
     assert first == [None, ("UsageError", message)]
 
 
 def test_lengths_that_a_call_took_for_granted_are_caught_in_the_next(tmp_path):
-    with World(2, tmp_path, control_timeout=2.0) as world:
+    with World(2, tmp_path) as world:
         first, _ = world.run(Mesh(ulysses=2), late_partner, {"batch": 1}, 5)
     kind, text = first[1]
     assert kind == "RankError"
@@ -145,7 +144,7 @@ def test_a_rank_that_gets_no_answer_gives_up(tmp_path):
         "the other ranks of [0, 1] must make the same call, alone, got no answer; look for the "
         "first error of another rank ("
     )
-    assert 1.5 < seconds < 6
+    assert seconds > 1.5
 
 
 def test_a_rank_on_its_own_agrees_with_itself(tmp_path):

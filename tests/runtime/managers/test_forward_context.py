@@ -104,9 +104,9 @@ def test_threads_do_not_see_each_others_context():
     def denoise(step: int) -> None:
         before = current_forward_context()
         with set_forward_context(step):
-            meet.wait(timeout=10)
+            meet.wait(timeout=60)
             seen[step] = before, get_forward_context().current_timestep
-            meet.wait(timeout=10)
+            meet.wait(timeout=60)
 
     with set_forward_context(99):
         threads = [threading.Thread(target=denoise, args=(step,)) for step in (1, 2)]

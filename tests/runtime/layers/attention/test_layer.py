@@ -152,10 +152,10 @@ def test_a_force_in_one_thread_does_not_reach_a_layer_that_runs_in_another():
 
     def run(name: str, backend) -> None:
         with global_force_attn_backend_context_manager(backend):
-            meet.wait(timeout=10)
+            meet.wait(timeout=60)
             layer(q, k, v)
             backends[name] = layer.backend
-            meet.wait(timeout=10)
+            meet.wait(timeout=60)
 
     threads = [threading.Thread(target=run, args=item) for item in (("a", FA), ("b", SDPA))]
     for thread in threads:

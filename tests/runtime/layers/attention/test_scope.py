@@ -269,14 +269,14 @@ def test_threads_see_the_process_wide_force_and_never_each_others_block():
 
     def with_block() -> None:
         with global_force_attn_backend_context_manager(FA):
-            meet.wait(timeout=10)
+            meet.wait(timeout=60)
             seen["inside"] = forced_backend()
-            meet.wait(timeout=10)
+            meet.wait(timeout=60)
 
     def without_block() -> None:
-        meet.wait(timeout=10)
+        meet.wait(timeout=60)
         seen["beside"] = forced_backend()
-        meet.wait(timeout=10)
+        meet.wait(timeout=60)
 
     in_threads(with_block, without_block)
     assert seen == {"inside": FA, "beside": SDPA}
