@@ -7,7 +7,7 @@ the call.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -45,6 +45,7 @@ __all__ = [
     "fa4_keys",
     "forget_choices",
     "kernel_name",
+    "loadable",
     "place_of",
     "records_gradient",
     "runs_triton",
@@ -345,6 +346,24 @@ def place_of(device: torch.device) -> tuple[str, tuple[int, int] | None]:
     if torch.version.hip is not None:
         return "rocm", None
     return "cuda", torch.cuda.get_device_capability(device)
+
+
+def loadable(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine can read tensors, each [B, S, H, D]: in rows of 16 bytes."""
+    for tensor in tensors:
+        if tensor.data_ptr() % 16:
+            return False
+        # Most are contiguous, and this is asked of every tensor of every call.
+        whole = tensor.is_contiguous() and tensor.shape[3] * tensor.element_size() % 16 == 0
+        if not whole and not _loadable_rows(tensor.shape, tensor.stride(), tensor.dtype):
+            return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _loadable_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    outer = [s for s, n in zip(strides[:3], shape, strict=False) if n > 1]
+    return strides[3] == 1 and all(s > 0 and s * dtype.itemsize % 16 == 0 for s in outer)
 
 
 def records_gradient(*tensors: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import math
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import RUN as BLOCK_SPARSE_KERNELS
-from multimodal_gen.kernels.block_sparse.api import Call, request_for
+from multimodal_gen.kernels.block_sparse.api import Call, Form, request_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
@@ -82,8 +82,8 @@ def _regular_blocks(device: torch.device) -> str | None:
     ):
         plan = _plan(size, keys, device)
         q, k, v = _inputs(plan.q.total, dtype, device)
-        request = request_for(q, k, v, plan, backward=False)
-        call = Call(q, k, v, plan, HEAD_SIZE**-0.5, False, False, request)
+        form = Form(request_for(q, k, v, plan, backward=False))
+        call = Call(q, k, v, plan, HEAD_SIZE**-0.5, False, False, form)
         out, _ = BLOCK_SPARSE_KERNELS["gluon"](call)
         fault = _fault(f"blocks of {size} in {dtype}", out, (q, k, v), plan, ROUNDED)
         if fault is not None:
@@ -97,8 +97,8 @@ def _gradients(device: torch.device) -> str | None:
     for size in (384, 128, 64):
         plan, scale = _plan(size, size, device), HEAD_SIZE**-0.5
         q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
-        request = request_for(q, k, v, plan, backward=True)
-        out, lse = BLOCK_SPARSE_KERNELS["gluon"](Call(q, k, v, plan, scale, True, False, request))
+        form = Form(request_for(q, k, v, plan, backward=True))
+        out, lse = BLOCK_SPARSE_KERNELS["gluon"](Call(q, k, v, plan, scale, True, False, form))
         assert lse is not None, "it was asked for"
         grad_out = out.flip(1).contiguous()  # as good as any
         tiles = (gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size))
@@ -154,9 +154,8 @@ def _means(device: torch.device) -> str | None:
     q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
     block = torch.arange(plan.kv.total, device=device) // 64
     k, v = k[:, block], v[:, block]
-    given = Call(
-        q, k, v, plan, HEAD_SIZE**-0.5, True, False, request_for(q, k, v, plan, backward=False)
-    )
+    form = Form(request_for(q, k, v, plan, backward=False))
+    given = Call(q, k, v, plan, HEAD_SIZE**-0.5, True, False, form)
     out, lse = BLOCK_SPARSE_KERNELS["gluon"](given)
     assert lse is not None, "it was asked for"
     pooled, kept = pool_blocks(k, v, plan.kv, plan.kv.num), kept_map(plan, plan.kv.num)

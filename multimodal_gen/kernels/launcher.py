@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["Direct", "Launch", "Launcher"]
 
-# Launches on a grid along three axes with all of a kernel's parameters, in its order.
-_Run: TypeAlias = Callable[[tuple[int, ...], Sequence[Any]], None]
+# Launches on a grid along three axes with a kernel's first parameters and all others, in its order.
+_Run: TypeAlias = Callable[[tuple[int, ...], Sequence[Any], Sequence[Any]], None]
 
 # Integers from here on are passed as 64-bit ones.
 _INT32 = 1 << 31
@@ -74,7 +74,7 @@ class Launcher:
             key = (*kinds, *options.items())
             run = self._compiled.get(key)
             if run is not None:
-                run(_in_space(grid), (*arguments, *self.named(options, len(arguments))))
+                run(_in_space(grid), arguments, self.named(options, len(arguments)))
             else:
                 compiled = self._kernel[grid](*arguments, **_FUSED, **options)
                 if compiled is not None:
@@ -106,7 +106,7 @@ class Launcher:
 
 
 class Launch:
-    """Launches of a kernel of which all but a few arguments are the same every time.
+    """Launches of a kernel of which all but the first arguments are the same every time.
 
     Holds those arguments. The others are of one kind in all calls (`Launcher.kinds`): that is for
     the caller to know, and not looked at.
@@ -131,25 +131,24 @@ class Launch:
         self._grid = _in_space(grid)
         self._fixed = fixed
         self._variants = variants
-        # What launches each variant, and the options that are parameters.
-        self._known: list[tuple[_Run, list[Any]]] = []
+        # What launches each variant, and all arguments that are the same every time.
+        self._known: list[tuple[_Run, tuple[Any, ...]]] = []
 
-    def __call__(self, first: tuple[Any, ...], *last: Any) -> None:
+    def __call__(self, first: tuple[Any, ...]) -> None:
         """Launch.
 
         Args:
             first: arguments before the fixed ones.
-            *last: arguments after them.
         """
-        arguments = (*first, *self._fixed, *last)
         if self._known:
-            for run, named in self._known:
-                run(self._grid, (*arguments, *named))
+            for run, rest in self._known:
+                run(self._grid, first, rest)
             return
         launcher = self._launcher
+        arguments = (*first, *self._fixed)
         every = launcher.each(self._grid, *arguments, variants=self._variants)
         found = [
-            (run, launcher.named(options, len(arguments)))
+            (run, (*self._fixed, *launcher.named(options, len(arguments))))
             for run, options in zip(every, self._variants, strict=True)
             if run is not None
         ]
@@ -227,19 +226,27 @@ class Direct:
             tuple(layouts),
         )
 
-    def __call__(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """Launch; a descriptor that is the same object stands for the same memory."""
+    def __call__(
+        self, grid: tuple[int, ...], first: Sequence[Any], rest: Sequence[Any] = ()
+    ) -> None:
+        """Launch; a descriptor that is the same object stands for the same memory.
+
+        Args:
+            grid: number of programs along three axes.
+            first: the first arguments, all descriptors among them.
+            rest: the other arguments.
+        """
         if self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
-            self._compiled[grid](*arguments)  # profilers are told in Triton's own words
+            self._compiled[grid](*first, *rest)  # profilers are told in Triton's own words
             return
-        passed = arguments
+        passed = first
         if self._layouts:
-            maps = self._mapped(arguments[self._first : self._end])
-            passed = (*arguments[: self._first], *maps, *arguments[self._end :])
+            maps = self._mapped(first[self._first : self._end])
+            passed = (*first[: self._first], *maps, *first[self._end :])
         stream = self._active.get_current_stream(self._active.get_current_device())
         compiled = self._compiled
         function, metadata = compiled.function, compiled.packed_metadata
-        self._launch(*grid, stream, function, metadata, None, None, None, *passed)
+        self._launch(*grid, stream, function, metadata, None, None, None, *passed, *rest)
 
     def _mapped(self, descriptors: Sequence[Any]) -> list[Any]:
         """Return what is passed in the place of descriptors."""
@@ -260,7 +267,7 @@ class Direct:
 
 def _plain(compiled: Any) -> _Run:
     """Return launches of a compilation by Triton's own Python."""
-    return lambda grid, arguments: compiled[grid](*arguments)
+    return lambda grid, first, rest: compiled[grid](*first, *rest)
 
 
 def _in_space(grid: tuple[int, ...]) -> tuple[int, ...]:

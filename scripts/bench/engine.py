@@ -164,14 +164,20 @@ def runner(tile: GluonTile | TritonTile) -> Run:
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float
     ) -> torch.Tensor:
-        if isinstance(tile, GluonTile):
-            from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
-        else:
-            from multimodal_gen.kernels.block_sparse import triton_kernel as kernel
-
-            attend = partial(kernel.attend, copy_engine=True)
         out = torch.full_like(q, math.nan)
-        attend(q, k, v, plan, out, None, scale=scale, tile=tile)
+        if isinstance(tile, GluonTile):
+            from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
+
+            key = (tile, q.shape, scale)
+            prepared = plan.cache.get(key)
+            if prepared is None:
+                prepared = prepare(q, k, v, plan, out, None, scale=scale, tile=tile)
+                plan.remember(key, prepared)
+            prepared(q, k, v, out, None)
+        else:
+            from multimodal_gen.kernels.block_sparse.triton_kernel import attend
+
+            attend(q, k, v, plan, out, None, scale=scale, tile=tile, copy_engine=True)
         return out
 
     return run

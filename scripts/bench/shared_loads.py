@@ -9,7 +9,6 @@ is left to gain; results go to `engine.csv`.
     python3 scripts/bench/shared_loads.py --commit HASH [--only dense] [--rounds 7]
 """
 
-import dataclasses
 import importlib.util
 import math
 import tempfile
@@ -79,11 +78,9 @@ def main() -> None:
             q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
             scale, runs = HEAD_SIZE**-0.5, {}
             for label, module in (("as ever", gluon_kernel), *kernels.items()):
-                # A plan of its own: launches are kept with plans.
-                out, plan = torch.empty_like(q), dataclasses.replace(case.plan)
-                runs[label] = partial(
-                    module.attend, q, k, v, plan, out, None, scale=scale, tile=tile
-                )
+                out = torch.empty_like(q)
+                prepared = module.prepare(q, k, v, case.plan, out, None, scale=scale, tile=tile)
+                runs[label] = partial(prepared, q, k, v, out, None)
                 runs[label]()
                 if module is gluon_kernel:
                     error = sampled_error(out, (q, k, v), case.plan, scale)

@@ -5,9 +5,9 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -50,6 +50,7 @@ from multimodal_gen.kernels.engine import (
     choose,
     fa4_keys,
     kernel_name,
+    loadable,
     place_of,
     records_gradient,
     serves,
@@ -57,14 +58,17 @@ from multimodal_gen.kernels.engine import (
 from multimodal_gen.kernels.requirements import installed
 from multimodal_gen.kernels.self_check import self_check
 
+if TYPE_CHECKING:
+    from multimodal_gen.kernels.block_sparse.gluon_kernel import Prepared
+
 __all__ = [
     "RUN",
     "Call",
+    "Form",
     "block_sparse_attention",
     "block_sparse_attention_backward_op",
     "block_sparse_attention_op",
     "kernel_for",
-    "loadable",
     "refresh_plan",
     "request_for",
     "rows_for_choice",
@@ -73,11 +77,24 @@ __all__ = [
 _Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Call(NamedTuple):
-    """One call as kernels are given it; see `block_sparse_attention`.
+class Form:
+    """Shapes, strides, dtypes and device of a call's tensors, and whether they want a gradient.
 
-    `request` is what the choice of the kernel depended on.
+    A plan keeps the one of each kind of call, and what kernels prepare under it: a form is looked
+    up by what it is like once per call, and then by identity.
+
+    Args:
+        request: what the choice of the kernel depends on.
     """
+
+    __slots__ = ("request",)
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+
+class Call(NamedTuple):
+    """One call as kernels are given it; see `block_sparse_attention`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -86,7 +103,7 @@ class Call(NamedTuple):
     scale: float
     return_lse: bool
     deterministic: bool
-    request: Request
+    form: Form
     skip: Skip | None = None
     overwrite_q: bool = False
 
@@ -136,8 +153,8 @@ def block_sparse_attention(
         UsageError: shapes, dtypes or devices do not fit each other or the plan.
         UnsupportedBackendError: the kernel asked for cannot serve this call; lists the reasons.
     """
-    known = _checked(q, k, v, plan, scale)
-    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    form = _checked(q, k, v, plan, scale)
+    backward = records_gradient(q, k, v) if form is None else form.request.backward
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if skip is not None and (backward or torch.compiler.is_compiling()):
         raise UsageError(
@@ -152,19 +169,18 @@ def block_sparse_attention(
     if q.shape[0] == 0:
         lse = q.new_empty((0, q.shape[2], q.shape[1]), dtype=torch.float32)
         return (q.clone(), lse) if return_lse else q.clone()
+    if form is not None:
+        # Past the operator, whose plan would be another object every time, without a cache.
+        asked = form.request if skip is None else form.request._replace(skip_below=True)
+        kernel = choose(BLOCK_SPARSE, kernel, asked)
+        call = Call(q, k, v, plan, scale, return_lse, deterministic, form, skip, overwrite_q)
+        if backward:
+            out, found = _Attention.apply(q, k, v, call, kernel)  # type: ignore[no-untyped-call]
+            return (out, found.float()) if return_lse else out
+        out, found = RUN[kernel](call)
+        return out if found is None else (out, found)
     if not torch.compiler.is_compiling():
-        request = known or request_for(q, k, v, plan, backward=backward)
-        if skip is not None:
-            request = request._replace(skip_below=True)
-        kernel = choose(BLOCK_SPARSE, kernel, request)
-        if _is_plain(q):
-            # Past the operator, whose plan would be another object every time, without a cache.
-            call = Call(q, k, v, plan, scale, return_lse, deterministic, request, skip, overwrite_q)
-            if backward:
-                out, found = _Attention.apply(q, k, v, call, kernel)  # type: ignore[no-untyped-call]
-                return (out, found.float()) if return_lse else out
-            out, found = RUN[kernel](call)
-            return out if found is None else (out, found)
+        kernel = choose(BLOCK_SPARSE, kernel, request_for(q, k, v, plan, backward=backward))
     elif not isinstance(kernel, str):
         # What a call is like is known when the graph runs; layers never come here.
         kernel = kernel.name if kernel.named else AUTO
@@ -184,34 +200,36 @@ def block_sparse_attention(
 
 def _checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float | None
-) -> Request | None:
-    """Check the arguments; return `request_for` them, or None where that is not known yet.
+) -> Form | None:
+    """Check the arguments; return the form of a call that needs no operator, else None.
 
-    Both are done once per form of plain tensors, and kept with the plan. See `check_arguments`.
+    Plain tensors are checked once per form; see `check_arguments`.
     """
-    plain = type(plan) is BlockPlan and type(q) is type(k) is type(v) is torch.Tensor
+    plain = _is_plain(q) and _is_plain(k) and _is_plain(v) and type(plan) is BlockPlan
     right = scale is None or (type(scale) is float and 0.0 < scale < math.inf)
-    if not (plain and right) or torch.compiler.is_compiling():
+    graph = torch.compiler.is_compiling()
+    if graph or not (plain and right):
         check_arguments(q, k, v, plan, scale)
+    if graph or not plain:
         return None
-    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    form = (
-        "request", q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+    key = (
+        "form", q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, place_of(q.device),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, backward,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, records_gradient(q, k, v),
     )  # fmt: skip
-    request = plan.cache.get(form)
-    if request is None:
+    form = plan.cache.get(key)
+    if form is None:
         check_arguments(q, k, v, plan, scale)
-        request = request_for(q, k, v, plan, backward=backward)
-        plan.cache[form] = request
-    assert isinstance(request, Request), "nothing else has such a key"
-    return request
+        form = Form(request_for(q, k, v, plan, backward=records_gradient(q, k, v)))
+        plan.cache[key] = form
+    assert isinstance(form, Form), "nothing else has such a key"
+    return form
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no more than one: subclasses learn of operators alone."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    kind = type(tensor)
+    return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
 def _with_tail(
@@ -286,25 +304,10 @@ def request_for(
         ragged=plan.q.lengths is not None or plan.kv.lengths is not None,
         row_bits=plan.row_bits is not None,
         causal=plan.causal,
-        unaligned=not (loadable(q) and loadable(k) and loadable(v)),
+        unaligned=not loadable(q, k, v),
         backward=backward,
         device=q.device.index,
     )
-
-
-def loadable(tensor: torch.Tensor) -> bool:
-    """Whether the copy engine can read the tensor, [B, S, H, D]: in rows of 16 bytes."""
-    if tensor.data_ptr() % 16:
-        return False
-    if tensor.is_contiguous() and tensor.shape[3] * tensor.element_size() % 16 == 0:
-        return True  # as most are, and this is asked of every tensor of every call
-    return _loadable_rows(tensor.shape, tensor.stride(), tensor.dtype)
-
-
-@lru_cache(maxsize=1024)
-def _loadable_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    outer = [s for s, n in zip(strides[:3], shape, strict=False) if n > 1]
-    return strides[3] == 1 and all(s > 0 and s * dtype.itemsize % 16 == 0 for s in outer)
 
 
 def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Tensor, ...]) -> int:
@@ -324,7 +327,7 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
         q_size=CHOICE_ROWS,
         ragged=True,
         row_bits=True,
-        unaligned=q.shape[3] * q.element_size() % 16 != 0 or not all(map(loadable, given)),
+        unaligned=q.shape[3] * q.element_size() % 16 != 0 or not loadable(*given),
         device=q.device.index,
     )
     wide = kernel_name(kernel) in (AUTO, "gluon") and serves(BLOCK_SPARSE, "gluon", request)
@@ -332,28 +335,37 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
 
 
 def _run_gluon(call: Call) -> _Results:
-    from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
-
-    q, plan = call.q, call.plan
+    q, k, v, plan, scale, return_lse, deterministic, form, skip, overwrite_q = call
     # Queries of a block are read before its rows are written, by the program that writes them.
-    over = q if call.overwrite_q else None
-    out, lse = empty_results(q, plan, call.return_lse, out=over)
+    out, lse = empty_results(q, plan, return_lse, out=q if overwrite_q else None)
+    below = 0.0 if skip is None else skip.octaves
+    key = (form, scale, return_lse, deterministic, overwrite_q, below)
+    prepared = plan.cache.get(key)
+    if prepared is None:
+        prepared = plan.remember(key, _prepare_gluon(call, out, lse))
+    prepared(q, k, v, out, lse, skip)
+    return out, lse
+
+
+def _prepare_gluon(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> "Prepared":
+    from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
+
+    q, plan, skip = call.q, call.plan, call.skip
     small = q.numel() * plan.kv.total < REDO_PAYS
     tile = gluon_tile(
         q_size=plan.q.size,
         kv_size=plan.kv.size,
         regular=plan.kv.is_regular,
         row_bits=plan.row_bits is not None,
-        fast=q.dtype == torch.bfloat16 and call.skip is None and not small,
+        fast=q.dtype == torch.bfloat16 and skip is None and not small,
         deterministic=call.deterministic or small,
-        skips=call.skip is not None,
+        skips=skip is not None,
     )
-    attend(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile, skip=call.skip)
-    return out, lse
+    return prepare(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile, skip=skip)
 
 
 def _run_fa4(call: Call) -> _Results:
-    keys = fa4_keys(call.request)
+    keys = fa4_keys(call.form.request)
     assert keys is not None, "the reasons refuse such plans"
     return fa4.attend(
         call.q,
@@ -379,7 +391,7 @@ def _run_triton(call: Call) -> _Results:
         capability=capability,
         shared_memory=shared_memory,
     )
-    engine = capability is not None and capability >= (9, 0) and not call.request.unaligned
+    engine = capability is not None and capability >= (9, 0) and not call.form.request.unaligned
     attend(
         q,
         call.k,
@@ -412,7 +424,7 @@ def _run_reference(call: Call) -> _Results:
     out, lse = attention_reference(
         call.q, call.k, call.v, call.plan, scale=call.scale, skip=call.skip
     )
-    if call.request.backward:
+    if call.form.request.backward:
         return out, lse  # in the precision that gradients need
     return out, lse.float() if call.return_lse else None
 
@@ -476,7 +488,7 @@ def _backward_triton(
         q, k, v, plan, out, lse, grad_out, grad_lse,
         scale=scale,
         tiles=_tiles_backward(q, plan),
-        copy_engine=engine and all(map(loadable, (q, k, v, grad_out))),
+        copy_engine=engine and loadable(q, k, v, grad_out),
     )  # fmt: skip
 
 
@@ -600,7 +612,7 @@ def block_sparse_attention_op(
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
     plan = unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
     request = request_for(q, k, v, plan, backward=backward)
-    call = Call(q, k, v, plan, scale, return_lse or backward, deterministic, request)
+    call = Call(q, k, v, plan, scale, return_lse or backward, deterministic, Form(request))
     out, lse = RUN[choose(BLOCK_SPARSE, kernel, request)](call)
     return out, q.new_empty((0,), dtype=torch.float32) if lse is None else lse
 

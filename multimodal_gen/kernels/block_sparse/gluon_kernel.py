@@ -361,7 +361,64 @@ def attention_kernel(
         _run(dq, dk, dv, gl.program_id(0), plan, outs, flag_ptr, scale_log2, dtype, C)
 
 
-def attend(
+@cache
+def _launcher() -> Launcher:
+    return Launcher(attention_kernel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """Launches on one plan for tensors of one form; see `prepare`.
+
+    Attributes:
+        launches: the kernel, and the one that redoes flagged tiles, if any.
+        counts: a tensor of the plan.
+        num_flags: int32 flags to make room for, a multiple of what any program looks at; 0 where
+            no tile is flagged.
+        num_sweeps: positions of key sweeps to make room for.
+        inputs: returns the descriptors of q, k and v at three addresses.
+    """
+
+    launches: tuple[Launch, ...]
+    counts: torch.Tensor
+    num_flags: int
+    num_sweeps: int
+    inputs: Callable[[int, int, int], tuple[TensorDescriptor, ...]]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        skip: Skip | None = None,
+    ) -> None:
+        """Launch the kernel, and the redo of the tiles it flags; writes `out` and `lse`.
+
+        Args:
+            q: of the form of the one that was prepared for, as the other tensors.
+            k: likewise.
+            v: likewise.
+            out: only rows that belong to a query block are written.
+            lse: only if it was prepared for.
+            skip: what steps are left out, of those it was prepared for.
+        """
+        rows, marks = self.num_flags, self.counts  # where nothing is marked
+        sweep = marks
+        if rows or self.num_sweeps:
+            # One allocation, whose second part begins at a multiple of 16 bytes like the first.
+            marks = self.counts.new_zeros(rows + self.num_sweeps)
+            sweep = marks[rows:] if self.num_sweeps else marks
+        # Where steps are skipped nothing is flagged, and they are counted in that place.
+        flags = marks if skip is None else skip.counts_on(q.device)
+        inputs = self.inputs(q.data_ptr(), k.data_ptr(), v.data_ptr())
+        launched = (*inputs, out, out if lse is None else lse, flags, sweep)
+        for launch in self.launches:
+            launch(launched)
+
+
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -372,77 +429,21 @@ def attend(
     scale: float,
     tile: GluonTile,
     skip: Skip | None = None,
-) -> None:
-    """Launch the kernel, and the redo of the tiles it flags; writes `out` and `lse`.
+) -> Prepared:
+    """Return the launches on a plan for tensors of one form: shapes, strides, dtypes and device.
 
     Args:
         q: [B, Sq, H, D], stride 1 along D, all other strides multiples of 16 bytes.
         k: [B, Sk, Hkv, D], as q.
         v: [B, Sk, Hkv, D], as q.
         plan: the pairs, on the same device.
-        out: [B, Sq, H, D] with stride 1 along D, which may be `q`; only rows that belong to a query
-            block are written.
+        out: [B, Sq, H, D] with stride 1 along D, which may be `q`.
         lse: contiguous fp32 [B, H, Sq], or None.
         scale: factor of the scores.
         tile: shape of a program, as `gluon_tile` chooses it; not `fast` where steps are skipped.
         skip: leaves out steps of `tile.keys` keys; see `Skip`.
     """
     below = 0.0 if skip is None else skip.octaves
-    key = ("hopper", tile, q.shape, k.shape[2], q.dtype, lse is None, below, out.stride())
-    prepared = plan.cache.get(key)
-    if prepared is None:
-        prepared = plan.remember(key, _prepare(q, k, plan, tile, out, lse, below))
-    rows = prepared.num_flags
-    marks = sweep = prepared.counts  # where nothing is marked
-    if rows or prepared.num_sweeps:
-        # One allocation, whose second part begins at a multiple of 16 bytes like the first.
-        marks = prepared.counts.new_zeros(rows + prepared.num_sweeps)
-        sweep = marks[rows:] if prepared.num_sweeps else marks
-    # Where steps are skipped nothing is flagged, and they are counted in that place.
-    flags = marks if skip is None else skip.counts_on(q.device)
-    inputs = prepared.inputs(
-        (q.data_ptr(), k.data_ptr(), v.data_ptr()), (q.stride(), k.stride(), v.stride())
-    )
-    launched = (*inputs, out, out if lse is None else lse, flags, sweep)
-    for launch in prepared.launches:
-        launch(launched, scale / math.log(2.0))
-
-
-@cache
-def _launcher() -> Launcher:
-    return Launcher(attention_kernel)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Prepared:
-    """What launches on one plan have in common, whatever the tensors.
-
-    Attributes:
-        launches: the kernel, and the one that redoes flagged tiles, if any.
-        counts: a tensor of the plan.
-        num_flags: int32 flags to make room for, a multiple of what any program looks at; 0 where
-            no tile is flagged.
-        num_sweeps: positions of key sweeps to make room for.
-        inputs: returns the descriptors of q, k and v at three addresses, with three strides.
-    """
-
-    launches: tuple[Launch, ...]
-    counts: torch.Tensor
-    num_flags: int
-    num_sweeps: int
-    inputs: Callable[..., tuple[TensorDescriptor, ...]]
-
-
-def _prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    plan: BlockPlan,
-    tile: GluonTile,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    below: float,
-) -> _Prepared:
-    """Return what launches on a plan have in common; `below` as octaves, 0 to skip nothing."""
     assert not (tile.fast and below), "the fast kernel knows no maxima"
     batch, _, heads, channels = q.shape
     kv = plan.kv
@@ -477,7 +478,7 @@ def _prepare(
         *every_list.stride()[:3], *every_count.stride(), k.shape[2],
         *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], plan.q.size, plan.q.total, total,
         blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
-        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
+        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
     )  # fmt: skip
     together = next(together for least, together in _REDONE_TOGETHER if num_tiles >= least)
     redo = dataclasses.replace(shape, fast=False, passes=False, redo=together, sync=0)
@@ -485,37 +486,30 @@ def _prepare(
     if tile.fast:
         grid = (-(-num_tiles // together),)
         launches.append(Launch(_launcher(), grid, arguments, [{"C": redo, "num_warps": 4}]))
-    return _Prepared(
+    described = partial(
+        _inputs_at,
+        forms=tuple((x.shape, x.stride(), x.dtype) for x in (q, k, v)),
+        rows=(64, tile.keys, tile.keys),
+        head_size=shape.head_size,
+    )
+    return Prepared(
         launches=tuple(launches),
         counts=counts,
         num_flags=-(-num_tiles // 32) * 32 if tile.fast else 0,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
-        inputs=lru_cache(maxsize=1024)(
-            partial(
-                _inputs_at,
-                shapes=(q.shape, k.shape, k.shape),
-                dtype=q.dtype,
-                rows=(64, tile.keys, tile.keys),
-                head_size=shape.head_size,
-            )
-        ),
+        inputs=lru_cache(maxsize=1024)(described),
     )
 
 
 def _inputs_at(
-    addresses: tuple[int, ...],
-    strides: tuple[tuple[int, ...], ...],
-    *,
-    shapes: tuple[torch.Size, ...],
-    dtype: torch.dtype,
+    *addresses: int,
+    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...],
     rows: tuple[int, ...],
     head_size: int,
 ) -> tuple[TensorDescriptor, ...]:
     """Return the descriptors of several tensors [B, S, H, D]; see `described_at`."""
-    every = zip(addresses, shapes, strides, rows, strict=True)
-    return tuple(
-        described_at(at, *form, dtype, n, head_size, TOKENS_BY_HEAD) for at, *form, n in every
-    )
+    every = zip(addresses, forms, rows, strict=True)
+    return tuple(described_at(at, *form, n, head_size, TOKENS_BY_HEAD) for at, form, n in every)
 
 
 def _q_tiles(plan: BlockPlan, tile: GluonTile) -> int:

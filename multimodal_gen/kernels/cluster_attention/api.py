@@ -6,7 +6,7 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import add_tail, pool_blocks
 from multimodal_gen.kernels.cluster_attention.plan import (
@@ -23,6 +23,7 @@ from multimodal_gen.kernels.engine import (
     KernelChoice,
     Request,
     choose,
+    loadable,
     place_of,
     records_gradient,
 )
@@ -162,7 +163,7 @@ def _chosen(
         q_size=ROWS,
         kv_size=ROWS,
         ragged=True,
-        unaligned=not all(map(loadable, (q, k, v))),
+        unaligned=not loadable(q, k, v),
         backward=backward,
         device=q.device.index,
     )

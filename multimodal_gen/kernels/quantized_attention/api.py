@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.api import loadable
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments, empty_results
 from multimodal_gen.kernels.engine import (
     AUTO,
@@ -19,6 +18,7 @@ from multimodal_gen.kernels.engine import (
     KernelChoice,
     Request,
     choose,
+    loadable,
     place_of,
 )
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, slots_of

@@ -11,12 +11,15 @@ environment, so for all cases:
 
 import dataclasses
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from multimodal_gen.kernels.block_sparse.api import RUN, Call, request_for
+from multimodal_gen.kernels.block_sparse import api
+from multimodal_gen.kernels.block_sparse.api import RUN, Call, Form, request_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tuning import (
@@ -27,7 +30,7 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     gluon_tile,
     triton_tile,
 )
-from multimodal_gen.kernels.launcher import Direct
+from multimodal_gen.kernels.launcher import Direct, Launcher
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import (
@@ -109,15 +112,15 @@ class Case:
         )
 
     def launch(self, skip: Skip | None = None) -> None:
-        from multimodal_gen.kernels.block_sparse.gluon_kernel import attend
+        from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
 
         plan = plan_of(self.form, *self.sizes)
         dtype = torch.bfloat16 if self.fast else torch.float16
         q, k, v, out = tensors_for(plan, self.head_size, dtype)
         lse = torch.empty(2, 4, plan.q.total) if self.lse else None
-        attend(
-            q, k, v, plan, out, lse, scale=0.1, tile=self.tile(skips=skip is not None), skip=skip
-        )
+        tile = self.tile(skips=skip is not None)
+        prepared = prepare(q, k, v, plan, out, lse, scale=0.1, tile=tile, skip=skip)
+        prepared(q, k, v, out, lse, skip)
 
 
 WIDE, SQUARE, SHORT, NARROW = (384, 384), (128, 128), (128, 64), (64, 64)
@@ -190,13 +193,88 @@ def test_small_calls_launch_once(
     q = torch.zeros(1, tokens, 24, 128, dtype=torch.bfloat16)
     blocks = Blocks.regular(tokens, 384)
     plan = BlockPlan.dense(blocks, blocks, "cpu")
-    request = request_for(q, q, q, plan, backward=False)
-    RUN["gluon"](Call(q, q, q, plan, 0.1, False, False, request))
+    form = Form(request_for(q, q, q, plan, backward=False))
+    RUN["gluon"](Call(q, q, q, plan, 0.1, False, False, form))
     assert_clean(compiler.kernels)
     small = tokens == 96
     assert len(launches) == (1 if small else 2)
     # out, lse, flags and sweeps follow the three descriptors.
     assert all((arguments[5] is plan.counts) == small for arguments in launches)
+
+
+Launched = list[tuple[object, ...]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Note what the kernel sees of every launch; nothing is compiled."""
+    from multimodal_gen.kernels.block_sparse.gluon_kernel import attention_kernel
+
+    found: Launched = []
+
+    def note(grid: tuple[int, ...], first: Any, rest: Any) -> None:
+        found.append((math.prod(grid), *map(as_the_kernel_sees_it, (*first, *rest))))
+
+    def each(
+        self: Launcher, grid: tuple[int, ...], *arguments: Any, variants: Any
+    ) -> list[Callable[..., None] | None]:
+        if self._kernel is not attention_kernel:
+            return [None]  # what makes the lists of a plan
+        for options in variants:
+            note(grid, arguments, self.named(options, len(arguments)))
+        return [note] * len(variants)
+
+    monkeypatch.setattr(Launcher, "each", each)
+    return found
+
+
+def as_the_kernel_sees_it(argument: Any) -> object:
+    """Return a value that is equal for arguments that it does the same with."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.shape, argument.stride()
+    if hasattr(argument, "block_shape"):
+        return argument.base.address, *map(tuple, (argument.shape, argument.strides))
+    return argument
+
+
+def inputs_of_many_forms(plan: BlockPlan, dtype: torch.dtype) -> list[Tensors]:
+    """Return q, k and v of one plan, two of each form."""
+    packed = torch.zeros(2, plan.q.total + plan.kv.total, 3, 4, 64, dtype=dtype)
+    together = (packed[:, : plan.q.total, 0], *packed[:, plan.q.total :, 1:].unbind(2))
+    alone = tensors_for(plan, 64, dtype)[:3]
+    shared = tensors_for(plan, 128, dtype)[:3]
+    again = [tuple(x.clone() for x in inputs) for inputs in (alone, shared)]
+    return [alone, together, shared, *again, together, alone]
+
+
+@pytest.mark.parametrize("form", ["dense", "regular", "ragged", "bits"])
+@pytest.mark.parametrize("large", [False, True])
+def test_launches_that_a_plan_keeps_are_those_of_a_new_plan(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, form: str, large: bool
+) -> None:
+    if large:  # the fast variant, and its redo
+        monkeypatch.setattr(api, "REDO_PAYS", 0)
+    plan = plan_of(form, 128, 128)
+    ways = [
+        {"return_lse": return_lse, "deterministic": deterministic, "scale": scale, **more}
+        for return_lse in (False, True)
+        for deterministic in (False, True)
+        for scale in (0.1, 0.2)
+        for more in ({}, {"overwrite_q": True}, {"skip": Skip(below=30.0)})
+    ]
+    every = [*inputs_of_many_forms(plan, torch.bfloat16), *inputs_of_many_forms(plan, torch.half)]
+    for way, inputs in itertools.product(ways, every):
+        for now in (plan, plan, dataclasses.replace(plan)):
+            checked = api._checked(*inputs, now, None)
+            assert checked is not None
+            call = Call(*inputs, now, form=checked, **way)
+            out, lse = RUN["gluon"](call)
+            assert (out is inputs[0]) == ("overwrite_q" in way and plan.q.starts is None)
+            assert (lse is not None) == way["return_lse"]
+        num = len(launched) // 3
+        assert num >= 1
+        assert launched[:num] == launched[num : 2 * num] == launched[2 * num :]
+        launched.clear()
 
 
 def counts(ptx: str) -> bool:
@@ -452,8 +530,8 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
     assert direct is not None
     compiled[3, 1, 1](*arguments)
     made.clear()
-    for _ in range(2):
-        direct((3, 1, 1), arguments)
+    direct((3, 1, 1), arguments)
+    direct((3, 1, 1), arguments[:3], arguments[3:])
     assert made == ["first", "second"]
     plain, *kept = launches
     for passed in kept:

@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.api import (
-    block_sparse_attention,
-    kernel_for,
-    loadable,
-)
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import loadable
 from multimodal_gen.kernels.part_merge.api import merge_two
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, loadable
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, loadable
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -62,7 +62,7 @@ class TritonAttentionImpl(DensePlanImpl):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `DensePlanImpl.attend`."""
-        if not (loadable(query) and loadable(key) and loadable(value)):
+        if not loadable(query, key, value):
             query, key, value = (x if loadable(x) else x.contiguous() for x in (query, key, value))
         found = block_sparse_attention(
             query,
