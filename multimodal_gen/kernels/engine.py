@@ -384,7 +384,7 @@ def runs_triton(
         dtypes: that the kernel takes.
         gradients: must not need a gradient, which the kernel has not.
     """
-    if not all(x.device.type == "cuda" and x.dtype in dtypes for x in tensors):
+    if not all(x.is_cuda and x.dtype in dtypes for x in tensors):
         return False
     if records_gradient(*gradients):
         return False

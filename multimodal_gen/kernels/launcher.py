@@ -1,18 +1,20 @@
 """Launches Triton kernels, again without asking Triton every time which compilation fits.
 
 Triton looks at every argument of every launch, which for kernels of many arguments takes longer
-than a small attention runs. Here a launch is looked up by what compilations differ in.
+than a small attention runs. Here a launch is looked up by what compilations differ in. It goes to
+the device of its tensors, as those of torch do, where Triton's own go to the current one.
 """
 
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Direct", "Launch", "Launcher"]
+__all__ = ["Direct", "Form", "Launch", "Launcher", "form_of"]
 
 # Launches on a grid along three axes with a kernel's first parameters and all others, in its order.
 _Run: TypeAlias = Callable[[tuple[int, ...], Sequence[Any], Sequence[Any]], None]
@@ -63,24 +65,33 @@ class Launcher:
         Returns:
             What launches each again, or None where Triton is asked every time.
         """
-        if torch.version.hip is not None or not self._names:
-            # Compilations for AMD GPUs differ in more.
-            for options in variants:
-                self._kernel[grid](*arguments, **_FUSED, **options)
-            return [None] * len(variants)
-        kinds = self.kinds(arguments)
-        found = []
-        for options in variants:
-            key = (*kinds, *options.items())
-            run = self._compiled.get(key)
-            if run is not None:
-                run(_in_space(grid), arguments, self.named(options, len(arguments)))
-            else:
-                compiled = self._kernel[grid](*arguments, **_FUSED, **options)
-                if compiled is not None:
-                    run = self._compiled[key] = Direct.of(compiled, arguments) or _plain(compiled)
-            found.append(run)
-        return found
+        with _device_of(arguments):
+            if torch.version.hip is not None or not self._names:
+                # Compilations for AMD GPUs differ in more.
+                for options in variants:
+                    self._kernel[grid](*arguments, **_FUSED, **options)
+                return [None] * len(variants)
+            kinds = self.kinds(arguments)
+            return [self._one(grid, arguments, kinds, options) for options in variants]
+
+    def _one(
+        self,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        kinds: list[Any],
+        options: dict[str, Any],
+    ) -> _Run | None:
+        """Launch once, and return what launches it again."""
+        key = (*kinds, *options.items())
+        run = self._compiled.get(key)
+        if run is not None:
+            run(_in_space(grid), arguments, self.named(options, len(arguments)))
+            return run
+        compiled = self._kernel[grid](*arguments, **_FUSED, **options)
+        if compiled is None:
+            return None
+        run = self._compiled[key] = Direct.of(compiled, arguments) or _plain(compiled)
+        return run
 
     def named(self, options: dict[str, Any], first: int) -> list[Any]:
         """Return the options that are parameters, from the one at place `first` on, in order."""
@@ -105,11 +116,35 @@ class Launcher:
         return kinds
 
 
+class Form(NamedTuple):
+    """What a launch that is kept depends on of a tensor; whoever keeps it looks it up by that.
+
+    Attributes:
+        shape: of the tensor.
+        strides: in elements.
+        dtype: of its elements.
+        device: where it lies.
+        aligned: whether it begins at a multiple of 16 bytes.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Return what a launch depends on of a tensor."""
+    aligned = tensor.data_ptr() % 16 == 0
+    return Form(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned)
+
+
 class Launch:
     """Launches of a kernel of which all but the first arguments are the same every time.
 
-    Holds those arguments. The others are of one kind in all calls (`Launcher.kinds`): that is for
-    the caller to know, and not looked at.
+    Holds those arguments. The others are of one kind in all calls (`Launcher.kinds`), and on one
+    device: that is for the caller to know, and not looked at.
 
     Args:
         launcher: of the kernel.
@@ -164,7 +199,7 @@ class Direct:
     alone, and models use the same memory in every step: maps are kept here.
 
     Args:
-        compiled: what is launched.
+        compiled: what is launched, on the current device.
         launch: the compilation's launcher, which takes maps in the place of descriptors.
         make: makes the map of a descriptor, and what is passed with it.
         first: place of the first descriptor among the arguments; the others follow it.
@@ -185,6 +220,7 @@ class Direct:
         self._compiled, self._launch, self._make = compiled, launch, make
         self._first, self._end, self._layouts = first, first + len(layouts), layouts
         self._active, self._hooks = driver.active, knobs.runtime
+        self._device = self._active.get_current_device()
         self._maps: dict[tuple[int, ...], tuple[Sequence[Any], list[Any]]] = {}
 
     @classmethod
@@ -236,6 +272,11 @@ class Direct:
             first: the first arguments, all descriptors among them.
             rest: the other arguments.
         """
+        device = self._active.get_current_device()
+        if device != self._device:
+            with torch.cuda.device(self._device):
+                self(grid, first, rest)
+            return
         if self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             self._compiled[grid](*first, *rest)  # profilers are told in Triton's own words
             return
@@ -243,7 +284,7 @@ class Direct:
         if self._layouts:
             maps = self._mapped(first[self._first : self._end])
             passed = (*first[: self._first], *maps, *first[self._end :])
-        stream = self._active.get_current_stream(self._active.get_current_device())
+        stream = self._active.get_current_stream(device)
         compiled = self._compiled
         function, metadata = compiled.function, compiled.packed_metadata
         self._launch(*grid, stream, function, metadata, None, None, None, *passed, *rest)
@@ -267,7 +308,21 @@ class Direct:
 
 def _plain(compiled: Any) -> _Run:
     """Return launches of a compilation by Triton's own Python."""
-    return lambda grid, first, rest: compiled[grid](*first, *rest)
+
+    def run(grid: tuple[int, ...], first: Sequence[Any], rest: Sequence[Any]) -> None:
+        with _device_of((*first, *rest)):
+            compiled[grid](*first, *rest)
+
+    return run
+
+
+def _device_of(arguments: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Let launches go to where the tensors lie, which need not be the current device."""
+    tensor = next((x for x in arguments if isinstance(x, torch.Tensor)), None)
+    if tensor is None:
+        return nullcontext()
+    device: AbstractContextManager[Any] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return device
 
 
 def _in_space(grid: tuple[int, ...]) -> tuple[int, ...]:

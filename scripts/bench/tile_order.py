@@ -14,13 +14,20 @@ import io
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from _harness import interleave, parse_arguments, rows_of, write_rows
 
+from multimodal_gen.kernels.launcher import form_of
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
-from multimodal_gen.kernels.tile_order.tile_order_kernel import TILE, CopyTile, gather, scatter
+from multimodal_gen.kernels.tile_order.tile_order_kernel import (
+    TILE,
+    CopyTile,
+    prepare_gather,
+    prepare_scatter,
+)
 
 HEAD_SIZE = 128
 COPY, REFERENCE = "device copy", "reference"
@@ -89,7 +96,8 @@ def gather_runs(case: Case, device: str) -> tuple[dict[str, Run], Check]:
         REFERENCE: lambda: [gather_reference(tensor, order.order) for tensor in tensors],
     }
     for name, tile in VARIANTS.items():
-        runs[name] = lambda tile=tile: gather(tensors, order.order, tile=tile)
+        move = prepare_gather(tuple(map(form_of, tensors)), form_of(order.order), tile=tile)
+        runs[name] = partial(move, tensors, order.order)
 
     def check(name: str) -> bool:
         found = runs[name]()
@@ -113,7 +121,8 @@ def scatter_runs(case: Case, device: str) -> tuple[dict[str, Run], Check]:
         REFERENCE: lambda: scatter_reference(source, order.order, out),
     }
     for name, tile in VARIANTS.items():
-        runs[name] = lambda tile=tile: scatter(source, order.order, out, tile=tile)
+        move = prepare_scatter(*map(form_of, (source, order.order, out)), tile=tile)
+        runs[name] = partial(move, source, order.order, out)
 
     def check(name: str) -> bool:
         out.fill_(torch.nan)

@@ -1,5 +1,7 @@
 """A launcher compiles once per kind of arguments, and launches what fits them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,15 @@ from multimodal_gen.kernels.launcher import Launch, Launcher
 class Compiled:
     """What a kernel was compiled to: it notes its launches."""
 
+    kernel: "Kernel"
     launches: list[tuple[Any, ...]] = field(default_factory=list)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.launches.append((grid, arguments))
+        def run(*arguments: Any) -> None:
+            self.kernel.began()
+            self.launches.append((grid, arguments))
+
+        return run
 
 
 class Kernel:
@@ -30,10 +37,14 @@ class Kernel:
             self.params = []
         self.compiled: list[Compiled] = []
 
+    def began(self) -> None:
+        """Be told of every launch."""
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, shape: object, num_warps: int, enable_fp_fusion: bool) -> Compiled:
             assert enable_fp_fusion, "what releases of Triton do unasked differs"
-            self.compiled.append(Compiled([(grid, (*arguments, shape))]))
+            self.began()
+            self.compiled.append(Compiled(self, [(grid, (*arguments, shape))]))
             return self.compiled[-1]
 
         return run
@@ -111,6 +122,29 @@ def test_elsewhere_triton_looks_at_every_launch(case: str, monkeypatch: pytest.M
     for _ in range(2):
         launch((1,), DATA, 7, 5, shape=0, num_warps=4)
     assert len(kernel.compiled) == 2
+
+
+def test_launches_go_to_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, seen = ["first"], []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append("the tensor's" if tensor is DATA else "another")
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for parameters in (True, False):
+        kernel = Kernel(parameters=parameters)
+        monkeypatch.setattr(kernel, "began", lambda: seen.append(current[-1]))
+        launcher = Launcher(kernel)
+        for _ in range(2):
+            launcher((1,), DATA, 7, 5, shape=0, num_warps=4)
+        launch = Launch(launcher, (1,), (7, 5), VARIANTS[:1])
+        for _ in range(2):
+            launch((DATA,))
+    assert seen == ["the tensor's"] * 8
+    assert current == ["first"]
 
 
 VARIANTS = ({"shape": "do", "num_warps": 4}, {"shape": "redo", "num_warps": 4})

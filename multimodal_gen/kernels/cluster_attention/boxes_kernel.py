@@ -133,12 +133,11 @@ def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
         keep = keep.contiguous()
     begin, count = (x if x.stride(2) == 1 else x.contiguous() for x in (keys.starts, keys.counts))
     block = max(next_power_of_2(num_k), 32)
-    with torch.cuda.device_of(keep):
-        _launch_boxes(
-            (batch * heads * num_q,),
-            keep.view(torch.uint8), begin, count, whole, starts, lengths, counts,
-            *keep.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
-            heads, heads // count.shape[1], num_q, num_k, whole_room, room,
-            BLOCK=block, STEP=STEP, BOX=BOX_KEYS, num_warps=4,
-        )  # fmt: skip
+    _launch_boxes(
+        (batch * heads * num_q,),
+        keep.view(torch.uint8), begin, count, whole, starts, lengths, counts,
+        *keep.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
+        heads, heads // count.shape[1], num_q, num_k, whole_room, room,
+        BLOCK=block, STEP=STEP, BOX=BOX_KEYS, num_warps=4,
+    )  # fmt: skip
     return Boxes(whole=whole, starts=starts, lengths=lengths, counts=counts)

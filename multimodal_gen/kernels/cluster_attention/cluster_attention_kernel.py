@@ -429,8 +429,7 @@ def attend(
     variants = [
         {"C": _shape(tile, channels, redo=redo, lse=return_lse), "num_warps": 4} for redo in redone
     ]
-    with torch.cuda.device_of(q):
-        _launcher().each((total,), *arguments, variants=variants)
+    _launcher().each((total,), *arguments, variants=variants)
     return out, lse
 
 

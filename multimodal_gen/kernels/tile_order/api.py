@@ -3,7 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size; T, H, W of a grid are frames, rows and columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import runs_triton
+from multimodal_gen.kernels.launcher import Form, form_of
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 
@@ -138,16 +139,21 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
         UsageError: shapes, dtypes or devices do not fit each other.
     """
     tensors = tuple(tensors)
-    _check_gather(tuple(map(_form_of, tensors)), _form_of(index))
-    if not runs_triton(tensors[:1], _FLOATING, gradients=tensors):
-        return tuple(gather_reference(tensor, index) for tensor in tensors)
-    if index.ndim == 3:
-        from multimodal_gen.kernels.tile_order.tile_order_kernel import gather_per_head
+    if runs_triton(tensors[:1], _FLOATING, gradients=tensors):
+        return _gather_of(tuple(map(form_of, tensors)), form_of(index))(tensors, index)
+    _check_gather(tuple(map(_checked_of, tensors)), _checked_of(index))
+    return tuple(gather_reference(tensor, index) for tensor in tensors)
 
-        return gather_per_head(tensors, index)
-    from multimodal_gen.kernels.tile_order.tile_order_kernel import gather
 
-    return gather(tensors, index)
+@lru_cache(maxsize=1024)
+def _gather_of(tensors: tuple[Form, ...], index: Form) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Check what is to be gathered, and return what launches it for tensors of such forms."""
+    from multimodal_gen.kernels.tile_order import tile_order_kernel
+
+    _check_gather(tuple(map(_checked_of, tensors)), _checked_of(index))
+    if len(index.shape) == 3:
+        return tile_order_kernel.gather_per_head
+    return tile_order_kernel.prepare_gather(tensors, index)
 
 
 def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
@@ -165,21 +171,25 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other, or `out` is an expanded view.
     """
-    _check_scatter(_form_of(source), _form_of(index), _form_of(out), out.stride())
-    if not runs_triton((source,), _FLOATING, gradients=(source, out)):
-        scatter_reference(source, index, out)
+    if runs_triton((source,), _FLOATING, gradients=(source, out)):
+        _scatter_of(form_of(source), form_of(index), form_of(out))(source, index, out)
         return
-    if index.ndim == 3:
-        from multimodal_gen.kernels.tile_order.tile_order_kernel import scatter_per_head
-
-        scatter_per_head(source, index, out)
-        return
-    from multimodal_gen.kernels.tile_order.tile_order_kernel import scatter
-
-    scatter(source, index, out)
+    _check_scatter(_checked_of(source), _checked_of(index), _checked_of(out), out.stride())
+    scatter_reference(source, index, out)
 
 
-class _Form(NamedTuple):
+@lru_cache(maxsize=1024)
+def _scatter_of(source: Form, index: Form, out: Form) -> Callable[..., None]:
+    """Check what is to be scattered, and return what launches it for tensors of such forms."""
+    from multimodal_gen.kernels.tile_order import tile_order_kernel
+
+    _check_scatter(_checked_of(source), _checked_of(index), _checked_of(out), out.strides)
+    if len(index.shape) == 3:
+        return tile_order_kernel.scatter_per_head
+    return tile_order_kernel.prepare_scatter(source, index, out)
+
+
+class _Checked(NamedTuple):
     """What is checked of a tensor."""
 
     shape: torch.Size
@@ -187,12 +197,12 @@ class _Form(NamedTuple):
     device: torch.device
 
 
-def _form_of(tensor: torch.Tensor) -> _Form:
-    return _Form(tensor.shape, tensor.dtype, tensor.device)
+def _checked_of(tensor: torch.Tensor | Form) -> _Checked:
+    return _Checked(tensor.shape, tensor.dtype, tensor.device)
 
 
 @lru_cache(maxsize=1024)
-def _check_gather(tensors: tuple[_Form, ...], index: _Form) -> None:
+def _check_gather(tensors: tuple[_Checked, ...], index: _Checked) -> None:
     """Raise unless tensors and index fit each other; see `gather_tokens`."""
     if not 1 <= len(tensors) <= _MAX_TENSORS:
         raise UsageError(f"`tensors` must be 1 to {_MAX_TENSORS} tensors, got {len(tensors)}")
@@ -209,7 +219,9 @@ def _check_gather(tensors: tuple[_Form, ...], index: _Form) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _check_scatter(source: _Form, index: _Form, out: _Form, strides: tuple[int, ...]) -> None:
+def _check_scatter(
+    source: _Checked, index: _Checked, out: _Checked, strides: tuple[int, ...]
+) -> None:
     """Raise unless tensors and index fit each other; see `scatter_tokens`."""
     _expect_like("out", out, "out", out)
     _expect_like("source", source, "out", out)
@@ -231,7 +243,7 @@ def _check_scatter(source: _Form, index: _Form, out: _Form, strides: tuple[int, 
         )
 
 
-def _expect_like(name: str, tensor: _Form, other: str, like: _Form) -> None:
+def _expect_like(name: str, tensor: _Checked, other: str, like: _Checked) -> None:
     if len(tensor.shape) != 4:
         raise UsageError(f"`{name}` must be [B, S, H, D], got {list(tensor.shape)}")
     if tensor.dtype not in _FLOATING:
@@ -245,7 +257,7 @@ def _expect_like(name: str, tensor: _Form, other: str, like: _Form) -> None:
         )
 
 
-def _expect_index(index: _Form, *tensors: _Form) -> None:
+def _expect_index(index: _Checked, *tensors: _Checked) -> None:
     first = tensors[0]
     if index.dtype != torch.int32:
         raise UsageError(f"`index` must be int32, got {index.dtype}; call .int() on it")

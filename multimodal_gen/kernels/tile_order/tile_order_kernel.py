@@ -11,22 +11,17 @@ shape. Only offsets within a row's piece are 32-bit.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launcher import Launch, Launcher
+from multimodal_gen.kernels.launcher import Form, Launch, Launcher, form_of
 from multimodal_gen.kernels.shared_kernel import next_power_of_2
 
-# Sizes and strides, [B, S, H, D].
-Form: TypeAlias = tuple[torch.Size, tuple[int, ...]]
-Forms: TypeAlias = tuple[Form, ...]
-
 VECTOR_BYTES = 16
+_MOST_TENSORS = 4
 MAX_TOKENS = 256
 
 
@@ -158,148 +153,141 @@ def _scatter_kernel(
 _gather, _scatter = Launcher(_gather_kernel), Launcher(_scatter_kernel)
 
 
-def gather(
-    tensors: tuple[torch.Tensor, ...], index: torch.Tensor, *, tile: CopyTile = TILE
-) -> tuple[torch.Tensor, ...]:
-    """Launch the gather; returns new head-major tensors [B, S_out, H, D].
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """Gathers tensors of one form; see `prepare_gather`.
+
+    Attributes:
+        launch: of the kernel; None where nothing is moved.
+        outs: sizes and strides of what is returned.
+        copies_index: whether the index must be made contiguous first.
+    """
+
+    launch: Launch | None
+    outs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    copies_index: bool
+
+    def __call__(
+        self, tensors: tuple[torch.Tensor, ...], index: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return new head-major tensors [B, S_out, H, D]; see `gather_tokens`."""
+        outs = tuple(
+            tensor.new_empty_strided(*form) for tensor, form in zip(tensors, self.outs, strict=True)
+        )
+        if self.launch is not None:
+            index = index.contiguous() if self.copies_index else index
+            rest = _MOST_TENSORS - len(tensors)
+            self.launch((*tensors, *tensors[-1:] * rest, *outs, *outs[-1:] * rest, index))
+        return outs
+
+
+def prepare_gather(tensors: tuple[Form, ...], index: Form, *, tile: CopyTile = TILE) -> Gather:
+    """Return the gather of tensors of one form.
 
     Args:
         tensors: one to four, [B, S, H, D] with any strides, of one dtype, B, S and D.
         index: int32 [S_out] or [B, S_out].
         tile: shape of a program.
     """
-    batch, _, _, size = tensors[0].shape
-    num_out = index.shape[-1]
-    outs = tuple(t.new_empty((batch, t.shape[2], num_out, size)) for t in tensors)
-    index, index_b = _contiguous(index)
-    aligned = tuple(map(_is_aligned, (*tensors, index)))
-    where = tensors[0].dtype, tensors[0].device
-    launch = _gather_launch(forms_of(tensors), *where, aligned, num_out, index_b, tile)
-    if launch is not None:
-        slots = [min(slot, len(tensors) - 1) for slot in range(4)]
-        with torch.cuda.device_of(tensors[0]):
-            launch((*(tensors[slot] for slot in slots), *(outs[slot] for slot in slots), index))
-    return tuple(out.transpose(1, 2) for out in outs)
-
-
-@lru_cache(maxsize=1024)
-def _gather_launch(
-    forms: Forms,
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: tuple[bool, ...],
-    num_out: int,
-    index_b: int,
-    tile: CopyTile,
-) -> Launch | None:
-    """Return the launch of a gather, None where nothing is moved.
-
-    Args:
-        forms: of the tensors that are gathered.
-        dtype: of them.
-        device: where they lie; compilations are of one device.
-        aligned: whether each of them, and the index, begins at a multiple of 16 bytes.
-        num_out: tokens that are gathered.
-        index_b: stride of the index between batch entries.
-        tile: shape of a program.
-    """
-    del device
-    num, (batch, _, _, size) = len(forms), forms[0][0]
-    vector = vector_of(forms, dtype.itemsize, all(aligned[:num]))
-    row = max(shape[2] for shape, _ in forms) * size
-    tokens, width = _shape(row, dtype.itemsize, vector, tile)
-    ends = list(accumulate(-(-(shape[2] * size) // width) for shape, _ in forms))
+    (batch, _, _, size), item = tensors[0].shape, tensors[0].dtype.itemsize
+    num_out, index_b, copies_index = _along(index)
+    vector = vector_of(tensors)
+    row = max(x.shape[2] for x in tensors) * size
+    tokens, width = _shape(row, item, vector, tile)
+    ends = list(accumulate(-(-(x.shape[2] * size) // width) for x in tensors))
     num_blocks = -(-num_out // tokens)
-    slots = [min(slot, num - 1) for slot in range(4)]
+    slots = [min(slot, len(tensors) - 1) for slot in range(_MOST_TENSORS)]
     grid = (batch * num_blocks * ends[-1],)
     fixed = (
-        *(stride for slot in slots for stride in strides_in_vectors(forms[slot], vector)),
-        *(forms[slot][0][2] for slot in slots),
+        *(stride for slot in slots for stride in strides_in_vectors(tensors[slot], vector)),
+        *(tensors[slot].shape[2] for slot in slots),
         *(ends[slot] for slot in slots), index_b, num_out, num_blocks,
     )  # fmt: skip
-    options = {"NUM": num, "D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
+    options = {"NUM": len(tensors), "D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
     options["num_warps"] = tile.warps
-    return Launch(_gather, grid, fixed, (options,)) if math.prod(grid) else None
+    return Gather(
+        launch=Launch(_gather, grid, fixed, (options,)) if math.prod(grid) else None,
+        outs=tuple(_head_major(batch, num_out, x.shape[2], size) for x in tensors),
+        copies_index=copies_index,
+    )
 
 
-def scatter(
-    source: torch.Tensor, index: torch.Tensor, out: torch.Tensor, *, tile: CopyTile = TILE
-) -> None:
-    """Launch the scatter: `out[:, index] = source`.
+def _head_major(
+    batch: int, tokens: int, heads: int, size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and strides of [B, S, H, D] that lies in memory as [B, H, S, D]."""
+    return (batch, tokens, heads, size), (heads * tokens * size, size, tokens * size, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scatter:
+    """Scatters tensors of one form; see `prepare_scatter`.
+
+    Attributes:
+        launch: of the kernel; None where nothing is moved.
+        copies_index: whether the index must be made contiguous first.
+    """
+
+    launch: Launch | None
+    copies_index: bool
+
+    def __call__(self, source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+        """Write `out[:, index] = source`; see `scatter_tokens`."""
+        if self.launch is not None:
+            self.launch((source, out, index.contiguous() if self.copies_index else index))
+
+
+def prepare_scatter(source: Form, index: Form, out: Form, *, tile: CopyTile = TILE) -> Scatter:
+    """Return the scatter from one form to another.
 
     Args:
         source: [B, S_in, H, D], any strides.
-        index: int32 [S_in] or [B, S_in], distinct.
+        index: int32 [S_in] or [B, S_in].
         out: [B, S, H, D], any strides.
         tile: shape of a program.
     """
-    index, index_b = _contiguous(index)
-    tensors = (source, out)
-    aligned = tuple(map(_is_aligned, (*tensors, index)))
-    launch = _scatter_launch(forms_of(tensors), out.dtype, out.device, aligned, index_b, tile)
-    if launch is not None:
-        with torch.cuda.device_of(source):
-            launch((*tensors, index))
-
-
-@lru_cache(maxsize=1024)
-def _scatter_launch(
-    forms: Forms,
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: tuple[bool, ...],
-    index_b: int,
-    tile: CopyTile,
-) -> Launch | None:
-    """Return the launch of a scatter from one form to another; see `_gather_launch`."""
-    del device
-    batch, num_in, heads, size = forms[0][0]
-    vector = vector_of(forms, dtype.itemsize, all(aligned[:2]))
-    tokens, width = _shape(heads * size, dtype.itemsize, vector, tile)
+    batch, _, heads, size = source.shape
+    num_in, index_b, copies_index = _along(index)
+    vector = vector_of((source, out))
+    tokens, width = _shape(heads * size, source.dtype.itemsize, vector, tile)
     num_blocks = -(-num_in // tokens)
     grid = (batch * num_blocks * -(-(heads * size) // width),)
-    strides = (stride for form in forms for stride in strides_in_vectors(form, vector))
+    strides = (stride for x in (source, out) for stride in strides_in_vectors(x, vector))
     fixed = (*strides, heads, index_b, num_in, num_blocks)
     options = {"D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
     options["num_warps"] = tile.warps
-    return Launch(_scatter, grid, fixed, (options,)) if math.prod(grid) else None
+    launch = Launch(_scatter, grid, fixed, (options,)) if math.prod(grid) else None
+    return Scatter(launch, copies_index)
 
 
-def forms_of(tensors: tuple[torch.Tensor, ...]) -> Forms:
-    """Return the sizes and strides of tensors."""
-    return tuple((tensor.shape, tensor.stride()) for tensor in tensors)
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % VECTOR_BYTES == 0
+def _along(index: Form) -> tuple[int, int, bool]:
+    """Return how many tokens an index names, its stride over B, and whether it must be copied."""
+    num, copies = index.shape[-1], index.strides[-1] != 1
+    if len(index.shape) == 1:
+        return num, 0, copies
+    return num, num if copies else index.strides[0], copies
 
 
 def _outer_strides(form: Form) -> list[int]:
     """Strides of B, S and H in elements; 0 where there is one entry, whose stride means nothing."""
-    return [0 if n == 1 else stride for n, stride in zip(form[0][:3], form[1], strict=False)]
+    pairs = zip(form.shape[:3], form.strides, strict=False)
+    return [0 if n == 1 else stride for n, stride in pairs]
 
 
-def vector_of(forms: Forms, item: int, aligned: bool) -> int:
-    """Return how many elements can be moved together: 16 bytes of them where all tensors allow.
-
-    Args:
-        forms: of the tensors.
-        item: bytes of an element.
-        aligned: whether all of them begin at a multiple of 16 bytes.
-    """
-    size = forms[0][0][3]
-    inner = size == 1 or all(strides[3] == 1 for _, strides in forms)
-    if not inner or not aligned:
+def vector_of(tensors: tuple[Form, ...]) -> int:
+    """Return how many elements can be moved together: 16 bytes of them where all tensors allow."""
+    (_, _, _, size), item = tensors[0].shape, tensors[0].dtype.itemsize
+    inner = size == 1 or all(x.strides[3] == 1 for x in tensors)
+    if not inner or not all(x.aligned for x in tensors):
         return 1
-    strides = [stride for form in forms for stride in _outer_strides(form)]
+    strides = [stride for x in tensors for stride in _outer_strides(x)]
     return math.gcd(VECTOR_BYTES // item, size, *strides)
 
 
 def strides_in_vectors(form: Form, vector: int) -> tuple[int, int, int, int]:
     """Return the strides of B, S and H in vectors, and that of D in elements."""
     b, s, h = (stride // vector for stride in _outer_strides(form))
-    shape, strides = form
-    return b, s, h, 1 if shape[3] == 1 else strides[3]
+    return b, s, h, 1 if form.shape[3] == 1 else form.strides[3]
 
 
 def _shape(row: int, item: int, vector: int, tile: CopyTile) -> tuple[int, int]:
@@ -314,13 +302,6 @@ def _shape(row: int, item: int, vector: int, tile: CopyTile) -> tuple[int, int]:
     elements = tile.tokens * tile.row_bytes * vector // VECTOR_BYTES
     width = min(tile.row_bytes // item, next_power_of_2(max(row, 1)), elements)
     return min(elements // width, MAX_TOKENS), width
-
-
-def _contiguous(index: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the index with its last stride 1, and the stride between batch entries."""
-    if index.stride(-1) != 1:
-        index = index.contiguous()
-    return index, index.stride(0) if index.ndim == 2 else 0
 
 
 # 64 rows of 256 bytes: 8 accesses of 16 bytes per thread. Not measured.
@@ -420,11 +401,8 @@ def _launch(
 ) -> None:
     batch, heads, num = index.shape
     size = tensors[0].shape[3]
-    forms, (out, *_) = forms_of(tensors), forms_of(outs)
-    together = (*tensors, *outs)
-    vector = vector_of(
-        forms_of(together), tensors[0].element_size(), all(map(_is_aligned, together))
-    )
+    forms, moved = tuple(map(form_of, tensors)), tuple(map(form_of, outs))
+    vector = vector_of((*forms, *moved))
     width = next_power_of_2(size)
     tokens = max(_BYTES * vector // (16 * width), 1)
     index = index if index.stride(2) == 1 else index.contiguous()
@@ -432,13 +410,12 @@ def _launch(
     grid = (batch * heads * num_blocks,)
     slots = [min(slot, len(tensors) - 1) for slot in range(3)]
     if math.prod(grid):
-        with torch.cuda.device_of(tensors[0]):
-            _move(
-                grid,
-                *(tensors[slot] for slot in slots), *(outs[slot] for slot in slots), index,
-                *(s for slot in slots for s in strides_in_vectors(forms[slot], vector)),
-                *strides_in_vectors(out, vector), *index.stride()[:2],
-                heads, num, num_blocks,
-                NUM=len(tensors), SCATTER=scatter, D=size, DP=width, VEC=vector, TOKENS=tokens,
-                num_warps=_WARPS,
-            )  # fmt: skip
+        _move(
+            grid,
+            *(tensors[slot] for slot in slots), *(outs[slot] for slot in slots), index,
+            *(s for slot in slots for s in strides_in_vectors(forms[slot], vector)),
+            *strides_in_vectors(moved[0], vector), *index.stride()[:2],
+            heads, num, num_blocks,
+            NUM=len(tensors), SCATTER=scatter, D=size, DP=width, VEC=vector, TOKENS=tokens,
+            num_warps=_WARPS,
+        )  # fmt: skip

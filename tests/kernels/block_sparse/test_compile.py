@@ -12,7 +12,9 @@ environment, so for all cases:
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -509,6 +511,14 @@ def stand_in(launches: list[Any]) -> Any:
     return compiled
 
 
+@contextmanager
+def as_current(place: SimpleNamespace, device: int) -> Iterator[None]:
+    """Make a device the current one for a while."""
+    before, place.device = place.device, device
+    yield
+    place.device = before
+
+
 def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
     from triton.backends.nvidia import driver
@@ -522,7 +532,8 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
         return [("map", descriptor.base.data_ptr(), layout), *descriptor.shape, *descriptor.strides]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", make)
-    monkeypatch.setattr(triton.runtime.driver, "_active", StandInDriver())
+    active = StandInDriver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
     compiled = stand_in(launches)
     q, k = (torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     arguments = (7, describe(q, 64, 64), describe(k, 64, 64), 8)
@@ -541,6 +552,16 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
         assert sum(value is None for value in passed) - sum(value is None for value in plain) == 3
     direct((3, 1, 1), (7, describe(k, 64, 64), describe(k, 64, 64), 8))
     assert made == ["first", "second"] * 2
+    with monkeypatch.context() as patched:
+        # Another device is current.
+        other = SimpleNamespace(device=active.capability, stream=3)
+        patched.setattr(active, "get_current_device", lambda: other.device)
+        patched.setattr(active, "get_current_stream", lambda device: 100 * device + other.stream)
+        patched.setattr(torch.cuda, "device", lambda device: as_current(other, device))
+        other.device = 0
+        direct((3, 1, 1), arguments)
+        assert launches[-1][3] == 100 * active.capability + 3
+        assert other.device == 0
     with monkeypatch.context() as patched:
         hook = triton.knobs.runtime.launch_enter_hook
         patched.setattr(hook, "calls", [lambda metadata: None])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from multimodal_gen.kernels.launcher import form_of
 from tests.kernels.compiling import StandInDriver
 
 triton = pytest.importorskip("triton")
@@ -70,11 +71,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Compiled]:
 
 
 def launch(query: torch.Tensor, key: torch.Tensor) -> None:
-    from multimodal_gen.kernels.tile_order.tile_order_kernel import gather, scatter
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import prepare_gather, prepare_scatter
 
-    index = torch.arange(query.shape[1], dtype=torch.int32)
-    tiled, *_ = gather((query, key, key), index)
-    scatter(tiled, index, query)
+    index, tensors = torch.arange(query.shape[1], dtype=torch.int32), (query, key, key)
+    tiled, *_ = prepare_gather(tuple(map(form_of, tensors)), form_of(index))(tensors, index)
+    moved = (tiled, index, query)
+    prepare_scatter(*map(form_of, moved))(*moved)
 
 
 @pytest.mark.parametrize(

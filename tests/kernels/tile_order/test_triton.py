@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multimodal_gen.kernels.launcher import form_of
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 from multimodal_gen.testing.inputs import LAYOUTS, with_layout
@@ -26,10 +27,20 @@ def orders(batch: int, tokens: int, num: int, *, per_batch: bool, seed: int = 0)
     return torch.stack(drawn) if per_batch else drawn[0]
 
 
+def gather(tensors: tuple[torch.Tensor, ...], index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import prepare_gather
+
+    return prepare_gather(tuple(map(form_of, tensors)), form_of(index))(tensors, index)
+
+
+def scatter(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import prepare_scatter
+
+    prepare_scatter(form_of(source), form_of(index), form_of(out))(source, index, out)
+
+
 def check(tensors: tuple[torch.Tensor, ...], index: torch.Tensor, out: torch.Tensor) -> None:
     """Gather the tensors, then scatter the first into `out`, which is written to."""
-    from multimodal_gen.kernels.tile_order.tile_order_kernel import gather, scatter
-
     found = gather(tensors, index)
     assert len(found) == len(tensors)
     for moved, tensor in zip(found, tensors, strict=True):
@@ -116,8 +127,6 @@ def test_an_expanded_index_and_an_expanded_tensor_are_read_in_place() -> None:
 
 
 def test_nothing_is_launched_for_an_empty_index() -> None:
-    from multimodal_gen.kernels.tile_order.tile_order_kernel import gather, scatter
-
     tensor, index = torch.randn(2, 7, 3, 8), torch.empty(0, dtype=torch.int32)
     (moved,) = gather((tensor,), index)
     assert moved.shape == (2, 0, 3, 8)

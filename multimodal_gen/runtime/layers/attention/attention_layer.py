@@ -372,7 +372,11 @@ class AttentionLayer(nn.Module):
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         """Serve a call on this process; the heads may be a share of the layer's."""
         query, key, value = call[:3]
-        kind = device_type(query.device)  # `call.autocasts()`, spelled out
+        kind = device_type(query.device)
+        if kind == "cuda" and query.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(query.device):  # where kernels of packages are launched
+                return self._attend(call)
+        # `call.autocasts()`, spelled out
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):  # methods choose their precision
                 return self._attend(call.autocast())
@@ -393,10 +397,9 @@ class AttentionLayer(nn.Module):
         bound = entry.primary
         if call.wants_gradient():
             bound = entry.with_features(Feature.BACKWARD)
-        if call.first_head and bound.impl.per_head:
-            out = bound.forward(query, key, value, context, first_head=call.first_head)
-        else:
-            out = bound.forward(query, key, value, context)
+        some = call.first_head and bound.impl.per_head
+        heads = {"first_head": call.first_head} if some else {}
+        out = bound.forward(query, key, value, context, **heads)
         bound.calls += 1  # here and elsewhere after what may fail: the report counts what ran
         return out
 
