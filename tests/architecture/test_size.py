@@ -35,6 +35,15 @@ def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return total
 
 
+def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield every function of a syntax tree, however deep; expressions hold none."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield child
+            yield from _functions(child)
+
+
 def oversized(folder: Path) -> Iterator[str]:
     """Yield every module and function under `folder` that is over its budget."""
     for path in sorted(folder.rglob("*.py")):
@@ -45,8 +54,8 @@ def oversized(folder: Path) -> Iterator[str]:
         if lines > MODULE_LINES:
             yield f"{name}: {lines} lines, at most {MODULE_LINES}"
         budget = KERNEL_FUNCTION_LINES if kernel else FUNCTION_LINES
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _length(node) > budget:
+        for node in _functions(ast.parse(text)):
+            if _length(node) > budget:
                 yield f"{name}:{node.lineno} {node.name}: {_length(node)} lines, at most {budget}"
 
 

@@ -92,7 +92,10 @@ def environment_reads(folder: Path) -> Iterator[str]:
     """Yield each use of the process environment."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not any(name in text for name in names):
+            continue
+        for node in ast.walk(ast.parse(text)):
             attribute = isinstance(node, ast.Attribute) and node.attr in names
             imported = (
                 isinstance(node, ast.ImportFrom)
@@ -135,7 +138,8 @@ def mutable_globals(folder: Path) -> set[tuple[str, str]]:
     found = set()
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder.parent).as_posix()
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        tree = ast.parse(text)
         for statement in _module_statements(tree.body):
             targets: list[ast.expr] = []
             if isinstance(statement, ast.Assign):
@@ -145,7 +149,7 @@ def mutable_globals(folder: Path) -> set[tuple[str, str]]:
                 targets = [] if read_only else [statement.target]
             if targets and _is_mutable(getattr(statement, "value", None)):
                 found |= {(name, target.id) for target in targets if isinstance(target, ast.Name)}
-        for node in ast.walk(tree):
+        for node in ast.walk(tree) if "global" in text else ():
             if isinstance(node, ast.Global):
                 found |= {(name, rebound) for rebound in node.names}
     return {(name, variable) for name, variable in found if variable != "__all__"}
@@ -165,6 +169,8 @@ def text_problems(repository: Path, files: Iterable[Path]) -> Iterator[str]:
     """Yield non-ASCII characters, reminders, and paths of somebody's machine."""
     for path in files:
         text = (repository / path).read_text(encoding="utf-8")
+        if text.isascii() and not PRIVATE_PATH.search(text) and not REMINDER.search(text):
+            continue
         for number, line in enumerate(text.splitlines(), 1):
             if not line.isascii():
                 yield f"{path}:{number}: not ASCII: {line.strip()!a}"

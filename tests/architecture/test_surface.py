@@ -109,7 +109,10 @@ def surface_problems(path: Path) -> list[str]:
 
     `__all__` may also list what the module re-exports.
     """
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if "__all__" not in text:
+        return []
+    tree = ast.parse(text)
     exported: list[str] | None = None
     public, imported = set(), set()
     for statement in tree.body:

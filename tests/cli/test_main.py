@@ -226,7 +226,7 @@ def test_the_command_line_runs_outside_the_main_thread() -> None:
 
 
 def test_a_reader_that_closes_the_pipe_gets_no_traceback() -> None:
-    shell = f"'{sys.executable}' -u -m multimodal_gen attention list --json | true"
+    shell = f"'{sys.executable}' -u -m multimodal_gen generate --help | true"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
