@@ -8,7 +8,7 @@ import dataclasses
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -94,11 +94,11 @@ def quick_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def run_with_triton(tmp_path: Path) -> RunWithTriton:
-    """Run a file of tests in a process with a release of triton."""
+    """Run files of tests in a process with a release of triton."""
 
-    def run(release: str, tests: Path, *arguments: str, **variables: str) -> None:
+    def run(release: str, tests: Sequence[Path], *arguments: str, **variables: str) -> None:
         path = python_path(release, Path(sys.prefix), installed_release())
-        words = ("-q", "-p", "no:cacheprovider", *arguments, str(tests))
+        words = ("-q", "-p", "no:cacheprovider", *arguments, *map(str, tests))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         output = tmp_path / "output"
         # A triton that came with torch may have been imported where others fork from.

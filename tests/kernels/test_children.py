@@ -1,4 +1,4 @@
-"""Runs test_triton.py and test_compile.py of every operation in a process with its own triton.
+"""Runs test_triton.py and test_compile.py of every operation in processes with their own triton.
 
 The first with the interpreter, the second with the oldest release that the kernels for GPUs are
 compiled with, and those in Gluon with the newest one; all without the cases marked slow. Compiling
@@ -38,14 +38,14 @@ def operations(name: str) -> list[str]:
 def test_the_kernels_compile_for_gpus_that_are_not_there(
     operation: str, run_with_triton: RunWithTriton
 ) -> None:
-    run_with_triton(pinned_release("compile"), HERE / operation / "test_compile.py", *QUICK)
+    run_with_triton(pinned_release("compile"), [HERE / operation / "test_compile.py"], *QUICK)
 
 
 @pytest.mark.parametrize("operation", GLUON)
 def test_the_gluon_kernels_compile_with_the_newest_triton(
     operation: str, run_with_triton: RunWithTriton
 ) -> None:
-    run_with_triton(pinned_release("newest"), HERE / operation / "test_compile.py", *QUICK)
+    run_with_triton(pinned_release("newest"), [HERE / operation / "test_compile.py"], *QUICK)
 
 
 @pytest.mark.slow
@@ -54,12 +54,10 @@ def test_the_gluon_kernels_compile_with_the_newest_triton(
 def test_the_gluon_kernels_compile_with_the_releases_between(
     operation: str, release: str, run_with_triton: RunWithTriton
 ) -> None:
-    run_with_triton(release, HERE / operation / "test_compile.py", *QUICK)
+    run_with_triton(release, [HERE / operation / "test_compile.py"], *QUICK)
 
 
-@pytest.mark.parametrize("operation", operations("test_triton.py"))
-def test_the_triton_kernels_are_right_under_the_interpreter(
-    operation: str, run_with_triton: RunWithTriton
-) -> None:
-    tests = HERE / operation / "test_triton.py"
+def test_the_triton_kernels_are_right_under_the_interpreter(run_with_triton: RunWithTriton) -> None:
+    """All in one process: to start it takes as long as the tests of many an operation."""
+    tests = [HERE / name / "test_triton.py" for name in operations("test_triton.py")]
     run_with_triton(pinned_release("interpret"), tests, *QUICK, TRITON_INTERPRET="1")
