@@ -127,6 +127,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     """Compile what launches ask for, instead of launching it.
 
     Triton stops at PTX, which ptxas then compiles once; what it leaves out is kept from its cache.
+    Nor does it note the lines of the source, which takes a tenth of its time.
     """
     import triton
     from triton.runtime.jit import JITFunction
@@ -136,6 +137,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     from triton.backends.nvidia.compiler import CUDABackend
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(triton.knobs.compilation, "disable_line_info", True)
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
     found = Compiler(tmp_path)
     original = JITFunction.run
