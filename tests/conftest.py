@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from multimodal_gen.testing.processes import World
+if TYPE_CHECKING:  # the process that only hands tests to others needs no torch
+    from multimodal_gen.testing.processes import World
 
 TinyPipeline = Callable[[str], Path]
 
 RANKS = ("two_ranks", "four_ranks")
 # Each of its tests takes a process of its own, whichever runs the others.
 CHILDREN = "tests/kernels/test_children.py"
-PROCESSES = World.__module__
+PROCESSES = "multimodal_gen.testing.processes"
 SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
@@ -158,9 +159,11 @@ class Worlds:
 
     folder: Path
     preload: list[str]
-    started: dict[int, World] = field(default_factory=dict)
+    started: dict[int, "World"] = field(default_factory=dict)
 
-    def of(self, num_ranks: int) -> World:
+    def of(self, num_ranks: int) -> "World":
+        from multimodal_gen.testing.processes import World
+
         if num_ranks not in self.started:
             folder = Path(tempfile.mkdtemp(dir=self.folder))
             self.started[num_ranks] = World(num_ranks, folder, preload=self.preload)
@@ -195,12 +198,12 @@ def worlds(
 
 
 @pytest.fixture
-def two_ranks(worlds: Worlds) -> World:
+def two_ranks(worlds: Worlds) -> "World":
     """Two processes, for tests that leave them usable."""
     return worlds.of(2)
 
 
 @pytest.fixture
-def four_ranks(worlds: Worlds) -> World:
+def four_ranks(worlds: Worlds) -> "World":
     """Four processes, for tests that leave them usable."""
     return worlds.of(4)
