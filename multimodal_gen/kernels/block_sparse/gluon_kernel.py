@@ -480,10 +480,10 @@ def prepare(
         blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
     )  # fmt: skip
-    together = next(together for least, together in _REDONE_TOGETHER if num_tiles >= least)
-    redo = dataclasses.replace(shape, fast=False, passes=False, redo=together, sync=0)
     launches = [Launch(_launcher(), (num_tiles,), arguments, [{"C": shape, "num_warps": 4}])]
     if tile.fast:
+        together = next(together for least, together in _REDONE_TOGETHER if num_tiles >= least)
+        redo = dataclasses.replace(shape, fast=False, passes=False, redo=together, sync=0)
         grid = (-(-num_tiles // together),)
         launches.append(Launch(_launcher(), grid, arguments, [{"C": redo, "num_warps": 4}]))
     described = partial(
