@@ -63,7 +63,8 @@ def _build_helios_pyramid(seed: int) -> Any:
     return HeliosPyramidPipeline(
         **_text_and_vae(seed),
         transformer=_helios_transformer(seed),
-        scheduler=HeliosScheduler(stages=2, stage_range=[0, 1 / 2, 1], gamma=1 / 3),
+        # At the usual third, the covariance of its noise is singular: not every CPU factors it.
+        scheduler=HeliosScheduler(stages=2, stage_range=[0, 1 / 2, 1], gamma=0.3),
     )
 
 
