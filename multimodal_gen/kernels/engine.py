@@ -384,7 +384,7 @@ def runs_triton(
         dtypes: that the kernel takes.
         gradients: must not need a gradient, which the kernel has not.
     """
-    if not all(x.is_cuda and x.dtype in dtypes for x in tensors):
+    if not all(isinstance(x, torch.Tensor) and x.is_cuda and x.dtype in dtypes for x in tensors):
         return False
     if records_gradient(*gradients):
         return False

@@ -9,7 +9,7 @@ import math
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import RUN as BLOCK_SPARSE_KERNELS
-from multimodal_gen.kernels.block_sparse.api import Call, Form, request_for
+from multimodal_gen.kernels.block_sparse.api import Call, CallForm, request_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
@@ -82,7 +82,7 @@ def _regular_blocks(device: torch.device) -> str | None:
     ):
         plan = _plan(size, keys, device)
         q, k, v = _inputs(plan.q.total, dtype, device)
-        form = Form(request_for(q, k, v, plan, backward=False))
+        form = CallForm(request_for(q, k, v, plan, backward=False))
         call = Call(q, k, v, plan, HEAD_SIZE**-0.5, False, False, form)
         out, _ = BLOCK_SPARSE_KERNELS["gluon"](call)
         fault = _fault(f"blocks of {size} in {dtype}", out, (q, k, v), plan, ROUNDED)
@@ -97,7 +97,7 @@ def _gradients(device: torch.device) -> str | None:
     for size in (384, 128, 64):
         plan, scale = _plan(size, size, device), HEAD_SIZE**-0.5
         q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
-        form = Form(request_for(q, k, v, plan, backward=True))
+        form = CallForm(request_for(q, k, v, plan, backward=True))
         out, lse = BLOCK_SPARSE_KERNELS["gluon"](Call(q, k, v, plan, scale, True, False, form))
         assert lse is not None, "it was asked for"
         grad_out = out.flip(1).contiguous()  # as good as any
@@ -154,7 +154,7 @@ def _means(device: torch.device) -> str | None:
     q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
     block = torch.arange(plan.kv.total, device=device) // 64
     k, v = k[:, block], v[:, block]
-    form = Form(request_for(q, k, v, plan, backward=False))
+    form = CallForm(request_for(q, k, v, plan, backward=False))
     given = Call(q, k, v, plan, HEAD_SIZE**-0.5, True, False, form)
     out, lse = BLOCK_SPARSE_KERNELS["gluon"](given)
     assert lse is not None, "it was asked for"

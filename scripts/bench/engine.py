@@ -168,12 +168,12 @@ def runner(tile: GluonTile | TritonTile) -> Run:
         if isinstance(tile, GluonTile):
             from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
 
-            key = (tile, q.shape, scale)
+            key = (tile, q.shape)
             prepared = plan.cache.get(key)
             if prepared is None:
-                prepared = prepare(q, k, v, plan, out, None, scale=scale, tile=tile)
+                prepared = prepare(q, k, v, plan, out, None, tile=tile)
                 plan.remember(key, prepared)
-            prepared(q, k, v, out, None)
+            prepared(q, k, v, out, None, scale=scale)
         else:
             from multimodal_gen.kernels.block_sparse.triton_kernel import attend
 

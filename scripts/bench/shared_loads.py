@@ -79,8 +79,8 @@ def main() -> None:
             scale, runs = HEAD_SIZE**-0.5, {}
             for label, module in (("as ever", gluon_kernel), *kernels.items()):
                 out = torch.empty_like(q)
-                prepared = module.prepare(q, k, v, case.plan, out, None, scale=scale, tile=tile)
-                runs[label] = partial(prepared, q, k, v, out, None)
+                prepared = module.prepare(q, k, v, case.plan, out, None, tile=tile)
+                runs[label] = partial(prepared, q, k, v, out, None, scale=scale)
                 runs[label]()
                 if module is gluon_kernel:
                     error = sampled_error(out, (q, k, v), case.plan, scale)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multimodal_gen.kernels.launcher import Launch, Launcher
+from multimodal_gen.kernels.launcher import Launch, Launcher, form_of
 
 
 @dataclass
@@ -150,11 +150,16 @@ def test_launches_go_to_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPa
 VARIANTS = ({"shape": "do", "num_warps": 4}, {"shape": "redo", "num_warps": 4})
 
 
-def test_a_launch_with_fixed_arguments_compiles_once_and_passes_all() -> None:
+def test_a_launch_with_fixed_arguments_compiles_once_and_passes_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = Kernel()
-    launch = Launch(Launcher(kernel), (3,), (7, 5), VARIANTS)
+    launcher = Launcher(kernel)
+    launch = Launch(launcher, (3,), (7, 5), VARIANTS)
     tensors = DATA, DATA.clone(), DATA.clone()
-    for tensor in tensors:
+    launch((tensors[0],))
+    monkeypatch.delattr(Launcher, "each")  # nothing is looked up again
+    for tensor in tensors[1:]:
         launch((tensor,))
     assert len(kernel.compiled) == 2
     for compiled, shape in zip(kernel.compiled, ("do", "redo"), strict=True):
@@ -162,6 +167,14 @@ def test_a_launch_with_fixed_arguments_compiles_once_and_passes_all() -> None:
             assert grid == (3, 1, 1)
             assert arguments[0] is tensor
             assert arguments[1:] == (7, 5, shape)
+
+
+def test_tensors_of_other_forms_are_told_apart() -> None:
+    others = (DATA[1:33], DATA[:32:2], DATA[:31], DATA[:32].view(8, 4), DATA[:32].int())
+    forms = [form_of(x) for x in (DATA[:32], *others)]
+    assert len(set(forms)) == len(forms)
+    assert form_of(DATA[4:36]) == forms[0]
+    assert form_of(DATA[:32].to("meta")) != forms[0]
 
 
 def test_launches_with_other_fixed_arguments_share_what_is_compiled() -> None:

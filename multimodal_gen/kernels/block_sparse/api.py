@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RUN",
     "Call",
-    "Form",
+    "CallForm",
     "block_sparse_attention",
     "block_sparse_attention_backward_op",
     "block_sparse_attention_op",
@@ -77,11 +77,11 @@ __all__ = [
 _Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Form:
-    """Shapes, strides, dtypes and device of a call's tensors, and whether they want a gradient.
+class CallForm:
+    """Stands for calls on one plan whose tensors are alike in all that launches depend on.
 
-    A plan keeps the one of each kind of call, and what kernels prepare under it: a form is looked
-    up by what it is like once per call, and then by identity.
+    A call is looked up once by shapes, strides, dtypes, device, alignment and whether a gradient is
+    asked for; what kernels prepare for such calls is kept with the plan under the identity of this.
 
     Args:
         request: what the choice of the kernel depends on.
@@ -103,7 +103,7 @@ class Call(NamedTuple):
     scale: float
     return_lse: bool
     deterministic: bool
-    form: Form
+    form: CallForm
     skip: Skip | None = None
     overwrite_q: bool = False
 
@@ -140,7 +140,7 @@ def block_sparse_attention(
             `torch.use_deterministic_algorithms`, for gradients.
         tail: lets the blocks that a row does not keep count by their means; None drops them.
         skip: leaves out what lies far below the scores seen so far; None leaves nothing out. Not
-            under `torch.compile`, and not where a gradient is asked for.
+            under `torch.compile`, nor for subclasses of tensors, nor where a gradient is asked for.
         overwrite_q: whether `q` may be written to, for which a kernel may return out in its place;
             the caller must not read it then. Nothing is where a gradient is asked for.
 
@@ -156,10 +156,11 @@ def block_sparse_attention(
     form = _checked(q, k, v, plan, scale)
     backward = records_gradient(q, k, v) if form is None else form.request.backward
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    if skip is not None and (backward or torch.compiler.is_compiling()):
+    if skip is not None and (backward or form is None):
         raise UsageError(
-            "`skip` must be None where a gradient is asked for or a graph is traced, which do not "
-            "know what a kernel leaves out; call it under torch.no_grad() and outside of the graph"
+            "`skip` must be None where a gradient is asked for, a graph is traced or a tensor is "
+            "of a subclass, which do not know what a kernel leaves out; call it with plain tensors "
+            "under torch.no_grad() and outside of the graph"
         )
     if tail is not None:
         results = _with_tail(
@@ -200,7 +201,7 @@ def block_sparse_attention(
 
 def _checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float | None
-) -> Form | None:
+) -> CallForm | None:
     """Check the arguments; return the form of a call that needs no operator, else None.
 
     Plain tensors are checked once per form; see `check_arguments`.
@@ -220,9 +221,9 @@ def _checked(
     form = plan.cache.get(key)
     if form is None:
         check_arguments(q, k, v, plan, scale)
-        form = Form(request_for(q, k, v, plan, backward=records_gradient(q, k, v)))
-        plan.cache[key] = form
-    assert isinstance(form, Form), "nothing else has such a key"
+        form = CallForm(request_for(q, k, v, plan, backward=records_gradient(q, k, v)))
+        form = plan.cache.setdefault(key, form)  # another thread may have been faster
+    assert isinstance(form, CallForm), "nothing else has such a key"
     return form
 
 
@@ -271,7 +272,7 @@ def refresh_plan(plan: BlockPlan) -> None:
     The same tensors are written, so that a CUDA graph that was captured replays on the new lists.
     For plans whose shapes stay and whose counts remain `uniform`; does not wait for the device.
     """
-    if any(key[0] == "steps" for key in plan.cache):
+    if any(key[0] == "steps" for key in list(plan.cache)):
         from multimodal_gen.kernels.block_sparse.steps_kernel import refresh_steps
 
         refresh_steps(plan)
@@ -339,11 +340,11 @@ def _run_gluon(call: Call) -> _Results:
     # Queries of a block are read before its rows are written, by the program that writes them.
     out, lse = empty_results(q, plan, return_lse, out=q if overwrite_q else None)
     below = 0.0 if skip is None else skip.octaves
-    key = (form, scale, return_lse, deterministic, overwrite_q, below)
+    key = (form, return_lse, deterministic, overwrite_q, below)
     prepared = plan.cache.get(key)
     if prepared is None:
         prepared = plan.remember(key, _prepare_gluon(call, out, lse))
-    prepared(q, k, v, out, lse, skip)
+    prepared(q, k, v, out, lse, skip, scale=scale)
     return out, lse
 
 
@@ -361,7 +362,7 @@ def _prepare_gluon(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> "
         deterministic=call.deterministic or small,
         skips=skip is not None,
     )
-    return prepare(q, call.k, call.v, plan, out, lse, scale=call.scale, tile=tile, skip=skip)
+    return prepare(q, call.k, call.v, plan, out, lse, tile=tile, skip=skip)
 
 
 def _run_fa4(call: Call) -> _Results:
@@ -612,7 +613,7 @@ def block_sparse_attention_op(
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
     plan = unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
     request = request_for(q, k, v, plan, backward=backward)
-    call = Call(q, k, v, plan, scale, return_lse or backward, deterministic, Form(request))
+    call = Call(q, k, v, plan, scale, return_lse or backward, deterministic, CallForm(request))
     out, lse = RUN[choose(BLOCK_SPARSE, kernel, request)](call)
     return out, q.new_empty((0,), dtype=torch.float32) if lse is None else lse
 

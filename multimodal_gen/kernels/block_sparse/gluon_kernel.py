@@ -330,14 +330,14 @@ def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, dtype: gl.constexpr, C
     ]
 )  # fmt: skip
 def attention_kernel(
-    dq, dk, dv, out_ptr, lse_ptr, flag_ptr, sweep_ptr,
+    dq, dk, dv, out_ptr, lse_ptr, flag_ptr, sweep_ptr, scale_log2,
     step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr,
     q_start_ptr, q_length_ptr,
     rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
     steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b,
     q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
     block_ptr, bits_ptr, bits_b, bits_h, words,
-    out_b, out_s, out_h, lse_b, lse_h, scale_log2, C: gl.constexpr,
+    out_b, out_s, out_h, lse_b, lse_h, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile; a redo does only those whose flag is set."""
     plan = Plan(
@@ -393,6 +393,8 @@ class Prepared:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         skip: Skip | None = None,
+        *,
+        scale: float,
     ) -> None:
         """Launch the kernel, and the redo of the tiles it flags; writes `out` and `lse`.
 
@@ -403,6 +405,7 @@ class Prepared:
             out: only rows that belong to a query block are written.
             lse: only if it was prepared for.
             skip: what steps are left out, of those it was prepared for.
+            scale: factor of the scores.
         """
         rows, marks = self.num_flags, self.counts  # where nothing is marked
         sweep = marks
@@ -413,7 +416,7 @@ class Prepared:
         # Where steps are skipped nothing is flagged, and they are counted in that place.
         flags = marks if skip is None else skip.counts_on(q.device)
         inputs = self.inputs(q.data_ptr(), k.data_ptr(), v.data_ptr())
-        launched = (*inputs, out, out if lse is None else lse, flags, sweep)
+        launched = (*inputs, out, out if lse is None else lse, flags, sweep, scale / math.log(2.0))
         for launch in self.launches:
             launch(launched)
 
@@ -426,11 +429,12 @@ def prepare(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
-    scale: float,
     tile: GluonTile,
     skip: Skip | None = None,
 ) -> Prepared:
-    """Return the launches on a plan for tensors of one form: shapes, strides, dtypes and device.
+    """Return the launches on a plan for tensors of one form.
+
+    Of one form are tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes.
 
     Args:
         q: [B, Sq, H, D], stride 1 along D, all other strides multiples of 16 bytes.
@@ -439,7 +443,6 @@ def prepare(
         plan: the pairs, on the same device.
         out: [B, Sq, H, D] with stride 1 along D, which may be `q`.
         lse: contiguous fp32 [B, H, Sq], or None.
-        scale: factor of the scores.
         tile: shape of a program, as `gluon_tile` chooses it; not `fast` where steps are skipped.
         skip: leaves out steps of `tile.keys` keys; see `Skip`.
     """
@@ -478,7 +481,7 @@ def prepare(
         *every_list.stride()[:3], *every_count.stride(), k.shape[2],
         *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], plan.q.size, plan.q.total, total,
         blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
-        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]), scale / math.log(2.0),
+        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
     launches = [Launch(_launcher(), (num_tiles,), arguments, [{"C": shape, "num_warps": 4}])]
     if tile.fast:

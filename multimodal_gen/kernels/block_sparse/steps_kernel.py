@@ -234,7 +234,7 @@ def make_steps(plan: BlockPlan, step: int) -> Steps:
 
 def refresh_steps(plan: BlockPlan) -> None:
     """Cut the lists anew into the steps there are, after they were changed in place."""
-    for key, known in plan.cache.items():
+    for key, known in list(plan.cache.items()):
         if isinstance(known, Steps):
             _make_steps(plan, key[1], into=known)
 

@@ -36,6 +36,9 @@ H100 = Request(
     [
         ({"q": Q[0]}, r"`q` must be \[B, S, H, D\], .* got \[20, 4, 8\]"),
         ({"k": K.half()}, r"`k` must have q's dtype and device \(torch.float32, cpu\)"),
+        ({"q": Q.half()}, r"`k` must have q's dtype and device \(torch.float16, cpu\)"),
+        ({"v": V.half()}, r"`v` must have q's dtype and device \(torch.float32, cpu\)"),
+        ({"k": K.to("meta")}, "`k` must have q's dtype and device"),
         ({"v": V.to("meta")}, "`v` must have q's dtype and device"),
         ({"k": K[..., :4]}, r"`k` must be \[2, Sk, Hkv, 8\], got"),
         ({"k": K[:1]}, r"`k` must be \[2, Sk, Hkv, 8\], got"),
@@ -61,6 +64,7 @@ H100 = Request(
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(arguments: dict[str, object], message: str) -> None:
+    block_sparse_attention(Q, K, V, PLAN)  # whose form is known from here on
     fields = {"q": Q, "k": K, "v": V, "plan": PLAN} | arguments
     with pytest.raises(UsageError, match=message):
         block_sparse_attention(**fields)
@@ -266,6 +270,7 @@ def test_what_the_choice_depends_on_is_looked_up_once_per_form(
         (2, (Q, k, V)),
         (3, (Q.clone().requires_grad_(), K, V)),
         (3, (Q, K, V)),
+        (3, (torch.nn.Parameter(Q, requires_grad=False), K, V)),
         (4, tuple(x.bfloat16() for x in (Q, K, V))),
     ):
         block_sparse_attention(*arguments, plan)

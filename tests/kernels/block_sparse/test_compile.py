@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse import api
-from multimodal_gen.kernels.block_sparse.api import RUN, Call, Form, request_for
+from multimodal_gen.kernels.block_sparse.api import RUN, Call, CallForm, request_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tuning import (
@@ -121,8 +121,8 @@ class Case:
         q, k, v, out = tensors_for(plan, self.head_size, dtype)
         lse = torch.empty(2, 4, plan.q.total) if self.lse else None
         tile = self.tile(skips=skip is not None)
-        prepared = prepare(q, k, v, plan, out, lse, scale=0.1, tile=tile, skip=skip)
-        prepared(q, k, v, out, lse, skip)
+        prepared = prepare(q, k, v, plan, out, lse, tile=tile, skip=skip)
+        prepared(q, k, v, out, lse, skip, scale=0.1)
 
 
 WIDE, SQUARE, SHORT, NARROW = (384, 384), (128, 128), (128, 64), (64, 64)
@@ -195,7 +195,7 @@ def test_small_calls_launch_once(
     q = torch.zeros(1, tokens, 24, 128, dtype=torch.bfloat16)
     blocks = Blocks.regular(tokens, 384)
     plan = BlockPlan.dense(blocks, blocks, "cpu")
-    form = Form(request_for(q, q, q, plan, backward=False))
+    form = CallForm(request_for(q, q, q, plan, backward=False))
     RUN["gluon"](Call(q, q, q, plan, 0.1, False, False, form))
     assert_clean(compiler.kernels)
     small = tokens == 96
@@ -246,7 +246,9 @@ def inputs_of_many_forms(plan: BlockPlan, dtype: torch.dtype) -> list[Tensors]:
     alone = tensors_for(plan, 64, dtype)[:3]
     shared = tensors_for(plan, 128, dtype)[:3]
     again = [tuple(x.clone() for x in inputs) for inputs in (alone, shared)]
-    return [alone, together, shared, *again, together, alone]
+    padded = tuple(torch.cat((x, x), 3)[..., :64] for x in alone)
+    one_other = [(*alone[:i], padded[i], *alone[i + 1 :]) for i in range(3)]
+    return [alone, together, shared, *again, *one_other, together, alone]
 
 
 @pytest.mark.parametrize("form", ["dense", "regular", "ragged", "bits"])
@@ -262,7 +264,7 @@ def test_launches_that_a_plan_keeps_are_those_of_a_new_plan(
         for return_lse in (False, True)
         for deterministic in (False, True)
         for scale in (0.1, 0.2)
-        for more in ({}, {"overwrite_q": True}, {"skip": Skip(below=30.0)})
+        for more in ({}, {"overwrite_q": True}, *({"skip": Skip(below=x)} for x in (20.0, 30.0)))
     ]
     every = [*inputs_of_many_forms(plan, torch.bfloat16), *inputs_of_many_forms(plan, torch.half)]
     for way, inputs in itertools.product(ways, every):
@@ -277,6 +279,31 @@ def test_launches_that_a_plan_keeps_are_those_of_a_new_plan(
         assert num >= 1
         assert launched[:num] == launched[num : 2 * num] == launched[2 * num :]
         launched.clear()
+
+
+def test_launches_are_prepared_once_and_kept_unless_a_graph_is_captured(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of("dense", 128, 128)
+    made, original = [], api._prepare_gluon
+    monkeypatch.setattr(api, "_prepare_gluon", lambda *x: made.append(x) or original(*x))
+    inputs = tensors_for(plan, 64, torch.bfloat16)[:3]
+
+    def call(scale: float) -> None:
+        checked = api._checked(*inputs, plan, scale)
+        assert checked is not None
+        RUN["gluon"](Call(*inputs, plan, scale, False, False, checked))
+
+    with monkeypatch.context() as patched:  # what is captured belongs to its graph
+        patched.setattr(BlockPlan, "remember", lambda plan, key, derived: derived)
+        call(0.1)
+    for scale in (0.1, 0.1, 0.2, 0.3):
+        call(scale)
+    assert len(made) == 2
+    assert len(launched) == 5
+    kept = len(plan.cache)
+    call(0.4)
+    assert len(plan.cache) == kept
 
 
 def counts(ptx: str) -> bool:
@@ -564,8 +591,10 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patched:
         hook = triton.knobs.runtime.launch_enter_hook
         patched.setattr(hook, "calls", [lambda metadata: None])
-        direct((3, 1, 1), arguments)
+        direct((3, 1, 1), arguments[:3], arguments[3:])
         assert hook in launches[-1]
+        # Newer releases pass the arguments in a list.
+        assert launches[-1][-1] == 8 or launches[-1][-1][-1] == 8
 
 
 EVERY_SM90_BACKWARD = [

@@ -72,3 +72,6 @@ def test_kernels_that_leave_nothing_out_are_refused_and_never_chosen():
     q.requires_grad_()
     with pytest.raises(UsageError, match="`skip` must be None where a gradient is asked for"):
         block_sparse_attention(q, k, v, plan, skip=Skip(below=20.0))
+    k = k.as_subclass(type("Tagged", (torch.Tensor,), {}))
+    with pytest.raises(UsageError, match="or a tensor is of a subclass"):
+        block_sparse_attention(q.detach(), k, v, plan, skip=Skip(below=20.0))

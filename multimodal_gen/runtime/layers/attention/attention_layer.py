@@ -376,7 +376,6 @@ class AttentionLayer(nn.Module):
         if kind == "cuda" and query.get_device() != torch.cuda.current_device():
             with torch.cuda.device(query.device):  # where kernels of packages are launched
                 return self._attend(call)
-        # `call.autocasts()`, spelled out
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):  # methods choose their precision
                 return self._attend(call.autocast())
