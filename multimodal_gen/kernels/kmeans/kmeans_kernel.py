@@ -253,9 +253,8 @@ class _Sorter:
 
 def sort_labels(labels: torch.Tensor, num: int) -> tuple[torch.Tensor, ...]:
     """Sort tokens by label; see `sort_reference`."""
-    with torch.cuda.device_of(labels):
-        sorter = _Sorter(labels.contiguous(), labels.new_ones(labels.shape[0]), num)
-        sorter.run()
+    sorter = _Sorter(labels.contiguous(), labels.new_ones(labels.shape[0]), num)
+    sorter.run()
     return sorter.order, sorter.starts[:, :num], sorter.totals[:, :num]
 
 
@@ -285,7 +284,7 @@ def kmeans_triton(
     labels = torch.empty((problems, tokens), dtype=torch.int32, device=x.device)
     active = labels.new_ones(problems)
     shift = centroids.new_zeros((problems, num))
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # once, and not for each of many launches
         sorter = _Sorter(labels, active, num)
         # Made once: tens of rounds would take the host longer than the GPU.
         assign = _assignment(x, rounded, num, kept, active, labels)

@@ -23,6 +23,9 @@ _MAX_TENSORS = 4
 _MAX_TOKENS = 2**31 - 1  # positions are int32
 
 _Grid = tuple[int, int, int]
+# From tensors and index, and from source, index and out.
+_Gather = Callable[[tuple[torch.Tensor, ...], torch.Tensor], tuple[torch.Tensor, ...]]
+_Scatter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,7 +149,7 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
 
 
 @lru_cache(maxsize=1024)
-def _gather_of(tensors: tuple[Form, ...], index: Form) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _gather_of(tensors: tuple[Form, ...], index: Form) -> _Gather:
     """Check what is to be gathered, and return what launches it for tensors of such forms."""
     from multimodal_gen.kernels.tile_order import tile_order_kernel
 
@@ -179,7 +182,7 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
 
 
 @lru_cache(maxsize=1024)
-def _scatter_of(source: Form, index: Form, out: Form) -> Callable[..., None]:
+def _scatter_of(source: Form, index: Form, out: Form) -> _Scatter:
     """Check what is to be scattered, and return what launches it for tensors of such forms."""
     from multimodal_gen.kernels.tile_order import tile_order_kernel
 
