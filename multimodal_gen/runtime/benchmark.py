@@ -432,14 +432,16 @@ def _sample(
         return (_now(device) - start) / calls, None
     host_ms = time.perf_counter() * 1e3 - start
     _now(device)
-    # The device waits until all calls are in its queue.
-    torch.cuda._sleep(int((1.5 * host_ms + 0.2) * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]
     event: Callable[..., torch.cuda.Event] = torch.cuda.Event
     first, last = (event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(calls):
-        run()
-    last.record()
+    with torch.cuda.device(device):
+        # The device waits until all calls are in its queue.
+        cycles = int((1.5 * host_ms + 0.2) * _CYCLES_PER_MS)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        first.record()
+        for _ in range(calls):
+            run()
+        last.record()
     _now(device)
     return first.elapsed_time(last) / calls, host_ms / calls
 

@@ -1,6 +1,6 @@
 """How long exchanges between ranks and attention take, measured while they run.
 
-On a GPU a region is two events on the current stream: it lasts as long as the stream is kept from
+On a GPU a region is two events on its current stream: it lasts as long as the stream is kept from
 going on, so an exchange that runs behind a kernel counts only where it is waited for. The host
 waits for nothing before the times are read. Elsewhere the clock of the host counts.
 
@@ -74,9 +74,9 @@ class Stopwatch:
             self._total += (time.perf_counter() - begin) * 1e3
             return
         start, stop = self._events()
-        start.record()
+        start.record(torch.cuda.current_stream(device))
         yield
-        stop.record()
+        stop.record(torch.cuda.current_stream(device))
         self._unread.append((start, stop))
 
     def milliseconds(self) -> float:

@@ -79,7 +79,7 @@ def test_a_region_that_raises_does_not_count(wait):
 
 
 class FakeEvent:
-    """A point in device time that passes one millisecond per record."""
+    """A point in the time of one device, which passes one millisecond per record."""
 
     now = 0
     made = 0
@@ -88,7 +88,8 @@ class FakeEvent:
         assert enable_timing
         FakeEvent.made += 1
 
-    def record(self):
+    def record(self, stream):
+        assert stream == "the stream of cuda:1"
         FakeEvent.now += 1
         self.at = FakeEvent.now
 
@@ -101,9 +102,10 @@ class FakeEvent:
 
 def test_events_of_a_device_are_bounded_and_none_is_lost(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     watch = Stopwatch()
     for _ in range(1000):
-        with watch.on(torch.device("cuda")):
+        with watch.on(torch.device("cuda:1")):
             pass
     assert FakeEvent.made <= 128
     assert watch.milliseconds() == 1000
