@@ -264,19 +264,22 @@ def test_what_the_choice_depends_on_is_looked_up_once_per_form(
         api, "request_for", lambda *a, **b: found.append(request_for(*a, **b)) or found[-1]
     )
     k = make_qkv(2, 20, 4, 9, num_keys=30, num_kv_heads=2).key[..., 1:]
+    offset = torch.cat((K.new_zeros(1), K.flatten()))[1:].view(K.shape)
     for wanted, arguments in (
         (1, (Q, K, V)),
         (1, (Q.clone(), K, V)),
         (2, (Q, k, V)),
-        (3, (Q.clone().requires_grad_(), K, V)),
-        (3, (Q, K, V)),
-        (3, (torch.nn.Parameter(Q, requires_grad=False), K, V)),
-        (4, tuple(x.bfloat16() for x in (Q, K, V))),
+        (3, (Q, offset, V)),
+        (4, (Q.clone().requires_grad_(), K, V)),
+        (4, (Q, K, V)),
+        (4, (torch.nn.Parameter(Q, requires_grad=False), K, V)),
+        (5, tuple(x.bfloat16() for x in (Q, K, V))),
     ):
         block_sparse_attention(*arguments, plan)
         assert len(found) == wanted
     assert [(r.unaligned, r.backward, r.dtype) for r in found] == [
         (False, False, torch.float32),
+        (True, False, torch.float32),
         (True, False, torch.float32),
         (False, True, torch.float32),
         (False, False, torch.bfloat16),
