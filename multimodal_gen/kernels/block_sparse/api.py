@@ -213,15 +213,16 @@ def _checked(
         check_arguments(q, k, v, plan, scale)
     if graph or not plain:
         return None
+    backward = records_gradient(q, k, v)
     key = (
         "form", q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, place_of(q.device),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, records_gradient(q, k, v),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, backward,
     )  # fmt: skip
     form = plan.cache.get(key)
     if form is None:
         check_arguments(q, k, v, plan, scale)
-        form = CallForm(request_for(q, k, v, plan, backward=records_gradient(q, k, v)))
+        form = CallForm(request_for(q, k, v, plan, backward=backward))
         form = plan.cache.setdefault(key, form)  # another thread may have been faster
     assert isinstance(form, CallForm), "nothing else has such a key"
     return form

@@ -6,7 +6,6 @@ Shapes: B batch, S tokens, H heads, D head size; T, H, W of a grid are frames, r
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -26,6 +25,7 @@ _Grid = tuple[int, int, int]
 # From tensors and index, and from source, index and out.
 _Gather = Callable[[tuple[torch.Tensor, ...], torch.Tensor], tuple[torch.Tensor, ...]]
 _Scatter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_Checked = torch.Tensor | Form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,7 +144,7 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
     tensors = tuple(tensors)
     if runs_triton(tensors[:1], _FLOATING, gradients=tensors):
         return _gather_of(tuple(map(form_of, tensors)), form_of(index))(tensors, index)
-    _check_gather(tuple(map(_checked_of, tensors)), _checked_of(index))
+    _check_gather(tensors, index)
     return tuple(gather_reference(tensor, index) for tensor in tensors)
 
 
@@ -153,7 +153,7 @@ def _gather_of(tensors: tuple[Form, ...], index: Form) -> _Gather:
     """Check what is to be gathered, and return what launches it for tensors of such forms."""
     from multimodal_gen.kernels.tile_order import tile_order_kernel
 
-    _check_gather(tuple(map(_checked_of, tensors)), _checked_of(index))
+    _check_gather(tensors, index)
     if len(index.shape) == 3:
         return tile_order_kernel.gather_per_head
     return tile_order_kernel.prepare_gather(tensors, index)
@@ -177,7 +177,7 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
     if runs_triton((source,), _FLOATING, gradients=(source, out)):
         _scatter_of(form_of(source), form_of(index), form_of(out))(source, index, out)
         return
-    _check_scatter(_checked_of(source), _checked_of(index), _checked_of(out), out.stride())
+    _check_scatter(source, index, out, out.stride())
     scatter_reference(source, index, out)
 
 
@@ -186,25 +186,12 @@ def _scatter_of(source: Form, index: Form, out: Form) -> _Scatter:
     """Check what is to be scattered, and return what launches it for tensors of such forms."""
     from multimodal_gen.kernels.tile_order import tile_order_kernel
 
-    _check_scatter(_checked_of(source), _checked_of(index), _checked_of(out), out.strides)
+    _check_scatter(source, index, out, out.strides)
     if len(index.shape) == 3:
         return tile_order_kernel.scatter_per_head
     return tile_order_kernel.prepare_scatter(source, index, out)
 
 
-class _Checked(NamedTuple):
-    """What is checked of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _checked_of(tensor: torch.Tensor | Form) -> _Checked:
-    return _Checked(tensor.shape, tensor.dtype, tensor.device)
-
-
-@lru_cache(maxsize=1024)
 def _check_gather(tensors: tuple[_Checked, ...], index: _Checked) -> None:
     """Raise unless tensors and index fit each other; see `gather_tokens`."""
     if not 1 <= len(tensors) <= _MAX_TENSORS:
@@ -221,7 +208,6 @@ def _check_gather(tensors: tuple[_Checked, ...], index: _Checked) -> None:
     _expect_index(index, *tensors)
 
 
-@lru_cache(maxsize=1024)
 def _check_scatter(
     source: _Checked, index: _Checked, out: _Checked, strides: tuple[int, ...]
 ) -> None:
