@@ -15,8 +15,8 @@ from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
     attention_reference_backward,
 )
-from multimodal_gen.kernels.block_sparse.tail import add_tail, kept_map, pool_blocks
-from multimodal_gen.kernels.block_sparse.tuning import gluon_backward_tile
+from multimodal_gen.kernels.block_sparse.tail import kept_map, pool_blocks
+from multimodal_gen.kernels.block_sparse.tuning import gluon_backward_tile, gluon_tail_tile
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, cluster_plan, cut
 from multimodal_gen.kernels.quantized_attention.api import RUN as QUANTIZED_KERNELS
 from multimodal_gen.kernels.quantized_attention.api import Call as QuantizedCall
@@ -150,6 +150,8 @@ def _clusters(device: torch.device) -> str | None:
 
 def _means(device: torch.device) -> str | None:
     """Check blocks of equal tokens, which their means stand for exactly."""
+    from multimodal_gen.kernels.block_sparse import gluon_tail_kernel
+
     plan = _plan(64, 64, device)
     q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
     block = torch.arange(plan.kv.total, device=device) // 64
@@ -159,7 +161,10 @@ def _means(device: torch.device) -> str | None:
     out, lse = BLOCK_SPARSE_KERNELS["gluon"](given)
     assert lse is not None, "it was asked for"
     pooled, kept = pool_blocks(k, v, plan.kv, plan.kv.num), kept_map(plan, plan.kv.num)
-    out, _ = add_tail(out, lse, q, pooled, kept, plan.q, scale=HEAD_SIZE**-0.5, kernel="gluon")
+    gluon_tail_kernel.add_tail(
+        out, lse, q, pooled.keys, pooled.values, pooled.counts, kept, plan.q,
+        scale=HEAD_SIZE**-0.5, tile=gluon_tail_tile(),
+    )  # fmt: skip
     every = BlockPlan.dense(plan.q, plan.kv, device)
     return _fault("means of blocks of 64", out, (q, k, v), every, ROUNDED)
 

@@ -116,8 +116,8 @@ class PackageProbe:
         minimum: lowest version that works, e.g. "2.0", or None.
         below: first version that no longer works, or None.
         needs_version: whether a version that cannot be told counts as one that does not work.
-        tried: the first version that the kernels on it were run with, and the first one after it
-            that they were not; None where every version that works will do.
+        tried: releases that the kernels on it were run with, e.g. "3.6" for all of 3.6.x; None
+            where every version that works will do.
     """
 
     module: str
@@ -126,7 +126,7 @@ class PackageProbe:
     minimum: str | None = None
     below: str | None = None
     needs_version: bool = False
-    tried: tuple[str, str] | None = None
+    tried: tuple[str, ...] | None = None
 
     def find(self) -> str | None:
         """Return the installed version, "" when it has none, or None when absent."""
@@ -141,8 +141,7 @@ class PackageProbe:
         """Whether kernels on the package were run with this version, or need not have been."""
         if self.tried is None:
             return True
-        first, after = map(_numbers, self.tried)
-        return first <= _numbers(version) < after
+        return _minor(version) in map(_minor, self.tried)
 
     def unsupported_reason(self, version: str | None) -> str | None:
         """Return requirement and actual, or None when `version`, as `find` returns it, will do."""
@@ -221,6 +220,11 @@ def _numbers(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a release."""
+    return (*_numbers(version), 0, 0)[:2]
 
 
 def _precedes(version: str, minimum: str) -> bool:

@@ -8,6 +8,7 @@ runs.
 import importlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -48,6 +49,9 @@ class SelfCheck:
 # What a check found holds for the process: compiled kernels are loaded once.
 _FOUND: dict[tuple[str, int], SelfCheck] = {}
 _LOCK = Lock()
+# The check that runs in this thread. It must launch what it checks by itself: to choose a kernel
+# would wait for its own result.
+_RUNNING: ContextVar[str] = ContextVar("multimodal_gen_self_check", default="")
 
 
 def self_check(path: str, kernels: str, release: str, device: int | None = None) -> SelfCheck:
@@ -62,7 +66,10 @@ def self_check(path: str, kernels: str, release: str, device: int | None = None)
 
     Raises:
         UsageError: a CUDA graph is being captured, which a check would break.
+        RuntimeError: a check asks, instead of launching what it checks.
     """
+    if _RUNNING.get():
+        raise RuntimeError(f"the self-check {_RUNNING.get()} chose a kernel that needs {path}")
     index = torch.cuda.current_device() if device is None else device
     kernels = f"{kernels} ({path.rpartition(':')[2]})"
     with _LOCK:
@@ -95,9 +102,15 @@ def forget_self_checks() -> None:
 def _run(path: str, index: int) -> str | None:
     module, _, function = path.partition(":")
     check = getattr(importlib.import_module(module), function)
+
+    def run() -> str | None:
+        _RUNNING.set(path)
+        found: str | None = check(torch.device("cuda", index))
+        return found
+
     with ThreadPoolExecutor(1) as executor:
         try:
-            fault: str | None = executor.submit(check, torch.device("cuda", index)).result()
+            fault = executor.submit(run).result()
         except Exception as error:  # a release nobody knows may fail in any way
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return fault

@@ -12,8 +12,10 @@ from multimodal_gen.kernels.block_sparse import api
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import (
     BLOCK_SPARSE,
+    POOLED_TAIL,
     QUANTIZED,
     TRITON_WITH_GLUON,
+    Operation,
     Request,
     choose,
 )
@@ -83,11 +85,31 @@ def test_a_release_that_was_tried_is_not_checked(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("version", "tried"),
-    [("3.6", True), ("3.6.0", True), ("3.6.2+git1", True), ("3.7.0", False), ("3.10.0", False)],
+    [
+        ("3.6", True),
+        ("3.6.0", True),
+        ("3.6.2+git1", True),
+        ("3.7.0", False),
+        ("3.8.1", False),
+        ("3.9.0", True),
+        ("3.10.0", False),
+        ("4.0.0", False),
+    ],
 )
 def test_releases_are_compared_as_numbers(version: str, tried: bool) -> None:
     assert TRITON_WITH_GLUON.was_tried(version) is tried
     assert TRITON_WITH_GLUON.unsupported_reason(version) is None
+
+
+def test_the_tail_has_only_run_with_its_own_releases(
+    monkeypatch: pytest.MonkeyPatch, gpu: None
+) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(gluon_check, "pooled_tail", lambda device: asked.append(device))
+    for version, times in (("3.6.1", 0), ("3.9.0", 1)):
+        with machine_with({"triton": version}):
+            assert choose(POOLED_TAIL, "auto", H100) == "gluon"
+        assert len(asked) == times
 
 
 def test_an_untried_release_runs_once_its_check_passes_on_each_device(
@@ -177,6 +199,19 @@ def test_a_check_runs_without_the_modes_of_its_caller(
     with torch.inference_mode(), torch.device("meta"):
         assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
     assert seen == [(False, "cpu")]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("operation", [BLOCK_SPARSE, QUANTIZED])
+def test_a_check_that_chooses_a_kernel_is_at_fault_and_does_not_wait_for_itself(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
+    let_checks_say(None)
+    monkeypatch.setattr(gluon_check, "block_sparse", lambda _: choose(operation, "gluon", H100))
+    assert choose(BLOCK_SPARSE, "auto", H100) == "triton"
+    (found,) = self_checks()
+    assert "gluon_check:block_sparse chose a kernel that needs" in str(found)
+    assert choose(QUANTIZED, "auto", H100) == "gluon"
 
 
 def test_nothing_is_checked_while_a_graph_is_captured(

@@ -1,0 +1,127 @@
+"""The self-checks themselves, on references that stand in for kernels: right, or a fifth off."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from multimodal_gen.kernels import gluon_check
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.reference import (
+    attention_reference,
+    attention_reference_backward,
+)
+from multimodal_gen.kernels.block_sparse.tail_reference import add_tail_reference
+from multimodal_gen.kernels.cluster_attention.plan import cluster_plan
+
+KERNELS = "multimodal_gen.kernels"
+CHECKS = {
+    "block_sparse": {"block-sparse attention", "clusters"},
+    "gradients": {"gradients", "gradients in one kernel"},
+    "pooled_tail": {"the tail"},
+    "quantized": {"8-bit attention"},
+}
+OFF = 1.2
+
+
+class Kernels:
+    """Stands in for the Gluon kernels, and notes which of them were launched.
+
+    Attributes:
+        off: which of them are wrong.
+    """
+
+    def __init__(self) -> None:
+        self.launched: set[str] = set()
+        self.off: set[str] = set()
+
+    def given(self, name: str, exact: torch.Tensor) -> torch.Tensor:
+        """Return what the kernel of a name gives, where this is exact."""
+        self.launched.add(name)
+        return (exact * (OFF if name in self.off else 1.0)).bfloat16()
+
+    def attention(self, name: str, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = (x.double() for x in (call.q, call.k, call.v))
+        out, lse = attention_reference(q, k, v, call.plan, scale=call.scale)
+        return self.given(name, out), lse.float()
+
+    def clusters(self, q, k, v, pieces, side, keep, *, scale):
+        plan = cluster_plan(side, side, keep)
+        out, lse = attention_reference(q.double(), k.double(), v.double(), plan, scale=scale)
+        return self.given("clusters", out), lse
+
+    def gradients(self, name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def attend_backward(q, k, v, plan: BlockPlan, out, lse, grad_out, grad_lse, *, scale, **_):
+            q, k, v, out, grad_out = (x.double() for x in (q, k, v, out, grad_out))
+            _, lse = attention_reference(q, k, v, plan, scale=scale)
+            found = attention_reference_backward(
+                grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale
+            )
+            return tuple(self.given(name, x) for x in found)
+
+        return attend_backward
+
+    def add_tail(self, out, lse, q, keys, values, counts, kept, queries, *, scale, tile):
+        exact = (x.double() for x in (out, lse, q, keys, values))
+        found, _ = add_tail_reference(*exact, counts, None, kept, queries, scale=scale)
+        out.copy_(self.given("the tail", found))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    kernels = Kernels()
+    blocks = f"{KERNELS}.block_sparse"
+    stand_ins = {
+        f"{KERNELS}.gluon_compat": {"lacking": lambda: ()},
+        f"{blocks}.gluon_backward_kernel": {"attend_backward": kernels.gradients("gradients")},
+        f"{blocks}.gluon_fused_kernel": {
+            "attend_backward": kernels.gradients("gradients in one kernel"),
+            "serves": lambda plan, head_size: True,
+        },
+        f"{blocks}.gluon_tail_kernel": {"add_tail": kernels.add_tail},
+        f"{KERNELS}.cluster_attention.cluster_attention_kernel": {"attend": kernels.clusters},
+    }
+    for module, names in stand_ins.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**names))
+    for run, name in (
+        ("BLOCK_SPARSE_KERNELS", "block-sparse attention"),
+        ("QUANTIZED_KERNELS", "8-bit attention"),
+    ):
+        launch = {"gluon": lambda call, name=name: kernels.attention(name, call)}
+        monkeypatch.setattr(gluon_check, run, launch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return kernels
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernels_that_are_right_pass_and_are_launched_by_the_check(
+    name: str, kernels: Kernels
+) -> None:
+    # What a check leaves to the choice of a kernel is not what it checks, and would wait for it.
+    assert getattr(gluon_check, name)(torch.device("cpu")) is None
+    assert kernels.launched >= CHECKS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"), [(name, kernel) for name, launched in CHECKS.items() for kernel in launched]
+)
+def test_a_kernel_that_is_off_does_not_pass(name: str, kernel: str, kernels: Kernels) -> None:
+    kernels.off = {kernel}
+    fault = getattr(gluon_check, name)(torch.device("cpu"))
+    assert fault is not None
+    assert fault.startswith("relative error 0.")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_the_language_lacks_is_a_fault_before_anything_runs(
+    name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compat = SimpleNamespace(lacking=lambda: ("tma.async_load",))
+    monkeypatch.setitem(sys.modules, f"{KERNELS}.gluon_compat", compat)
+    fault = getattr(gluon_check, name)(torch.device("cpu"))
+    assert fault == "its Gluon lacks tma.async_load"
+    assert kernels.launched == set()
