@@ -44,6 +44,7 @@ __all__ = [
     "e4m3_reason",
     "fa4_keys",
     "forget_choices",
+    "is_plain",
     "kernel_name",
     "loadable",
     "place_of",
@@ -364,6 +365,12 @@ def loadable(*tensors: torch.Tensor) -> bool:
 def _loadable_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
     outer = [s for s, n in zip(strides[:3], shape, strict=False) if n > 1]
     return strides[3] == 1 and all(s > 0 and s * dtype.itemsize % 16 == 0 for s in outer)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than one: subclasses learn of operators alone."""
+    kind = type(tensor)
+    return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
 def records_gradient(*tensors: torch.Tensor) -> bool:

@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
-from multimodal_gen.kernels.quantized_attention.packed import slots_of
-from multimodal_gen.kernels.quantized_attention.reference import quantise_reference
+from multimodal_gen.kernels.quantized_attention.packed import Packed, slots_of
+from multimodal_gen.kernels.quantized_attention.reference import (
+    key_mean_reference,
+    quantise_reference,
+)
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -133,7 +137,7 @@ def test_equal_calls_give_equal_bits(kernel: str, values: str) -> None:
 def test_the_quantised_tensors_are_those_of_the_definition(
     head_size: int, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import prepare
 
     plan = random_plan(PlanShape(num_q=5, num_kv=9, q_size=128, kv_size=90, kv_form="ragged"),
                        seed=1, device="cuda")  # fmt: skip
@@ -142,10 +146,16 @@ def test_the_quantised_tensors_are_those_of_the_definition(
     k[..., [3, 30]] += torch.tensor([12.0, -10.0], dtype=dtype, device="cuda")
     qkv = QKV(q, k, v)
     slots = slots_of(plan.q, 128), slots_of(plan.kv, 64)
-    mean = key_mean(qkv.key, slots[1])
-    options = {"scale": 0.1, "mean": mean, "e4m3": True, "permuted": True}
-    made = quantise(*qkv, *slots, shift=True, **options)
-    wanted = quantise_reference(*qkv, *slots, **options)
+    mean = key_mean_reference(k, slots[1])
+    options = {"e4m3": True, "permuted": True}
+    forms = tuple(map(form_of, qkv))
+    own, given = (prepare(*forms, *slots, own_mean=x, shift=True, **options) for x in (True, False))
+    wanted = quantise_reference(*qkv, *slots, scale=0.1, mean=mean, **options)
+    assert_alike(own(*qkv, scale=0.1), wanted)
+    assert_alike(given(*qkv, scale=0.1, mean=mean), wanted)
+
+
+def assert_alike(made: Packed, wanted: Packed) -> None:
     for name in ("q_scale", "k_scale", "v_scale", "shift"):
         torch.testing.assert_close(getattr(made, name), getattr(wanted, name), rtol=1e-5, atol=1e-5)
     for name, step in (("q", 1), ("k", 1), ("v", 32)):

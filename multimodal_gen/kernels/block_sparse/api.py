@@ -49,6 +49,7 @@ from multimodal_gen.kernels.engine import (
     Request,
     choose,
     fa4_keys,
+    is_plain,
     kernel_name,
     loadable,
     place_of,
@@ -206,7 +207,7 @@ def _checked(
 
     Plain tensors are checked once per form; see `check_arguments`.
     """
-    plain = _is_plain(q) and _is_plain(k) and _is_plain(v) and type(plan) is BlockPlan
+    plain = is_plain(q) and is_plain(k) and is_plain(v) and type(plan) is BlockPlan
     right = scale is None or (type(scale) is float and 0.0 < scale < math.inf)
     graph = torch.compiler.is_compiling()
     if graph or not (plain and right):
@@ -226,12 +227,6 @@ def _checked(
         form = plan.cache.setdefault(key, form)  # another thread may have been faster
     assert isinstance(form, CallForm), "nothing else has such a key"
     return form
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no more than one: subclasses learn of operators alone."""
-    kind = type(tensor)
-    return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
 def _with_tail(

@@ -6,7 +6,7 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 import math
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -18,9 +18,11 @@ from multimodal_gen.kernels.engine import (
     KernelChoice,
     Request,
     choose,
+    is_plain,
     loadable,
     place_of,
 )
+from multimodal_gen.kernels.launcher import Form, form_of
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
@@ -28,6 +30,9 @@ from multimodal_gen.kernels.quantized_attention.reference import (
     quantized_reference,
 )
 from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
+
+if TYPE_CHECKING:
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import Quantiser
 
 __all__ = ["RUN", "Call", "Values", "kernel_for", "quantized_attention"]
 
@@ -40,7 +45,10 @@ _REFERENCE_TILE = 64
 
 
 class Call(NamedTuple):
-    """One call as kernels are given it; see `quantized_attention`."""
+    """One call as kernels are given it; see `quantized_attention`.
+
+    `forms` are those of q, k and v, where they are known: launches are kept with the plan by them.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -50,6 +58,7 @@ class Call(NamedTuple):
     return_lse: bool
     e4m3: bool
     mean: torch.Tensor | None
+    forms: tuple[Form, ...] = ()
 
 
 def quantized_attention(
@@ -93,25 +102,24 @@ def quantized_attention(
         UsageError: shapes, dtypes or devices do not fit each other or the plan.
         UnsupportedBackendError: the call cannot be served; lists the reasons.
     """
-    check_arguments(q, k, v, plan, scale)
-    _validate(q, k, v, plan)
-    if values not in _VALUES:
-        raise UsageError(f"`values` must be 16-bit or e4m3, got {values!r}")
+    request, forms = _checked(q, k, v, plan, scale, values)
+    if torch.is_grad_enabled():
+        _refuse_gradients(q, k, v)
     wanted = (k.shape[0], k.shape[2], k.shape[3])
     if mean is not None and (mean.shape != wanted or mean.dtype != torch.float32):
         raise UsageError(
             f"`mean` must be float32 {list(wanted)}, got {mean.dtype} {list(mean.shape)}"
         )
-    request = _request(q, plan, values)
     call = Call(
         q=q,
         k=k,
         v=v,
         plan=plan,
-        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
+        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale),
         return_lse=return_lse,
         e4m3=values == "e4m3",
         mean=None if mean is None else mean.contiguous(),
+        forms=forms,
     )
     out, lse = RUN[choose(QUANTIZED, kernel, request)](call)
     return out if lse is None else (out, lse)
@@ -143,13 +151,47 @@ def _request(q: torch.Tensor, plan: BlockPlan, values: Values) -> Request:
     )
 
 
-def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if torch.is_grad_enabled() and tensor.requires_grad:
+def _checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    scale: float | None,
+    values: Values,
+) -> tuple[Request, tuple[Form, ...]]:
+    """Check the arguments; return what the choice of a kernel and its launches depend on.
+
+    Plain tensors are checked once per form.
+    """
+    alike = all(map(is_plain, (q, k, v))) and type(plan) is BlockPlan and type(values) is str
+    alike = alike and not torch.compiler.is_compiling()
+    right = scale is None or (type(scale) is float and 0.0 < scale < math.inf)
+    if not (alike and right):
+        check_arguments(q, k, v, plan, scale)
+    forms = (form_of(q), form_of(k), form_of(v)) if alike else ()
+    key = ("8-bit form", *forms, place_of(q.device), values)
+    request: Request | None = plan.cache.get(key) if alike else None
+    if request is None:
+        check_arguments(q, k, v, plan, scale)
+        _validate(k, plan, values)
+        request = _request(q, plan, values)
+        if alike:
+            plan.cache[key] = request
+    return request, forms
+
+
+def _refuse_gradients(*inputs: torch.Tensor) -> None:
+    for name, tensor in zip("qkv", inputs, strict=True):
+        if tensor.requires_grad:
             raise UsageError(
                 f"`{name}` must not require grad, 8-bit attention has no backward pass; call it "
                 f"under torch.no_grad()"
             )
+
+
+def _validate(k: torch.Tensor, plan: BlockPlan, values: Values) -> None:
+    if values not in _VALUES:
+        raise UsageError(f"`values` must be 16-bit or e4m3, got {values!r}")
     if plan.row_bits is not None:
         raise UsageError("`plan` must be without row bits for 8-bit attention, got some")
     kv_heads = k.shape[2]
@@ -168,8 +210,7 @@ def _run_gluon(call: Call) -> _Results:
     tile = gluon_tile(
         q_size=plan.q.size, kv_size=blocks.size, regular=blocks.is_regular, e4m3=call.e4m3
     )
-    rows, in_bfloat16 = 64 * tile.consumers, call.v.dtype == torch.bfloat16 and loadable(call.v)
-    packed = _quantised(call, rows, tile.unit, permuted=call.e4m3, in_bfloat16=in_bfloat16)
+    packed = _quantised(call, 64 * tile.consumers, tile.unit, permuted=call.e4m3, bfloat16=True)
     out, lse = empty_results(call.q, plan, call.return_lse)
     attend(packed, plan, out, lse, tile=tile)
     return out, lse
@@ -186,7 +227,7 @@ def _run_triton(call: Call) -> _Results:
 
 
 def _quantised(
-    call: Call, rows: int, keys: int, *, permuted: bool = False, in_bfloat16: bool | None = None
+    call: Call, rows: int, keys: int, *, permuted: bool = False, bfloat16: bool = False
 ) -> Packed:
     """Return the tensors of a call in 8 bits.
 
@@ -195,24 +236,31 @@ def _quantised(
         rows: of a tile of queries.
         keys: of a tile of keys and values.
         permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
-        in_bfloat16: whether the values are ones that a kernel can load which wants them in
-            bfloat16; None for a kernel that wants nothing.
+        bfloat16: whether the kernel loads 16-bit values with the copy engine, and in bfloat16.
     """
-    from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
+    plan, forms = call.plan, call.forms or tuple(map(form_of, call[:3]))
+    own_mean = call.mean is None
+    key = ("8-bit", *forms, rows, keys, own_mean, call.return_lse, call.e4m3, permuted, bfloat16)
+    quantiser: Quantiser | None = plan.cache.get(key)
+    if quantiser is None:
+        from multimodal_gen.kernels.quantized_attention.quantise_kernel import prepare
 
-    kv_slots = _slots(call.plan, "kv", keys)
-    as_they_are = in_bfloat16 is None or (in_bfloat16 and kv_slots.in_place)
-    return quantise(
-        *call[:3],
-        _slots(call.plan, "q", rows),
-        kv_slots,
-        scale=call.scale,
-        mean=key_mean(call.k, kv_slots) if call.mean is None else call.mean,
-        shift=call.return_lse,
-        e4m3=call.e4m3,
-        permuted=permuted,
-        copied=None if as_they_are else torch.bfloat16,
-    )
+        as_they_are = not bfloat16 or (call.v.dtype == torch.bfloat16 and loadable(call.v))
+        q, k, v = forms
+        found = prepare(
+            q,
+            k,
+            v,
+            _slots(plan, "q", rows),
+            _slots(plan, "kv", keys),
+            own_mean=own_mean,
+            shift=call.return_lse,
+            e4m3=call.e4m3,
+            permuted=permuted,
+            copied=None if as_they_are else torch.bfloat16,
+        )
+        quantiser = plan.remember(key, found)
+    return quantiser(call.q, call.k, call.v, scale=call.scale, mean=call.mean)
 
 
 def _slots(plan: BlockPlan, side: Literal["q", "kv"], tile: int) -> Slots:

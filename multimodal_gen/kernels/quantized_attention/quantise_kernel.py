@@ -9,15 +9,17 @@ order of its fp32 sums. Keys and mean are rotated one by one, as their differenc
 16 bits; its factor 1 / sqrt(n) goes into the scales.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import Blocks
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launcher import Form, Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, rotation
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
-from multimodal_gen.kernels.shared_kernel import interpreted
+from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 MEAN_CHUNKS = 64
 MEAN_ROWS = 64
@@ -79,6 +81,24 @@ def _mean_kernel(
         sums += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     out = sum_ptr + (head * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * D + d
     tl.store(out, tl.sum(sums, 0), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["heads", "chunks", "rows_b", "rows_h"])
+def _rotated_mean_kernel(
+    sum_ptr, out_ptr, rows_ptr, matrix_ptr, rows_b, rows_h, heads, chunks,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Grid [B * Hkv]: the mean of a head's keys, from the sums of its chunks, times the matrix."""
+    head = tl.program_id(0)
+    c, d = tl.arange(0, C), tl.arange(0, DP)
+    mask = (c < chunks)[:, None] & (d < D)[None, :]
+    ptrs = sum_ptr + head.to(tl.int64) * chunks * D + c[:, None] * D + d[None, :]
+    sums = tl.sum(tl.load(ptrs, mask=mask, other=0.0), 0)
+    rows = tl.load(rows_ptr + head // heads * rows_b + head % heads * rows_h)
+    mean = sums / tl.maximum(rows, 1).to(tl.float32)
+    # The matrix is symmetric.
+    matrix = tl.load(matrix_ptr + d[:, None] * DP + d[None, :])
+    tl.store(out_ptr + head.to(tl.int64) * DP + d, tl.sum(matrix * mean[None, :], 1))
 
 
 @triton.jit
@@ -167,14 +187,14 @@ def _tile_of_queries(
     ]
 )  # fmt: skip
 def _quantise_kernel(
-    q_ptr, k_ptr, v_ptr, mean_ptr, matrix_ptr,
-    q8_ptr, q_scale_ptr, shift_ptr, k8_ptr, k_scale_ptr, v8_ptr, v_scale_ptr,
-    q_start_ptr, q_length_ptr, kv_start_ptr, kv_length_ptr,
+    q_ptr, k_ptr, v_ptr, mean_ptr,
+    q8_ptr, q_scale_ptr, shift_ptr, k8_ptr, k_scale_ptr, v8_ptr, v_scale_ptr, scale,
+    matrix_ptr, q_start_ptr, q_length_ptr, kv_start_ptr, kv_length_ptr,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
     qs_b, qs_h, ql_b, ql_h, ks_b, ks_h, kl_b, kl_h,
     batch, heads, kv_heads, q_tiles, kv_tiles,
     q_size, q_slots, q_total, q_num, kv_size, kv_slots, kv_total, kv_num,
-    scale, factor,
+    factor,
     Q_ROWS: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
     KV_STARTS: tl.constexpr, KV_LENGTHS: tl.constexpr,
@@ -241,49 +261,155 @@ def _quantise_kernel(
             )  # fmt: skip
 
 
-_launch_mean, _launch_quantise = Launcher(_mean_kernel), Launcher(_quantise_kernel)
+_mean, _rotated_mean = Launcher(_mean_kernel), Launcher(_rotated_mean_kernel)
+_quantise = Launcher(_quantise_kernel)
 
 
-def key_mean(k: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Return the mean of the keys that lie in blocks: fp32 [B, Hkv, D].
+@dataclass(frozen=True, slots=True, eq=False)
+class RotatedMean:
+    """Means of keys of one form; see `prepare_mean`.
+
+    Attributes:
+        add: launches the sums of chunks.
+        finish: launches the mean of them.
+        chunks: how many there are.
+    """
+
+    add: Launch
+    finish: Launch
+    chunks: int
+
+    def __call__(self, k: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the keys that lie in blocks, rotated: fp32 [B, Hkv, padded D]."""
+        batch, _, heads, head_size = k.shape
+        fp32, device = torch.float32, k.device
+        sums = torch.empty((batch, heads, self.chunks, head_size), dtype=fp32, device=device)
+        out = torch.empty((batch, heads, _width(head_size)), dtype=fp32, device=device)
+        self.add((k, sums))
+        self.finish((sums, out))
+        return out
+
+
+def prepare_mean(k: Form, slots: Slots) -> RotatedMean:
+    """Return what computes the means of keys of one form.
 
     Args:
         k: [B, Sk, Hkv, D], any strides.
         slots: slots of the keys, in tiles of a multiple of 64.
     """
     batch, _, heads, head_size = k.shape
+    blocks, width = slots.blocks, _width(head_size)
     tiles = slots.total // MEAN_ROWS
     chunks = min(MEAN_CHUNKS, tiles)
-    sums = torch.empty((batch, heads, chunks, head_size), dtype=torch.float32, device=k.device)
-    bounds, strides = _bounds(slots.blocks, batch, heads, sums)
-    blocks = slots.blocks
-    _launch_mean(
+    matrix = rotation(width, torch.float32, k.device)
+    bounds, strides = _bounds(blocks, batch, heads, matrix)
+    add = Launch(
+        _mean,
         (chunks, batch * heads),
-        k, sums, *bounds, *k.stride(), *strides,
-        heads, tiles, blocks.size, slots.size, blocks.total, blocks.num,
-        ROWS=MEAN_ROWS, D=head_size, DP=64 if head_size <= 64 else 128,
-        STARTS=blocks.starts is not None, LENGTHS=blocks.lengths is not None, num_warps=4,
+        (*bounds, *k.strides, *strides, heads, tiles, blocks.size, slots.size, blocks.total,
+         blocks.num),
+        [{
+            "ROWS": MEAN_ROWS, "D": head_size, "DP": width, "STARTS": blocks.starts is not None,
+            "LENGTHS": blocks.lengths is not None, "num_warps": 4,
+        }],
     )  # fmt: skip
     if blocks.lengths is None:
-        return sums.sum(2) / blocks.total
-    return sums.sum(2) / blocks.lengths.sum(-1, keepdim=True).clamp_min(1)
+        rows = torch.full((1, 1), blocks.total, dtype=torch.int32, device=k.device)
+    else:
+        rows = blocks.lengths.sum(-1, dtype=torch.int32)
+    finish = Launch(
+        _rotated_mean,
+        (batch * heads,),
+        (rows, matrix, *rows.expand(batch, heads).stride(), heads, chunks),
+        [{"C": next_power_of_2(chunks), "D": head_size, "DP": width, "num_warps": 8}],
+    )
+    return RotatedMean(add, finish, chunks)
 
 
-def quantise(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Quantiser:
+    """Quantises tensors of one form; see `prepare`.
+
+    Attributes:
+        mean: computes what is subtracted from the keys; None where every call says it.
+        launch: launches the rest.
+        q_slots: slots of the queries.
+        kv_slots: slots of keys and values; their tile is the tile of the scales.
+        shift: whether the lse will be wanted.
+        values: dtype of the values that are made; None for those that are left as they are.
+    """
+
+    mean: RotatedMean | None
+    launch: Launch
+    q_slots: Slots
+    kv_slots: Slots
+    shift: bool
+    values: torch.dtype | None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        mean: torch.Tensor | None = None,
+    ) -> Packed:
+        """Quantise one call's tensors in three launches.
+
+        Args:
+            q: [B, Sq, H, D].
+            k: [B, Sk, Hkv, D].
+            v: [B, Sk, Hkv, D].
+            scale: factor of the scores.
+            mean: what is subtracted from the keys, fp32 [B, Hkv, D]; None where it was prepared
+                for their own mean.
+        """
+        batch, _, heads, head_size = q.shape
+        kv_heads, width = k.shape[2], _width(head_size)
+        rows, keys = self.q_slots.total, self.kv_slots.total
+        device, fp32 = q.device, torch.float32
+        q8 = torch.empty((batch, heads, rows, width), dtype=torch.int8, device=device)
+        k8 = torch.empty((batch, kv_heads, keys, width), dtype=torch.int8, device=device)
+        q_scale = torch.empty((batch, heads, rows), dtype=fp32, device=device)
+        shift = torch.empty_like(q_scale) if self.shift else q_scale
+        tiles = keys // self.kv_slots.tile
+        k_scale = torch.empty((batch, kv_heads, tiles), dtype=fp32, device=device)
+        v8, v_scale = v, k_scale
+        if self.values is torch.float8_e4m3fn:
+            v8 = torch.empty((batch, kv_heads, width, keys), dtype=self.values, device=device)
+            v_scale = torch.empty_like(k_scale)
+        elif self.values is not None:
+            v8 = torch.empty((batch, kv_heads, keys, width), dtype=self.values, device=device)
+        if self.mean is not None:
+            rotated = self.mean(k)
+        else:
+            assert mean is not None, "it is said where it was not prepared for"
+            # Any precision will do: what is subtracted is also what is added to lse.
+            rotated = mean @ rotation(width, fp32, device)[:head_size]
+        self.launch((q, k, v, rotated, q8, q_scale, shift, k8, k_scale, v8, v_scale, scale))
+        if self.values in (torch.float16, torch.bfloat16):
+            v8 = v8.transpose(1, 2)[..., :head_size]
+        return Packed(
+            q=q8, q_scale=q_scale, shift=shift, k=k8, k_scale=k_scale, v=v8, v_scale=v_scale,
+            q_slots=self.q_slots.size, keys=self.kv_slots.tile,
+        )  # fmt: skip
+
+
+def prepare(
+    q: Form,
+    k: Form,
+    v: Form,
     q_slots: Slots,
     kv_slots: Slots,
     *,
-    scale: float,
-    mean: torch.Tensor,
+    own_mean: bool,
     shift: bool,
     e4m3: bool,
     permuted: bool,
     copied: torch.dtype | None = None,
-) -> Packed:
-    """Quantise one call's tensors in two launches; only a process's first call waits.
+) -> Quantiser:
+    """Return what quantises tensors of one form; only a process's first call waits.
 
     Args:
         q: [B, Sq, H, D], any strides.
@@ -291,8 +417,7 @@ def quantise(
         v: [B, Sk, Hkv, D], any strides.
         q_slots: slots of the queries.
         kv_slots: slots of keys and values; their tile is the tile of the scales.
-        scale: factor of the scores.
-        mean: what is subtracted from the keys, fp32 [B, Hkv, D].
+        own_mean: whether the mean of the keys is to be computed, or will be said.
         shift: whether the lse will be wanted.
         e4m3: whether values become 8 bits.
         permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
@@ -300,53 +425,46 @@ def quantise(
             where their blocks lie in slots already.
     """
     batch, _, heads, head_size = q.shape
-    kv_heads = k.shape[2]
-    width = 64 if head_size <= 64 else 128
+    kv_heads, width = k.shape[2], _width(head_size)
     tile = quantise_tile(kv_slots.tile)
     q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
     copy = not e4m3 and (copied is not None or not kv_slots.in_place)
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
-    q8 = new(batch, heads, q_slots.total, width, dtype=torch.int8)
-    k8 = new(batch, kv_heads, kv_slots.total, width, dtype=torch.int8)
-    q_scale = new(batch, heads, q_slots.total)
-    shifts = new(batch, heads, q_slots.total) if shift else q_scale
-    k_scale = new(batch, kv_heads, kv_tiles)
-    v8, v_scale = v, k_scale
-    if e4m3:
-        v8 = new(batch, kv_heads, width, kv_slots.total, dtype=torch.float8_e4m3fn)
-        v_scale = torch.empty_like(k_scale)
-    elif copy:
-        v8 = new(batch, kv_heads, kv_slots.total, width, dtype=copied or v.dtype)
-    bounds, strides = _bounds(q_slots.blocks, batch, heads, k8)
-    kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, k8)
+    matrix = rotation(width, q.dtype, q.device)
+    bounds, strides = _bounds(q_slots.blocks, batch, heads, matrix)
+    kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, matrix)
     groups = kv_heads * -(-kv_tiles // tile.steps) + heads * -(-q_tiles // tile.steps)
-    # Any precision will do: what is subtracted is also what is added to lse.
-    mean = mean @ rotation(width, torch.float32, q.device)[:head_size]
-    _launch_quantise(
-        (batch * groups,),
-        q, k, v, mean, rotation(width, q.dtype, q.device),
-        q8, q_scale, shifts, k8, k_scale, v8, v_scale, *bounds, *kv_bounds,
-        *q.stride(), *k.stride(), *v.stride(), *strides, *kv_strides,
+    fixed = (
+        matrix, *bounds, *kv_bounds,
+        *q.strides, *k.strides, *v.strides, *strides, *kv_strides,
         batch, heads, kv_heads, q_tiles, kv_tiles,
         q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
         kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num,
-        scale, width**-0.5,
-        Q_ROWS=Q_ROWS, BN=kv_slots.tile, D=head_size, DP=width,
-        Q_STARTS=q_slots.blocks.starts is not None, Q_LENGTHS=q_slots.blocks.lengths is not None,
-        KV_STARTS=kv_slots.blocks.starts is not None,
-        KV_LENGTHS=kv_slots.blocks.lengths is not None,
-        SHIFT=shift, E4M3=e4m3, PERMUTED=permuted and e4m3, COPY=copy,
-        STEPS=tile.steps, UPCAST=interpreted(), num_warps=tile.warps,
-        num_stages=tile.stages,
+        width**-0.5,
     )  # fmt: skip
-    v8 = v8.transpose(1, 2)[..., :head_size] if copy else v8
-    return Packed(
-        q=q8, q_scale=q_scale, shift=shifts, k=k8, k_scale=k_scale, v=v8, v_scale=v_scale,
-        q_slots=q_slots.size, keys=kv_slots.tile,
-    )  # fmt: skip
+    options = {
+        "Q_ROWS": Q_ROWS, "BN": kv_slots.tile, "D": head_size, "DP": width,
+        "Q_STARTS": q_slots.blocks.starts is not None,
+        "Q_LENGTHS": q_slots.blocks.lengths is not None,
+        "KV_STARTS": kv_slots.blocks.starts is not None,
+        "KV_LENGTHS": kv_slots.blocks.lengths is not None,
+        "SHIFT": shift, "E4M3": e4m3, "PERMUTED": permuted and e4m3, "COPY": copy,
+        "STEPS": tile.steps, "UPCAST": interpreted(), "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }  # fmt: skip
+    made = (copied or v.dtype) if copy else None
+    return Quantiser(
+        mean=prepare_mean(k, kv_slots) if own_mean else None,
+        launch=Launch(_quantise, (batch * groups,), fixed, [options]),
+        q_slots=q_slots,
+        kv_slots=kv_slots,
+        shift=shift,
+        values=torch.float8_e4m3fn if e4m3 else made,
+    )
+
+
+def _width(head_size: int) -> int:
+    """Return the channels of a head with those that pad it."""
+    return 64 if head_size <= 64 else 128
 
 
 def _bounds(

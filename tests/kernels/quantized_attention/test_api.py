@@ -9,6 +9,7 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import QUANTIZED, Request, choose
+from multimodal_gen.kernels.quantized_attention import api
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import in_slots, slots_of
 from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
@@ -32,7 +33,14 @@ def dense(queries: int = 64, keys: int = 64, *, causal: bool = False) -> BlockPl
         ({"v": torch.zeros(1, 60, 2, 64)}, r"`v` must have the shape of k \[1, 64, 2, 64\]"),
         ({"q": torch.zeros(1, 64, 3, 64)}, "`q` must have a multiple of k's 2 heads, got 3"),
         ({"q": torch.zeros(1, 60, 2, 64)}, "`q` must have the 64 tokens the plan was made for"),
+        ({"q": torch.zeros(1, 64, 2, 64).half()}, r"`k` must have q's dtype and device"),
+        ({"v": torch.zeros(1, 64, 2, 64).half()}, r"`v` must have q's dtype and device"),
+        ({"v": torch.zeros(1, 64, 2, 64, device="meta")}, r"`v` must have q's dtype and device"),
+        ({"k": "k"}, "`k` must be a tensor, got str"),
+        ({"plan": None}, "`plan` must be a BlockPlan, got NoneType"),
         ({"scale": -1.0}, "`scale` must be positive and finite, got -1.0"),
+        ({"scale": True}, "`scale` must be a number or None, got bool"),
+        ({"values": ["e4m3"]}, r"`values` must be 16-bit or e4m3, got \['e4m3'\]"),
         ({"values": "int4"}, "`values` must be 16-bit or e4m3, got 'int4'"),
         ({"mean": torch.zeros(1, 2, 32)}, r"`mean` must be float32 \[1, 2, 64\]"),
         ({"kernel": "tritom"}, r"`kernel` must be one of auto, gluon, .* did you mean 'triton'\?"),
@@ -41,7 +49,9 @@ def dense(queries: int = 64, keys: int = 64, *, causal: bool = False) -> BlockPl
 )
 def test_wrong_calls_are_refused_in_one_line(change: dict[str, object], rule: str) -> None:
     q, k, v = make_qkv(1, 64, 2, 64)
-    arguments = {"q": q, "k": k, "v": v, "plan": dense(), **change}
+    plan = dense()
+    quantized_attention(q, k, v, plan, scale=0.5)  # whose form is known from here on
+    arguments = {"q": q, "k": k, "v": v, "plan": plan, **change}
     with pytest.raises(UsageError, match=rule) as caught:
         quantized_attention(**arguments)
     assert "\n" not in str(caught.value)
@@ -55,10 +65,34 @@ def test_integers_are_refused() -> None:
 
 def test_gradients_are_refused_rather_than_cut() -> None:
     q, k, v = make_qkv(1, 64, 2, 64, requires_grad=True)
-    with pytest.raises(UsageError, match="must not require grad, 8-bit attention has no backward"):
-        quantized_attention(q, k, v, dense())
+    plan = dense()
     with torch.no_grad():
-        assert quantized_attention(q, k, v, dense()).isfinite().all()
+        assert quantized_attention(q, k, v, plan).isfinite().all()
+    for inputs in ((q, k, v), (q.detach(), k.detach(), v)):
+        with pytest.raises(UsageError, match="must not require grad, 8-bit attention has no"):
+            quantized_attention(*inputs, plan)
+
+
+def test_arguments_are_checked_once_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    original = api.check_arguments
+    monkeypatch.setattr(api, "check_arguments", lambda *x: checked.append(x) or original(*x))
+    q, k, v = make_qkv(1, 64, 2, 64)
+    plan = dense()
+    strided = torch.cat((k, k), 3)[..., :64]
+    for times, arguments, options in (
+        (1, (q, k, v), {}),
+        (1, (q.clone(), k, v), {"scale": 0.5, "return_lse": True}),
+        (2, (q, strided, v), {}),
+        (3, (q, k, v), {"values": "e4m3"}),
+        (4, (q, k, v), {"scale": 1}),
+        (4, (torch.nn.Parameter(q, requires_grad=False), k, v), {}),
+        (5, (q.as_subclass(type("Tagged", (torch.Tensor,), {})), k, v), {}),
+    ):
+        quantized_attention(*arguments, plan, **options)
+        assert len(checked) >= times
+        del checked[times:]
+        assert len(checked) == times
 
 
 def test_choices_per_row_are_refused() -> None:

@@ -5,6 +5,7 @@ test_children.py starts it.
 """
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
-from multimodal_gen.kernels.quantized_attention.packed import slots_of
+from multimodal_gen.kernels.quantized_attention.packed import Packed, rotation, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
@@ -142,6 +144,37 @@ def test_strided_inputs_are_read_in_place() -> None:
 
 
 @pytest.mark.parametrize(
+    "form",
+    [
+        "ragged",
+        pytest.param("regular", marks=pytest.mark.slow),
+        pytest.param("padded", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_plan_keeps_gives_what_a_new_plan_does(form: str) -> None:
+    plan = random_plan(PlanShape(batch=1, num_q=1, num_kv=2, q_form=form, kv_form=form), seed=4)
+    q, k, v = (x[:1] for x in inputs(plan))
+    padded = [torch.cat((x, x), 3)[..., :64] for x in (q, k, v)]
+    every = [(q, k, v), (padded[0], k, v), (q, padded[1], v), (q, k, padded[2])]
+    every.append(tuple(x.half() for x in (q, k, v)))
+    ways = [
+        {"scale": 0.1},
+        {"scale": 0.2, "return_lse": True},
+        {"values": "e4m3", "mean": torch.randn(1, 1, 64)},
+    ]
+
+    def run(qkv: tuple[torch.Tensor, ...], on: BlockPlan, way: dict[str, object]) -> torch.Tensor:
+        found = quantized_attention(*qkv, on, kernel="triton", **way)
+        return found if isinstance(found, torch.Tensor) else torch.cat([x.flatten() for x in found])
+
+    for qkv, way in itertools.product(every, ways):
+        run(qkv, plan, way)
+    for qkv, way in itertools.product(every, ways):
+        other = tuple(x * 2 - 1 if x.is_contiguous() else x for x in qkv)
+        assert torch.equal(run(other, plan, way), run(other, dataclasses.replace(plan), way))
+
+
+@pytest.mark.parametrize(
     ("form", "permuted", "head_size", "dtype"),
     [
         ("regular", True, 72, torch.bfloat16),
@@ -153,7 +186,7 @@ def test_strided_inputs_are_read_in_place() -> None:
 def test_the_quantising_kernel_makes_what_the_definition_does(
     form: str, permuted: bool, head_size: int, dtype: torch.dtype
 ) -> None:
-    from multimodal_gen.kernels.quantized_attention.quantise_kernel import key_mean, quantise
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import prepare
 
     plan = random_plan(PlanShape(q_size=100, kv_size=90, q_form=form, kv_form=form), seed=5)
     q, k, v = (x.to(dtype) for x in inputs(plan, head_size=head_size))
@@ -161,11 +194,21 @@ def test_the_quantising_kernel_makes_what_the_definition_does(
     k[..., [3, 30]] += torch.tensor([12.0, -10.0], dtype=dtype)
     qkv = QKV(q, k, v)
     slots = slots_of(plan.q, 128), slots_of(plan.kv, 64)
-    mean = key_mean(qkv.key, slots[1])
-    torch.testing.assert_close(mean, key_mean_reference(qkv.key, slots[1]))
-    options = {"scale": 0.1, "mean": mean, "e4m3": True, "permuted": permuted}
-    made = quantise(*qkv, *slots, shift=True, **options)
-    wanted = quantise_reference(*qkv, *slots, **options)
+    forms = tuple(map(form_of, qkv))
+    options = {"shift": True, "e4m3": True, "permuted": permuted}
+    own, given_one = (prepare(*forms, *slots, own_mean=x, **options) for x in (True, False))
+    assert own.mean is not None
+    rotated = own.mean(k)
+    matrix = rotation(rotated.shape[2], torch.float32, k.device)
+    mean = (rotated @ matrix / len(matrix))[..., :head_size].contiguous()
+    torch.testing.assert_close(mean, key_mean_reference(k, slots[1]), rtol=1e-5, atol=1e-5)
+    options = {"scale": 0.1, "e4m3": True, "permuted": permuted}
+    wanted = quantise_reference(*qkv, *slots, mean=mean, **options)
+    assert_alike(own(*qkv, scale=0.1), wanted)
+    assert_alike(given_one(*qkv, scale=0.1, mean=mean), wanted)
+
+
+def assert_alike(made: Packed, wanted: Packed) -> None:
     for name in ("q_scale", "k_scale", "v_scale", "shift"):
         torch.testing.assert_close(getattr(made, name), getattr(wanted, name))
     for name, step in (("q", 1), ("k", 1), ("v", 32)):
