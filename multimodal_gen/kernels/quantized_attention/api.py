@@ -168,16 +168,27 @@ def _checked(
     right = scale is None or (type(scale) is float and 0.0 < scale < math.inf)
     if not (alike and right):
         check_arguments(q, k, v, plan, scale)
-    forms = (form_of(q), form_of(k), form_of(v)) if alike else ()
+    forms = _forms(q, k, v) if alike else ()
     key = ("8-bit form", *forms, place_of(q.device), values)
-    request: Request | None = plan.cache.get(key) if alike else None
+    request: Request | None = plan.cache.get(key) if forms else None
     if request is None:
         check_arguments(q, k, v, plan, scale)
         _validate(k, plan, values)
         request = _request(q, plan, values)
-        if alike:
+        if forms:
             plan.cache[key] = request
     return request, forms
+
+
+def _forms(*inputs: torch.Tensor) -> tuple[Form, ...]:
+    """Return the forms of tensors, or none where one has no memory of its own.
+
+    Those that `torch.func` wraps have none, nor have sparse ones.
+    """
+    try:
+        return tuple(map(form_of, inputs))
+    except RuntimeError:
+        return ()
 
 
 def _refuse_gradients(*inputs: torch.Tensor) -> None:

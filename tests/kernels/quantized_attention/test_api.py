@@ -73,6 +73,17 @@ def test_gradients_are_refused_rather_than_cut() -> None:
             quantized_attention(*inputs, plan)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_tensors_without_memory_of_their_own_are_taken_as_before() -> None:
+    q, k, v = make_qkv(1, 64, 2, 64)
+    plan = dense()
+    wanted = quantized_attention(q, k, v, plan)
+    found = torch.func.vmap(lambda x: quantized_attention(x, k, v, plan))(q[None])
+    assert torch.equal(found[0], wanted)
+    with pytest.raises(UsageError, match="`q` must not require grad"):
+        torch.func.grad(lambda x: quantized_attention(x, k, v, plan).sum())(q)
+
+
 def test_arguments_are_checked_once_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     original = api.check_arguments
