@@ -27,6 +27,7 @@ __all__ = [
     "RankError",
     "UnsupportedBackendError",
     "UsageError",
+    "first_line",
     "nearest",
 ]
 
@@ -69,6 +70,14 @@ class RankError(MultimodalGenError, RuntimeError):
     def __init__(self, message: str = "", among: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.among = among
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    if len(lines) > 1 and lines[0].endswith(":"):  # a title alone
+        return f"{lines[0]} {lines[1].strip()}".rstrip(".")
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

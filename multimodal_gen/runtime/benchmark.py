@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, first_line
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.auto_table import (
     AutoTable,
@@ -220,7 +220,7 @@ def measure(
             inputs = _draw(shape, dtype, device)
             rows, expected = _reference(shape, inputs)
         except RuntimeError as failure:  # of memory, mostly
-            reason = f"no inputs: {_first_line(failure)}"
+            reason = f"no inputs: {first_line(failure)}"
             nobody = tuple(LeftOut(backend=str(backend), reason=reason) for backend in chosen)
             return ShapeTimes(shape=shape, dtype=dtype, times=(), left_out=nobody)
         for backend in chosen:
@@ -383,7 +383,7 @@ def _check(
     try:
         out = _run(layer, inputs)()
     except Exception as failure:  # other people's kernels may fail in any way
-        return f"failed: {_first_line(failure)}"
+        return f"failed: {first_line(failure)}"
     report = layer.report()
     if report.detours:
         (detour, *_) = report.detours
@@ -391,11 +391,6 @@ def _check(
     error = float((out[:, rows].double() - expected).norm() / expected.norm())
     bound = _QUANTISED_BOUND if quantised else _EXACT_BOUNDS[out.dtype]
     return error if error < bound else f"is wrong: its relative error is {error:.2e}"
-
-
-def _first_line(failure: Exception) -> str:
-    """Return what an exception says, or its type where it says nothing."""
-    return str(failure).strip().partition("\n")[0] or type(failure).__name__
 
 
 def _run(layer: LocalAttention, inputs: _Inputs) -> Callable[[], torch.Tensor]:

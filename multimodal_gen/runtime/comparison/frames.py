@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
 from multimodal_gen.runtime.comparison.record import FrameMetrics
 
 __all__ = ["MOST_DB", "find_ffmpeg", "mean_and_spread", "measure_frames", "summarise"]
@@ -276,7 +276,7 @@ def _lpips(frames: Any, reference: Any) -> tuple[float | None, str]:
         return torch.cat(values).mean().item(), ""
     except (RuntimeError, ValueError, OSError) as error:
         # AlexNet's pooling leaves nothing of frames that are smaller than about 63 pixels.
-        return None, f"LPIPS: {str(error).splitlines()[0]}"
+        return None, f"LPIPS: {first_line(error)}"
 
 
 def _signed(frames: Any) -> torch.Tensor:

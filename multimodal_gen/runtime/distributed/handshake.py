@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from multimodal_gen.errors import MultimodalGenError, RankError, UsageError
+from multimodal_gen.errors import MultimodalGenError, RankError, UsageError, first_line
 from multimodal_gen.runtime.distributed.groups import Group, ParallelGroups
 
 __all__ = ["Progress", "handshake", "pending_error"]
@@ -251,8 +251,8 @@ class _Gather:
         return self._work is None or self._work.is_completed()
 
     def _lost(self, error: RuntimeError) -> RankError:
-        first_line = str(error).partition("\n")[0].partition(". ")[0]
-        return RankError(f"{self._failure} ({first_line})", self._among)
+        reason = first_line(error).partition(". ")[0]
+        return RankError(f"{self._failure} ({reason})", self._among)
 
 
 def _compare_messages(

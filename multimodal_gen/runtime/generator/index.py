@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
 from multimodal_gen.runtime.generator.model_folder import check_classes, check_code, check_files
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.generator.signatures import arguments_of
@@ -21,7 +21,6 @@ __all__ = [
     "class_of",
     "described",
     "dtype_argument",
-    "first_line",
     "import_diffusers",
     "is_out_of_memory",
 ]
@@ -137,14 +136,6 @@ def dtype_argument() -> str:
 
     # Releases that take `dtype` warn about the older name.
     return "dtype" if hasattr(diffusers.utils, "_resolve_dtype") else "torch_dtype"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    if len(lines) > 1 and lines[0].endswith(":"):  # a title alone
-        return f"{lines[0]} {lines[1].strip()}".rstrip(".")
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

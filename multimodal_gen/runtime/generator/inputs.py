@@ -11,8 +11,8 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
-from multimodal_gen.runtime.generator.index import PipelineIndex, first_line
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
+from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.signatures import fits, spelled
 from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import ServerArgs

@@ -7,8 +7,8 @@ then changes nothing. Here the former is restored and the latter refused.
 from dataclasses import dataclass
 from typing import Any
 
-from multimodal_gen.errors import UsageError, nearest
-from multimodal_gen.runtime.generator.index import first_line, import_diffusers
+from multimodal_gen.errors import UsageError, first_line, nearest
+from multimodal_gen.runtime.generator.index import import_diffusers
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.layers.attention.backends.registry import load_plugins
 from multimodal_gen.runtime.layers.attention.report import Json

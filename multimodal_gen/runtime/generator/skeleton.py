@@ -10,18 +10,14 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, first_line
 from multimodal_gen.runtime.generator.component_config import (
     check_config,
     check_sizes,
     component_configs,
     key_at_fault,
 )
-from multimodal_gen.runtime.generator.index import (
-    PipelineIndex,
-    first_line,
-    import_diffusers,
-)
+from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
 from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file, short
