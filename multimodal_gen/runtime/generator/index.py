@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -222,10 +223,33 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
     try:
         return getattr(diffusers, name, None)
     except (ImportError, RuntimeError, OSError) as error:
+        # diffusers and transformers import other packages that they find, whatever their release,
+        # and wrap what goes wrong there.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        package = _raised_in(cause)
+        where, remedy = (
+            "",
+            "reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'",
+        )
+        if package not in ("", "diffusers", "transformers"):
+            where = f" in the package {package}"
+            remedy = (
+                f"install a release of {package} that is made for torch {torch.__version__} and "
+                f"the other packages, or remove {package}"
+            )
         raise MissingDependencyError(
-            f"{name} of diffusers must import, it failed: {' '.join(str(error).split())[:300]}; "
-            f"reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'"
+            f"{name} of diffusers must import, it failed{where}: "
+            f"{' '.join(str(cause).split())[:300]}; {remedy}"
         ) from error
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the package whose code raised an error, or an empty string."""
+    frames = traceback.walk_tb(error.__traceback__)
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    return next((name for name in reversed(packages) if name != "importlib"), "")
 
 
 def _locate(model_path: str) -> str:
