@@ -1,6 +1,7 @@
 """8-bit attention on a GPU: every kernel against the definition, and layers against 16 bits."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -217,6 +218,21 @@ def test_16_bit_values_meet_the_budget_even_on_values_without_a_mean(
     skip_without(q, plan, kernel, "16-bit")
     out = quantized_attention(q, k, v, plan, kernel=kernel)
     assert_close(out, reference_attention(q, k, v, scale=128**-0.5)[0])
+
+
+def test_kernels_on_one_plan_do_not_take_what_another_quantised() -> None:
+    shape = PlanShape(batch=2, num_q=3, num_kv=5, q_size=128, kv_size=90, kv_form="ragged")
+    plan = random_plan(shape, seed=3, device="cuda")
+    qkv, mean = inputs(plan), torch.randn(2, 2, 128, device="cuda")
+    calls = list(itertools.product(("triton", "gluon"), ("16-bit", "e4m3"), (None, mean)))
+    for _ in range(2):
+        for kernel, values, given in calls:
+            skip_without(qkv.query, plan, kernel, values)
+            found, wanted = (
+                quantized_attention(*qkv, on, kernel=kernel, values=values, mean=given)
+                for on in (plan, dataclasses.replace(plan))
+            )
+            assert torch.equal(found, wanted)
 
 
 def layer(backend: AttentionBackendEnum, config: object, causal: bool = False) -> LocalAttention:

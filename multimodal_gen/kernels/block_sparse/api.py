@@ -272,6 +272,9 @@ def refresh_plan(plan: BlockPlan) -> None:
         from multimodal_gen.kernels.block_sparse.steps_kernel import refresh_steps
 
         refresh_steps(plan)
+    for known in list(plan.cache.values()):
+        if isinstance(known, BlockPlan):  # of the same lists, over keys in slots
+            refresh_plan(known)
 
 
 def kernel_for(

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.block_sparse.plan import Blocks, unit_stride
 from multimodal_gen.kernels.launcher import Form, Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, rotation
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
@@ -23,6 +23,7 @@ from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 MEAN_CHUNKS = 64
 MEAN_ROWS = 64
+MEAN_LENGTHS = 256
 Q_ROWS = 64
 
 
@@ -83,10 +84,10 @@ def _mean_kernel(
     tl.store(out, tl.sum(sums, 0), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["heads", "chunks", "rows_b", "rows_h"])
+@triton.jit(do_not_specialize=["l_b", "l_h", "heads", "chunks", "total", "num"])
 def _rotated_mean_kernel(
-    sum_ptr, out_ptr, rows_ptr, matrix_ptr, rows_b, rows_h, heads, chunks,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    sum_ptr, out_ptr, matrix_ptr, length_ptr, l_b, l_h, heads, chunks, total, num,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LENGTHS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * Hkv]: the mean of a head's keys, from the sums of its chunks, times the matrix."""
     head = tl.program_id(0)
@@ -94,7 +95,14 @@ def _rotated_mean_kernel(
     mask = (c < chunks)[:, None] & (d < D)[None, :]
     ptrs = sum_ptr + head.to(tl.int64) * chunks * D + c[:, None] * D + d[None, :]
     sums = tl.sum(tl.load(ptrs, mask=mask, other=0.0), 0)
-    rows = tl.load(rows_ptr + head // heads * rows_b + head % heads * rows_h)
+    rows = total
+    if LENGTHS:
+        length_ptr += head // heads * l_b + head % heads * l_h
+        lengths = tl.zeros([N], tl.int32)
+        for start in range(0, num, N):
+            n = start + tl.arange(0, N)
+            lengths += tl.load(length_ptr + n, mask=n < num, other=0)
+        rows = tl.sum(lengths)
     mean = sums / tl.maximum(rows, 1).to(tl.float32)
     # The matrix is symmetric.
     matrix = tl.load(matrix_ptr + d[:, None] * DP + d[None, :])
@@ -313,16 +321,15 @@ def prepare_mean(k: Form, slots: Slots) -> RotatedMean:
             "LENGTHS": blocks.lengths is not None, "num_warps": 4,
         }],
     )  # fmt: skip
-    if blocks.lengths is None:
-        rows = torch.full((1, 1), blocks.total, dtype=torch.int32, device=k.device)
-    else:
-        rows = blocks.lengths.sum(-1, dtype=torch.int32)
     finish = Launch(
         _rotated_mean,
         (batch * heads,),
-        (rows, matrix, *rows.expand(batch, heads).stride(), heads, chunks),
-        [{"C": next_power_of_2(chunks), "D": head_size, "DP": width, "num_warps": 8}],
-    )
+        (matrix, bounds[1], *strides[2:], heads, chunks, blocks.total, blocks.num),
+        [{
+            "C": next_power_of_2(chunks), "D": head_size, "DP": width,
+            "LENGTHS": blocks.lengths is not None, "N": MEAN_LENGTHS, "num_warps": 8,
+        }],
+    )  # fmt: skip
     return RotatedMean(add, finish, chunks)
 
 
@@ -470,9 +477,12 @@ def _width(head_size: int) -> int:
 def _bounds(
     blocks: Blocks, batch: int, heads: int, absent: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Return starts and lengths as the kernel takes them, and their strides."""
+    """Return starts and lengths as the kernel takes them, and their strides.
+
+    They stay where they are: what is written to them later holds.
+    """
     tensors = [
-        absent if t is None else t.expand(batch, heads, -1).contiguous()
+        absent if t is None else unit_stride(t).expand(batch, heads, -1)
         for t in (blocks.starts, blocks.lengths)
     ]
     return tensors, [stride for t in tensors for stride in t.stride()[:2]]

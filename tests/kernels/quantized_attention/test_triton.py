@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from multimodal_gen.kernels.block_sparse.api import refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
@@ -167,11 +168,39 @@ def test_what_a_plan_keeps_gives_what_a_new_plan_does(form: str) -> None:
         found = quantized_attention(*qkv, on, kernel="triton", **way)
         return found if isinstance(found, torch.Tensor) else torch.cat([x.flatten() for x in found])
 
-    for qkv, way in itertools.product(every, ways):
+    calls = list(itertools.product(every, ways))
+    # Values and mean also one without the other.
+    calls += [(every[0], {"values": "e4m3"}), (every[0], {"mean": torch.randn(1, 1, 64)})]
+    for qkv, way in calls:
         run(qkv, plan, way)
-    for qkv, way in itertools.product(every, ways):
+    for qkv, way in calls:
         other = tuple(x * 2 - 1 if x.is_contiguous() else x for x in qkv)
         assert torch.equal(run(other, plan, way), run(other, dataclasses.replace(plan), way))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_lists_and_lengths_that_change_in_place_are_heeded(shared: bool) -> None:
+    slots, tokens = 3, 96
+    starts = torch.arange(slots, dtype=torch.int32) * tokens
+    lengths = torch.full((1, 1 if shared else 2, slots), tokens, dtype=torch.int32)
+    lists, counts = torch.zeros(1, 1, 1, slots, dtype=torch.int32), torch.zeros(1, 1, 1).int()
+    kv = Blocks.ragged(starts.expand_as(lengths), lengths, total=slots * tokens, size=tokens)
+    plan = BlockPlan(indices=lists, counts=counts, q=Blocks.regular(40, 64), kv=kv, uniform=True)
+    qkv = inputs(plan, kv_heads=2)
+    qkv.key.add_(3.0)  # so that a mean over other keys is another
+    for seen, last in (([0, 1, 2], tokens), ([0, 1], tokens), ([1, 2], 10), ([0, 1, 2], 90)):
+        lists[..., : len(seen)] = torch.tensor(seen)
+        counts.fill_(len(seen))
+        lengths.fill_(tokens)
+        lengths[..., seen[-1]] = last
+        lengths[..., seen[-1] + 1 :] = 0
+        refresh_plan(plan)
+        for options in ({}, {"values": "e4m3"}):
+            found, wanted = (
+                quantized_attention(*qkv, on, scale=0.1, kernel="triton", **options)
+                for on in (plan, dataclasses.replace(plan))
+            )
+            assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(
