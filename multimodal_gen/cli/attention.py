@@ -179,6 +179,8 @@ def _status(backend: "AttentionBackendEnum", request: "AttentionRequest") -> dic
     cls = find_backend(backend, environment.platform)
     reasons = cls.unsupported_reasons(request)
     variant = None if reasons else cls.choose_variant(request)
+    if variant is not None:
+        variant.self_checks(request, tail=True)  # `self_checks` knows what came of them
     commands = [probe.install for candidate in cls.variants for probe in candidate.packages]
     missing = [command for command in commands if any(command in reason for reason in reasons)]
     return {

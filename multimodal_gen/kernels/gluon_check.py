@@ -5,18 +5,26 @@ blocks shared by consumers or one each, an exact softmax or a fixed reference, w
 """
 
 import math
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import RUN as BLOCK_SPARSE_KERNELS
 from multimodal_gen.kernels.block_sparse.api import Call, CallForm, request_for
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, empty_results
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
     attention_reference_backward,
 )
+from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import kept_map, pool_blocks
-from multimodal_gen.kernels.block_sparse.tuning import gluon_backward_tile, gluon_tail_tile
+from multimodal_gen.kernels.block_sparse.tuning import (
+    gluon_backward_tile,
+    gluon_tail_tile,
+    gluon_tile,
+)
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, cluster_plan, cut
 from multimodal_gen.kernels.quantized_attention.api import RUN as QUANTIZED_KERNELS
 from multimodal_gen.kernels.quantized_attention.api import Call as QuantizedCall
@@ -35,7 +43,7 @@ def block_sparse(device: torch.device) -> str | None:
     if lacks is not None:
         return lacks
     with torch.cuda.device(device):
-        return _regular_blocks(device) or _clusters(device)
+        return _blocks(device) or _clusters(device)
 
 
 def gradients(device: torch.device) -> str | None:
@@ -72,20 +80,66 @@ def _lacking() -> str | None:
     return f"its Gluon lacks {', '.join(names)}" if names else None
 
 
-def _regular_blocks(device: torch.device) -> str | None:
-    for size, keys, dtype in (
-        (384, 384, torch.bfloat16),
-        (128, 128, torch.bfloat16),
-        (128, 128, torch.float16),
-        (64, 64, torch.bfloat16),
-        (64, 64, torch.float16),
-    ):
-        plan = _plan(size, keys, device)
-        q, k, v = _inputs(plan.q.total, dtype, device)
-        form = CallForm(request_for(q, k, v, plan, backward=False))
-        call = Call(q, k, v, plan, HEAD_SIZE**-0.5, False, False, form)
-        out, _ = BLOCK_SPARSE_KERNELS["gluon"](call)
-        fault = _fault(f"blocks of {size} in {dtype}", out, (q, k, v), plan, ROUNDED)
+class _Case(NamedTuple):
+    """A call that one of the tiles of `gluon_tile` serves."""
+
+    q_size: int
+    kv_size: int
+    fast: bool
+    head_size: int = HEAD_SIZE
+    regular: bool = True
+    row_bits: bool = False
+    skips: bool = False
+
+    def __str__(self) -> str:
+        return f"blocks of {self.q_size} and {self.kv_size}, {'fast' if self.fast else 'exact'}"
+
+
+# One for every tile, and one for every form of keys.
+_CASES = (
+    _Case(384, 384, True),
+    _Case(384, 384, False),
+    _Case(192, 64, True, row_bits=True),
+    _Case(128, 128, True),
+    _Case(128, 128, False),
+    _Case(128, 64, True, head_size=64),
+    _Case(128, 64, False, regular=False),
+    _Case(64, 64, True),
+    _Case(64, 64, False, skips=True),
+)
+# Steps whose weights are below a millionth change nothing that is seen.
+_SKIPPED_BELOW = 60.0
+
+
+def _blocks(device: torch.device) -> str | None:
+    from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
+
+    for case in _CASES:
+        plan = _plan(case.q_size, case.kv_size, device, regular=case.regular)
+        if case.row_bits:
+            bits = (1, HEADS, plan.q.total, 1)
+            generator = torch.Generator(device).manual_seed(1)
+            drawn = torch.randint(0, 2**31 - 1, bits, generator=generator, device=device)
+            plan = replace(plan, row_bits=drawn.int())
+        q, k, v = _inputs(
+            plan, torch.bfloat16 if case.fast else torch.float16, head_size=case.head_size
+        )
+        # Far above what the fast variant takes for its reference, so that it computes some anew.
+        k[:, case.kv_size : 2 * case.kv_size, 1] *= 40
+        tile = gluon_tile(
+            q_size=case.q_size,
+            kv_size=case.kv_size,
+            regular=case.regular,
+            fast=case.fast,
+            deterministic=False,
+            row_bits=case.row_bits,
+            skips=case.skips,
+        )
+        skip = Skip(below=_SKIPPED_BELOW) if case.skips else None
+        out, _ = empty_results(q, plan, False)
+        launch = prepare(q, k, v, plan, out, None, tile=tile, skip=skip)
+        launch(q, k, v, out, None, skip, scale=case.head_size**-0.5)
+        fault = _fault(str(case), out, (q, k, v), plan, ROUNDED)
         if fault is not None:
             return fault
     return None
@@ -96,7 +150,7 @@ def _gradients(device: torch.device) -> str | None:
 
     for size in (384, 128, 64):
         plan, scale = _plan(size, size, device), HEAD_SIZE**-0.5
-        q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
+        q, k, v = _inputs(plan)
         form = CallForm(request_for(q, k, v, plan, backward=True))
         out, lse = BLOCK_SPARSE_KERNELS["gluon"](Call(q, k, v, plan, scale, True, False, form))
         assert lse is not None, "it was asked for"
@@ -120,12 +174,13 @@ def _gradients(device: torch.device) -> str | None:
 
 
 def _eight_bits(device: torch.device) -> str | None:
-    for size, keys, e4m3 in ((128, 128, False), (128, 128, True), (64, 64, False)):
+    blocks = ((128, 128), (128, 64), (64, 128), (64, 64))
+    for (size, keys), e4m3 in product(blocks, (False, True)):
         plan = _plan(size, keys, device)
-        q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
+        q, k, v = _inputs(plan)
         call = QuantizedCall(q, k, v, plan, HEAD_SIZE**-0.5, False, e4m3, None)
         out, _ = QUANTIZED_KERNELS["gluon"](call)
-        name = f"blocks of {size} with values in {'e4m3' if e4m3 else '16 bits'}"
+        name = f"blocks of {size} and {keys} with values in {'e4m3' if e4m3 else '16 bits'}"
         fault = _fault(name, out, (q, k, v), plan, E4M3 if e4m3 else INT8)
         if fault is not None:
             return fault
@@ -142,18 +197,24 @@ def _clusters(device: torch.device) -> str | None:
     starts = counts.cumsum(2, dtype=torch.int32) - counts
     side = Groups(order=order, starts=starts, counts=counts)
     keep = torch.ones(1, HEADS, 4, 4, dtype=torch.bool, device=device).tril(1)
-    q, k, v = _inputs(total, torch.bfloat16, device)
+    plan = cluster_plan(side, side, keep)
+    q, k, v = _inputs(plan)
     pieces = cut(side, TILE_ROWS, multiple=TILE_ROWS // 3)
     out, _ = attend(q, k, v, pieces, side, keep, scale=HEAD_SIZE**-0.5)
-    return _fault("clusters", out, (q, k, v), cluster_plan(side, side, keep), ROUNDED)
+    return _fault("clusters", out, (q, k, v), plan, ROUNDED)
 
 
 def _means(device: torch.device) -> str | None:
     """Check blocks of equal tokens, which their means stand for exactly."""
     from multimodal_gen.kernels.block_sparse import gluon_tail_kernel
 
-    plan = _plan(64, 64, device)
-    q, k, v = _inputs(plan.q.total, torch.bfloat16, device)
+    # More means than the ring of the kernel holds.
+    rows, keys = Blocks.regular(232, 64), Blocks.regular(250 * 64 + 40, 64)
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (1, HEADS, rows.num, keys.num)
+    keep = torch.rand(shape, generator=generator, device=device) < 0.1
+    plan = BlockPlan.from_map(keep, rows, keys)
+    q, k, v = _inputs(plan)
     block = torch.arange(plan.kv.total, device=device) // 64
     k, v = k[:, block], v[:, block]
     form = CallForm(request_for(q, k, v, plan, backward=False))
@@ -169,18 +230,28 @@ def _means(device: torch.device) -> str | None:
     return _fault("means of blocks of 64", out, (q, k, v), every, ROUNDED)
 
 
-def _plan(size: int, keys: int, device: torch.device) -> BlockPlan:
-    """Return a plan of four blocks, the last one cut, of which a row keeps from one to four."""
+def _plan(size: int, keys: int, device: torch.device, *, regular: bool = True) -> BlockPlan:
+    """Return a plan of a few blocks, the last one cut, of which a row keeps from one to all."""
     total = 3 * max(size, keys) + 40
     q, kv = Blocks.regular(total, size), Blocks.regular(total, keys)
+    if not regular:
+        lengths = torch.tensor([keys, keys // 2, 3, keys - 1] * kv.num, device=device)[: kv.num]
+        starts = lengths.cumsum(0) - lengths
+        kv = Blocks.ragged(starts.int(), lengths.int(), total=int(lengths.sum()), size=keys)
     keep = torch.ones(1, HEADS, q.num, kv.num, dtype=torch.bool, device=device).tril(kv.num - 4)
     return BlockPlan.from_map(keep, q, kv)
 
 
-def _inputs(total: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _inputs(
+    plan: BlockPlan, dtype: torch.dtype = torch.bfloat16, *, head_size: int = HEAD_SIZE
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    device = plan.device
     generator = torch.Generator(device).manual_seed(0)
-    shape = (1, total, HEADS, HEAD_SIZE)
-    return tuple(torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, total, HEADS, head_size, generator=generator, device=device).to(dtype)
+        for total in (plan.q.total, plan.kv.total, plan.kv.total)
+    )
+    return q, k, v
 
 
 def _fault(
@@ -191,7 +262,7 @@ def _fault(
     most: float,
 ) -> str | None:
     q, k, v = (x.double() for x in inputs)
-    exact, _ = attention_reference(q, k, v, plan, scale=HEAD_SIZE**-0.5)
+    exact, _ = attention_reference(q, k, v, plan, scale=q.shape[3] ** -0.5)
     return _off(name, out, exact, most)
 
 

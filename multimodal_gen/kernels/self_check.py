@@ -10,12 +10,11 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from threading import Lock
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, first_line
 
 __all__ = ["SelfCheck", "forget_self_checks", "self_check", "self_checks"]
 
@@ -66,6 +65,7 @@ def self_check(path: str, kernels: str, release: str, device: int | None = None)
 
     Raises:
         UsageError: a CUDA graph is being captured, which a check would break.
+        torch.OutOfMemoryError: the check found no memory; the next call checks again.
         RuntimeError: a check asks, instead of launching what it checks.
     """
     if _RUNNING.get():
@@ -80,11 +80,11 @@ def self_check(path: str, kernels: str, release: str, device: int | None = None)
                     f"{kernels} must be checked before a CUDA graph is captured, because it has "
                     f"not been tried with {release}; run the call once before the capture"
                 )
-            fault = _run(path, index)
-            found = SelfCheck(kernels=kernels, release=release, device=index, fault=fault)
+            found = SelfCheck(
+                kernels=kernels, release=release, device=index, fault=_run(path, index)
+            )
+            _warn_once(found)
             _FOUND[path, index] = found
-    if found.fault is not None:
-        _warn(f"{kernels} does not work with {release}, so other kernels run: {found.fault}")
     return found
 
 
@@ -96,7 +96,6 @@ def self_checks() -> tuple[SelfCheck, ...]:
 def forget_self_checks() -> None:
     """Check anew from here on, which tests need that change what is installed."""
     _FOUND.clear()
-    _warn.cache_clear()
 
 
 def _run(path: str, index: int) -> str | None:
@@ -111,11 +110,30 @@ def _run(path: str, index: int) -> str | None:
     with ThreadPoolExecutor(1) as executor:
         try:
             fault = executor.submit(run).result()
+        except torch.OutOfMemoryError:  # says nothing of the release
+            raise
         except Exception as error:  # a release nobody knows may fail in any way
-            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return _said(error)
     return fault
 
 
-@cache
-def _warn(message: str) -> None:
-    logger.warning("%s", message)
+def _said(error: Exception) -> str:
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    # Triton's compiler begins with the place and the source, and ends with what is wrong.
+    said = lines[-1].strip() if lines and name == "CompilationError" else first_line(error)
+    return name if said == name else f"{name}: {said}"
+
+
+def _warn_once(found: SelfCheck) -> None:
+    """Warn of what is wrong, unless the same kernel failed elsewhere, or others of the same."""
+    if found.fault is None:
+        return
+    known = (each for each in _FOUND.values() if each.fault is not None)
+    if any(found.kernels == each.kernels or found.fault == each.fault for each in known):
+        return
+    logger.warning(
+        "%s does not work with %s, so other kernels run: %s",
+        found.kernels,
+        found.release,
+        found.fault,
+    )

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from multimodal_gen.kernels import gluon_check
+from multimodal_gen.kernels.block_sparse import tuning
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
@@ -17,6 +19,8 @@ from multimodal_gen.kernels.block_sparse.reference import (
 )
 from multimodal_gen.kernels.block_sparse.tail_reference import add_tail_reference
 from multimodal_gen.kernels.cluster_attention.plan import cluster_plan
+from multimodal_gen.kernels.quantized_attention import tuning as quantized_tuning
+from multimodal_gen.kernels.quantized_attention.api import Call as QuantizedCall
 
 KERNELS = "multimodal_gen.kernels"
 CHECKS = {
@@ -33,19 +37,35 @@ class Kernels:
 
     Attributes:
         off: which of them are wrong.
+        tiles: shapes of the programs that were launched.
     """
 
     def __init__(self) -> None:
         self.launched: set[str] = set()
         self.off: set[str] = set()
+        self.tiles: set[object] = set()
 
     def given(self, name: str, exact: torch.Tensor) -> torch.Tensor:
         """Return what the kernel of a name gives, where this is exact."""
         self.launched.add(name)
         return (exact * (OFF if name in self.off else 1.0)).bfloat16()
 
+    def prepare(self, q, k, v, plan, out, lse, *, tile, skip=None):
+        self.tiles.add(replace(tile, sync=0))
+
+        def launch(q, k, v, out, lse, skip, *, scale):
+            exact, _ = attention_reference(q.double(), k.double(), v.double(), plan, scale=scale)
+            out.copy_(self.given("block-sparse attention", exact))
+
+        return launch
+
     def attention(self, name: str, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = (x.double() for x in (call.q, call.k, call.v))
+        if isinstance(call, QuantizedCall):
+            blocks = call.plan.kv
+            sizes = {"q_size": call.plan.q.size, "kv_size": blocks.size}
+            tile = quantized_tuning.gluon_tile(**sizes, regular=blocks.is_regular, e4m3=call.e4m3)
+            self.tiles.add(tile)
         out, lse = attention_reference(q, k, v, call.plan, scale=call.scale)
         return self.given(name, out), lse.float()
 
@@ -77,6 +97,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     blocks = f"{KERNELS}.block_sparse"
     stand_ins = {
         f"{KERNELS}.gluon_compat": {"lacking": lambda: ()},
+        f"{blocks}.gluon_kernel": {"prepare": kernels.prepare},
         f"{blocks}.gluon_backward_kernel": {"attend_backward": kernels.gradients("gradients")},
         f"{blocks}.gluon_fused_kernel": {
             "attend_backward": kernels.gradients("gradients in one kernel"),
@@ -104,6 +125,16 @@ def test_kernels_that_are_right_pass_and_are_launched_by_the_check(
     # What a check leaves to the choice of a kernel is not what it checks, and would wait for it.
     assert getattr(gluon_check, name)(torch.device("cpu")) is None
     assert kernels.launched.issuperset(CHECKS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "tuning"), [("block_sparse", tuning), ("quantized", quantized_tuning)]
+)
+def test_every_tile_is_checked(name: str, tuning: Any, kernels: Kernels) -> None:
+    assert getattr(gluon_check, name)(torch.device("cpu")) is None
+    assert kernels.tiles == {
+        replace(tile, sync=0) if hasattr(tile, "sync") else tile for tile in tuning._HOPPER.values()
+    }
 
 
 @pytest.mark.parametrize(

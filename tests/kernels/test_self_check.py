@@ -1,6 +1,7 @@
 """Kernels meet a release of Triton that nobody has tried: they are checked before they run."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels import gluon_check
+from multimodal_gen.kernels import self_check as checks
 from multimodal_gen.kernels.block_sparse import api
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import (
@@ -22,8 +24,10 @@ from multimodal_gen.kernels.engine import (
 from multimodal_gen.kernels.self_check import self_checks
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
-from multimodal_gen.runtime.layers.attention.scope import AUTO
+from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, Source
 from multimodal_gen.runtime.layers.attention.selector import resolve
+from multimodal_gen.runtime.layers.attention.sparse.sol.backend import SolConfig
+from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.fakes import FakeDevice, machine_with, simulated_environment
 
@@ -39,6 +43,23 @@ H100 = Request(
 )
 Check = Callable[[torch.device], str | None]
 SayWhat = Callable[[str | Exception | None], list[torch.device]]
+
+
+class CompilationError(Exception):
+    """Is named like that of Triton."""
+
+
+class Impatient:
+    """A lock that is not waited for in vain."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        assert self._lock.acquire(timeout=5), "waits for itself"
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 @pytest.fixture
@@ -93,6 +114,7 @@ def test_a_release_that_was_tried_is_not_checked(monkeypatch: pytest.MonkeyPatch
         ("3.8.1", False),
         ("3.9.0", True),
         ("3.10.0", False),
+        ("3.60.0", False),
         ("4.0.0", False),
     ],
 )
@@ -134,6 +156,8 @@ def test_an_untried_release_runs_once_its_check_passes_on_each_device(
     [
         ("relative error 0.3", "relative error 0.3"),
         (RuntimeError("no such layout\nTraceback"), "RuntimeError: no such layout"),
+        (RuntimeError(), "RuntimeError"),
+        (CompilationError("at 2:4:\ndef f(x):\n    ^\nno foo"), "CompilationError: no foo"),
     ],
 )
 def test_where_the_check_fails_the_triton_kernels_run_with_one_warning(
@@ -160,6 +184,31 @@ def test_where_the_check_fails_the_triton_kernels_run_with_one_warning(
         choose(BLOCK_SPARSE, "gluon", H100)
     assert choose(QUANTIZED, "auto", H100) == "triton"
     assert len(self_checks()) == 3
+    assert caplog.messages == [message]  # which is the same for others
+
+
+@pytest.mark.usefixtures("gpu", "untried")
+def test_what_differs_from_gpu_to_gpu_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, off in (("block_sparse", 0.3), ("quantized", 0.5)):
+        monkeypatch.setattr(gluon_check, name, lambda on, off=off: f"error {off + on.index / 100}")
+    for device in range(3):
+        for operation in (BLOCK_SPARSE, QUANTIZED):
+            assert choose(operation, "auto", H100._replace(device=device)) == "triton"
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [
+        "error 0.3",
+        "error 0.5",
+    ]
+
+
+def test_a_check_without_memory_is_repeated(let_checks_say: SayWhat) -> None:
+    let_checks_say(torch.OutOfMemoryError("tried to allocate 2 MiB"))
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(BLOCK_SPARSE, "auto", H100)
+    assert self_checks() == ()
+    let_checks_say(None)
+    assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
 
 
 @pytest.mark.parametrize("fault", [None, "gradients are wrong"])
@@ -201,12 +250,12 @@ def test_a_check_runs_without_the_modes_of_its_caller(
     assert seen == [(False, "cpu")]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("operation", [BLOCK_SPARSE, QUANTIZED])
 def test_a_check_that_chooses_a_kernel_is_at_fault_and_does_not_wait_for_itself(
     let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch, operation: Operation
 ) -> None:
     let_checks_say(None)
+    monkeypatch.setattr(checks, "_LOCK", Impatient())
     monkeypatch.setattr(gluon_check, "block_sparse", lambda _: choose(operation, "gluon", H100))
     assert choose(BLOCK_SPARSE, "auto", H100) == "triton"
     (found,) = self_checks()
@@ -252,3 +301,38 @@ def test_selection_heeds_the_check_and_says_so(
     said = str(self_checks()[0])
     assert said.endswith("failed: all wrong" if fault else "passed")
     assert said in selection.reason
+
+
+@pytest.mark.parametrize(("dtype", "times"), [(torch.bfloat16, 1), (torch.float16, 0)])
+def test_selection_says_what_became_of_the_tail(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, times: int
+) -> None:
+    let_checks_say(None)
+    monkeypatch.setattr(gluon_check, "pooled_tail", lambda device: "the means are wrong")
+    device = FakeDevice(
+        platform=PlatformEnum.CUDA,
+        capability=(9, 0),
+        packages=frozenset({("triton", "triton", UNTRIED)}),
+    )
+    request = AttentionRequest(
+        environment=simulated_environment(device),
+        head_size=128,
+        num_heads=16,
+        num_kv_heads=16,
+        dtype=dtype,
+    )
+    said = f"kernel gluon (pooled_tail) has not been tried with triton {UNTRIED}; its self-check"
+    for backend, config, pools in (
+        ("sol_attn", None, True),
+        ("sol_attn", SolConfig(tail="none"), False),
+        ("video_sparse_attn", None, False),
+        ("video_sparse_attn", VideoSparseConfig(tail="pooled"), True),
+    ):
+        asked = BackendPreference(
+            source=Source.SETTINGS, backend=AttentionBackendEnum.parse(backend), config=config
+        )
+        selection = resolve(request, asked)
+        assert selection.label == f"{backend} (gluon)"
+        assert (
+            selection.reason.count(f"{said} on GPU 0 failed: the means are wrong") == times * pools
+        )

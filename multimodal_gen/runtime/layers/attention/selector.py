@@ -7,7 +7,7 @@ before it, in `scope.py`; what a backend can do is declared in `backends/`.
 import logging
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
 
@@ -348,15 +348,25 @@ def _chosen(
     # What passed, and what had to be passed over.
     platform = request.environment.platform
     looked_at = (*(find_backend(r.backend, platform).variants for r in rejected), cls.variants)
-    checks = dict.fromkeys(v.self_check(request) for variants in looked_at for v in variants)
+    checks = dict.fromkeys(
+        check for variants in looked_at for each in variants for check in each.self_checks(request)
+    )
+    if _pools_tail(cls, config):
+        checks |= dict.fromkeys(variant.self_checks(request, tail=True))
     return Selection(
         backend=cls.get_enum(),
         variant=variant.name,
         asked=asked,
-        reason="; ".join([reason, *(str(check) for check in checks if check is not None)]),
+        reason="; ".join([reason, *map(str, checks)]),
         rejected=rejected,
         fallback=fallback,
     )
+
+
+def _pools_tail(cls: type[AttentionBackend], config: BackendConfig | None) -> bool:
+    """Whether a backend counts what it drops by its means, as its default is or as was asked."""
+    defaults = {field.name: field.default for field in fields(cls.config_cls)}
+    return bool(getattr(config, "tail", defaults.get("tail")) == "pooled")
 
 
 def _because(selection: Selection, reason: str) -> Selection:

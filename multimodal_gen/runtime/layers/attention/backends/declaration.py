@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multimodal_gen.kernels.engine import KernelDeclaration, Request
+from multimodal_gen.kernels.engine import POOLED_TAIL, KernelDeclaration, Request
 from multimodal_gen.kernels.requirements import (
     ANY_CAPABILITY,
     Capability,
@@ -89,11 +89,22 @@ class Variant:
             return found
         return kernel.faults(_asked_of_kernel(request, blocks), environment.version)
 
-    def self_check(self, request: AttentionRequest) -> SelfCheck | None:
-        """Return what a self-check of its kernel said, where a release needs one, or None."""
+    def self_checks(self, request: AttentionRequest, *, tail: bool = False) -> list[SelfCheck]:
+        """Return what self-checks of its kernels said, where a release needs them.
+
+        Args:
+            request: what the layer needs.
+            tail: whether a pooled tail is computed, too, which has kernels of its own.
+        """
         if self.kernel is None or self.capability_reason(request):
-            return None
-        return self.kernel.checked(_asked_of_kernel(request), request.environment.version)
+            return []
+        kernels = [self.kernel]
+        if tail:
+            same = (kernel for kernel in POOLED_TAIL.kernels if kernel.name == self.kernel.name)
+            kernels += [kernel for kernel in same if request.dtype in kernel.dtypes]
+        asked, version = _asked_of_kernel(request), request.environment.version
+        found = (kernel.checked(asked, version) for kernel in kernels)
+        return [check for check in found if check is not None]
 
     def capability_reason(self, request: AttentionRequest) -> str | None:
         """Return what the GPU of `request` lacks, or None when it will do or is not by NVIDIA."""
