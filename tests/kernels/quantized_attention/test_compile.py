@@ -109,8 +109,8 @@ def marked(cases: list[Case], quick: list[Case]) -> list[object]:
     ]
 
 
-# Blocks and form -> what a kernel of 16-bit values spills with the newest release, in bytes per
-# thread at most: most of it the exact one that redoes a flagged tile.
+# Blocks and form -> what a Gluon kernel of 16-bit values spills with the newest release, in bytes
+# per thread at most: most of it the exact one that redoes a flagged tile.
 NEWER_SPILLS = {
     (SQUARE, "padded"): 56,
     (SQUARE, "ragged"): 56,
@@ -132,5 +132,12 @@ def test_every_kernel_compiles_without_spills_or_warnings(compiler: Compiler, ca
     case.launch()
     made = {"attention_kernel", "quantise_kernel", "mean_kernel", "rotated_mean_kernel"}
     assert compiler.names >= made
-    known = 0 if with_oldest() or case.e4m3 else NEWER_SPILLS.get((case.sizes, case.form), 0)
-    assert_clean(compiler.kernels, known)
+    assert_clean(compiler.kernels, known_spills(case))
+
+
+def known_spills(case: Case) -> int:
+    if with_oldest():
+        return 0
+    if case.kernel == "triton":
+        return 8 if case.capability == 89 else 0
+    return 0 if case.e4m3 else NEWER_SPILLS.get((case.sizes, case.form), 0)
