@@ -6,7 +6,7 @@ the call.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -422,7 +422,6 @@ TRITON_WITH_GLUON = PackageProbe(
     needs_version=True,
     tried=("3.6", "3.9"),
 )
-_GLUON_OF_THE_TAIL = replace(TRITON_WITH_GLUON, tried=("3.6",))
 # The first beta known to fit its tiles to the blocks; later ones keep the interface.
 FLASH_ATTN_4 = PackageProbe(
     module="flash_attn.cute",
@@ -567,7 +566,7 @@ POOLED_TAIL = Operation(
             # Its weights need the exponents of fp32.
             dtypes=frozenset({torch.bfloat16}),
             head_sizes=HeadSizes(maximum=128, multiple_of=8),
-            packages=(_GLUON_OF_THE_TAIL,),
+            packages=(TRITON_WITH_GLUON,),
             check="multimodal_gen.kernels.gluon_check:pooled_tail",
         ),
         KernelDeclaration(

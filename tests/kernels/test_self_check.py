@@ -97,10 +97,18 @@ def let_checks_say(monkeypatch: pytest.MonkeyPatch, gpu: None, untried: None) ->
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_release_that_was_tried_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(gluon_check, "block_sparse")
-    with machine_with({"triton": "3.6.1"}):
-        assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
+@pytest.mark.parametrize("version", ["3.6.1", "3.9.0"])
+@pytest.mark.parametrize(
+    ("operation", "check"),
+    [(BLOCK_SPARSE, "block_sparse"), (POOLED_TAIL, "pooled_tail"), (QUANTIZED, "quantized")],
+    ids=["block-sparse", "pooled tail", "8-bit"],
+)
+def test_a_release_that_was_tried_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch, operation: Operation, check: str, version: str
+) -> None:
+    monkeypatch.delattr(gluon_check, check)
+    with machine_with({"triton": version}):
+        assert choose(operation, "auto", H100) == "gluon"
         assert self_checks() == ()
 
 
@@ -121,17 +129,6 @@ def test_a_release_that_was_tried_is_not_checked(monkeypatch: pytest.MonkeyPatch
 def test_releases_are_compared_as_numbers(version: str, tried: bool) -> None:
     assert TRITON_WITH_GLUON.was_tried(version) is tried
     assert TRITON_WITH_GLUON.unsupported_reason(version) is None
-
-
-def test_the_tail_has_only_run_with_its_own_releases(
-    monkeypatch: pytest.MonkeyPatch, gpu: None
-) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr(gluon_check, "pooled_tail", lambda device: asked.append(device))
-    for version, times in (("3.6.1", 0), ("3.9.0", 1)):
-        with machine_with({"triton": version}):
-            assert choose(POOLED_TAIL, "auto", H100) == "gluon"
-        assert len(asked) == times
 
 
 def test_an_untried_release_runs_once_its_check_passes_on_each_device(
