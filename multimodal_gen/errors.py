@@ -28,6 +28,7 @@ __all__ = [
     "UnsupportedBackendError",
     "UsageError",
     "first_line",
+    "is_out_of_memory",
     "nearest",
 ]
 
@@ -74,10 +75,20 @@ class RankError(MultimodalGenError, RuntimeError):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where it has none."""
-    lines = str(error).strip().splitlines()
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):  # a title alone
         return f"{lines[0]} {lines[1].strip()}".rstrip(".")
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that a device's memory, or the machine's, is full."""
+    # torch's own error is a RuntimeError whose class needs torch; the CPU's allocator and the
+    # CUDA driver raise plain ones.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    return "can't allocate memory" in text or "[CUDA]: out of memory" in text
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from threading import Lock
 
 import torch
 
-from multimodal_gen.errors import UsageError, first_line
+from multimodal_gen.errors import UsageError, first_line, is_out_of_memory
 
 __all__ = ["SelfCheck", "forget_self_checks", "self_check", "self_checks"]
 
@@ -80,9 +80,16 @@ def self_check(path: str, kernels: str, release: str, device: int | None = None)
                     f"{kernels} must be checked before a CUDA graph is captured, because it has "
                     f"not been tried with {release}; run the call once before the capture"
                 )
-            found = SelfCheck(
-                kernels=kernels, release=release, device=index, fault=_run(path, index)
-            )
+            try:
+                fault = _run(path, index)
+            except Exception as error:  # a release nobody knows may fail in any way
+                if is_out_of_memory(error):  # which says nothing of the release
+                    raise torch.OutOfMemoryError(
+                        f"the self-check of {kernels} must have some MiB of memory on GPU {index}, "
+                        f"found none ({first_line(error)}); free memory and call again"
+                    ) from error
+                fault = _said(error)
+            found = SelfCheck(kernels=kernels, release=release, device=index, fault=fault)
             _warn_once(found)
             _FOUND[path, index] = found
     return found
@@ -108,28 +115,26 @@ def _run(path: str, index: int) -> str | None:
         return found
 
     with ThreadPoolExecutor(1) as executor:
-        try:
-            fault = executor.submit(run).result()
-        except torch.OutOfMemoryError:  # says nothing of the release
-            raise
-        except Exception as error:  # a release nobody knows may fail in any way
-            return _said(error)
-    return fault
+        return executor.submit(run).result()
 
 
-def _said(error: Exception) -> str:
-    name, lines = type(error).__name__, str(error).strip().splitlines()
-    # Triton's compiler begins with the place and the source, and ends with what is wrong.
-    said = lines[-1].strip() if lines and name == "CompilationError" else first_line(error)
+def _said(error: BaseException) -> str:
+    while error.__cause__ is not None:  # in a function that a kernel calls, Triton wraps its own
+        error = error.__cause__
+    name, said = type(error).__name__, first_line(error)
+    lines = str(error).strip().splitlines()
+    if lines and "CompilationError" in {each.__name__ for each in type(error).__mro__}:
+        # It begins with the place and the source, and ends with what is wrong.
+        said = lines[-1].strip()
     return name if said == name else f"{name}: {said}"
 
 
 def _warn_once(found: SelfCheck) -> None:
-    """Warn of what is wrong, unless the same kernel failed elsewhere, or others of the same."""
+    """Warn of what is wrong, unless the same kernel failed on another GPU."""
     if found.fault is None:
         return
-    known = (each for each in _FOUND.values() if each.fault is not None)
-    if any(found.kernels == each.kernels or found.fault == each.fault for each in known):
+    known = (each.kernels for each in _FOUND.values() if each.fault is not None)
+    if found.kernels in known:
         return
     logger.warning(
         "%s does not work with %s, so other kernels run: %s",

@@ -1,6 +1,7 @@
 """Kernels meet a release of Triton that nobody has tried: they are checked before they run."""
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 
@@ -47,6 +48,15 @@ SayWhat = Callable[[str | Exception | None], list[torch.device]]
 
 class CompilationError(Exception):
     """Is named like that of Triton."""
+
+
+class CompileTimeAssertionFailure(CompilationError):  # noqa: N818
+    """Is derived from it, as one of Triton's is."""
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
 
 
 class Impatient:
@@ -155,6 +165,14 @@ def test_an_untried_release_runs_once_its_check_passes_on_each_device(
         (RuntimeError("no such layout\nTraceback"), "RuntimeError: no such layout"),
         (RuntimeError(), "RuntimeError"),
         (CompilationError("at 2:4:\ndef f(x):\n    ^\nno foo"), "CompilationError: no foo"),
+        (
+            caused(CompilationError("at 1:0:\n  g(x)"), CompilationError("at 9:0:\n^\nno bar")),
+            "CompilationError: no bar",
+        ),
+        (
+            CompileTimeAssertionFailure("at 2:4:\n    ^\nmust be 1"),
+            "CompileTimeAssertionFailure: must be 1",
+        ),
     ],
 )
 def test_where_the_check_fails_the_triton_kernels_run_with_one_warning(
@@ -181,7 +199,8 @@ def test_where_the_check_fails_the_triton_kernels_run_with_one_warning(
         choose(BLOCK_SPARSE, "gluon", H100)
     assert choose(QUANTIZED, "auto", H100) == "triton"
     assert len(self_checks()) == 3
-    assert caplog.messages == [message]  # which is the same for others
+    of_others = message.replace("(block_sparse)", "(quantized)")
+    assert caplog.messages == [message, of_others]
 
 
 @pytest.mark.usefixtures("gpu", "untried")
@@ -199,9 +218,21 @@ def test_what_differs_from_gpu_to_gpu_is_told_once(
     ]
 
 
-def test_a_check_without_memory_is_repeated(let_checks_say: SayWhat) -> None:
-    let_checks_say(torch.OutOfMemoryError("tried to allocate 2 MiB"))
-    with pytest.raises(torch.OutOfMemoryError):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate 2 MiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["of torch", "of the driver"],
+)
+def test_a_check_without_memory_is_repeated(let_checks_say: SayWhat, error: Exception) -> None:
+    let_checks_say(error)
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"^the self-check of kernel gluon \(block_sparse\) must have .* on GPU 0, found none "
+        rf"\({re.escape(str(error))}\); free memory and call again$",
+    ):
         choose(BLOCK_SPARSE, "auto", H100)
     assert self_checks() == ()
     let_checks_say(None)
@@ -223,6 +254,22 @@ def test_gradients_have_a_check_of_their_own(
     monkeypatch.setattr(api, "installed", lambda probe: "3.6.0")
     assert api._on_sm90(q, q, plan)
     assert len(asked) == 1
+
+
+def test_gradients_are_warned_of_beside_the_kernel_itself(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    let_checks_say("no such layout")
+    monkeypatch.setattr(gluon_check, "gradients", lambda device: "no such layout")
+    q = torch.zeros(1, 64, 2, 64)
+    plan = BlockPlan.dense(Blocks.regular(64, 64), Blocks.regular(64, 64), "cpu")
+    monkeypatch.setattr(api, "installed", lambda probe: UNTRIED)
+    assert choose(BLOCK_SPARSE, "auto", H100) == "triton"
+    assert not api._on_sm90(q, q, plan)
+    forward, backward = caplog.messages
+    assert forward.endswith(": no such layout")
+    assert backward.endswith(": no such layout")
+    assert forward != backward
 
 
 def test_what_a_kernel_cannot_serve_anyway_is_not_checked(let_checks_say: SayWhat) -> None:
@@ -333,3 +380,27 @@ def test_selection_says_what_became_of_the_tail(
         assert (
             selection.reason.count(f"{said} on GPU 0 failed: the means are wrong") == times * pools
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "checked"),
+    [({}, True), ({"head_size": 512}, False), ({"dtype": torch.float64}, False)],
+)
+def test_a_variant_checks_nothing_for_a_call_that_it_does_not_serve(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch, changes: dict, checked: bool
+) -> None:
+    asked = let_checks_say(None)
+    monkeypatch.setattr(gluon_check, "pooled_tail", lambda device: asked.append(device))
+    device = FakeDevice(
+        platform=PlatformEnum.CUDA,
+        capability=(9, 0),
+        packages=frozenset({("triton", "triton", UNTRIED)}),
+    )
+    request = AttentionRequest(
+        environment=simulated_environment(device),
+        **{"head_size": 128, "num_heads": 8, "num_kv_heads": 8, "dtype": torch.bfloat16} | changes,
+    )
+    cls = find_backend(AttentionBackendEnum.SOL_ATTN, PlatformEnum.CUDA)
+    said = [check for variant in cls.variants for check in variant.self_checks(request, tail=True)]
+    assert bool(said) is checked
+    assert bool(asked) is checked

@@ -39,7 +39,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import first_line
+from multimodal_gen.errors import first_line, is_out_of_memory
 from multimodal_gen.runtime.comparison.ranks import HeadShare, RankResult, share_of_heads
 from multimodal_gen.runtime.comparison.record import LayerErrors, LayerSpread, MaskPicture
 from multimodal_gen.runtime.generator.attention_check import (
@@ -49,7 +49,6 @@ from multimodal_gen.runtime.generator.attention_check import (
     row_errors,
     sample_rows,
 )
-from multimodal_gen.runtime.generator.index import is_out_of_memory
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.report import ReportEntry

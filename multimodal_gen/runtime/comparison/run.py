@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError, UsageError, first_line
+from multimodal_gen.errors import UnsupportedBackendError, UsageError, first_line, is_out_of_memory
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
     Configuration,
@@ -62,7 +62,7 @@ from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_gro
 from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.cache import cached
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise, out_of_memory_explained
-from multimodal_gen.runtime.generator.index import PipelineIndex, is_out_of_memory
+from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MultimodalGenError, UsageError, first_line
-from multimodal_gen.runtime.generator.index import described, is_out_of_memory
+from multimodal_gen.errors import MultimodalGenError, UsageError, first_line, is_out_of_memory
+from multimodal_gen.runtime.generator.index import described
 from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, is_out_of_memory
 from multimodal_gen.runtime.generator.chat_templates import check_templates
 from multimodal_gen.runtime.generator.component_config import (
     check_config,
@@ -24,7 +24,6 @@ from multimodal_gen.runtime.generator.index import (
     class_of,
     described,
     dtype_argument,
-    is_out_of_memory,
 )
 from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_loras
 from multimodal_gen.runtime.generator.model_folder import (

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
-from multimodal_gen.runtime.generator.index import HUB_ID, is_out_of_memory
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, is_out_of_memory
+from multimodal_gen.runtime.generator.index import HUB_ID
 from multimodal_gen.runtime.setting import expanded
 
 __all__ = ["Lora", "add_loras", "check_loras", "read_loras"]

@@ -10,13 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
+from multimodal_gen.errors import MissingDependencyError, UsageError, is_out_of_memory, nearest
 from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     class_of,
     described,
     dtype_argument,
-    is_out_of_memory,
 )
 from multimodal_gen.runtime.setting import expanded
 

@@ -98,6 +98,10 @@ class Variant:
         """
         if self.kernel is None or self.capability_reason(request):
             return []
+        if request.dtype not in self.dtypes or self.head_sizes.unsupported_reason(
+            request.head_size
+        ):
+            return []
         kernels = [self.kernel]
         if tail:
             same = (kernel for kernel in POOLED_TAIL.kernels if kernel.name == self.kernel.name)
