@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -23,7 +24,6 @@ __all__ = [
     "described",
     "dtype_argument",
     "import_diffusers",
-    "is_out_of_memory",
 ]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -139,13 +139,6 @@ def dtype_argument() -> str:
     return "dtype" if hasattr(diffusers.utils, "_resolve_dtype") else "torch_dtype"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that a device's memory, or the machine's, is full."""
-    # The CPU's allocator raises a plain RuntimeError.
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or "can't allocate memory" in str(error)
-
-
 def _hub_reason(error: BaseException) -> str:
     """Return why the Hub gave nothing: what diffusers says hides that there is no network."""
     chain = [error]
@@ -228,7 +221,7 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        package = _raised_in(cause)
+        package = _blamed_for(cause)
         where, remedy = (
             "",
             "reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'",
@@ -245,11 +238,15 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
         ) from error
 
 
-def _raised_in(error: BaseException) -> str:
-    """Return the package whose code raised an error, or an empty string."""
+def _blamed_for(error: BaseException) -> str:
+    """Return the package in whose code an error was raised, or an empty string.
+
+    torch and the standard library only say what is wrong with those that call them.
+    """
     frames = traceback.walk_tb(error.__traceback__)
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
-    return next((name for name in reversed(packages) if name != "importlib"), "")
+    callees = {"torch", "multimodal_gen", *sys.stdlib_module_names}
+    return next((name for name in reversed(packages) if name not in callees), "")
 
 
 def _locate(model_path: str) -> str:

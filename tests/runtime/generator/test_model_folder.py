@@ -297,22 +297,42 @@ def test_files_of_a_folder_that_never_end_are_refused(folder, file) -> None:
 
 @pytest.mark.parametrize("name", ["WanPipeline", "DiffusionPipeline"])
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "statement", "told"),
     [
-        ("diffusers.pipelines.wan", r"it failed: .*; reinstall what is broken, .*\[video\]'$"),
+        (
+            "diffusers.pipelines.wan",
+            "from torch import of_another_release",
+            r"it failed: .*; reinstall what is broken, .*\[video\]'$",
+        ),
         # transformers, which every pipeline imports, imports torchao where it finds one.
-        ("torchao.quantization", "it failed in the package torchao: .*, or remove torchao$"),
+        (
+            "torchao.quantization",
+            "from torch import of_another_release",
+            "it failed in the package torchao: .*, or remove torchao$",
+        ),
+        # torch and the standard library say what is wrong with those that call them.
+        (
+            "torchvision._meta_registrations",
+            "import torch; torch.library.register_fake('torchvision::of_another')(int)",
+            "it failed in the package torchvision: .*, or remove torchvision$",
+        ),
+        (
+            "bitsandbytes.cextension",
+            "import ctypes; ctypes.CDLL('/of/another/release.so')",
+            "it failed in the package bitsandbytes: .*, or remove bitsandbytes$",
+        ),
     ],
+    ids=["of diffusers", "of torchao", "within torch", "within the standard library"],
 )
 def test_a_broken_dependency_inside_diffusers_is_one_line(
-    name, module, told, folder, monkeypatch
+    name, module, statement, told, folder, monkeypatch
 ) -> None:
     diffusers = import_diffusers()
 
     def broken(self, name):
         try:
-            exec("from torch import of_another_release", {"__name__": module})
-        except ImportError as error:
+            exec(statement, {"__name__": module})
+        except (ImportError, OSError, RuntimeError) as error:
             raise RuntimeError("Failed to import diffusers.pipelines.wan") from error
 
     monkeypatch.delattr(diffusers, name, raising=False)
