@@ -479,7 +479,8 @@ def _bounds(
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Return starts and lengths as the kernel takes them, and their strides.
 
-    They stay where they are: what is written to them later holds.
+    They stay where they are, so that what is written to them later holds; but those whose last
+    stride is not 1 are copied.
     """
     tensors = [
         absent if t is None else unit_stride(t).expand(batch, heads, -1)
