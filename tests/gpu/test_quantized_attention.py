@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from multimodal_gen.kernels.block_sparse.api import refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
@@ -120,6 +121,26 @@ def test_later_keys_far_above_the_first_are_redone(kernel: str, values: str) -> 
     _, exact = reference_attention(q.float(), k.float(), v.float(), scale=1.0)
     largest = float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max())
     assert (lse - exact).abs().max() <= 2 / 127 * largest
+
+
+@kernels
+def test_queries_whose_blocks_change_in_place_are_heeded(kernel: str, values: str) -> None:
+    starts = torch.tensor([0, 150], dtype=torch.int32, device="cuda").expand(1, 4, -1).clone()
+    lengths = torch.full_like(starts, 128)
+    q = Blocks.ragged(starts, lengths, total=300, size=128)
+    plan = BlockPlan.dense(q, Blocks.regular(300, 128), "cuda")
+    qkv = inputs(plan)
+    skip_without(qkv.query, plan, kernel, values)
+    for start, length in (([0, 150], [128, 128]), ([128, 0], [90, 100]), ([0, 64], [64, 16])):
+        starts.copy_(torch.tensor(start))
+        lengths.copy_(torch.tensor(length))
+        refresh_plan(plan)
+        found, wanted = (
+            quantized_attention(*qkv, on, kernel=kernel, values=values)
+            for on in (plan, dataclasses.replace(plan))
+        )
+        assert torch.equal(found, wanted)
+        assert int(found.any(-1)[0, :, 0].sum()) == sum(length)
 
 
 @kernels

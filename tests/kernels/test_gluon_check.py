@@ -1,5 +1,6 @@
 """The self-checks themselves, on references that stand in for kernels: right, or a fifth off."""
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -38,12 +39,16 @@ class Kernels:
     Attributes:
         off: which of them are wrong.
         tiles: shapes of the programs that were launched.
+        redone: of every launch of a fast variant, whether it must redo some rows, and only some.
+        forms: of every other property of a call, whether any had it.
     """
 
     def __init__(self) -> None:
         self.launched: set[str] = set()
         self.off: set[str] = set()
         self.tiles: set[object] = set()
+        self.redone: list[bool] = []
+        self.forms: set[str] = set()
 
     def given(self, name: str, exact: torch.Tensor) -> torch.Tensor:
         """Return what the kernel of a name gives, where this is exact."""
@@ -52,9 +57,14 @@ class Kernels:
 
     def prepare(self, q, k, v, plan, out, lse, *, tile, skip=None):
         self.tiles.add(replace(tile, sync=0))
+        held = {"row bits": plan.row_bits is not None, "skipped steps": skip is not None}
+        self.forms.update(name for name, there in held.items() if there)
 
         def launch(q, k, v, out, lse, skip, *, scale):
-            exact, _ = attention_reference(q.double(), k.double(), v.double(), plan, scale=scale)
+            q, k, v = (x.double() for x in (q, k, v))
+            exact, lse = attention_reference(q, k, v, plan, scale=scale)
+            if tile.fast:
+                self.redone.append(must_redo(q, k, plan, lse, scale, tile.keys))
             out.copy_(self.given("block-sparse attention", exact))
 
         return launch
@@ -67,6 +77,8 @@ class Kernels:
             tile = quantized_tuning.gluon_tile(**sizes, regular=blocks.is_regular, e4m3=call.e4m3)
             self.tiles.add(tile)
         out, lse = attention_reference(q, k, v, call.plan, scale=call.scale)
+        if isinstance(call, QuantizedCall) and tile.fast:
+            self.redone.append(must_redo(q, k, call.plan, lse, call.scale, tile.keys))
         return self.given(name, out), lse.float()
 
     def clusters(self, q, k, v, pieces, side, keep, *, scale):
@@ -89,6 +101,19 @@ class Kernels:
         exact = (x.double() for x in (out, lse, q, keys, values))
         found, _ = add_tail_reference(*exact, counts, None, kept, queries, scale=scale)
         out.copy_(self.given("the tail", found))
+
+
+def must_redo(
+    q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, lse: torch.Tensor, scale: float, keys: int
+) -> bool:
+    """Tell whether sums of some rows, and not of all, are above 2^64 of the first step's largest.
+
+    All rows keep the first `keys` keys, which are the first step.
+    """
+    assert bool((plan.indices[..., 0] == 0).all())
+    first = torch.einsum("bqhd,bkhd->bhqk", q, k[:, :keys]).amax(-1) * scale
+    over = (lse - first) / math.log(2.0) > 64
+    return bool(over.any() and not over.all())
 
 
 @pytest.fixture
@@ -135,6 +160,19 @@ def test_every_tile_is_checked(name: str, tuning: Any, kernels: Kernels) -> None
     assert kernels.tiles == {
         replace(tile, sync=0) if hasattr(tile, "sync") else tile for tile in tuning._HOPPER.values()
     }
+
+
+@pytest.mark.parametrize(("name", "fast"), [("block_sparse", 5), ("quantized", 4)])
+def test_rows_that_a_fast_variant_must_redo_are_in_every_call(
+    name: str, fast: int, kernels: Kernels
+) -> None:
+    assert getattr(gluon_check, name)(torch.device("cpu")) is None
+    assert kernels.redone == [True] * fast
+
+
+def test_every_form_of_a_call_is_checked(kernels: Kernels) -> None:
+    assert gluon_check.block_sparse(torch.device("cpu")) is None
+    assert kernels.forms == {"row bits", "skipped steps"}
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,8 @@ def refresh_plan(plan: BlockPlan) -> None:
 
     The same tensors are written, so that a CUDA graph that was captured replays on the new lists.
     For plans whose shapes stay and whose counts remain `uniform`; does not wait for the device.
+    What only the backward pass or a pooled tail reads stays as it was, and so do copies of lists,
+    starts and lengths whose last stride is not 1.
     """
     if any(key[0] == "steps" for key in list(plan.cache)):
         from multimodal_gen.kernels.block_sparse.steps_kernel import refresh_steps

@@ -40,7 +40,7 @@ from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
     step_keys,
     step_starts,
 )
-from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
+from multimodal_gen.kernels.quantized_attention.packed import Packed, bounds_of, in_slots
 from multimodal_gen.kernels.quantized_attention.tuning import GluonTile
 
 MAGIC = gl.constexpr(0x4B400000)
@@ -592,17 +592,14 @@ def _prepare(
         ordered=order is not None,
         lse=lse is not None,
     )
-    q_bounds = [
-        counts if t is None else t.expand(batch, heads, -1).contiguous()
-        for t in (plan.q.starts, plan.q.lengths)
-    ]
+    q_bounds, q_strides = bounds_of(plan.q, batch, heads, counts)
     every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
     arguments = (
         every_list, every_count, tail_counts, tail_lengths, counts if order is None else order,
         *q_bounds, counts.numel(), heads // plan_h, num_q, plan_h, heads // packed.k.shape[1],
         kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],
         *every_list.stride()[:3], *every_count.stride(),
-        *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2],
+        *q_strides,
         plan.q.size, packed.q_slots, plan.q.total, packed.q.shape[2], packed.k_scale.shape[2],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip

@@ -15,9 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.block_sparse.plan import Blocks, unit_stride
 from multimodal_gen.kernels.launcher import Form, Launch, Launcher
-from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, rotation
+from multimodal_gen.kernels.quantized_attention.packed import (
+    Packed,
+    Slots,
+    bounds_of,
+    rotation,
+)
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
@@ -310,7 +314,7 @@ def prepare_mean(k: Form, slots: Slots) -> RotatedMean:
     tiles = slots.total // MEAN_ROWS
     chunks = min(MEAN_CHUNKS, tiles)
     matrix = rotation(width, torch.float32, k.device)
-    bounds, strides = _bounds(blocks, batch, heads, matrix)
+    bounds, strides = bounds_of(blocks, batch, heads, matrix)
     add = Launch(
         _mean,
         (chunks, batch * heads),
@@ -437,8 +441,8 @@ def prepare(
     q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
     copy = not e4m3 and (copied is not None or not kv_slots.in_place)
     matrix = rotation(width, q.dtype, q.device)
-    bounds, strides = _bounds(q_slots.blocks, batch, heads, matrix)
-    kv_bounds, kv_strides = _bounds(kv_slots.blocks, batch, kv_heads, matrix)
+    bounds, strides = bounds_of(q_slots.blocks, batch, heads, matrix)
+    kv_bounds, kv_strides = bounds_of(kv_slots.blocks, batch, kv_heads, matrix)
     groups = kv_heads * -(-kv_tiles // tile.steps) + heads * -(-q_tiles // tile.steps)
     fixed = (
         matrix, *bounds, *kv_bounds,
@@ -472,18 +476,3 @@ def prepare(
 def _width(head_size: int) -> int:
     """Return the channels of a head with those that pad it."""
     return 64 if head_size <= 64 else 128
-
-
-def _bounds(
-    blocks: Blocks, batch: int, heads: int, absent: torch.Tensor
-) -> tuple[list[torch.Tensor], list[int]]:
-    """Return starts and lengths as the kernel takes them, and their strides.
-
-    They stay where they are, so that what is written to them later holds; but those whose last
-    stride is not 1 are copied.
-    """
-    tensors = [
-        absent if t is None else unit_stride(t).expand(batch, heads, -1)
-        for t in (blocks.starts, blocks.lengths)
-    ]
-    return tensors, [stride for t in tensors for stride in t.stride()[:2]]

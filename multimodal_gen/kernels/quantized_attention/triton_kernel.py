@@ -17,7 +17,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.launcher import Launcher
-from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
+from multimodal_gen.kernels.quantized_attention.packed import Packed, bounds_of, in_slots
 from multimodal_gen.kernels.quantized_attention.quantise_kernel import to_e4m3
 from multimodal_gen.kernels.quantized_attention.tuning import TritonTile
 from multimodal_gen.kernels.shared_kernel import interpreted, locate
@@ -254,10 +254,7 @@ def attend(
     order = launch_order(plan, counts)
     lists = lists.expand(batch, heads, -1, -1)
     every_count = counts.expand(batch, heads, -1)
-    q_bounds = [
-        plan.counts if t is None else t.expand(batch, heads, -1).contiguous()
-        for t in (plan.q.starts, plan.q.lengths)
-    ]
+    q_bounds, q_strides = bounds_of(plan.q, batch, heads, plan.counts)
     q_sub = -(-plan.q.size // tile.rows)
     kv_tail = kv.total - (kv.num - 1) * kv.size
     e4m3 = packed.v.dtype == torch.float8_e4m3fn
@@ -272,7 +269,7 @@ def attend(
         *q_bounds, counts if order is None else order,
         *v.stride(), *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
         *lists.stride(), *every_count.stride(),
-        *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2],
+        *q_strides,
         counts.numel(), heads // plan_h, num_q, plan_h, heads // packed.k.shape[1],
         plan.q.size, packed.q_slots, plan.q.total, packed.q.shape[2], packed.k.shape[2],
         kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],

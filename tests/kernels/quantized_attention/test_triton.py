@@ -203,6 +203,26 @@ def test_lists_and_lengths_that_change_in_place_are_heeded(shared: bool) -> None
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_queries_whose_blocks_change_in_place_are_heeded(shared: bool) -> None:
+    starts = torch.tensor([0, 40], dtype=torch.int32).expand(1, 1 if shared else 2, -1).clone()
+    lengths = torch.full_like(starts, 40)
+    plan = BlockPlan.dense(
+        Blocks.ragged(starts, lengths, total=80, size=64), Blocks.regular(90, 64), "cpu"
+    )
+    qkv = inputs(plan, kv_heads=2)
+    for start, length in (([0, 40], [40, 40]), ([40, 0], [40, 33]), ([0, 64], [64, 16])):
+        starts.copy_(torch.tensor(start))
+        lengths.copy_(torch.tensor(length))
+        refresh_plan(plan)
+        found, wanted = (
+            quantized_attention(*qkv, on, scale=0.1, kernel="triton")
+            for on in (plan, dataclasses.replace(plan))
+        )
+        assert torch.equal(found, wanted)
+        assert bool(found.any(-1).all()) == (sum(length) == 80)
+
+
 @pytest.mark.parametrize(
     ("form", "permuted", "head_size", "dtype"),
     [
