@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from multimodal_gen.runtime.benchmark import BackendTime, LeftOut, ShapeTimes
     from multimodal_gen.runtime.layers.attention.auto_table import CallShape
+    from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["bench"]
 
@@ -101,14 +102,17 @@ def bench(
     _check_free(save)
     device = pick_device(settings["device"])
     dtype = pick_dtype(settings["dtype"], device)
-    named = [parse_attention_backend(name, name="--backend") for name in backend or ()]
+    parsed = [parse_attention_backend(name, name="--backend") for name in backend or ()]
+    named = [name for name in parsed if name is not None]
+    if save is not None:
+        benchmark.check_table_of(named, device)
     results = []
     for each in _shapes(shape, settings["model_path"], tokens, device):
         found = benchmark.measure(
             each,
             dtype=dtype,
             device=device,
-            backends=[name for name in named if name is not None] or None,
+            backends=named or None,
             rounds=rounds,
         )
         results.append(found)
@@ -118,6 +122,7 @@ def bench(
         typer.echo(json.dumps([_as_dict(result) for result in results], indent=2))
     else:
         echo(_left_out(results))
+    _check_timed(named, results)
     if save is not None:
         made = benchmark.table_of(results, device, source="sglang attention bench")
         _check_free(save)
@@ -128,10 +133,28 @@ def bench(
         typer.echo(f"table: {save}", err=as_json)
 
 
+def _check_timed(named: "list[AttentionBackendEnum]", results: "list[ShapeTimes]") -> None:
+    timed = {each.timing.backend for result in results for each in result.times}
+    for backend in map(str, named):
+        if backend in timed:
+            continue
+        reasons = dict.fromkeys(
+            each.reason for result in results for each in result.left_out if each.backend == backend
+        )
+        raise UsageError(
+            f"--backend must name what can be timed here, {backend} was at no shape: "
+            f"{'; '.join(reasons)}; see `sglang attention list`, or leave it out"
+        )
+
+
 def _check_free(save: Path | None) -> None:
     if save is None:
         return
     try:
+        if save.is_dir():  # as an empty name is
+            raise UsageError(
+                f"--save must name a new file, got the folder {str(save)!r}; name a file in it"
+            )
         exists = save.exists()
     except OSError as error:  # a name that is too long, say
         raise UsageError(

@@ -51,10 +51,16 @@ __all__ = [
     "BackendTime",
     "LeftOut",
     "ShapeTimes",
+    "check_table_of",
     "measure",
     "shapes_for",
     "table_of",
 ]
+
+_NOTHING_FOR_AUTO = (
+    "a table must hold a time of a backend that `auto` may take, got none; leave out --backend, or "
+    "--save"
+)
 
 _SELF = (
     "256x24x128 512x24x128 1024x24x128 2048x24x128 4096x24x128 8192x24x128 16384x24x128 "
@@ -246,6 +252,17 @@ def measure(
     )
 
 
+def check_table_of(backends: Sequence[AttentionBackendEnum], device: torch.device) -> None:
+    """Refuse a table of backends of which `auto` may take none.
+
+    Raises:
+        UsageError: there are some, and all are taken only when asked for.
+    """
+    platform = environment_for(device, current_environment()).platform
+    if backends and all(find_backend(each, platform).never_unasked for each in backends):
+        raise UsageError(_NOTHING_FOR_AUTO)
+
+
 def table_of(results: Sequence[ShapeTimes], device: torch.device, *, source: str) -> AutoTable:
     """Return measurements as a table that `auto` can go by.
 
@@ -253,10 +270,7 @@ def table_of(results: Sequence[ShapeTimes], device: torch.device, *, source: str
         UsageError: nothing was timed that `auto` may take.
     """
     if all(each.never_unasked for result in results for each in result.times):
-        raise UsageError(
-            "a table must hold a time of a backend that `auto` may take, got none; "
-            "leave out --backend, or --save"
-        )
+        raise UsageError(_NOTHING_FOR_AUTO)
     environment = environment_for(device, current_environment())
     versions = {"torch": versions_of(environment)["torch"]}
     if "triton" in versions_of(environment):

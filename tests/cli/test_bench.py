@@ -86,7 +86,10 @@ def test_bench_of_a_model_measures_its_denoisers_layers(sglang, tiny_pipeline):
         (("--tokens", "16"), "--tokens must be given with --model-path"),
         (("--backend", "no_such"), "--backend: attention backend must be one of"),
         (("--backend", "sla_attn"), "a benchmark must be of dense backends, got sla_attn"),
+        (("--shape", "1x9999999999999x3x4"), "of at most 12 digits"),
         (("--save", "x" * 300), "File name too long"),
+        (("--save", ""), "--save must name a new file, got the folder '.'; name a file in it"),
+        (("--save", "/"), "--save must name a new file, got the folder '/'; name a file in it"),
         (("--save", "no/such/folder/x.json"), "--save must lie in a folder that exists"),
     ],
 )
@@ -95,6 +98,26 @@ def test_bench_refuses_what_it_cannot_do(sglang, arguments, message):
     assert outcome.code == 2
     assert message in outcome.err
     assert "Traceback" not in outcome.err
+
+
+def test_a_backend_by_name_that_is_timed_nowhere_is_an_error(sglang, tmp_path):
+    file = tmp_path / "table.json"
+    named = ("--backend", "torch_sdpa", "--backend", "triton_attn")
+    outcome = sglang("attention", "bench", *SMALL, *named, "--save", file)
+    assert outcome.code == 2
+    assert (
+        "--backend must name what can be timed here, triton_attn was at no shape: " in outcome.err
+    )
+    assert "needs platform cuda or rocm, this is cpu" in outcome.err
+    assert not file.exists()
+
+
+def test_a_table_of_what_auto_never_takes_is_refused_before_it_is_measured(sglang, tmp_path):
+    file = tmp_path / "table.json"
+    outcome = sglang("attention", "bench", *SMALL, "--backend", "flex_attn", "--save", file)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "a table must hold a time of a backend that `auto` may take, got none" in outcome.err
+    assert not file.exists()
 
 
 def test_bench_overwrites_nothing(sglang, tmp_path):

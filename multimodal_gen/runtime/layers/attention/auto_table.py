@@ -56,7 +56,9 @@ _HEAD_SIZE_REACH = 16
 # Longer numbers are no sizes, and their ratio may be no float.
 _SIZE = r"[0-9]{1,12}"
 _SHAPE = re.compile(rf"{'x'.join([f'({_SIZE})'] * 4)}((?::[a-z_]+(?:={_SIZE})?)*)")
-_SHAPE_FORM = "BxSxHxD, with :keys=N, :kv_heads=N and :mask where they differ"
+_SHAPE_FORM = (
+    "BxSxHxD of numbers of at most 12 digits, with :keys=N, :kv_heads=N and :mask where they differ"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,16 +306,24 @@ def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable
             f"{name} must be a JSON file that `sglang attention bench --save` wrote, reading "
             f"{str(path)!r} failed: {error}"
         ) from None
-    schema = document.get("schema") if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"{name} must be a JSON object that `sglang attention bench --save` wrote, "
+            f"{str(path)!r} holds {short(document)}"
+        )
+    schema = document.get("schema")
     if schema != SCHEMA:
         raise ConfigError(
             f"{name} must be a table of schema {SCHEMA}, {str(path)!r} has {short(schema)}; write "
             f"it anew with `sglang attention bench --save FILE`"
         )
     try:
-        tables = tuple(_table(raw) for raw in cast("Any", document)["tables"])
+        tables = tuple(_table(raw) for raw in _list_of(document, "tables"))
         if not tables:
             raise ValueError("there is no table in it")
+        machines = [(t.platform, t.device, t.capability, t.versions) for t in tables]
+        if len(set(machines)) < len(machines):
+            raise ValueError("two of its tables are of the same machine and versions; keep one")
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ConfigError(
@@ -325,36 +335,58 @@ def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable
 
 def _table(raw: Any) -> AutoTable:
     keys = ("name", "platform", "device", "capability", "source")
-    if not isinstance(raw["versions"], Mapping):
-        raise TypeError(f"versions must be a mapping, got {short(raw['versions'])}")
-    versions = {name: _text_of(raw["versions"], name) for name in ("torch", *raw["versions"])}
+    given = _entry(raw, "versions")
+    if not isinstance(given, Mapping):
+        raise TypeError(f"versions must be a mapping, got {short(given)}")
+    versions = {name: _text_of(given, name) for name in ("torch", *given)}
     return AutoTable(
         **{key: _text_of(raw, key) for key in keys},
         versions=tuple(sorted(versions.items())),
         measured=tuple(
             Measured(
                 shape=CallShape.parse(_text_of(entry, "shape")),
-                dtype=_text_of(entry, "dtype"),
-                timings=tuple(_timing(timing) for timing in entry["timings"]),
+                dtype=_dtype_of(entry),
+                timings=tuple(_timing(timing) for timing in _list_of(entry, "timings")),
             )
-            for entry in raw["measured"]
+            for entry in _list_of(raw, "measured")
         ),
     )
 
 
 def _timing(raw: Any) -> Timing:
     backend = AttentionBackendEnum.parse(_text_of(raw, "backend"))
-    host_ms = raw["host_ms"]
+    host_ms = _entry(raw, "host_ms")
     return Timing(
         backend=str(backend),
         variant=_text_of(raw, "variant"),
-        device_ms=_ms(raw["device_ms"], backend),
+        device_ms=_ms(_entry(raw, "device_ms"), backend),
         host_ms=None if host_ms is None else _ms(host_ms, backend),
     )
 
 
-def _text_of(raw: Any, key: str) -> str:
-    text = raw[key]
+def _entry(raw: object, key: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise TypeError(f"what holds {key} must be a JSON object, got {short(raw)}")
+    return raw[key]
+
+
+def _list_of(raw: object, key: str) -> list[Any]:
+    entries = _entry(raw, key)
+    if not isinstance(entries, list):
+        raise TypeError(f"{key} must be a list, got {short(entries)}")
+    return entries
+
+
+def _dtype_of(raw: object) -> str:
+    name = _text_of(raw, "dtype")
+    dtype = getattr(torch, name, None)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be one of torch's floating ones, got {name!r}")
+    return str(dtype).removeprefix("torch.")
+
+
+def _text_of(raw: object, key: str) -> str:
+    text = _entry(raw, key)
     if not isinstance(text, str):
         raise TypeError(f"{key} must be text, got {short(text)}")
     return text

@@ -419,7 +419,10 @@ def test_a_table_of_another_machine_or_version_is_refused_with_the_reason(tmp_pa
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[]", "schema 1, .* has None"),
+        ("[]", r"must be a JSON object .* holds \[\]"),
+        ("{}", "schema 1, .* has None"),
+        ('{"schema": 1, "tables": null}', "tables must be a list, got None"),
+        ('{"schema": 1, "tables": [3]}', "what holds versions must be a JSON object, got 3"),
         ('{"schema": 2}', "schema 1, .* has 2"),
         ('{"schema": 1}', "'tables' is missing"),
         ('{"schema": 1, "tables": []}', "there is no table in it"),
@@ -468,6 +471,17 @@ def test_times_that_are_none_are_refused(tmp_path, field, value, reason):
             "a shape must be BxSxHxD",
         ),
         ({"measured": [{"shape": "1x8x1x8", "dtype": []}]}, r"dtype must be text, got \[\]"),
+        (
+            {"measured": [{"shape": "1x8x1x8", "dtype": "zzz"}]},
+            "dtype must be one of torch's floating ones, got 'zzz'",
+        ),
+        ({"measured": [{"shape": "1x8x1x8", "dtype": "int8"}]}, "floating ones, got 'int8'"),
+        (
+            {"measured": [{"shape": "1x8x1x8", "dtype": "float16", "timings": None}]},
+            "timings must be a list, got None",
+        ),
+        ({"measured": None}, "measured must be a list, got None"),
+        ({"measured": ["x"]}, "what holds shape must be a JSON object, got 'x'"),
     ],
 )
 def test_what_was_edited_into_nonsense_is_refused(tmp_path, changed, reason):
@@ -477,6 +491,17 @@ def test_what_was_edited_into_nonsense_is_refused(tmp_path, changed, reason):
     file.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=reason):
         read_tables(file, name="it")
+
+
+def test_two_tables_of_one_machine_are_refused(tmp_path):
+    document = tables_as_json([table(), table()])
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="two of its tables are of the same machine"):
+        read_tables(file, name="it")
+    document["tables"][1]["versions"]["torch"] = "2.10.0"
+    file.write_text(json.dumps(document))
+    assert len(read_tables(file, name="it")) == 2
 
 
 def test_a_missing_file_is_refused(tmp_path):
