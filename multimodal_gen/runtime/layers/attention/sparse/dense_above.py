@@ -44,8 +44,9 @@ MEASURED_LIMITS = MappingProxyType(
 )
 
 # Steps that are dense after one that kept too much, before the method is tried again; each further
-# one doubles it. Of 50 steps three are then tried: 0, 9 and 26.
-_FIRST_PAUSE = 8
+# one doubles it. Of 50 steps two are then tried, 0 and 17: the first one is dear, because clusters
+# are sought from nothing.
+_FIRST_PAUSE = 16
 
 
 class KeptTooMuch:
