@@ -127,10 +127,10 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _place_kernel(
-    label_ptr, active_ptr, before_ptr, start_ptr, order_ptr, num_tokens, num_chunks,
+    label_ptr, active_ptr, before_ptr, total_ptr, start_ptr, order_ptr, num_tokens, num_chunks,
     CHUNK: tl.constexpr, BINS: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """order[place of token t] = t. Grid [N * chunks].
+    """order[place of token t] = t, and where each label begins. Grid [N * chunks].
 
     COMPARED tokens at a time are ranked among each other; the last of each label moves on what is
     before the next ones.
@@ -141,6 +141,13 @@ def _place_kernel(
     if tl.load(active_ptr + n) != 0:
         before_ptr += pid.to(tl.int64) * BINS
         label_ptr += n * num_tokens
+        bins = tl.arange(0, BINS)
+        totals = tl.load(total_ptr + n * BINS + bins)
+        starts = tl.cumsum(totals, 0) - totals
+        if pid % num_chunks == 0:
+            tl.store(start_ptr + n * BINS + bins, starts)
+        tl.store(before_ptr + bins, starts + tl.load(before_ptr + bins))
+        tl.debug_barrier()
         i = tl.arange(0, COMPARED)
         for first in range(0, CHUNK, COMPARED):
             token = pid % num_chunks * CHUNK + first
@@ -152,11 +159,10 @@ def _place_kernel(
             side = tl.where(i[:, None] < i[None, :], 1, tl.where(i[:, None] > i[None, :], HIGH, 0))
             found = tl.sum(tl.where(same, side, 0), 0)
             rank = found % HIGH
-            before = tl.load(before_ptr + label)
-            place = tl.load(start_ptr + n * BINS + label) + before + rank
+            place = tl.load(before_ptr + label) + rank
             tl.store(order_ptr + n * num_tokens + place, token + i, mask=real)
             tl.debug_barrier()
-            tl.store(before_ptr + label, before + rank + 1, mask=found < HIGH)
+            tl.store(before_ptr + label, place + 1, mask=found < HIGH)
             tl.debug_barrier()
 
 
@@ -206,7 +212,17 @@ def _update_kernel(
             tl.store(half_ptr, half)
 
 
-_assign, _update = Launcher(_assign_kernel), Launcher(_update_kernel)
+@triton.jit(do_not_specialize=["num_centroids", "least"])
+def _stop_kernel(shift_ptr, active_ptr, num_centroids, least, BINS: tl.constexpr):
+    """Stop a problem none of whose centroids moved by `least`, squared. Grid [N]."""
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BINS)
+    shift = tl.load(shift_ptr + n * num_centroids + c, mask=c < num_centroids, other=0.0)
+    if tl.max(shift, 0) < least:
+        tl.store(active_ptr + n, 0)
+
+
+_assign, _update, _stop = map(Launcher, (_assign_kernel, _update_kernel, _stop_kernel))
 _count, _scan, _place = map(Launcher, (_count_kernel, _scan_kernel, _place_kernel))
 
 
@@ -240,14 +256,13 @@ class _Sorter:
         placed = {**sizes, "COMPARED": COMPARED, "num_warps": COMPARED // 32}
         self._place = partial(
             Launch(_place, grid, (tokens, chunks), (placed,)),
-            (labels, active, counts, self.starts, self.order),
+            (labels, active, counts, self.totals, self.starts, self.order),
         )
 
     def run(self) -> None:
         """Sort; problems that are not active keep what they have."""
         self._count()
         self._scan()
-        torch.cumsum(self.totals, 1, dtype=torch.int32, out=self.starts).sub_(self.totals)
         self._place()
 
 
@@ -289,6 +304,7 @@ def kmeans_triton(
         # Made once: tens of rounds would take the host longer than the GPU.
         assign = _assignment(x, rounded, num, kept, active, labels)
         update = _updating(x, sorter, active, centroids, rounded, shift)
+        stop = Launch(_stop, (problems,), (num, tolerance**2), ({"BINS": sorter.bins},))
         update()  # of no tokens, which rounds
         for i in range(max(iterations, 1)):
             assign()
@@ -297,7 +313,7 @@ def kmeans_triton(
                 break
             update()
             if i + 1 < iterations:
-                active.mul_(shift.amax(1) >= tolerance**2)
+                stop((shift, active))
     return centroids, sorter.order, sorter.starts[:, :num], sorter.totals[:, :num]
 
 
