@@ -370,6 +370,33 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         of_tiles = of_video - (layout.num_keys - layout.num_video) / layout.num_video
         self.record(context, layout.density(of_tiles), num_heads)
 
+    def record_map(
+        self,
+        context: ForwardContext,
+        layout: SequenceLayout,
+        chosen: torch.Tensor,
+        num_heads: int,
+        order: TileOrder | None = None,
+        kept: torch.Tensor | None = None,
+    ) -> None:
+        """Note the share of the pairs that are attended to exactly.
+
+        Args:
+            context: the running denoiser call.
+            layout: where the video lies.
+            chosen: bool [B|1, H|1, Nq, Nk], the exact blocks.
+            num_heads: H.
+            order: the blocks, where they are those of both sides; None for blocks of one size.
+            kept: the exact blocks of every row, [B|1, H|1, Nq], where they are counted already.
+        """
+        if order is None or order.uniform:
+            total = (chosen if kept is None else kept).sum(dtype=torch.int64)
+            share: Any = total.double() / chosen.numel()
+            self.record(context, layout.density(share), num_heads)
+            return
+        pairs = pairs_of_map(chosen, order, kept)
+        self.record(context, layout.density(pairs / layout.num_video**2), num_heads)
+
     def warn_of_density(
         self, layout: SequenceLayout, asked: float, kept: int, num_blocks: int
     ) -> None:
@@ -670,30 +697,3 @@ class MapImpl(SparseImpl[_ConfigT]):
         return attend_ring_map(
             inputs, shards, chosen, scale=self.softmax_scale, kernel=self.kernel, tail=tail
         )
-
-    def record_map(
-        self,
-        context: ForwardContext,
-        layout: SequenceLayout,
-        chosen: torch.Tensor,
-        num_heads: int,
-        order: TileOrder | None = None,
-        kept: torch.Tensor | None = None,
-    ) -> None:
-        """Note the share of the pairs that are attended to exactly.
-
-        Args:
-            context: the running denoiser call.
-            layout: where the video lies.
-            chosen: bool [B|1, H|1, Nq, Nk], the exact blocks.
-            num_heads: H.
-            order: the blocks, where they are those of both sides; None for blocks of one size.
-            kept: the exact blocks of every row, [B|1, H|1, Nq], where they are counted already.
-        """
-        if order is None or order.uniform:
-            total = (chosen if kept is None else kept).sum(dtype=torch.int64)
-            share: Any = total.double() / chosen.numel()
-            self.record(context, layout.density(share), num_heads)
-            return
-        pairs = pairs_of_map(chosen, order, kept)
-        self.record(context, layout.density(pairs / layout.num_video**2), num_heads)

@@ -22,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     pool_over_ring,
 )
 
-__all__ = ["attend_ring_lists", "attend_ring_map", "ring_tail"]
+__all__ = ["attend_ring_lists", "attend_ring_map", "ring_slope", "ring_tail"]
 
 
 def ring_tail(
@@ -49,7 +49,7 @@ def ring_tail(
         keys=key.to(inputs.key.dtype),
         values=value.to(inputs.value.dtype),
         counts=counts.int().unsqueeze(1),
-        slope=_ring_slope(inputs, shards, key, value, counts) if first_order else None,
+        slope=ring_slope(inputs, shards, key, value, counts) if first_order else None,
     )
     if kept is None:
         return None
@@ -119,7 +119,7 @@ def attend_ring_map(
     return attend_ring_tiles(inputs, shards, plan_of, scale=scale, kernel=kernel, tail=pooled)
 
 
-def _ring_slope(
+def ring_slope(
     inputs: RingInputs,
     shards: Sequence[Shard | None],
     keys: torch.Tensor,

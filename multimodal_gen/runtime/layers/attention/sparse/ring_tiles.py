@@ -27,7 +27,12 @@ from multimodal_gen.kernels.engine import (
     records_gradient,
 )
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
+from multimodal_gen.kernels.tile_order.api import (
+    TileOrder,
+    gather_tokens,
+    scatter_tokens,
+    tile_order,
+)
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
 from multimodal_gen.runtime.distributed.collectives import (
     ExchangeRowsWork,
@@ -186,7 +191,12 @@ def own_queries(inputs: RingInputs) -> torch.Tensor:
 
 
 def shards_of(
-    layout: SequenceLayout, call: RingCall, tile: _Grid, device: torch.device
+    layout: SequenceLayout,
+    call: RingCall,
+    tile: _Grid,
+    device: torch.device,
+    *,
+    cells: int = 1,
 ) -> tuple[Shard | None, ...]:
     """Return what every rank of a ring holds; None for those without tokens.
 
@@ -195,10 +205,13 @@ def shards_of(
         call: how its tokens are split.
         tile: tokens per tile along (time, height, width).
         device: where the tensors lie.
+        cells: pieces of every tile, which then are the tiles; see `pool_cells`.
     """
     stops = [call.prefix + sum(call.lengths[: i + 1]) for i in range(len(call.lengths))]
     return tuple(
-        _shard(layout.grid, layout.start, stop - length, stop, tile, device) if length else None
+        _shard(layout.grid, layout.start, stop - length, stop, tile, device, cells)
+        if length
+        else None
         for length, stop in zip(call.lengths, stops, strict=True)
     )
 
@@ -215,10 +228,16 @@ def text_shard(length: int, device: torch.device, size: int = _DENSE_BLOCK) -> S
 
 @static_cache(maxsize=256)
 def _shard(
-    grid: _Grid, video_start: int, first: int, stop: int, tile: _Grid, device: torch.device
+    grid: _Grid,
+    video_start: int,
+    first: int,
+    stop: int,
+    tile: _Grid,
+    device: torch.device,
+    cells: int = 1,
 ) -> Shard:
     """Return the tokens [first, stop) of a sequence whose video starts at `video_start`."""
-    order = tile_order(grid, tile, "cpu")
+    order = _in_cells(tile_order(grid, tile, "cpu"), cells)
     # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
     with torch.inference_mode(False), torch.device("cpu"):
         here = order.order + (video_start - first)  # counted from the shard's first token
@@ -240,7 +259,7 @@ def _shard(
         present = tiles.to(device)
     uniform = bool((lengths == order.largest).all())
     keys = TiledSequence(
-        order=tile_order(grid, tile, device),
+        order=_in_cells(tile_order(grid, tile, device), cells),
         index=moved[0],
         blocks=_blocks(moved[1], moved[2], stop - first, order.largest, uniform=uniform),
         num_tiles=len(tiles),
@@ -259,6 +278,21 @@ def _shard(
         lengths=lengths,
         block_of=moved[3],
         in_order=in_order,
+    )
+
+
+def _in_cells(order: TileOrder, cells: int) -> TileOrder:
+    """Return the same order in pieces of tiles, of which some may be empty."""
+    if cells == 1:
+        return order
+    width = -(-order.largest // cells)
+    offsets = torch.arange(cells, dtype=torch.int32, device=order.starts.device) * width
+    return replace(
+        order,
+        starts=(order.starts[:, None] + offsets).flatten(),
+        lengths=(order.lengths[:, None] - offsets).clamp(0, width).flatten(),
+        largest=width,
+        uniform=False,
     )
 
 

@@ -20,6 +20,10 @@ GRID, LENGTHS, HEADS = (4, 6, 8), (100, 92), 4
 METHODS = {
     "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
     "video_sparse_attn": {"sparsity": 0.7, "tile_size": [4, 4, 4]},
+    "cube_sparse_attn": {"topk_ratio": 0.3, "local_cube_size": [2, 2, 4]},
+    "subblock_sparse_attn": {"sparsity": 0.9, "skip_first_steps": 0, "min_seq_len": 0},
+    "sol_attn": {"dense_steps": 0, "dense_layers": None, "tail": "none", "tile_size": [2, 2, 4]},
+    "pisa_attn": {"density": 0.3, "first_order": False},
 }
 TAILS = {f"{backend} tail": {**config, "tail": "pooled"} for backend, config in METHODS.items()}
 REFUSED = {"sla_attn": {"topk_ratio": 0.2, "BLKQ": 64}}
