@@ -21,7 +21,7 @@ from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerAr
 if TYPE_CHECKING:
     from multimodal_gen.integrations.diffusers import AttentionHandle
     from multimodal_gen.runtime.layers.attention.scope import SelectionScope
-    from multimodal_gen.runtime.layers.attention.sparse.sta.windows import Window
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import Window
 
 __all__ = ["app", "search", "show", "tune"]
 
@@ -173,9 +173,12 @@ def tune(
 
     Writes a strategy file for `--attention-backend sliding_tile_attn`.
     """
-    from multimodal_gen.runtime.layers.attention.sparse.sta.search import NEGATIVE, find_searches
-    from multimodal_gen.runtime.layers.attention.sparse.sta.tuning import tune_files
-    from multimodal_gen.runtime.layers.attention.sparse.sta.windows import DEFAULT_TILE
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
+        NEGATIVE,
+        find_searches,
+    )
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.tuning import tune_files
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import DEFAULT_TILE
 
     files = find_searches(searches)
     if negative is not None:
@@ -205,8 +208,8 @@ def tune(
 @app.command()
 def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson = False) -> None:
     """Show the density of a strategy file by step and layer, and draw its windows."""
-    from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import load_strategy
-    from multimodal_gen.runtime.layers.attention.sparse.sta.windows import tile_density
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import load_strategy
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import tile_density
 
     strategy = load_strategy(file)
     grid = strategy.made_for.tiles or strategy.largest
@@ -257,7 +260,7 @@ def _apply(scope: "SelectionScope", pipe: Any) -> "AttentionHandle":
 
 def _check_not_read(output: Path, files: Sequence[Path]) -> None:
     """Refuse a strategy file that is a search, one that is read or another by its name."""
-    from multimodal_gen.runtime.layers.attention.sparse.sta.search import SEARCH_STEM
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import SEARCH_STEM
 
     try:
         taken = output.exists() and (

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import tile_order
-from multimodal_gen.runtime.layers.attention.sparse.sta.upstream import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.upstream import (
     upstream_reasons,
     upstream_windows,
 )

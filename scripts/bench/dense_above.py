@@ -37,7 +37,7 @@ from _harness import (
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
-from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import chunks
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import QKV, make_video_qkv
 

@@ -42,8 +42,8 @@ from _sparse_contenders import (
 )
 from _sparse_peers import OTHERS, SAFE
 
-from multimodal_gen.runtime.layers.attention.sparse import tiles
-from multimodal_gen.runtime.layers.attention.sparse.vsa import coarse
+from multimodal_gen.runtime.layers.attention.sparse import router, tiles
+from multimodal_gen.runtime.layers.attention.sparse.executors import local
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 
 PROBE_SECONDS = 180
@@ -57,8 +57,8 @@ PIECES = (
     ("engine", tiles, "block_sparse_attention"),
     ("scatter", tiles, "scatter_tokens"),
     ("pooling", tiles, "pool_tiles"),
-    ("selection", coarse, "select_tiles"),
-    ("gate", coarse, "add_gated"),
+    ("selection", router, "select_tiles"),
+    ("gate", local, "add_gated"),
 )
 REST = "rest"
 

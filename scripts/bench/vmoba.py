@@ -34,14 +34,17 @@ from multimodal_gen.kernels.block_sparse.api import rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.chunk_select.api import Rule
 from multimodal_gen.kernels.row_choice.api import chunk_groups, sort_rows
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
-from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.chunks import (
     Partition,
     attend_chunks,
     partition,
     select,
 )
-from multimodal_gen.runtime.layers.attention.sparse.vmoba.upstream import UPSTREAM, attend_upstream
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.upstream import (
+    UPSTREAM,
+    attend_upstream,
+)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.testing.inputs import QKV, make_video_qkv
 
 HEAD_SIZE = 128

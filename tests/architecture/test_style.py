@@ -41,7 +41,7 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_RECORDS"): (
         "and what autograd recorded of a call; dropped when the graph lets go of the number"
     ),
-    ("multimodal_gen/runtime/layers/attention/sparse/sta/search.py", "_SESSIONS"): (
+    ("multimodal_gen/runtime/layers/attention/sparse/methods/sta/search.py", "_SESSIONS"): (
         "the layers that record one search share nothing else; left when it is complete"
     ),
     ("multimodal_gen/kernels/self_check.py", "_FOUND"): (

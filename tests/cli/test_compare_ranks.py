@@ -21,7 +21,7 @@ import sys
 def patch():
     import torch
     from multimodal_gen.runtime.distributed.groups import parallel_groups
-    from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileImpl
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileImpl
 
     attend = SlidingTileImpl.attend
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from multimodal_gen.cli.sta import _skip
-from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     NEGATIVE,
     SearchFile,
     find_searches,
     search_name,
 )
-from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import (
     Strategy,
     StrategyRecord,
     load_strategy,

@@ -10,7 +10,7 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseImpl
+from multimodal_gen.runtime.layers.attention.sparse import method
 from multimodal_gen.testing.processes import World
 from multimodal_gen.testing.tiny_models import FAMILIES
 
@@ -60,18 +60,18 @@ def test_a_comparison_measures_time_memory_and_layers(tmp_path) -> None:
 
 def compare(output: str, failing: str = "") -> Report:
     """Compare a tiny Wan; the first candidate runs out of memory on the ranks in `failing`."""
-    attend = VideoSparseImpl.attend
+    attend = method.attend_locally
 
-    def out_of_memory(self, call, context):
+    def out_of_memory(router, settings, call, context):
         groups = parallel_groups()
         rank = 0 if groups is None else groups.rank
-        if self.config.topk == 1 and str(rank) in failing and context.current_timestep == 1:
+        if settings.topk == 1 and str(rank) in failing and context.current_timestep == 1:
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return attend(self, call, context)
+        return attend(router, settings, call, context)
 
     family = FAMILIES["wan"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VideoSparseImpl, "attend", out_of_memory)
+        patch.setattr(method, "attend_locally", out_of_memory)
         return multimodal_gen.compare(
             family.build(0).to("cuda", torch.bfloat16),
             prompts="a fox",

@@ -30,8 +30,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.sla.blocks import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla.blocks import (
     block_map,
     kept_blocks,
     raster_blocks,

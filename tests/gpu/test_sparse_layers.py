@@ -21,10 +21,10 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.sparse import tiles as tiles_module
-from multimodal_gen.runtime.layers.attention.sparse.sta import backend as sta_backend
-from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileConfig
-from multimodal_gen.runtime.layers.attention.sparse.sta.strategy import Strategy
-from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta import backend as sta_backend
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import Strategy
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.inputs import make_qkv

@@ -20,13 +20,13 @@ from multimodal_gen.kernels.row_choice.api import (
     sort_rows,
 )
 from multimodal_gen.kernels.row_choice.reference import merge_parts_reference
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
-from multimodal_gen.runtime.layers.attention.sparse.vmoba import chunks as vmoba_chunks
-from multimodal_gen.runtime.layers.attention.sparse.vmoba.chunks import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import chunks as vmoba_chunks
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.chunks import (
     attend_chunks,
     partition,
     select,
 )
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 from tests.kernels.chunk_select.naive import layout, unpacked
 from tests.kernels.row_choice.naive import assert_sorted, random_bits

@@ -33,7 +33,7 @@ from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.models.adapter import ModelAdapter
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
-from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Impl
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Impl
 from tests.integrations.conftest import generate
 
 STEPS = 6

@@ -21,7 +21,7 @@ from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend_context_manager,
 )
-from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseBackend
 from multimodal_gen.testing.fakes import PlainImpl
 from tests.integrations.conftest import generate, load
 

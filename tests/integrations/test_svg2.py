@@ -3,8 +3,8 @@
 import pytest
 
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.runtime.layers.attention.sparse.svg2 import backend as svg2_attn
-from multimodal_gen.runtime.layers.attention.sparse.svg2.clusters import CentroidCache
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import backend as svg2_attn
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.clusters import CentroidCache
 from tests.integrations.conftest import generate
 
 FAMILIES = [

@@ -27,8 +27,8 @@ from multimodal_gen.runtime.layers.attention.backends.registry import find_backe
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, Source
 from multimodal_gen.runtime.layers.attention.selector import resolve
-from multimodal_gen.runtime.layers.attention.sparse.sol.backend import SolConfig
-from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.fakes import FakeDevice, machine_with, simulated_environment
 

@@ -18,7 +18,7 @@ from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pi
 from multimodal_gen.runtime.generator.run import Handle
 from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
 from multimodal_gen.runtime.generator.skeleton import folder_identity, model_identity
-from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     POSITIVE,
     LossRecorder,
     SearchFile,
@@ -26,7 +26,7 @@ from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
     record_into,
     search_name,
 )
-from multimodal_gen.runtime.layers.attention.sparse.sta.windows import DEFAULT_TILE, Window
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import DEFAULT_TILE, Window
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
 __all__ = ["Searched", "WindowSearch"]

@@ -12,7 +12,7 @@ import multimodal_gen
 from multimodal_gen.runtime.comparison.record import LayerErrors, Report, Run
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileImpl
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileImpl
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 TILES = "sliding_tile_attn:window=[1,3,1],skip_time_steps=0,tile_size=[1,2,2]"

@@ -14,7 +14,7 @@ import multimodal_gen
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.comparison import run as comparing
 from multimodal_gen.runtime.comparison.record import Report, Run, as_json, read_record
-from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileImpl
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileImpl
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
 

@@ -10,7 +10,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.sampling import output_size
 from multimodal_gen.runtime.generator.window_search import WindowSearch
-from multimodal_gen.runtime.layers.attention.sparse.sta.search import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     POSITIVE,
     BranchLosses,
     SearchFile,

@@ -23,14 +23,14 @@ from multimodal_gen.runtime.layers.attention.config import (
     settings_text,
 )
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.sparse.sla.backend import SLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.sla.sage import SageSLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.sol.backend import SolConfig
-from multimodal_gen.runtime.layers.attention.sparse.sta.backend import SlidingTileConfig
-from multimodal_gen.runtime.layers.attention.sparse.subblock.backend import SubblockConfig
-from multimodal_gen.runtime.layers.attention.sparse.svg2.backend import SVG2Config
-from multimodal_gen.runtime.layers.attention.sparse.vmoba.backend import VMoBAConfig
-from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla.sage import SageSLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.subblock import SubblockConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "attention"

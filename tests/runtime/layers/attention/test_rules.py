@@ -20,7 +20,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
     decide,
 )
-from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
 

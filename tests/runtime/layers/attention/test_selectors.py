@@ -22,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.selectors import (
     StepSet,
     ratio_now,
 )
-from multimodal_gen.runtime.layers.attention.sparse.vsa.backend import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 
 SCHEDULE = RatioSchedule(((0.0, 0.5), (0.4, 0.9)))
 SIGMAS = (1.0, 0.96, 0.9, 0.8, 0.6, 0.3, 0.1)

@@ -96,12 +96,14 @@ class AttentionImpl(ABC):
             `first_head`, the index of the call's first head among the layer's heads, and `forward`
             takes `continued`, whether earlier heads of the same call came before.
         trains_in_ring: whether `forward_ring` and `add_coarse_ring` record gradients.
+        lacks: optional methods that it has for others of its class alone.
         cache_reason: why a sparse method sees no blocks of a cache.
     """
 
     takes_projection: ClassVar[bool] = False
     per_head: ClassVar[bool] = False
     trains_in_ring: ClassVar[bool] = False
+    lacks: frozenset[str] = frozenset()
     cache_reason: ClassVar[str] = "it chooses among the keys of one call"
 
     def __init__(
@@ -371,6 +373,8 @@ OptionalMethod: TypeAlias = Literal[
 
 def provides(impl: AttentionImpl | type[AttentionImpl], method: OptionalMethod) -> bool:
     """Whether an implementation has an optional method of `AttentionImpl` of its own."""
+    if method in impl.lacks:
+        return False
     cls = impl if isinstance(impl, type) else type(impl)
     return getattr(cls, method) is not getattr(AttentionImpl, method)
 

@@ -1,5 +1,6 @@
 """When dense attention is faster than a sparse method: what was measured, and what calls teach."""
 
+from collections.abc import Callable, Hashable
 from types import MappingProxyType
 
 import torch
@@ -8,7 +9,7 @@ from multimodal_gen.kernels.static_cache import being_captured
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["MEASURED_LIMITS", "KeptTooMuch"]
+__all__ = ["MEASURED_LIMITS", "DenseAbove", "KeptTooMuch"]
 
 # The share of pairs at which a layer takes as long as dense attention, by method, kernel and the
 # tokens of a block from which on it holds. One H200, torch 2.11, triton 3.6, bf16, head size 128.
@@ -112,3 +113,72 @@ class KeptTooMuch:
             self._pause *= 2
         else:
             self._pause = _FIRST_PAUSE
+
+
+# Runs of a layer that are remembered; a run has one grid and one length of text.
+_MOST_RUNS = 256
+
+
+class DenseAbove:
+    """Which calls of a layer are dense because its method keeps too much.
+
+    Args:
+        label: the method's name, for reasons.
+        given: the parameter `dense_above`: the share of pairs from which on calls are dense; None
+            for what was measured.
+        measured: that share by the tokens of a block of keys from which on it holds.
+    """
+
+    def __init__(
+        self, label: str, given: float | None, measured: tuple[tuple[int, float], ...]
+    ) -> None:
+        self._label, self._given, self._measured = label, given, measured
+        self._reasons: dict[Hashable, str | None] = {}
+        self._kept_too_much = KeptTooMuch()
+        self.never = self.limit(0) is None
+
+    def limit(self, block: int) -> float | None:
+        """Return the share of pairs above which a call is dense, by tokens of a block of keys."""
+        given = self._given
+        if given is None:
+            fits = (limit for least, limit in reversed(self._measured) if block >= least)
+            given = next(fits, None)
+        return None if given is None or given >= 1 else given
+
+    def reason(
+        self,
+        run: Hashable,
+        known: Callable[[], tuple[float, int] | None],
+        context: ForwardContext,
+    ) -> str | None:
+        """Return why a call is dense, or None.
+
+        Args:
+            run: what the share of a call depends on, where it is known before.
+            known: gives that share, and the tokens of a block of keys; None where data decide.
+            context: the running denoiser call.
+        """
+        if run not in self._reasons:
+            if len(self._reasons) >= _MOST_RUNS:
+                self._reasons.clear()
+            self._reasons[run] = self._known_reason(known())
+        if found := self._reasons[run]:
+            return found
+        limit = self._kept_too_much.limit_passed(context)
+        if limit is None:
+            return None
+        return (
+            f"{self._label} kept more than {limit:g} of the pairs when last tried (`dense_above`)"
+        )
+
+    def _known_reason(self, known: tuple[float, int] | None) -> str | None:
+        limit = None if known is None else self.limit(known[1])
+        if known is None or limit is None or known[0] <= limit:
+            return None
+        return f"{self._label} would keep more than {limit:g} of the pairs (`dense_above`)"
+
+    def learn(self, share: torch.Tensor, block: int, context: ForwardContext) -> None:
+        """Note the share [] that a call keeps where data decide; see `KeptTooMuch`."""
+        limit = self.limit(block)
+        if limit is not None:
+            self._kept_too_much.learn(share > limit, limit, context)

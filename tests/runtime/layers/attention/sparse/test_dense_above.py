@@ -272,13 +272,14 @@ def test_what_is_known_of_a_run_is_asked_once(monkeypatch):
         inputs(),
     )
     asked = []
-    known = type(layer.attn_impl).known_density
+    router = layer.attn_impl.router
+    density = router.density
 
-    def counted(self, layout, context, heads):
-        asked.append(layout)
-        return known(self, layout, context, heads)
+    def counted(*sizes):
+        asked.append(sizes)
+        return density(*sizes)
 
-    monkeypatch.setattr(type(layer.attn_impl), "known_density", counted)
+    monkeypatch.setattr(router, "density", counted)
     for _ in range(3):
         attend(layer, qkv)
     assert len(asked) == 1
@@ -296,7 +297,8 @@ def limit_of(method: str, variant: str, block: int = 0, **config: object) -> flo
     built = build_config(cls.config_cls, {**given, **config}, backend=method)
     site = LayerSite(layer=0, num_layers=1)
     impl = cls.get_impl_cls()(2, 32, 1.0, config=built, variant=variant, site=site)
-    return impl.dense_limit(block)
+    above = impl.layer.dense_above.limit if hasattr(impl, "layer") else impl.dense_limit
+    return above(block)
 
 
 @pytest.mark.parametrize("kernel", ["gluon", "triton"])

@@ -10,13 +10,13 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.ring import RingCall, RingInputs
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.ring import ring_plan
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import kept_map
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     ring_layout,
     shard_lists,
     shards_of,
 )
-from multimodal_gen.runtime.layers.attention.sparse.sta.ring import ring_plan
-from multimodal_gen.runtime.layers.attention.sparse.sta.windows import kept_map
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, TextSpan
 

@@ -1,1 +1,0 @@
-"""Cube sparse attention."""

@@ -1,0 +1,114 @@
+"""Sub-block sparse attention: blocks are chosen by the means of their cells.
+
+A block of queries keeps the blocks of keys with the largest log-sum-exp over pairs of their cells,
+which a mean of the whole block would blur. Text is attended to by everything, and attends to
+everything. The rule is that of sglang's `subblock_sparse_attn`.
+
+Shapes: B batch, S tokens, H heads, D head size, N blocks.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+import torch
+
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
+from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
+from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+_BLOCK = 64
+_MULTIPLE = 8  # what the number of kept blocks is rounded up to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubblockConfig(SparseConfig):
+    """Parameters of `subblock_sparse_attn`.
+
+    Attributes:
+        sparsity: share of the blocks of keys that a block of queries skips; what is kept is rounded
+            up to a multiple of eight blocks. It may change over the steps: {0: 0.5, 0.4: 0.75}.
+        n_q: cells of a block of queries.
+        n_k: cells of a block of keys.
+        skip_first_steps: first denoising steps that stay dense.
+        skip_first_layers: first layers that stay dense.
+        min_seq_len: sequences of fewer tokens stay dense.
+        compute_mode: what attention is computed in.
+        tail: what becomes of blocks that are not kept: `none` drops them; `pooled` counts each by
+            the mean of its keys and values.
+        kernel: which kernel runs; `auto` takes the fastest one supported.
+    """
+
+    first_dense_steps: ClassVar[str] = "skip_first_steps"
+    first_dense_layers: ClassVar[str] = "skip_first_layers"
+
+    sparsity: Ratio = option(0.75, "share of key blocks to skip", ge=0, le=1)
+    n_q: Literal[1, 2, 4, 8] = option(4, "cells of a block of queries")
+    n_k: Literal[1, 2, 4, 8] = option(4, "cells of a block of keys")
+    skip_first_steps: int = option(10, "first denoising steps that stay dense", ge=0)
+    skip_first_layers: int = option(0, "first layers that stay dense", ge=0)
+    min_seq_len: int = option(4096, "sequences of fewer tokens stay dense", ge=0)
+    compute_mode: Literal["bf16"] = option("bf16", "what attention is computed in")
+    tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
+    kernel: Literal["auto", "gluon", "fa4", "triton", "reference"] = option(
+        "auto", "kernel that runs"
+    )
+
+
+class SubblockRouter(Router[SubblockConfig]):
+    """The blocks whose cells match best."""
+
+    def cut(self, settings: SubblockConfig, grid: tuple[int, int, int]) -> Cut:
+        """Return blocks in the order of the sequence."""
+        return Cut.rows(_BLOCK)
+
+    def cells(self, settings: SubblockConfig) -> tuple[int, int]:
+        """Return the cells of a block of queries and of keys."""
+        return settings.n_q, settings.n_k
+
+    def budget(self, settings: SubblockConfig, blocks: int, tokens: int) -> Budget:
+        """Return how many of the blocks are kept."""
+        sparsity = ratio_now(settings.sparsity)
+        return Budget(kept_blocks(sparsity, blocks), blocks, 1 - sparsity)
+
+    def dense_reason(self, settings: SubblockConfig, tokens: int, frames: int | None) -> str | None:
+        """Short sequences are dense."""
+        if tokens >= settings.min_seq_len:
+            return None
+        return (
+            f"{self.layer.label} leaves sequences of fewer than {settings.min_seq_len} tokens "
+            f"dense (`min_seq_len`)"
+        )
+
+    def choose(
+        self, settings: SubblockConfig, stats: BlockStats, budget: Budget | None
+    ) -> torch.Tensor:
+        """Return the best blocks."""
+        assert budget is not None, "it is always known"
+        return stats.best(budget.kept)
+
+
+def kept_blocks(sparsity: float, num_blocks: int) -> int:
+    """Return how many key blocks a query block keeps: rounded up to a multiple of eight."""
+    kept = math.ceil((1 - Fraction(repr(float(sparsity)))) * num_blocks)
+    return min(max(-(-kept // _MULTIPLE) * _MULTIPLE, 1), num_blocks)
+
+
+class SubblockBackend(SparseBackend):
+    """Sub-block sparse attention."""
+
+    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN
+    summary: ClassVar[str] = "the best blocks by the means of their cells"
+    config_cls: ClassVar[type[SubblockConfig]] = SubblockConfig
+    router: ClassVar[type[SubblockRouter]] = SubblockRouter
+    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
+        BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)
+    )

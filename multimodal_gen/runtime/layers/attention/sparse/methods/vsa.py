@@ -1,0 +1,200 @@
+"""Video Sparse Attention: a coarse stage over tiles picks the tiles of a fine stage.
+
+The coarse stage attends among means of tiles. Every query tile keeps the key tiles that score
+best there; the fine stage attends to their tokens, and to all text. Text attends to everything.
+Where a model has a gate, output = fine + gate * coarse output of the token's tile.
+
+Shapes: B batch, S tokens, H heads, D head size, N tiles; q/k suffix = query/key side.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
+from multimodal_gen.kernels.requirements import PackageProbe
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.engine import (
+    FASTVIDEO_KERNEL,
+    engine_variants,
+    upstream_variant,
+)
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
+from multimodal_gen.runtime.layers.attention.sparse.base import (
+    Tail,
+    refuse_foreign_tail,
+    tail_option,
+)
+from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa_upstream import (
+    UPSTREAM,
+    attend_upstream,
+)
+from multimodal_gen.runtime.layers.attention.sparse.router import (
+    BlockStats,
+    Budget,
+    Cut,
+    Router,
+    UpstreamKernel,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+# Looked for on disk only: importing it needs a GPU.
+_VSA = PackageProbe(module="vsa", distribution="vsa", install="pip install vsa")
+
+_CELLS = 4  # of a tile, where they rank tiles
+_TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoSparseConfig(SparseConfig):
+    """Parameters of `video_sparse_attn`.
+
+    Where a checkpoint has gates, dense steps keep the coarse stage that they weigh; dense layers
+    compute as the stock model, without it.
+
+    Attributes:
+        sparsity: share of key tiles each query tile skips; 0 equals dense attention. It may change
+            over the steps: {0: 0.5, 0.4: 0.9}.
+        topk: key tiles each query tile keeps, instead of `sparsity`.
+        topk_convention: what `sparsity` is a share of when the number of kept tiles is computed:
+            `tiles` of the grid, ragged ones included, or `tokens` / tokens per tile. FastVideo
+            counted by `tokens` until July 2026, so for FastWan 2.1 and 2.2 and Wan2.1-VSA, and
+            counts `tiles` since.
+        router: what tiles are ranked by: the products of their means (`mean`), as in the paper, or
+            the log-sum-exp over those of their cells (`subblock`), see `subblock_sparse_attn`. A
+            gate's coarse stage is the same with both.
+        tile_size: tokens per tile along (time, height, width): 64, 128 or 256 in all.
+        skip_below: products of weights and values are left out where all weights of a step of the
+            kernel lie so many decibels below the largest ones so far; 30 is a thousandth. None
+            leaves nothing out.
+        tail: what becomes of tiles that a query tile does not keep: `none` drops them, as the paper
+            does; `pooled` counts each by the mean of its keys and values.
+        kernel: which kernel runs; `auto` takes the fastest one supported.
+    """
+
+    sparsity: Ratio = option(
+        0.0, "share of key tiles to skip", aliases=("VSA_sparsity",), ge=0, le=1
+    )
+    topk: int | None = option(None, "key tiles to keep, instead of sparsity", ge=1)
+    topk_convention: Literal["tiles", "tokens"] = option(
+        "tiles",
+        "what sparsity is a share of: tiles of the grid, or tokens / tokens per tile, as FastWan "
+        "2.1 and 2.2 and Wan2.1-VSA were trained",
+    )
+    router: Literal["mean", "subblock"] = option("mean", "what tiles are ranked by")
+    tile_size: tuple[int, ...] = option(
+        (4, 4, 4), "tokens per tile along time, height, width", ge=1, length=3
+    )
+    skip_below: float | None = option(
+        None, "decibels below the largest weight so far at which products are left out", ge=1
+    )
+    tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
+    kernel: Literal["auto", "gluon", "fa4", "triton", "reference", "vsa", "fastvideo_kernel"] = (
+        option("auto", "kernel that runs")
+    )
+
+    def check(self) -> None:
+        """The budget is given once, and the tile is one the kernels have."""
+        refuse_foreign_tail("video_sparse_attn", self.tail, self.kernel, *UPSTREAM)
+        if self.skip_below is not None and self.kernel in UPSTREAM:
+            raise ConfigError(
+                f"`skip_below` of video_sparse_attn must not be given with kernel {self.kernel}, "
+                f"which leaves no products out, got {self.skip_below}; remove one"
+            )
+        if self.router == "subblock" and self.kernel in UPSTREAM:
+            raise ConfigError(
+                f"`router` of video_sparse_attn must be mean with kernel {self.kernel}, which "
+                f"ranks by means, got subblock; remove one"
+            )
+        if self.topk is not None and self.sparsity != 0:
+            raise ConfigError(
+                f"`topk` of video_sparse_attn must not be given with `sparsity`, got topk "
+                f"{self.topk} and sparsity {self.sparsity}; remove one"
+            )
+        if self.tile_size not in _TILE_SIZES:
+            valid = ", ".join(str(list(tile)) for tile in _TILE_SIZES)
+            raise ConfigError(
+                f"`tile_size` of video_sparse_attn must be one of {valid}, "
+                f"got {list(self.tile_size)}"
+            )
+
+
+def coarse_stage(stats: BlockStats, values: torch.Tensor) -> torch.Tensor:
+    """Return dense attention among the means of tiles."""
+    query, key = stats.query, stats.key
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, values, scale=stats.scale, enable_gqa=grouped)
+
+
+class VideoSparseRouter(Router[VideoSparseConfig]):
+    """The tiles that score best in the coarse stage."""
+
+    branch = staticmethod(coarse_stage)
+    upstream: ClassVar[Mapping[str, UpstreamKernel]] = dict.fromkeys(
+        UPSTREAM, lambda *call: attend_upstream(*call)
+    )
+
+    def cut(self, settings: VideoSparseConfig, grid: tuple[int, int, int]) -> Cut:
+        """Return the tiles."""
+        return Cut(settings.tile_size)
+
+    def cells(self, settings: VideoSparseConfig) -> tuple[int, int]:
+        """Return the cells of a tile, where they rank it."""
+        return (_CELLS, _CELLS) if settings.router == "subblock" else (1, 1)
+
+    def budget(self, settings: VideoSparseConfig, blocks: int, tokens: int) -> Budget:
+        """Return how many of the tiles are kept."""
+        asked = None if settings.topk is not None else 1 - ratio_now(settings.sparsity)
+        return Budget(kept_tiles(settings, blocks, tokens), blocks, asked)
+
+    def choose(
+        self, settings: VideoSparseConfig, stats: BlockStats, budget: Budget | None
+    ) -> torch.Tensor:
+        """Return the best tiles."""
+        assert budget is not None, "it is always known"
+        return stats.best(budget.kept)
+
+
+@lru_cache(maxsize=1024)
+def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> int:
+    """Return how many key tiles each query tile keeps, in [1, `num_tiles`].
+
+    Args:
+        config: the budget, and what its share is of.
+        num_tiles: tiles of the grid, ragged ones included.
+        num_tokens: tokens of the grid.
+    """
+    if config.topk is not None:
+        return min(config.topk, num_tiles)
+    if config.sparsity == 0:
+        return num_tiles  # also where ragged tiles outnumber tokens / tokens per tile
+    whole = Fraction(num_tiles)
+    if config.topk_convention == "tokens":
+        whole = Fraction(num_tokens, math.prod(config.tile_size))
+    # In decimals, as people write them: 1 - 0.7 is more than 0.3 in binary.
+    kept = math.ceil((1 - Fraction(repr(config.sparsity))) * whole)
+    return min(max(kept, 1), num_tiles)
+
+
+class VideoSparseBackend(SparseBackend):
+    """Video Sparse Attention."""
+
+    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.VIDEO_SPARSE_ATTN
+    summary: ClassVar[str] = "Video Sparse Attention: coarse attention picks the tiles to attend to"
+    config_cls: ClassVar[type[VideoSparseConfig]] = VideoSparseConfig
+    router: ClassVar[type[VideoSparseRouter]] = VideoSparseRouter
+    variants: ClassVar[tuple[Variant, ...]] = (
+        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
+        upstream_variant("vsa", _VSA),
+        upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),
+    )

@@ -1,1 +1,0 @@
-"""SpargeAttn's rule."""

@@ -1,1 +1,0 @@
-"""Sparse attention by patterns that are known in advance."""

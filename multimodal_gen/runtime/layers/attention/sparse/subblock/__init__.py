@@ -1,1 +1,0 @@
-"""Sub-block sparse attention."""

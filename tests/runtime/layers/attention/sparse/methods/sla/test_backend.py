@@ -1,0 +1,576 @@
+"""Sparse-Linear Attention through the layer, against its definition written down with loops."""
+
+import logging
+import math
+import sys
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.runtime.layers.attention import warn_once
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.config_text import read_mapping
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import (
+    SLAConfig,
+    SLAImpl,
+)
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla.blocks import centred, kept_blocks
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.sparse import (
+    SparseMethod,
+    assert_same_gradients,
+    best_blocks,
+    block_inputs,
+    joint_mask,
+    run_sparse,
+    text_places,
+    token_mask,
+    video_tokens,
+)
+from multimodal_gen.testing.tolerance import (
+    assert_gradients_within_error_budget,
+    assert_within_error_budget,
+)
+from tests.kernels.linear_attention.naive import assert_added, naive_linear
+
+METHOD = SparseMethod(backend=AttentionBackendEnum.SLA_ATTN, config_cls=SLAConfig)
+HEADS, HEAD_SIZE, SCALE = METHOD.heads, METHOD.head_size, METHOD.scale
+WHOLE, RAGGED = (4, 8, 16), (5, 7, 13)  # 512 = 4 * 128 tokens; 455 = 7 * 64 + 7
+TEXTS = text_places(RAGGED, 70)
+run = run_sparse
+
+
+def layer(*, projection=None, scale=None, **options):
+    attention = METHOD.layer(geometry={"softmax_scale": scale}, **options)
+    attention.set_projection(projection)
+    return attention
+
+
+def projection(seed=0, bias=True):
+    linear = nn.Linear(HEAD_SIZE, HEAD_SIZE, bias=bias)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in linear.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * HEAD_SIZE**-0.5
+    return linear.requires_grad_(False)
+
+
+def inputs(grid, *, dtype=torch.float32, **options):
+    """Return inputs whose blocks have means of their own, so that scores differ by much."""
+    qkv = METHOD.inputs(grid, **options)
+    blocks = [range(i, i + 16) for i in range(0, qkv.key.shape[1] - 15, 16)]
+    return QKV(*(x.to(dtype) for x in block_inputs(qkv, blocks)))
+
+
+class Definition:
+    """Which token the branches attend to: by the means of blocks of raster order."""
+
+    def __init__(self, qkv, grid, q_size, kv_size, ratio, text=None, keep=None):
+        self.video = video_tokens(grid, text)
+        shape = qkv.query.shape[1], qkv.key.shape[1]
+        self.text = [t for t in range(shape[0]) if t not in set(self.video)]
+        cuts = [
+            [self.video[i : i + n] for i in range(0, len(self.video), n)] for n in (q_size, kv_size)
+        ]
+        kept = max(1, math.floor(ratio * len(cuts[1]) + 1e-9))
+        best = best_blocks(*qkv[:2], *cuts, kept, keep=keep, centred=True)
+        self.mask = joint_mask(token_mask(best, *cuts, *shape), self.video, keep)
+        self.unselected = token_mask(~best, *cuts, *shape)
+        self.everything = torch.zeros_like(self.mask)
+        self.everything[:, :, self.video] = True
+        if keep is not None:
+            self.unselected &= keep[:, None, None, :]
+            self.everything &= keep[:, None, None, :]
+
+
+def check(qkv, out, naive, linear=None, *, feature_map="softmax", unselected=False, sparse=None):
+    """Assert that `out` errs within the budget of its sparse branch, plus that of the linear one.
+
+    Args:
+        qkv: the inputs.
+        out: what the layer returned.
+        naive: the definition.
+        linear: the projection, or None for zero.
+        feature_map: of the linear branch.
+        unselected: whether that covers unselected blocks only.
+        sparse: what the layer returned without a projection, which is checked first.
+    """
+    plain = out if sparse is None else sparse
+    assert_within_error_budget(plain, *qkv, scale=SCALE, mask=naive.mask)
+    if linear is None:
+        return
+    seen = naive.unselected if unselected else naive.everything
+    branch, size = naive_linear(*qkv, seen, feature_map, linear.weight, linear.bias)
+    rows = naive.video
+    assert_added(out[:, rows], plain[:, rows], branch[:, rows], size[:, rows])
+    assert torch.equal(out[:, naive.text], plain[:, naive.text])
+
+
+# Every grid and every ratio with all sizes of blocks, and with all numbers of heads.
+SPARSE = [
+    (grid, sizes, (HEADS, 2, 1)[(i + j) % 3], ratio)
+    for i, sizes in enumerate([(128, 64), (64, 64), (64, 128)])
+    for j, (grid, ratio) in enumerate(product((WHOLE, RAGGED), (0.0, 0.3)))
+]
+
+
+@pytest.mark.parametrize(("grid", "sizes", "kv_heads", "ratio"), SPARSE, ids=str)
+def test_the_sparse_branch_attends_to_the_best_blocks(grid, sizes, kv_heads, ratio):
+    qkv = inputs(grid, kv_heads=kv_heads, batch=1)
+    attention = layer(kv_heads=kv_heads, topk_ratio=ratio, BLKQ=sizes[0], BLKK=sizes[1])
+    check(qkv, run(attention, qkv, grid), Definition(qkv, grid, *sizes, ratio))
+
+
+# Every place of the text with every feature map and with both branches.
+LINEAR = [
+    pytest.param(
+        *(where, feature_map, ("all", "unselected")[(i + j) % 2]),
+        marks=[] if (i - j) % 3 != 1 else [pytest.mark.slow],
+    )
+    for i, where in enumerate(TEXTS)
+    for j, feature_map in enumerate(("softmax", "elu", "relu"))
+]
+
+
+@pytest.mark.parametrize(("where", "feature_map", "branch"), LINEAR)
+def test_the_linear_branch_is_projected_and_added_to_the_video(where, feature_map, branch):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text, kv_heads=2)
+    options = {"topk_ratio": 0.3, "feature_map": feature_map, "linear_branch": branch}
+    linear = projection()
+    out = run(layer(kv_heads=2, projection=linear, **options), qkv, RAGGED, text=text)
+    sparse = run(layer(kv_heads=2, **options), qkv, RAGGED, text=text)
+    naive = Definition(qkv, RAGGED, 128, 64, 0.3, text)
+    unselected = branch == "unselected"
+    check(qkv, out, naive, linear, feature_map=feature_map, unselected=unselected, sparse=sparse)
+
+
+@pytest.mark.parametrize("where", TEXTS)
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_text_attends_to_everything_and_everything_attends_to_text(where, ratio):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text)
+    out = run(layer(topk_ratio=ratio), qkv, RAGGED, text=text)
+    check(qkv, out, Definition(qkv, RAGGED, 128, 64, ratio, text))
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_ratio_one_is_dense_attention(where):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text, kv_heads=2)
+    attention = layer(kv_heads=2, topk_ratio=1.0)
+    out = run(attention, qkv, RAGGED, text=text)
+    assert_within_error_budget(out, *qkv, scale=SCALE)
+    assert attention.attn_impl.densities() == {0: 1.0}
+
+
+def test_at_ratio_one_nothing_is_unselected_and_the_bias_is_left():
+    qkv = inputs(RAGGED)
+    linear = projection()
+    options = {"topk_ratio": 1.0, "linear_branch": "unselected"}
+    plain = run(layer(**options), qkv, RAGGED)
+    out = run(layer(projection=linear, **options), qkv, RAGGED)
+    torch.testing.assert_close(out, plain + linear.bias)
+
+
+def test_a_ratio_that_rounds_to_no_block_still_keeps_one():
+    qkv = inputs(WHOLE)
+    attention = layer(topk_ratio=0.01)
+    check(qkv, run(attention, qkv, WHOLE), Definition(qkv, WHOLE, 128, 64, 0.01))
+    assert attention.attn_impl.densities() == {0: 1 / 8}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "blocks", "expected"),
+    # Rounded down: 0.29 * 100 is 28.999... in binary.
+    [(0.1, 512, 51), (0.05, 512, 25), (0.29, 100, 29), (0.0, 9, 1), (1.0, 9, 9), (0.5, 1, 1)],
+)
+def test_the_number_of_kept_blocks(ratio, blocks, expected):
+    assert kept_blocks(ratio, blocks) == expected
+
+
+@given(
+    offset=st.floats(-1e3, 1e3),
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=6),
+)
+@settings(deadline=None, max_examples=50)
+def test_what_all_keys_have_in_common_does_not_matter(offset, lengths):
+    means = torch.randn(1, 1, len(lengths), 8, generator=torch.Generator().manual_seed(1)).double()
+    counts = torch.tensor([lengths])
+    plain, moved = (centred(x, counts, torch.float64) for x in (means, means + offset))
+    torch.testing.assert_close(plain, moved, rtol=0, atol=1e-11 * (1 + abs(offset)))
+
+
+def test_an_offset_of_all_keys_does_not_cost_precision():
+    """In bfloat16 it would: the offset is 200 times what tells the blocks apart."""
+    qkv = inputs(WHOLE, batch=1)
+    far = QKV(qkv.query.bfloat16(), (qkv.key + 200).bfloat16(), qkv.value.bfloat16())
+    out = run(layer(topk_ratio=0.25, dtype=torch.bfloat16), far, WHOLE)
+    check(far, out, Definition(far, WHOLE, 128, 64, 0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("branch", ["all", "unselected"])
+def test_half_precision_is_right(dtype, branch):
+    qkv = inputs(RAGGED, dtype=dtype)
+    linear = projection()
+    options = {
+        "topk_ratio": 0.3,
+        "dtype": dtype,
+        "use_bf16": dtype is torch.bfloat16,
+        "linear_branch": branch,
+    }
+    out = run(layer(projection=linear, **options), qkv, RAGGED)
+    sparse = run(layer(**options), qkv, RAGGED)
+    naive = Definition(qkv, RAGGED, 128, 64, 0.3)
+    check(qkv, out, naive, linear, unselected=branch == "unselected", sparse=sparse)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "use_bf16", "computed"),
+    [
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.bfloat16, False, torch.float16),
+        (torch.float16, True, torch.bfloat16),
+        (torch.float32, True, torch.float32),
+    ],
+)
+def test_use_bf16_names_the_dtype_of_16_bit_calls(dtype, use_bf16, computed, monkeypatch):
+    seen = []
+    attend = SLAImpl.sparse_branch
+
+    def spy(self, query, key, value, *rest, **options):
+        seen.extend(x.dtype for x in (query, key, value))
+        return attend(self, query, key, value, *rest, **options)
+
+    monkeypatch.setattr(SLAImpl, "sparse_branch", spy)
+    qkv = inputs(WHOLE, dtype=dtype)
+    out = run(layer(dtype=dtype, use_bf16=use_bf16), qkv, WHOLE)
+    assert seen == [computed] * 3
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("branch", ["all", "unselected"])
+def test_masked_text_is_in_neither_branch_and_may_hold_anything(branch):
+    text = TEXTS["text last"]
+    query, key, value = inputs(RAGGED, text=text)
+    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
+    keep[0, -40:] = False
+    keep[1, text.start + 3 : text.start + 20] = False
+    keep[1, 100:110] = False
+    rows = keep[..., None, None]
+    naive = Definition(QKV(query, key, value), RAGGED, 128, 64, 0.3, text, keep)
+    naive.mask &= keep[:, None, :, None]
+    dirty = QKV(*(x.masked_fill(~rows, torch.nan) for x in (query, key, value)))
+    options = {"topk_ratio": 0.3, "linear_branch": branch}
+    sparse = run(layer(**options), dirty, RAGGED, text=text, attn_mask=keep)
+    assert_within_error_budget(sparse, query, key, value, scale=SCALE, mask=naive.mask)
+    linear = projection()
+    out = run(layer(projection=linear, **options), dirty, RAGGED, text=text, attn_mask=keep)
+    seen = naive.unselected if branch == "unselected" else naive.everything
+    branch_out, size = naive_linear(query, key, value, seen, "softmax", linear.weight, linear.bias)
+    branch_out, size = (torch.where(rows, x, 0.0)[:, naive.video] for x in (branch_out, size))
+    assert_added(out[:, naive.video], sparse[:, naive.video], branch_out, size)
+
+
+def test_a_block_that_is_all_padding_takes_no_others_place():
+    query, key, value = inputs(RAGGED)
+    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
+    keep[:, 192:256] = False  # the fourth of eight blocks of keys
+    # Centred, a mean of zero scores above all others.
+    query, key = query.abs(), -key.abs()
+    out = run(layer(topk_ratio=0.875), QKV(query, key, value), RAGGED, attn_mask=keep)
+    mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
+    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
+
+
+def test_dropped_text_keys_leave_longer_queries():
+    text = TEXTS["text last"]
+    query, key, value = inputs(RAGGED, text=text)
+    some = slice(0, text.start + 9)
+    qkv = QKV(query, key[:, some], value[:, some])
+    naive = Definition(qkv, RAGGED, 128, 64, 0.3, text)
+    naive.mask[:, :, naive.video[-1] + 1 :] = True
+    out = run(layer(topk_ratio=0.3), qkv, RAGGED, text=text)
+    assert_within_error_budget(out, *qkv, scale=SCALE, mask=naive.mask)
+
+
+def test_samples_do_not_mix():
+    qkv = inputs(RAGGED, batch=3)
+    attention = layer(topk_ratio=0.3, projection=projection())
+    together = run(attention, qkv, RAGGED)
+    for b in range(3):
+        alone = run(attention, QKV(*(x[b : b + 1] for x in qkv)), RAGGED)
+        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_another_scale_is_used():
+    qkv = inputs(WHOLE)
+    out = run(layer(topk_ratio=0.3, scale=0.05), qkv, WHOLE)
+    naive = Definition(qkv, WHOLE, 128, 64, 0.3)
+    assert_within_error_budget(out, *qkv, scale=0.05, mask=naive.mask)
+
+
+def test_equal_scores_keep_the_first_blocks():
+    query, key, value = inputs(WHOLE)
+    out = run(layer(topk_ratio=0.25), QKV(torch.zeros_like(query), key, value), WHOLE)
+    expected = value[:, :128].mean(dim=1, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("branch", ["all", "unselected"])
+def test_gradients_flow_through_both_branches(branch):
+    grid = (2, 8, 12)
+    qkv, weight = inputs(grid, batch=1), projection().weight
+    options = {"topk_ratio": 0.4, "BLKQ": 64, "linear_branch": branch, "kernel": "reference"}
+    naive = Definition(qkv, grid, 64, 64, 0.4)
+    seen = naive.unselected if branch == "unselected" else naive.everything
+
+    def attend(q, k, v, weight):
+        attention = layer(projection=SimpleNamespace(weight=weight, bias=None), **options)
+        return run(attention, QKV(q, k, v), grid)
+
+    def definition(q, k, v, weight):
+        exact, _ = reference_attention(q, k, v, scale=SCALE, mask=naive.mask)
+        pairs = torch.einsum("bqhd,bkhd->bhqk", q.softmax(-1), k.softmax(-1)) * seen
+        total = torch.einsum("bhqk,bkhd->bqhd", pairs, v)
+        total = total / (1e-5 + pairs.sum(-1)).transpose(1, 2).unsqueeze(-1)
+        return exact + total @ weight.mT
+
+    assert_same_gradients(attend, definition, *qkv, weight)
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_gradients_of_text_are_those_of_dense_attention(where):
+    text = TEXTS[where]
+    qkv, attention = inputs(RAGGED, text=text, batch=1), layer(topk_ratio=1.0)
+    assert_gradients_within_error_budget(
+        lambda *x: run(attention, QKV(*x), RAGGED, text=text), *qkv, scale=SCALE
+    )
+
+
+def test_a_projection_that_is_trained_alone_gets_its_gradient_under_compile():
+    qkv, linear = inputs(WHOLE, batch=1), projection().requires_grad_()
+    attention = layer(projection=linear, topk_ratio=0.4)
+    found = []
+    for call in (attention, torch.compile(attention, backend="eager")):
+        out = run(call, qkv, WHOLE).square().sum()
+        found.append(torch.autograd.grad(out, list(linear.parameters())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_layer_has_the_same_gradients_under_autocast(reentrant):
+    qkv, linear = inputs(WHOLE, batch=1), projection().requires_grad_()
+    attention = layer(projection=linear, topk_ratio=0.4)
+    leaves = [x.requires_grad_() for x in qkv]
+    found = []
+
+    def attend(*qkv):
+        return run(attention, qkv, WHOLE)
+
+    for call in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=reentrant)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call(*leaves)
+        assert out.dtype == torch.bfloat16
+        weights = [*leaves, *linear.parameters()]
+        for x in weights:
+            x.grad = None
+        out.float().square().sum().backward()
+        found.append([x.grad for x in weights])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_report_has_the_density_of_every_step():
+    qkv = inputs(WHOLE)
+    attention = layer(topk_ratio=0.25)
+    for step in (0, 4):
+        run(attention, qkv, WHOLE, step=step)
+    (entry,) = attention.report().entries
+    assert entry.densities == ((0, 0.25), (4, 0.25))
+
+
+def test_the_density_of_joint_sequences_counts_text():
+    text = TEXTS["text last"]
+    attention = layer(topk_ratio=0.3)
+    run(attention, inputs(RAGGED, text=text, batch=1), RAGGED, text=text)
+    video, total = math.prod(RAGGED), math.prod(RAGGED) + text.length
+    wanted = (video * (2 / 8 * video + 70) + 70 * total) / total**2
+    # That of blocks of mean size, which the short ones at the end are not.
+    assert attention.attn_impl.densities()[0] == pytest.approx(wanted, abs=0.01)
+
+
+def test_a_missing_projection_is_warned_of_once_and_named(caplog):
+    warn_once.PROCESS._given.clear()
+    qkv = inputs(WHOLE)
+    with caplog.at_level(logging.WARNING):
+        run(layer(topk_ratio=0.25), qkv, WHOLE)
+        run(layer(topk_ratio=0.25), qkv, WHOLE)
+    (record,) = caplog.records
+    assert "no trained proj_l: its linear branch is zero" in record.getMessage()
+    assert "the best 25 % of the key blocks alone" in record.getMessage()
+
+
+def test_one_block_that_is_kept_anyway_is_called_that(caplog):
+    warn_once.PROCESS._given.clear()
+    run(layer(topk_ratio=0.0), inputs(WHOLE), WHOLE)
+    (record,) = [r for r in caplog.records if "proj_l" in r.getMessage()]
+    assert "every query attends to the best key block alone" in record.getMessage()
+
+
+@pytest.mark.parametrize("options", [{"topk_ratio": 1.0}, {"projection": projection()}], ids=str)
+def test_nothing_is_lost_and_nothing_warned_of(options, caplog):
+    warn_once.PROCESS._given.clear()
+    with caplog.at_level(logging.WARNING):
+        run(layer(**options), inputs(WHOLE), WHOLE)
+    assert not caplog.records
+
+
+def test_without_a_projection_no_state_is_computed(monkeypatch):
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sla import blocks as blocks_module
+
+    monkeypatch.setattr(
+        blocks_module, "key_state", lambda *_, **__: pytest.fail("computed a state")
+    )
+    qkv = inputs(WHOLE)
+    out = run(layer(topk_ratio=0.25), qkv, WHOLE)
+    check(qkv, out, Definition(qkv, WHOLE, 128, 64, 0.25))
+
+
+def test_a_projection_may_be_set_after_the_first_call():
+    qkv = inputs(WHOLE)
+    attention = layer(topk_ratio=0.25)
+    before = run(attention, qkv, WHOLE)
+    attention.set_projection(projection())
+    after = run(attention, qkv, WHOLE)
+    attention.set_projection(None)
+    assert (after - before).abs().max() > 0.1
+    assert torch.equal(run(attention, qkv, WHOLE), before)
+
+
+def test_a_projection_of_another_size_is_refused():
+    with pytest.raises(UsageError, match=r"`linear` must map 32 channels to 32, .* \[16, 16\]"):
+        layer(projection=nn.Linear(16, 16))
+
+
+def test_only_methods_with_a_projection_take_one():
+    platform = current_platform().name
+    for name in (AttentionBackendEnum.SLA_ATTN, AttentionBackendEnum.SAGE_SLA_ATTN):
+        assert find_backend(name, platform).get_impl_cls().takes_projection
+    dense = find_backend(AttentionBackendEnum.TORCH_SDPA, platform)
+    assert not dense.get_impl_cls().takes_projection
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"topk_ratio": 1.5}, {"BLKQ": 32}, {"feature_map": "gelu"}], ids=str
+)
+def test_parameters_out_of_range_are_refused(parameters):
+    (name,) = parameters
+    with pytest.raises(ConfigError, match=name):
+        METHOD.config(**parameters)
+
+
+class Upstream(nn.Module):
+    """Stands in for the authors' operator: shares its interface, returns the values' mean."""
+
+    def __init__(self, head_dim, **options):
+        super().__init__()
+        self.asked = (head_dim, options)
+        self.proj_l = nn.Linear(head_dim, head_dim)
+        nn.init.zeros_(self.proj_l.weight)
+        nn.init.zeros_(self.proj_l.bias)
+        self.calls = []
+        Upstream.last = self
+
+    def forward(self, q, k, v):
+        assert all(x.is_contiguous() for x in (q, k, v))
+        self.calls.append(tuple(q.shape))
+        return v.mean(2, keepdim=True).expand_as(v) + self.proj_l(v)
+
+
+@pytest.fixture
+def upstream(monkeypatch):
+    """The authors' package, importable, on a layer built without asking for a GPU."""
+    module = ModuleType("sparse_linear_attention")
+    module.SparseLinearAttention = Upstream
+    monkeypatch.setitem(sys.modules, "sparse_linear_attention", module)
+
+    def make(linear=None, **parameters):
+        settings = METHOD.config(kernel="sparse_linear_attention", **parameters)
+        slot = ProjectionSlot()
+        slot.fill(linear, HEAD_SIZE)
+        return SLAImpl(
+            HEADS,
+            HEAD_SIZE,
+            SCALE,
+            config=settings,
+            variant="sparse_linear_attention",
+            projection=slot,
+        )
+
+    return make
+
+
+def test_upstream_gets_the_parameters_and_the_projection(upstream):
+    linear = projection()
+    qkv = inputs(WHOLE)
+    impl = upstream(linear, topk_ratio=0.25, feature_map="elu", use_bf16=False)
+    with set_forward_context(0, latent_grid=WHOLE) as _, torch.no_grad():
+        from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+        out = impl.forward(*qkv, current_forward_context())
+    options = {"topk": 0.25, "feature_map": "elu", "BLKQ": 128, "BLKK": 64, "use_bf16": False}
+    assert Upstream.last.asked == (HEAD_SIZE, options)
+    assert Upstream.last.calls == [(2, HEADS, 512, HEAD_SIZE)]
+    value = qkv.value
+    torch.testing.assert_close(out, value.mean(1, keepdim=True) + linear(value))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "kv_heads", "reason"),
+    [
+        ({"linear_branch": "unselected"}, None, HEADS, "needs linear_branch=all, got unselected"),
+        ({}, TEXTS["text last"], HEADS, "needs sequences without text, got 70 text tokens"),
+        ({}, None, 2, "needs as many key heads as the 4, got 2"),
+        ({"topk_ratio": 0.01}, None, HEADS, "needs a topk_ratio that keeps a block of 8"),
+    ],
+)
+def test_what_upstream_cannot_do_is_refused_with_the_reason(
+    upstream, parameters, text, kv_heads, reason
+):
+    from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+    qkv = inputs(RAGGED, text=text, kv_heads=kv_heads)
+    impl = upstream(**{"topk_ratio": 0.3, **parameters})
+    with (
+        set_forward_context(0, latent_grid=RAGGED, text_span=text),
+        pytest.raises(UnsupportedBackendError, match=f"sparse_linear_attention.*{reason}"),
+    ):
+        impl.forward(*qkv, current_forward_context())
+
+
+CONFIGS = Path(__file__).parents[7] / "configs" / "attention"
+
+
+def test_the_settings_of_the_paper_load_and_run():
+    (file,) = (CONFIGS / "sla_attn").iterdir()
+    raw = read_mapping(file)
+    assert (file.name, raw["linear_branch"]) == ("paper.yaml", "unselected")
+    qkv = inputs(WHOLE, batch=1)
+    check(qkv, run(layer(**raw), qkv, WHOLE), Definition(qkv, WHOLE, 64, 64, 0.05))
+    attention, large = layer(**raw), (10, 16, 16)  # 40 blocks of 64 tokens
+    run(attention, inputs(large, batch=1), large)
+    assert attention.attn_impl.densities() == {0: 2 / 40}

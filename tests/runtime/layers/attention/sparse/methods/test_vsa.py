@@ -1,0 +1,355 @@
+"""Video Sparse Attention through the layer, against its definition written down with loops."""
+
+import math
+
+import pytest
+import torch
+
+from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.sparse import tiles
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import (
+    VideoSparseConfig,
+    kept_tiles,
+)
+from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
+    TextSpan,
+    set_forward_context,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.inputs import QKV
+from multimodal_gen.testing.reference import reference_attention
+from multimodal_gen.testing.sparse import (
+    SparseMethod,
+    assert_same_gradients,
+    best_blocks,
+    block_inputs,
+    joint_mask,
+    run_sparse,
+    text_places,
+    token_mask,
+    tokens_of_tiles,
+    video_tokens,
+)
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+
+METHOD = SparseMethod(
+    backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
+    config_cls=VideoSparseConfig,
+    layer_cls=UlyssesAttention_VSA,
+)
+HEADS, HEAD_SIZE, SCALE = METHOD.heads, METHOD.head_size, METHOD.scale
+WHOLE, RAGGED = (4, 8, 12), (5, 6, 9)  # in tiles of 4: 1x2x3; 2x2x3 with edges of 1, 2 and 1
+TILE = (4, 4, 4)
+TEXTS = text_places(RAGGED, 70)
+layer = METHOD.layer
+
+
+def inputs(grid, *, text=None, dtype=torch.float32, seed=0, **options):
+    """Return inputs whose tiles have means of their own, so that scores differ by much."""
+    qkv = METHOD.inputs(grid, text=text, seed=seed, **options)
+    block_inputs(qkv, tokens_of_tiles(grid, TILE, text), values=True, seed=seed + 1)
+    return QKV(*(x.to(dtype) for x in qkv))
+
+
+class Definition:
+    """The fine stage's mask, and the coarse stage, one query tile of one head at a time."""
+
+    def __init__(self, qkv, grid, tile, kept, text=None):
+        query, key, _ = qkv
+        tiles = tokens_of_tiles(grid, tile, text)
+        video, tokens = video_tokens(grid, text), query.shape[1]
+        self.text = [t for t in range(tokens) if t not in set(video)]
+        best = best_blocks(query, key, tiles, tiles, kept)
+        self.mask = joint_mask(token_mask(best, tiles, tiles, tokens, tokens), video)
+        self.coarse = torch.zeros_like(query, dtype=torch.float64)
+        group = query.shape[2] // key.shape[2]
+        # Means are rounded to the inputs' dtype before they are compared.
+        means = [
+            torch.stack([x[:, t].double().mean(1).to(x.dtype).double() for t in tiles], 1)
+            for x in qkv
+        ]
+        q, k, v = means[0], *(x.repeat_interleave(group, 2) for x in means[1:])
+        weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE).softmax(-1)
+        for i, rows in enumerate(torch.einsum("bhqk,bkhd->qbhd", weights, v)):
+            self.coarse[:, tiles[i]] = rows[:, None]
+
+
+def run(attention, qkv, grid, *, gate=None, **options):
+    return run_sparse(attention, qkv, grid, gate_compress=gate, **options)
+
+
+def check(qkv, out, naive, gate=None):
+    """Assert that `out` errs within the budget of attention under the definition's mask."""
+    query, key, value = qkv
+    if gate is not None:
+        coarse = gate.double() * naive.coarse
+        # Coarse values are a softmax over few means: a handful of roundings of each.
+        slack = 16 * torch.finfo(query.dtype).eps * (gate.abs() * naive.coarse.abs().amax())
+        exact, _ = reference_attention(query, key, value, scale=SCALE, mask=naive.mask)
+        budget = slack + 16 * torch.finfo(query.dtype).eps * (exact.abs() + value.abs().amax())
+        assert ((out.double() - exact - coarse).abs() <= budget).all()
+        return
+    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=naive.mask)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
+def test_the_fine_stage_attends_to_the_best_tiles(grid, kv_heads, kept):
+    qkv = inputs(grid, kv_heads=kv_heads)
+    out = run(layer(kv_heads=kv_heads, topk=kept), qkv, grid)
+    check(qkv, out, Definition(qkv, grid, TILE, kept))
+
+
+@pytest.mark.parametrize("where", TEXTS)
+@pytest.mark.parametrize("kept", [1, 5])
+def test_text_attends_to_everything_and_everything_attends_to_text(where, kept):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text)
+    out = run(layer(topk=kept), qkv, RAGGED, text=text)
+    check(qkv, out, Definition(qkv, RAGGED, TILE, kept, text))
+
+
+@pytest.mark.parametrize("tile", [TILE, (4, 8, 4), (4, 8, 8)])
+def test_tiles_of_every_size_are_pooled_and_attended_to(tile):
+    grid = (5, 13, 9)
+    qkv = inputs(grid, batch=1)
+    out = run(layer(topk=2, tile_size=tile), qkv, grid)
+    check(qkv, out, Definition(qkv, grid, tile, 2))
+
+
+@pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("parameters", [{"topk": 2}, {"sparsity": 0.0}])
+def test_the_gate_weighs_the_coarse_stage(grid, kv_heads, parameters):
+    qkv = inputs(grid, kv_heads=kv_heads)
+    gate = torch.randn(qkv.query.shape, generator=torch.Generator().manual_seed(3))
+    kept = parameters.get("topk", len(tokens_of_tiles(grid, TILE)))
+    out = run(layer(kv_heads=kv_heads, **parameters), qkv, grid, gate=gate)
+    check(qkv, out, Definition(qkv, grid, TILE, kept), gate)
+
+
+def test_dense_steps_have_the_coarse_stage_too():
+    qkv = inputs(RAGGED)
+    gate = torch.randn(qkv.query.shape, generator=torch.Generator().manual_seed(3))
+    attention = layer(topk=2, dense_steps="0-2")
+    for step, kept in ((1, 12), (3, 2)):
+        out = run(attention, qkv, RAGGED, gate=gate, step=step)
+        check(qkv, out, Definition(qkv, RAGGED, TILE, kept), gate)
+    dense, sparse = attention.report().entries
+    assert (dense.calls, sparse.calls) == (1, 1)
+    assert not dense.selection.backend.is_sparse
+
+
+def test_no_gate_is_weight_zero_and_not_one():
+    qkv = inputs(WHOLE)
+    attention = layer(topk=2)
+    none = run(attention, qkv, WHOLE)
+    assert torch.equal(none, run(attention, qkv, WHOLE, gate=torch.zeros_like(qkv.query)))
+    one = run(attention, qkv, WHOLE, gate=torch.ones_like(qkv.query))
+    assert (none - one).abs().max() > 0.1
+
+
+def test_without_a_gate_no_value_is_pooled(monkeypatch):
+    pooled = []
+    pool = tiles.pool_tiles
+
+    def spy(tensors, *args, **options):
+        pooled.append(len(tensors))
+        return pool(tensors, *args, **options)
+
+    monkeypatch.setattr(tiles, "pool_tiles", spy)
+    qkv = inputs(WHOLE)
+    run(layer(topk=2), qkv, WHOLE)
+    assert pooled == [2]
+    run(layer(topk=2), qkv, WHOLE, gate=qkv.query)
+    assert pooled == [2, 2, 1]
+
+
+def test_text_has_no_coarse_stage():
+    text = TEXTS["text first"]
+    qkv = inputs(RAGGED, text=text)
+    gate = torch.randn(qkv.query.shape, generator=torch.Generator().manual_seed(3))
+    attention = layer(topk=2)
+    plain, gated = (run(attention, qkv, RAGGED, text=text, gate=g) for g in (None, gate))
+    assert torch.equal(plain[:, : text.length], gated[:, : text.length])
+    check(qkv, gated, Definition(qkv, RAGGED, TILE, 2, text), gate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_right(dtype):
+    qkv = inputs(RAGGED, dtype=dtype)
+    out = run(layer(topk=3, dtype=dtype), qkv, RAGGED)
+    check(qkv, out, Definition(qkv, RAGGED, TILE, 3))
+
+
+@pytest.mark.parametrize("where", TEXTS)
+@pytest.mark.parametrize("parameters", [{}, {"topk": 12}, {"sparsity": 0.0}], ids=str)
+def test_sparsity_zero_is_dense_attention(where, parameters):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text)
+    attention = layer(**parameters)
+    out = run(attention, qkv, RAGGED, text=text)
+    assert_within_error_budget(out, *qkv, scale=SCALE)
+    assert attention.attn_impl.densities() == {0: 1.0}
+
+
+def test_equal_scores_keep_the_first_tiles():
+    query, key, value = inputs(WHOLE)
+    qkv = QKV(torch.zeros_like(query), key, value)
+    out = run(layer(topk=2), qkv, WHOLE)
+    first = sorted(t for tile in tokens_of_tiles(WHOLE, TILE)[:2] for t in tile)
+    expected = value[:, first].mean(dim=1, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out, expected)
+
+
+def test_masked_text_is_not_attended_to_and_may_hold_anything():
+    text = TEXTS["text last"]
+    query, key, value = inputs(RAGGED, text=text)
+    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
+    keep[0, -40:] = False
+    keep[1, text.start + 3 : text.start + 20] = False
+    out_mask = keep[:, None, :, None] & keep[:, None, None, :]
+    naive = Definition(QKV(query, key, value), RAGGED, TILE, 3, text)
+    dirty = QKV(*(x.masked_fill(~keep[..., None, None], torch.nan) for x in (query, key, value)))
+    with set_forward_context(0, latent_grid=RAGGED, text_span=text):
+        out = layer(topk=3).attend(AttentionCall(*dirty, keep))
+    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=naive.mask & out_mask)
+
+
+def padded(qkv, keep, value):
+    """Return inputs that hold `value` where nothing is kept."""
+    return QKV(*(x.masked_fill(~keep[..., None, None], value) for x in qkv))
+
+
+def test_padded_tokens_of_the_video_have_no_influence():
+    qkv = inputs(RAGGED)
+    keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
+    keep[0, -60:] = False
+    keep[1, 7::9] = False
+    with set_forward_context(0, latent_grid=RAGGED):
+        clean, *others = (
+            layer(topk=3).attend(AttentionCall(*padded(qkv, keep, value), keep))
+            for value in (0.0, 1e4, torch.nan)
+        )
+    assert clean.isfinite().all()
+    for other in others:
+        torch.testing.assert_close(other, clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_a_tile_that_is_all_padding_takes_no_others_place(where):
+    text = TEXTS[where]
+    qkv = inputs(RAGGED, text=text)
+    start = text.stop if text and text.start == 0 else 0
+    keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
+    tiles = [[start + t for t in tile] for tile in tokens_of_tiles(RAGGED, TILE)]
+    for lost in (1, 4, 7):
+        keep[:, tiles[lost]] = False
+    # What a mean of zero scores, or one of whatever the padding holds, is above all real scores.
+    query, key, value = qkv.query.abs(), -qkv.key.abs(), qkv.value
+    dirty = padded(QKV(query, key, value), keep, 1e4)
+    with set_forward_context(0, latent_grid=RAGGED, text_span=text):
+        out = layer(topk=len(tiles) - 3).attend(AttentionCall(*dirty, keep))
+    mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
+    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
+
+
+def test_dropped_text_keys_leave_longer_queries():
+    text = TEXTS["text last"]
+    query, key, value = inputs(RAGGED, text=text)
+    kept_text = slice(0, text.start + 9)
+    naive = Definition(QKV(query, key, value), RAGGED, TILE, 3, text)
+    with set_forward_context(0, latent_grid=RAGGED, text_span=text):
+        out = layer(topk=3).attend(AttentionCall(query, key[:, kept_text], value[:, kept_text]))
+    mask = naive.mask.clone()
+    mask[..., kept_text.stop :] = False
+    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
+
+
+def test_gradients_flow_through_both_stages():
+    grid = (4, 4, 8)
+    qkv = inputs(grid, batch=1)
+    gate = torch.randn(qkv.query.shape, generator=torch.Generator().manual_seed(3))
+    mask, tiles = Definition(qkv, grid, TILE, 1).mask, tokens_of_tiles(grid, TILE)
+    attention = layer(topk=1, kernel="reference")
+
+    def definition(q, k, v, g):
+        fine, _ = reference_attention(q, k, v, scale=SCALE, mask=mask)
+        means = [torch.stack([x[:, t].mean(1) for t in tiles], dim=1) for x in (q, k, v)]
+        coarse, _ = reference_attention(*means, scale=SCALE)
+        spread = torch.zeros_like(q)
+        for i, tokens in enumerate(tiles):
+            rows = coarse[:, i : i + 1].expand(-1, len(tokens), -1, -1)
+            spread = spread.index_add(1, torch.tensor(tokens), rows)
+        return fine + g * spread
+
+    assert_same_gradients(
+        lambda q, k, v, g: run(attention, QKV(q, k, v), grid, gate=g), definition, *qkv, gate
+    )
+
+
+def test_the_report_has_the_density_of_every_step():
+    qkv = inputs(WHOLE)
+    attention = layer(topk=2)
+    for step in (0, 4):
+        run(attention, qkv, WHOLE, step=step)
+    (entry,) = attention.report().entries
+    assert entry.densities == ((0, 2 / 6), (4, 2 / 6))
+
+
+@pytest.mark.parametrize("where", TEXTS)
+@pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
+def test_the_density_is_that_of_the_pairs_attended_to(grid, where):
+    text = TEXTS[where]
+    if text is not None:
+        text = TextSpan(start=text.start and math.prod(grid), length=text.length)
+    attention = layer(topk=3)
+    qkv = inputs(grid, text=text)
+    run(attention, qkv, grid, text=text)
+    mask = Definition(qkv, grid, TILE, 3, text).mask
+    assert attention.attn_impl.densities()[0] == pytest.approx(float(mask.double().mean()))
+
+
+@pytest.mark.parametrize("heads", [(), (2, 1)], ids=["calls", "groups of heads"])
+def test_the_density_of_a_step_is_the_mean_over_its_calls_and_heads(heads):
+    attention = layer(topk=3)
+    shares = []
+    for grid in (WHOLE, RAGGED):
+        alone = layer(topk=3)
+        run(alone, inputs(grid), grid)
+        shares.append(alone.attn_impl.densities()[0])
+        if not heads:
+            run(attention, inputs(grid), grid)
+    for num, share in zip(heads, shares, strict=False):
+        attention.attn_impl.layer.note(ForwardContext(current_timestep=0), share, num)
+    assert shares[0] != shares[1]
+    wanted = sum(n * share for n, share in zip(heads or (1, 1), shares, strict=True))
+    assert attention.attn_impl.densities()[0] == pytest.approx(wanted / sum(heads or (1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "grid", "expected"),
+    [
+        # Two conventions in use, on the grids of Wan at 480p and 720p.
+        ({"sparsity": 0.9}, (21, 30, 52), 63),
+        ({"sparsity": 0.8}, (21, 30, 52), 125),
+        ({"sparsity": 0.9}, (21, 45, 80), 144),
+        ({"sparsity": 0.9, "topk_convention": "tokens"}, (21, 30, 52), 52),
+        ({"sparsity": 0.8, "topk_convention": "tokens"}, (21, 30, 52), 103),
+        ({"sparsity": 0.9, "topk_convention": "tokens"}, (21, 45, 80), 119),
+        # 1 - 0.7 is more than 0.3 in binary.
+        ({"sparsity": 0.7}, (4, 4, 40), 3),
+        ({"sparsity": 1.0}, (21, 30, 52), 1),
+        ({"sparsity": 0.9999}, TILE, 1),
+        ({"sparsity": 0.0, "topk_convention": "tokens"}, (21, 30, 52), 624),
+        ({}, (21, 30, 52), 624),
+        ({"topk": 32}, (16, 28, 52), 32),
+        ({"topk": 5000}, (21, 30, 52), 624),
+    ],
+)
+def test_the_number_of_kept_tiles(parameters, grid, expected):
+    num_tiles = math.prod(-(-n // 4) for n in grid)
+    assert kept_tiles(METHOD.config(**parameters), num_tiles, math.prod(grid)) == expected
