@@ -40,8 +40,9 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
     add_branch_in_ring,
     attend_ring,
 )
+from multimodal_gen.runtime.layers.attention.sparse.pattern import mean_share
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import whole_tiles_only
-from multimodal_gen.runtime.layers.attention.sparse.router import Router, SparseLayer, share_of
+from multimodal_gen.runtime.layers.attention.sparse.router import Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     fit_tile,
@@ -274,8 +275,8 @@ class SparseMethodImpl(AttentionImpl):
         grid = cut.layout(layout).grid
         tile = fit_tile(cut.tile, grid)
         if router.chooses == "pattern":
-            pattern = router.pattern(settings, layout.grid, context.current_timestep)
-            share: float | None = share_of(pattern, tile_order(grid, tile))
+            patterns = router.pattern(settings, layout.grid, heads, context)
+            share: float | None = mean_share(patterns, tile_order(grid, tile))
         else:
             num = math.prod(-(-n // edge) for n, edge in zip(grid, tile, strict=True))
             share = router.density(settings, num, layout.num_video)

@@ -29,7 +29,9 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern, Patterns
 from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Limits, Router
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _BLOCK = 128
@@ -108,15 +110,21 @@ class StaticRouter(Router[StaticConfig]):
         return settings.pattern == "lvsa"
 
     def pattern(
-        self, settings: StaticConfig, grid: tuple[int, int, int], step: int
-    ) -> torch.Tensor:
-        """Return the pattern of a step."""
+        self,
+        settings: StaticConfig,
+        grid: tuple[int, int, int],
+        heads: slice,
+        context: ForwardContext,
+    ) -> Patterns:
+        """Return the pattern of a step, the same for all heads."""
         frames, height, width = grid
+        step = context.current_timestep
         if settings.pattern == "radial":
-            return _radial(frames, height * width, settings.decay_factor, settings.model_type)
+            of = frames, height * width, settings.decay_factor, settings.model_type
+            return (_radial(*of),)
         every = _interval(settings, frames)
         window, first = settings.window_size, settings.n_first_frames
-        return _lvsa(frames, window, first, every, step % every)
+        return (_lvsa(frames, window, first, every, step % every),)
 
     def dense_reason(self, settings: StaticConfig, tokens: int, frames: int | None) -> str | None:
         """Videos that LVSA attends to all of are dense."""
@@ -142,17 +150,17 @@ def _interval(config: StaticConfig, frames: int) -> int:
 
 
 @static_cache(maxsize=64)
-def _radial(
-    frames: int, tokens: int, decay: float, model: Literal["wan", "hunyuan"]
-) -> torch.Tensor:
+def _radial(frames: int, tokens: int, decay: float, model: Literal["wan", "hunyuan"]) -> Pattern:
     with torch.inference_mode(False), torch.device("cpu"):
-        return radial_map(frames, tokens, block=_BLOCK, decay=decay, model=model)
+        kept = radial_map(frames, tokens, block=_BLOCK, decay=decay, model=model)
+        return Pattern.of_map(kept)
 
 
 @static_cache(maxsize=256)
-def _lvsa(frames: int, window: int, first: int, interval: int, offset: int) -> torch.Tensor:
+def _lvsa(frames: int, window: int, first: int, interval: int, offset: int) -> Pattern:
     with torch.inference_mode(False), torch.device("cpu"):
-        return lvsa_map(frames, window=window, first=first, interval=interval, offset=offset)
+        kept = lvsa_map(frames, window=window, first=first, interval=interval, offset=offset)
+        return Pattern.of_map(kept)
 
 
 _HIGH = 1 / 3  # share of a block's rows that a column must be kept by

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence
 from multimodal_gen.runtime.layers.attention.sparse.upstream import (
     call_reasons,
     lists_as_map,
@@ -40,7 +40,7 @@ def upstream_reasons(call: SparseCall, order: TileOrder) -> tuple[str, ...]:
 
 def attend_upstream(
     call: SparseCall,
-    order: TileOrder,
+    keys: TiledSequence,
     select: Callable[[], torch.Tensor],
     kept: int,
     backend: str,
@@ -51,7 +51,7 @@ def attend_upstream(
 
     Args:
         call: the call.
-        order: the tiles of its video.
+        keys: its keys in tiles.
         select: gives the key tiles of every query tile, int32 [B, H, N, kept].
         kept: key tiles of every query tile.
         backend: the method, for messages.
@@ -62,6 +62,7 @@ def attend_upstream(
     Raises:
         UnsupportedBackendError: the kernel cannot serve the call; lists the reasons.
     """
+    order = keys.order
     refuse_upstream(upstream_reasons(call, order), kernel=call.kernel.name, backend=backend)
     module = importlib.import_module(call.kernel.name)
     slots = _slots(order)

@@ -9,7 +9,6 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.engine import SelectedKernel
-from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import (
     VideoSparseBackend,
     VideoSparseConfig,
@@ -18,7 +17,11 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.vsa_upstream import 
     attend_upstream,
     upstream_reasons,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    SparseCall,
+    in_tiles,
+)
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv
 
@@ -39,6 +42,10 @@ def make_call(query=None, *, text=0, masked=False, scale=32**-0.5, kv_heads=2) -
         kernel=SelectedKernel("vsa"),
         keep=torch.ones(1, tokens, dtype=torch.bool) if masked else None,
     )
+
+
+def keys_of(tile):
+    return in_tiles(make_call().layout, tile, torch.device("cpu"))[1]
 
 
 def padded_attention(q, k, v, keep, lengths):
@@ -136,11 +143,11 @@ def test_sparsity_zero_runs_on_the_package_too(package):
 def test_what_a_package_cannot_do_is_refused_with_the_reason(tile, changes, reason):
     call = make_call(**changes)
     with pytest.raises(UnsupportedBackendError, match=f"cannot serve this call: {reason}; use ker"):
-        attend_upstream(call, tile_order(GRID, tile), lambda: call.query, 3, "video_sparse_attn")
+        attend_upstream(call, keys_of(tile), lambda: call.query, 3, "video_sparse_attn")
 
 
 def test_all_reasons_are_given_at_once():
-    order = tile_order(GRID, TILE)
+    order = keys_of(TILE).order
     assert len(upstream_reasons(make_call(text=1, masked=True, kv_heads=1), order)) == 3
     assert upstream_reasons(make_call(), order) == ()
 
@@ -153,6 +160,6 @@ def test_selection_is_not_asked_for_where_the_package_selects(monkeypatch):
     def select():
         never.calls += 1
 
-    out = attend_upstream(call, tile_order(GRID, TILE), select, 3, "video_sparse_attn")
+    out = attend_upstream(call, keys_of(TILE), select, 3, "video_sparse_attn")
     assert out.isfinite().all()
     assert never.calls == 0
