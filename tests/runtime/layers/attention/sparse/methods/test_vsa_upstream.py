@@ -20,7 +20,6 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.vsa_upstream import 
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
-    in_tiles,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv
@@ -45,7 +44,7 @@ def make_call(query=None, *, text=0, masked=False, scale=32**-0.5, kv_heads=2) -
 
 
 def keys_of(tile):
-    return in_tiles(make_call().layout, tile, torch.device("cpu"))[1]
+    return tiled_sequence(make_call().layout, math.prod(GRID), tile, torch.device("cpu"))
 
 
 def padded_attention(q, k, v, keep, lengths):
