@@ -21,7 +21,7 @@ from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerAr
 if TYPE_CHECKING:
     from multimodal_gen.integrations.diffusers import AttentionHandle
     from multimodal_gen.runtime.layers.attention.scope import SelectionScope
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import Window
+    from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 
 __all__ = ["app", "search", "show", "tune"]
 
@@ -178,7 +178,7 @@ def tune(
         find_searches,
     )
     from multimodal_gen.runtime.layers.attention.sparse.methods.sta.tuning import tune_files
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import DEFAULT_TILE
+    from multimodal_gen.runtime.layers.attention.sparse.windows import DEFAULT_TILE
 
     files = find_searches(searches)
     if negative is not None:
@@ -209,7 +209,7 @@ def tune(
 def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson = False) -> None:
     """Show the density of a strategy file by step and layer, and draw its windows."""
     from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import load_strategy
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import tile_density
+    from multimodal_gen.runtime.layers.attention.sparse.windows import tile_density
 
     strategy = load_strategy(file)
     grid = strategy.made_for.tiles or strategy.largest

@@ -9,7 +9,7 @@ from multimodal_gen.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import Strategy
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import Window
+    from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 
 __all__ = ["draw"]
 
@@ -44,7 +44,7 @@ def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
         raise MissingDependencyError(
             f"drawing windows needs pillow ({error}); install with: pip install pillow"
         ) from error
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import tile_count
+    from multimodal_gen.runtime.layers.attention.sparse.windows import tile_count
 
     windows = sorted(strategy.counts(), key=lambda window: (tile_count(window, tiles), window))
     colours = {window: _colour(rank, len(windows)) for rank, window in enumerate(windows)}
@@ -113,7 +113,7 @@ def _draw_entry(
     top: int,
 ) -> None:
     """Draw one line of the legend."""
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import (
+    from multimodal_gen.runtime.layers.attention.sparse.windows import (
         kept_map,
         tile_density,
     )

@@ -26,14 +26,14 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import tile_lists
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     TiledSequence,
     tiled_sequence,
 )
+from multimodal_gen.runtime.layers.attention.sparse.windows import tile_lists
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 BOUND = 4e-3

@@ -59,7 +59,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import pair_density
+from multimodal_gen.runtime.layers.attention.sparse.windows import pair_density
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 BOUND = 5e-2

@@ -51,7 +51,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import tile_lists
+from multimodal_gen.runtime.layers.attention.sparse.windows import tile_lists
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import QKV, make_video_qkv

@@ -31,7 +31,7 @@ from diffusers.models.attention_dispatch import attention_backend
 import multimodal_gen
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import pair_density
+from multimodal_gen.runtime.layers.attention.sparse.windows import pair_density
 
 TILE, WINDOW, SPARSITY = (6, 8, 8), (3, 3, 3), 0.9
 SPARSE = {

@@ -21,17 +21,18 @@ import sys
 def patch():
     import torch
     from multimodal_gen.runtime.distributed.groups import parallel_groups
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileImpl
+    from multimodal_gen.runtime.layers.attention.sparse import method
 
-    attend = SlidingTileImpl.attend
+    attend = method.attend_locally
 
-    def failing(self, call, context):
+    def failing(router, settings, call, context):
         groups = parallel_groups()
-        if groups is not None and groups.rank == 1 and self.config.window == (1, 1, 1):
+        fails = groups is not None and groups.rank == 1
+        if fails and getattr(settings, "window", None) == (1, 1, 1):
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return attend(self, call, context)
+        return attend(router, settings, call, context)
 
-    SlidingTileImpl.attend = failing
+    method.attend_locally = failing
 
 if __name__ == "__main__":
     from multimodal_gen.cli.main import main

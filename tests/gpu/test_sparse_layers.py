@@ -22,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.sparse import tiles as tiles_module
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta import backend as sta_backend
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import Strategy
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context

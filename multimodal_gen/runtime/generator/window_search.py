@@ -26,7 +26,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     record_into,
     search_name,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import DEFAULT_TILE, Window
+from multimodal_gen.runtime.layers.attention.sparse.windows import DEFAULT_TILE, Window
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
 __all__ = ["Searched", "WindowSearch"]

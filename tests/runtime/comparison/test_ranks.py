@@ -12,7 +12,7 @@ import multimodal_gen
 from multimodal_gen.runtime.comparison.record import LayerErrors, Report, Run
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileImpl
+from multimodal_gen.runtime.layers.attention.sparse import method
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 TILES = "sliding_tile_attn:window=[1,3,1],skip_time_steps=0,tile_size=[1,2,2]"
@@ -26,23 +26,23 @@ def compare(folder: str, output: str, failing: str = "", **changes: Any) -> Repo
     """Compare; the last candidate fails on the ranks that `failing` names, at the step behind."""
     from diffusers import DiffusionPipeline
 
-    attend, forward_ring = SlidingTileImpl.attend, SlidingTileImpl.forward_ring
+    attend, attend_ring = method.attend_locally, method.attend_ring
 
-    def fail(self: Any, context: Any) -> None:
+    def fail(settings: Any, context: Any) -> None:
         groups = parallel_groups()
         ranks, _, step = failing.partition("@")
         mine = "0" if groups is None else str(groups.rank)
-        fails = self.config.window == (1, 1, 1) and mine in ranks
+        fails = getattr(settings, "window", None) == (1, 1, 1) and mine in ranks
         if fails and context.current_timestep >= int(step):
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    def failing_attend(self: Any, call: Any, context: Any) -> torch.Tensor:
-        fail(self, context)
-        return attend(self, call, context)
+    def failing_attend(router: Any, settings: Any, call: Any, context: Any) -> torch.Tensor:
+        fail(settings, context)
+        return attend(router, settings, call, context)
 
-    def failing_ring(self: Any, inputs: Any, context: Any = None) -> torch.Tensor:
-        fail(self, context)
-        return forward_ring(self, inputs, context)
+    def failing_ring(router: Any, settings: Any, inputs: Any, context: Any) -> torch.Tensor:
+        fail(settings, context)
+        return attend_ring(router, settings, inputs, context)
 
     family = FAMILIES["wan"].generate_kwargs
     given: dict[str, Any] = {
@@ -56,8 +56,8 @@ def compare(folder: str, output: str, failing: str = "", **changes: Any) -> Repo
         **changes,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlidingTileImpl, "attend", failing_attend)
-        patch.setattr(SlidingTileImpl, "forward_ring", failing_ring)
+        patch.setattr(method, "attend_locally", failing_attend)
+        patch.setattr(method, "attend_ring", failing_ring)
         pipe = DiffusionPipeline.from_pretrained(folder)
         return multimodal_gen.compare(pipe, output=output, **given)
 

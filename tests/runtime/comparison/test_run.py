@@ -14,7 +14,7 @@ import multimodal_gen
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.comparison import run as comparing
 from multimodal_gen.runtime.comparison.record import Report, Run, as_json, read_record
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileImpl
+from multimodal_gen.runtime.layers.attention.sparse import method
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
 
@@ -39,13 +39,13 @@ EXACT, SCALED, DROPPED, NOT_A_NUMBER, TOO_LARGE = (
 @pytest.fixture(scope="module")
 def broken_backend() -> Iterator[None]:
     """Break windows of some sizes."""
-    attend = SlidingTileImpl.attend
+    attend = method.attend_locally
 
-    def broken(self: Any, call: Any, context: Any) -> torch.Tensor:
-        kind = self.config.window[0]
+    def broken(router: Any, settings: Any, call: Any, context: Any) -> torch.Tensor:
+        kind = getattr(settings, "window", (0,))[0]
         if kind == 95:
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        out = attend(self, call, context)
+        out = attend(router, settings, call, context)
         if kind == 98:
             out = 1.2 * out
         elif kind == 97:
@@ -56,7 +56,7 @@ def broken_backend() -> Iterator[None]:
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlidingTileImpl, "attend", broken)
+        patch.setattr(method, "attend_locally", broken)
         yield
 
 

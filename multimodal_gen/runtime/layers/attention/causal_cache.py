@@ -36,7 +36,7 @@ from multimodal_gen.runtime.layers.attention.cache_size import (
     key_heads_of_rank,
     refuse_what_does_not_fit,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import kept_indices
+from multimodal_gen.runtime.layers.attention.sparse.windows import kept_indices
 
 __all__ = [
     "CacheSize",

@@ -26,7 +26,7 @@ from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla.sage import SageSLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.subblock import SubblockConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig

@@ -22,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context

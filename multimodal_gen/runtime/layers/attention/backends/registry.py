@@ -48,7 +48,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.FLASHINFER: ("backends.flashinfer:FlashInferBackend",),
         AttentionBackendEnum.XFORMERS: ("backends.xformers:XFormersBackend",),
         AttentionBackendEnum.TRITON_ATTN: ("backends.triton_attn:TritonAttentionBackend",),
-        AttentionBackendEnum.SLIDING_TILE_ATTN: ("sparse.methods.sta.backend:SlidingTileBackend",),
+        AttentionBackendEnum.SLIDING_TILE_ATTN: ("sparse.methods.sta.router:SlidingTileBackend",),
         AttentionBackendEnum.VIDEO_SPARSE_ATTN: ("sparse.methods.vsa:VideoSparseBackend",),
         AttentionBackendEnum.VMOBA_ATTN: ("sparse.methods.vmoba.backend:VMoBABackend",),
         AttentionBackendEnum.SLA_ATTN: ("sparse.methods.sla.backend:SLABackend",),

@@ -10,14 +10,15 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.ring import RingCall, RingInputs
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.ring import ring_plan
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import kept_map
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import window_patterns
+from multimodal_gen.runtime.layers.attention.sparse.pattern import shard_plan
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
     ring_layout,
     shard_lists,
     shards_of,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.windows import kept_map
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, TextSpan
 
 GRID, TILE, CPU = (3, 5, 7), (2, 2, 3), torch.device("cpu")
@@ -82,7 +83,7 @@ def test_the_plans_of_all_chunks_together_keep_what_one_plan_does(lengths):
     for (i, mine), (j, theirs) in itertools.product(enumerate(shards), repeat=2):
         if mine is None or theirs is None or mine.queries is None:
             continue
-        plan = ring_plan(windows, mine, theirs)
+        plan = shard_plan(window_patterns(windows, order.tiles), mine, theirs)
         if plan is None:
             continue
         plan.check()
@@ -98,8 +99,9 @@ def test_the_plans_of_all_chunks_together_keep_what_one_plan_does(lengths):
 
 def test_chunks_without_a_kept_tile_have_no_plan():
     near, far = shards_of(layout(), ring((35, 70)), (1, 5, 7), CPU)
-    assert ring_plan(((1, 1, 1),), near, far) is None
-    assert ring_plan(((1, 1, 1),), near, near).counts.tolist() == [[[1]]]
+    patterns = window_patterns(((1, 1, 1),), near.keys.order.tiles)
+    assert shard_plan(patterns, near, far) is None
+    assert shard_plan(patterns, near, near).counts.tolist() == [[[1]]]
 
 
 def test_lists_keep_the_tiles_that_are_at_hand_in_order():

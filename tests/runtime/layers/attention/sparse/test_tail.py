@@ -8,11 +8,11 @@ import torch
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import kept_map
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config, SVG2Impl
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.sparse.windows import kept_map
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.sparse import (
     SparseMethod,

@@ -20,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.vsa_upstream import 
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
+    tiled_sequence,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv

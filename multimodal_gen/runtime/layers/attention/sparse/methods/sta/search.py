@@ -31,7 +31,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import 
     read_text,
     write_text,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import (
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
     Window,
     effective_window,
     tile_count,

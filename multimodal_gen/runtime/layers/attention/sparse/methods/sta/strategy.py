@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import (
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
     AXES,
     Window,
     tile_density,

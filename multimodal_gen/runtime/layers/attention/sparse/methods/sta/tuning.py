@@ -28,7 +28,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import 
     StrategyRecord,
     load_strategy,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import (
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
     Window,
     is_full,
     tile_count,

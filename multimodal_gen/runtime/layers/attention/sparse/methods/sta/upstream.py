@@ -13,12 +13,12 @@ from types import MappingProxyType
 import torch
 
 from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import (
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
     Window,
     effective_window,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence
-from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
 
 __all__ = ["UPSTREAM", "attend_upstream", "upstream_reasons", "upstream_windows"]
 

@@ -12,9 +12,9 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
     global_force_attn_backend_context_manager,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import (
+    SlidingTileBackend,
     SlidingTileConfig,
-    SlidingTileImpl,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     NEGATIVE,
@@ -378,7 +378,7 @@ def test_a_named_kernel_of_another_sparse_backend_is_not_replaced_either() -> No
 
 def test_a_named_kernel_of_the_authors_refuses_with_its_reasons() -> None:
     config = SlidingTileConfig(window=(1, 1, 3), kernel="st_attn")
-    impl = SlidingTileImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, config=config)
+    impl = SlidingTileBackend.get_impl_cls()(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, config=config)
     with (
         set_forward_context(0, latent_grid=GRID) as context,
         pytest.raises(UnsupportedBackendError, match=r"needs a latent grid of 30x48x80, .*4x6x10"),

@@ -8,15 +8,16 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.ring import RingCall
 from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta import backend as sliding_tile_attn
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.ring import halo_of, ring_plan
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import (
+from multimodal_gen.runtime.layers.attention.sparse.executors import ring as executor
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import window_patterns
+from multimodal_gen.runtime.layers.attention.sparse.pattern import halo_of, shard_plan
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import shards_of
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
     effective_window,
     kept_map,
     tiles_of,
 )
-from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import shards_of
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.inputs import make_qkv
@@ -25,6 +26,7 @@ from multimodal_gen.testing.processes import own
 GRID, TILE = (10, 3, 5), (2, 2, 2)
 LENGTHS = (43, 20, 51, 36)
 WINDOWS = ((1, 2, 1), (3, 1, 1))
+TILES = tiles_of(GRID, TILE)
 
 
 def shards(lengths=LENGTHS, text=0):
@@ -51,7 +53,7 @@ def needed(windows, me):
 
 def test_ranks_send_each_other_the_tokens_that_windows_keep_and_no_others():
     held = shards()
-    halos = [halo_of(WINDOWS, held, me) for me in range(4)]
+    halos = [halo_of(window_patterns(WINDOWS, TILES), held, me) for me in range(4)]
     for me, halo in enumerate(halos):
         assert halo.recv_counts == needed(WINDOWS, me)
         assert halo.send_counts == tuple(other.recv_counts[me] for other in halos)
@@ -61,11 +63,11 @@ def test_ranks_send_each_other_the_tokens_that_windows_keep_and_no_others():
 
 @pytest.mark.parametrize("windows", [WINDOWS, ((1, 1, 1),) * 2, ((3, 2, 1), (3, 2, 3))], ids=str)
 def test_a_rank_attends_to_the_same_pairs_as_in_a_ring(windows):
-    held = shards()
+    held, patterns = shards(), window_patterns(windows, TILES)
     for me, mine in enumerate(held):
-        plans = [ring_plan(windows, mine, held[i]) for i in range(4) if i != me]
+        plans = [shard_plan(patterns, mine, held[i]) for i in range(4) if i != me]
         pairs = sum(plan.pairs() for plan in plans if plan is not None)
-        halo = halo_of(windows, held, me)
+        halo = halo_of(patterns, held, me)
         pairs_of_halo = 0 if halo.plan is None else halo.plan.check().pairs()
         assert torch.equal(torch.as_tensor(pairs_of_halo), torch.as_tensor(pairs))
 
@@ -80,7 +82,7 @@ def test_a_rank_attends_to_the_same_pairs_as_in_a_ring(windows):
     ids=["everything is needed", "a rank has no tokens", "there is text"],
 )
 def test_keys_go_round_where_nothing_is_saved(windows, held):
-    assert [halo_of(windows, held, me) for me in range(4)] == [None] * 4
+    assert [halo_of(window_patterns(windows, TILES), held, me) for me in range(4)] == [None] * 4
 
 
 def by_both_ways(config, batch):
@@ -93,14 +95,14 @@ def by_both_ways(config, batch):
     layer = USPAttention(4, 32, prefix="blocks.1.attn", scope=scope_from_args(args))
     local = [own(x, LENGTHS) for x in make_qkv(batch, sum(LENGTHS), 4, 32)]
     outs, found = [], []
-    original = sliding_tile_attn.halo_of
+    original = executor.halo_of
     for way in (original, lambda *given: None):
-        sliding_tile_attn.halo_of = lambda *given, way=way: found.append(way(*given)) or found[-1]
+        executor.halo_of = lambda *given, way=way: found.append(way(*given)) or found[-1]
         try:
             with torch.no_grad(), set_forward_context(1, latent_grid=GRID, num_steps=2):
                 outs.append(layer(*local))
         finally:
-            sliding_tile_attn.halo_of = original
+            executor.halo_of = original
     assert layer.report().times.communication_ms > 0
     torch.testing.assert_close(*outs)
     return [halo is not None for halo in found]

@@ -19,7 +19,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     find_searches,
     search_name,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import (
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
     effective_window,
     tile_count,
 )

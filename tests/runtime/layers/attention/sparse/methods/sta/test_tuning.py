@@ -14,7 +14,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import 
     load_strategy,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.tuning import tune, tune_files
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import tile_density
+from multimodal_gen.runtime.layers.attention.sparse.windows import tile_density
 
 TILES = (3, 2, 4)
 WINDOWS = ((1, 1, 1), (1, 2, 4), (3, 2, 1))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import (
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
     effective_window,
     is_full,
     kept_indices,

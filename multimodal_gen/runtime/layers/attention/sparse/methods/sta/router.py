@@ -1,0 +1,379 @@
+"""Sliding Tile Attention: every tile of the latent grid attends to a window of tiles around it.
+
+Shapes: B batch, S tokens, H heads, D head size.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
+from multimodal_gen.kernels.requirements import PackageProbe
+from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.kernels.tile_order.api import TileOrder
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.engine import (
+    FASTVIDEO_KERNEL,
+    engine_variants,
+    upstream_variant,
+)
+from multimodal_gen.runtime.layers.attention.config import (
+    Axis,
+    DensePart,
+    SparseConfig,
+    option,
+)
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.sparse.base import (
+    Tail,
+    refuse_foreign_tail,
+    tail_option,
+)
+from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
+    branch_parts,
+    head_losses,
+    session_for,
+)
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import (
+    Strategy,
+    WindowSource,
+    load_strategy,
+)
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.tuning import tuned_strategy
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.upstream import (
+    UPSTREAM,
+    attend_upstream,
+)
+from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern, Patterns
+from multimodal_gen.runtime.layers.attention.sparse.router import (
+    Cut,
+    Limits,
+    Router,
+    UpstreamKernel,
+)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SparseCall,
+    TiledSequence,
+    fit_tile,
+)
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
+    DEFAULT_TILE,
+    Window,
+    effective_window,
+    kept_indices,
+    pair_density,
+    tiles_of,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+_ST_ATTN = PackageProbe(module="st_attn", distribution="st-attn", install="pip install st-attn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingTileConfig(SparseConfig):
+    """Parameters of `sliding_tile_attn`; windows are (time, height, width) in tiles.
+
+    Attributes:
+        mask_strategy_file_path: JSON file with a window per step, layer and head; the tuning modes
+            write it.
+        window: one window for every step, layer and head, instead of a file; clamped to the grid.
+        sta_mode: inference with known windows; searching, which tries windows and goes on with
+            full attention; tuning (on both branches of guidance: tuning_cfg), which makes the
+            strategy file of searches and goes on with it.
+        skip_time_steps: first denoising steps that stay dense.
+        retarget: rescale a file made for other steps or another grid instead of refusing it.
+        search_path: folder of searches: STA_searching writes them, the tuning modes read them.
+        tile_size: tokens per tile along (time, height, width).
+        target_density: share of the attention matrix the tuning modes aim at; None for the least
+            loss per head.
+        skip_below: products of weights and values are left out where all weights of a step of the
+            kernel lie so many decibels below the largest ones so far; 30 is a thousandth. None
+            leaves nothing out.
+        tail: what becomes of tiles outside of a window: `none` drops them, as the paper does;
+            `pooled` counts each by the mean of its keys and values. Searches and tuning find other
+            windows with it.
+        kernel: which kernel runs; `auto` takes the fastest one supported.
+    """
+
+    first_dense_steps: ClassVar[str] = "skip_time_steps"
+    example: ClassVar[str] = "window=[3,3,3],skip_time_steps=15"
+
+    mask_strategy_file_path: str | None = option(
+        None, "JSON file with a window per step, layer and head"
+    )
+    window: tuple[int, ...] | None = option(
+        None, "one window for all, tiles along time, height, width", ge=1, length=3
+    )
+    sta_mode: Literal["STA_inference", "STA_searching", "STA_tuning", "STA_tuning_cfg"] = option(
+        "STA_inference", "use windows, or search and tune them", aliases=("STA_mode",)
+    )
+    skip_time_steps: int = option(15, "first denoising steps that stay dense", ge=0)
+    retarget: bool = option(False, "rescale a file made for other steps or another grid")
+    search_path: str | None = option(None, "folder of searches, written and tuned on")
+    tile_size: tuple[int, ...] = option(
+        DEFAULT_TILE, "tokens per tile along time, height, width", ge=1, length=3
+    )
+    target_density: float | None = option(
+        None, "share of the attention matrix tuning aims at", ge=0, le=1
+    )
+    skip_below: float | None = option(
+        None, "decibels below the largest weight so far at which products are left out", ge=1
+    )
+    tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
+    kernel: Literal[
+        "auto", "gluon", "fa4", "triton", "reference", "st_attn", "fastvideo_kernel"
+    ] = option("auto", "kernel that runs")
+
+    def check(self) -> None:
+        """Each mode has exactly the sources it reads; only tuning has a target."""
+        refuse_foreign_tail("sliding_tile_attn", self.tail, self.kernel, *UPSTREAM)
+        if self.skip_below is not None and self.kernel in UPSTREAM:
+            raise ConfigError(
+                f"`skip_below` of sliding_tile_attn must not be given with kernel {self.kernel}, "
+                f"which leaves no products out, got {self.skip_below}; remove one"
+            )
+        file, window, mode = self.mask_strategy_file_path, self.window, self.sta_mode
+        inference, tuning = mode == "STA_inference", mode.startswith("STA_tuning")
+        if inference and file is None and window is None:
+            raise ConfigError(
+                "`mask_strategy_file_path` of sliding_tile_attn must name a strategy file, or "
+                "`window` must give one window such as [3, 3, 3]; `sglang attention sta search` "
+                "and `sglang attention sta tune` make a strategy file"
+            )
+        if window is not None and not (inference and file is None):
+            other = f"sta_mode {mode}" if file is None else "mask_strategy_file_path"
+            raise ConfigError(
+                f"`window` of sliding_tile_attn must not be given with `{other}`, got "
+                f"{list(window)}; remove one"
+            )
+        if not inference and self.search_path is None:
+            raise ConfigError(
+                f"`search_path` of sliding_tile_attn must name a folder for sta_mode {mode}, got "
+                f"None"
+            )
+        if tuning and file is None:
+            raise ConfigError(
+                f"`mask_strategy_file_path` of sliding_tile_attn must name the file that {mode} "
+                f"writes, got None"
+            )
+        if self.target_density is not None and not tuning:
+            raise ConfigError(
+                "`target_density` of sliding_tile_attn must be given only with sta_mode STA_tuning "
+                f"or STA_tuning_cfg, got sta_mode {mode}"
+            )
+        self._check_searching()
+
+    def _check_searching(self) -> None:
+        """A search tries every step and layer, with candidates of its own."""
+        if self.sta_mode != "STA_searching":
+            return
+        for name in ("mask_strategy_file_path", "dense_steps", "dense_sigma", "dense_layers"):
+            value = getattr(self, name)
+            if value is not None:
+                raise ConfigError(
+                    f"`{name}` of sliding_tile_attn must not be given with sta_mode "
+                    f"STA_searching, which tries every step and layer, got {value}"
+                )
+
+    def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:
+        """Return the steps or the layers that stay dense; a search tries all of them."""
+        if self.sta_mode == "STA_searching":
+            return ()
+        return SparseConfig.dense_parts(self, axis)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WindowPattern(Pattern):
+    """The tiles of a window around every tile.
+
+    Attributes:
+        window: tiles along time, height and width, all of them kept.
+    """
+
+    window: Window
+
+
+@static_cache(maxsize=1024)
+def _pattern(window: Window, tiles: Window) -> WindowPattern:
+    with torch.inference_mode(False), torch.device("cpu"):
+        lists = kept_indices(window, tiles)
+        counts = torch.full((len(lists),), lists.shape[1], dtype=torch.int32)
+    return WindowPattern(indices=lists, counts=counts, window=window)
+
+
+def window_patterns(windows: tuple[Window, ...], tiles: Window) -> Patterns:
+    """Return the patterns of windows, one per head, on a grid of tiles."""
+    return tuple(_pattern(effective_window(window, tiles), tiles) for window in windows)
+
+
+def _upstream(
+    call: SparseCall,
+    keys: TiledSequence,
+    choose: Callable[[], tuple[WindowPattern, ...]],
+    kept: int,
+    backend: str,
+) -> torch.Tensor:
+    """See `UpstreamKernel`; the packages take windows."""
+    return attend_upstream(call, keys, [pattern.window for pattern in choose()], backend)
+
+
+class SlidingTileRouter(Router[SlidingTileConfig]):
+    """A window of tiles per step, layer and head."""
+
+    chooses = "pattern"
+    upstream: ClassVar[Mapping[str, UpstreamKernel]] = dict.fromkeys(UPSTREAM, _upstream)
+
+    _source: WindowSource | None = None
+
+    def prepare(self, settings: SlidingTileConfig) -> None:
+        """Read the strategy, and check that it has the layer.
+
+        Raises:
+            ConfigError: the strategy cannot be read, or is for another model.
+            UsageError: the strategy needs to know the layer, and it is not known.
+        """
+        if settings.sta_mode == "STA_searching":
+            return
+        window, site = settings.window, self.layer.site
+        self._source = WindowSource(
+            strategy=_strategy(settings) if window is None else None,
+            window=None if window is None else (window[0], window[1], window[2]),
+            retarget=settings.retarget,
+            layer=None if site is None else site.layer,
+            num_layers=None if site is None else site.num_layers,
+            num_heads=self.layer.num_heads,
+            tile_size=(settings.tile_size[0], settings.tile_size[1], settings.tile_size[2]),
+        )
+
+    def cut(self, settings: SlidingTileConfig, grid: tuple[int, int, int]) -> Cut:
+        """Return the tiles."""
+        return Cut(settings.tile_size)
+
+    def varies(self, settings: SlidingTileConfig) -> bool:
+        """A strategy has other windows in every step."""
+        return settings.window is None
+
+    def pattern(
+        self,
+        settings: SlidingTileConfig,
+        grid: tuple[int, int, int],
+        heads: slice,
+        context: ForwardContext,
+    ) -> Patterns:
+        """Return the windows of a step."""
+        assert self._source is not None, "a search tries windows of its own"
+        tiles = tiles_of(grid, fit_tile(settings.tile_size, grid))
+        windows = self._source.windows(
+            tiles,
+            step=context.current_timestep,
+            num_steps=context.num_steps,
+            first_head=heads.start,
+            num_heads=heads.stop - heads.start,
+        )
+        return window_patterns(windows, tiles)
+
+    def check_run(self, settings: SlidingTileConfig, context: ForwardContext) -> None:
+        """Refuse a strategy for other steps or another grid, as a call would."""
+        grid = context.latent_grid
+        if self._source is not None and grid is not None:
+            tiles = tiles_of(grid, fit_tile(settings.tile_size, grid))
+            self._source.check(tiles, context.num_steps)
+
+    def limits(self, settings: SlidingTileConfig) -> Limits:
+        """Windows by head and step are of one grid, and a search sees whole heads."""
+        ring = cache = None
+        if settings.sta_mode == "STA_searching":
+            ring = "STA_searching compares whole heads, and strategies serve any number of GPUs"
+        if settings.window is None:
+            cache = "windows by head and step are of one latent grid"
+        elif self.layer.pools_tail:
+            cache = "its windows are lists that change in place, which a tail is not made from"
+        return Limits(ring=ring, cache=cache)
+
+    def cut_of_cache(
+        self, settings: SlidingTileConfig, kept: KeptChunks, grid: tuple[int, int, int] | None
+    ) -> CacheCut | str:
+        """Return the window in space; the cache has its own window in time."""
+        cut, window = kept.in_tiles(settings.tile_size), settings.window
+        if isinstance(cut, str) or window is None:
+            return cut
+        return CacheCut(window=(window[1], window[2]))
+
+    def density_of_cache(self, settings: SlidingTileConfig, order: TileOrder) -> float:
+        """Return the share of the tiles of a frame that a window keeps."""
+        window, grid, tile = settings.window, order.grid, order.tile
+        assert window is not None, "others have no window"
+        return pair_density((1, window[1], window[2]), (1, grid[1], grid[2]), (1, tile[1], tile[2]))
+
+    def search(
+        self,
+        settings: SlidingTileConfig,
+        call: SparseCall,
+        context: ForwardContext,
+        attend: Callable[[Patterns], torch.Tensor],
+    ) -> torch.Tensor | None:
+        """Record how far each candidate takes every head from full attention, and return that."""
+        if self._source is not None:
+            return None
+        heads, grid, site = call.query.shape[2], call.layout.grid, self.layer.site
+        if heads != self.layer.num_heads:
+            raise UsageError(
+                "STA_searching must see all tokens and heads of a layer, got a part of them; "
+                "search with --num-gpus 1, and use the strategy with any number of GPUs"
+            )
+        if site is None or site.layer is None:
+            raise UsageError(
+                "STA_searching must know the layer's index, got a layer without one; construct it "
+                "with a `prefix` such as 'blocks.3.attn', or run `sglang attention sta search`"
+            )
+        assert settings.search_path is not None, "the configuration checks that"
+        session = session_for(settings.search_path, context.request_id)
+        tile = fit_tile(settings.tile_size, grid)
+        tiles = tiles_of(grid, tile)
+        full = attend(window_patterns((tiles,) * heads, tiles))
+        losses: dict[str, list[torch.Tensor]] = {}
+        for window in session.recorder.candidates(tiles):
+            out = attend(window_patterns((window,) * heads, tiles))
+            for branch, part, whole in branch_parts(context.cfg_branch, out, full):
+                losses.setdefault(branch, []).append(head_losses(part, whole))
+        step = context.current_timestep
+        for branch, found in losses.items():
+            session.recorder.add(torch.stack(found), step=step, layer=site.layer, branch=branch)
+            session.finish(branch, context.num_steps, grid, tile)
+        self.layer.note(context, 1.0, heads)
+        return full
+
+
+def _strategy(config: SlidingTileConfig) -> Strategy:
+    path = config.mask_strategy_file_path
+    assert path is not None, "the configuration checks that"
+    if config.sta_mode == "STA_inference":
+        return load_strategy(path)
+    assert config.search_path is not None, "the configuration checks that"
+    return tuned_strategy(
+        config.search_path,
+        path,
+        both=config.sta_mode == "STA_tuning_cfg",
+        skip_time_steps=config.skip_time_steps,
+        target_density=config.target_density,
+    )
+
+
+class SlidingTileBackend(SparseBackend):
+    """Sliding Tile Attention."""
+
+    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SLIDING_TILE_ATTN
+    summary: ClassVar[str] = "Sliding Tile Attention: a window of tiles per step, layer and head"
+    config_cls: ClassVar[type[SlidingTileConfig]] = SlidingTileConfig
+    router: ClassVar[type[SlidingTileRouter]] = SlidingTileRouter
+    variants: ClassVar[tuple[Variant, ...]] = (
+        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
+        upstream_variant("st_attn", _ST_ATTN, head_sizes=(128,)),
+        upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, head_sizes=(128,)),
+    )
