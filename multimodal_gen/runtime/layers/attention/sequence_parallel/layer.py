@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.errors import MultimodalGenError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.distributed.collectives import partition_heads
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
 from multimodal_gen.runtime.distributed.handshake import handshake
@@ -105,6 +105,8 @@ class SequenceParallelLayer(AttentionLayer):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
+            if groups.ulysses.size > 1:
+                _check_schedule(self.schedule())
             if call.off_grid and entry.primary.selection.backend.is_sparse:
                 entry = entry.off_grid(call.off_grid)
         except MultimodalGenError as error:
@@ -238,6 +240,21 @@ def _ring_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | N
         f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, got "
         f"a ring of {groups.ring.size}; use --ring-degree 1 and more Ulysses ranks"
     )
+
+
+def _check_schedule(schedule: tuple[ScheduleEntry, ...]) -> None:
+    """Refuse a backend that needs all heads, before the first of its steps.
+
+    Raises:
+        UnsupportedBackendError: its choice would differ from that of one process.
+    """
+    for entry in schedule:
+        reason = entry.primary.impl.ulysses_reason()
+        if reason is not None:
+            raise UnsupportedBackendError(
+                f"attention backend {entry.primary.selection.label} must have all heads in one "
+                f"process: {reason}; use --sp-degree 1, or choose another backend"
+            )
 
 
 def _past_of(call: AttentionCall) -> tuple[object, ...]:
