@@ -29,7 +29,7 @@ from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Report, Run, read_record
 from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure, defects_of, was_dense
 from multimodal_gen.runtime.generator.cache import read_cache
-from multimodal_gen.runtime.generator.output import Staging, require_writable
+from multimodal_gen.runtime.generator.output import Staging, require_file, require_writable
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
@@ -210,12 +210,12 @@ def check_file(path: Path) -> None:
     Raises:
         UsageError: the file is a folder, or cannot lie where it is to lie.
     """
+    require_file(path, "--output")
     if path.is_dir():
         raise UsageError(
             f"--output must be a file, got {str(path)!r}, which is a folder; try "
             f"{str(path / 'attention.yaml')!r}"
         )
-    require_writable(path.parent, "--output")
 
 
 def check_search(plan: Plan, args: ServerArgs) -> None:
@@ -233,7 +233,8 @@ def check_search(plan: Plan, args: ServerArgs) -> None:
         ConfigError: it holds a report that cannot be read.
     """
     folder = plan.folder
-    if not folder.exists():
+    if not os.path.exists(folder):
+        require_writable(folder, "--comparison")
         return
     if not folder.is_dir():
         holds = "is a file"

@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -309,7 +309,7 @@ class Session:
             with ending_signals_raise():
                 also = _attention_record(args, record, report, check)
                 write = partial(_write, target, run, call, timings, record, notes, mark, also)
-                saved = _save(target, len(run.pixels), write)
+                saved = _save(target, len(run.pixels), also, write)
         seconds = time.perf_counter() - started
         return _generated(self.index, args, run, call, report, saved, seconds)
 
@@ -545,18 +545,10 @@ def _check_record_path(args: ServerArgs, names: OutputNames) -> None:
         )
     if args.record_attention is None:
         return
-    try:
-        path = Path(args.record_attention).expanduser()
-        output.require_writable(path.parent, "--record-attention")
-        is_folder, exists = path.is_dir(), path.exists()
-    except UsageError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"--record-attention must be a file that can be made, got "
-            f"{str(args.record_attention)[:80]!r} ({getattr(error, 'strerror', None) or error})"
-        ) from error
-    if path.absolute() in (file.absolute() for file in names.all):
+    exists = output.require_file(Path(args.record_attention), "--record-attention")
+    path = Path(args.record_attention).expanduser()
+    is_folder = path.is_dir()
+    if path.parent.resolve() / path.name in (f.parent.resolve() / f.name for f in names.all):
         raise UsageError(
             f"--record-attention must be a file of its own, got {str(path)!r}, which the output is "
             f"to be written to; choose another name"
@@ -582,13 +574,24 @@ def _compile(pipe: Any) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _save(target: OutputTarget, count: int, write: Callable[[OutputNames], _Saved]) -> _Saved:
+def _save(
+    target: OutputTarget,
+    count: int,
+    also: Collection[Path],
+    write: Callable[[OutputNames], _Saved],
+) -> _Saved:
     """Write everything under names that are free, or nothing; return what was written."""
     while True:
         names = target.names(count)
         try:
             return write(names)
         except FileExistsError:
+            taken = next(filter(output.is_taken, also), None)
+            if taken is not None and not target.overwrite:
+                raise UsageError(
+                    f"--record-attention must not exist yet, got {str(taken)!r}, which another "
+                    f"program wrote meanwhile; run again with another name, or --overwrite"
+                ) from None
             if target.overwrite or not names.taken:
                 raise
             if target.is_file:
