@@ -85,7 +85,7 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         by_timesteps=bool(index.settings.get("expand_timesteps")),
     )
     check_quantized(index, _ways(args), device)
-    check_loras(index.pipeline_class, read_loras(args.lora_path or ()))
+    check_loras(index.pipeline_class, index.components, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
         check_scheduler(args.scheduler)
 

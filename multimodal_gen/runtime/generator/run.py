@@ -1,6 +1,7 @@
 """Generations with one loaded pipeline: attach attention, run it, save the result."""
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from multimodal_gen.runtime.generator.denoise import (
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import as_typed
 from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
+from multimodal_gen.runtime.generator.lora import not_reached, read_loras
 from multimodal_gen.runtime.generator.output import (
     GrowingVideo,
     OutputNames,
@@ -62,6 +64,8 @@ from multimodal_gen.runtime.setting import expanded
 
 __all__ = ["Attach", "Generated", "Handle", "Report", "Session", "find_done", "prepare"]
 
+
+logger = logging.getLogger(__name__)
 
 # What may differ between a run and the one that goes on with it.
 _NOT_DECIDING = ("output_path", "overwrite", "rank_timeout", "record_attention")
@@ -250,7 +254,8 @@ class Session:
         start = time.perf_counter()
         with out_of_memory_explained():
             self._pipe = load_pipeline(self.index, args, self.device)
-            self._notes = _compile(self._pipe) if args.enable_torch_compile else ()
+            self._notes = _reached(self._pipe, args)
+            self._notes += _compile(self._pipe) if args.enable_torch_compile else ()
         self.load_seconds = time.perf_counter() - start
 
     def generate(
@@ -559,6 +564,14 @@ def _check_record_path(args: ServerArgs, names: OutputNames) -> None:
             f"--record-attention must be a file that does not exist yet, got {str(path)!r}; "
             f"{remedy}"
         )
+
+
+def _reached(pipe: Any, args: ServerArgs) -> tuple[str, ...]:
+    """Warn of adapters that reached one of two experts; return what was said, as notes."""
+    notes = not_reached(pipe, read_loras(args.lora_path or ()))
+    for note in notes:
+        logger.warning(note)
+    return notes
 
 
 def _compile(pipe: Any) -> tuple[str, ...]:
