@@ -105,8 +105,8 @@ class SequenceParallelLayer(AttentionLayer):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
-            if groups.ulysses.size > 1:
-                _check_schedule(self.schedule())
+            if entry.ulysses_refusal is not None and groups.ulysses.size > 1:
+                raise UnsupportedBackendError(entry.ulysses_refusal)
             if call.off_grid and entry.primary.selection.backend.is_sparse:
                 entry = entry.off_grid(call.off_grid)
         except MultimodalGenError as error:
@@ -240,21 +240,6 @@ def _ring_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | N
         f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, got "
         f"a ring of {groups.ring.size}; use --ring-degree 1 and more Ulysses ranks"
     )
-
-
-def _check_schedule(schedule: tuple[ScheduleEntry, ...]) -> None:
-    """Refuse a backend that needs all heads, before the first of its steps.
-
-    Raises:
-        UnsupportedBackendError: its choice would differ from that of one process.
-    """
-    for entry in schedule:
-        reason = entry.primary.impl.ulysses_reason()
-        if reason is not None:
-            raise UnsupportedBackendError(
-                f"attention backend {entry.primary.selection.label} must have all heads in one "
-                f"process: {reason}; use --sp-degree 1, or choose another backend"
-            )
 
 
 def _past_of(call: AttentionCall) -> tuple[object, ...]:
