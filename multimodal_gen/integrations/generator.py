@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from multimodal_gen import __version__
+from multimodal_gen._version import __version__
 from multimodal_gen.errors import NothingAppliedError, UsageError, nearest
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import parallel_groups
