@@ -6,6 +6,8 @@ diffusers.
 
 from typing import TYPE_CHECKING, Any
 
+from multimodal_gen._version import __version__
+
 if TYPE_CHECKING:
     from multimodal_gen.integrations.comparison import compare
     from multimodal_gen.integrations.diffusers import AttentionHandle, apply
@@ -22,8 +24,6 @@ __all__ = [
     "init_parallel",
     "leave_parallel",
 ]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

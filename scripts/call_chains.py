@@ -30,9 +30,11 @@ import multimodal_gen
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.processes import World
 
 PACKAGE = Path(multimodal_gen.__file__).parent
@@ -218,6 +220,20 @@ def applied() -> Chain:
                 layer.register_forward_hook(end)
             transformer(latents, torch.tensor([500]), text, return_dict=False)
     return recorder.chain
+
+
+def bound_from_text() -> Chain:
+    """Return what is entered from the text of a configuration to a layer with its backend."""
+
+    def bind() -> None:
+        args = ServerArgs(
+            model_path="none",
+            attention_backend="sliding_tile_attn",
+            attention_backend_config="window=[3,3,3]",
+        )
+        LocalAttention(HEADS, HEAD_SIZE, compute_dtype=torch.float32, scope=scope_from_args(args))
+
+    return record(bind)
 
 
 CASES: dict[str, Callable[[], Chain]] = {

@@ -148,6 +148,8 @@ def _check_timed(named: "list[AttentionBackendEnum]", results: "list[ShapeTimes]
 
 
 def _check_free(save: Path | None) -> None:
+    from multimodal_gen.runtime.generator.output import is_taken, require_writable
+
     if save is None:
         return
     try:
@@ -155,7 +157,7 @@ def _check_free(save: Path | None) -> None:
             raise UsageError(
                 f"--save must name a new file, got the folder {str(save)!r}; name a file in it"
             )
-        exists = save.exists()
+        exists = is_taken(save)
     except OSError as error:  # a name that is too long, say
         raise UsageError(
             f"--save must name a file, got {short(str(save))}: {error.strerror}"
@@ -166,6 +168,7 @@ def _check_free(save: Path | None) -> None:
         raise UsageError(f"--save must lie in a folder that exists, got {str(save)!r}")
     if not os.access(save.parent, os.W_OK):
         raise UsageError(f"--save must lie in a folder that can be written to, got {str(save)!r}")
+    require_writable(save.parent, "--save")  # permissions alone say little
 
 
 def _shapes(

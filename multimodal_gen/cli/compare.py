@@ -255,10 +255,13 @@ def _join_and_run(job: _Job, num_ranks: int) -> "Report | None":
     """Join the ranks that were started, and do a job with them; the first has the report."""
     import torch
 
+    from multimodal_gen.runtime.comparison.store import check_folder
     from multimodal_gen.runtime.distributed.groups import is_main_rank, ranks_per_host
     from multimodal_gen.runtime.generator import join_ranks
 
     (args,) = join_ranks((job.args,), num_ranks)
+    if is_main_rank():
+        check_folder(job.plan.folder, resume=job.plan.resume)
     if num_ranks > 1:  # the ranks of a host share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
     report = _run(replace(job, args=args))

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multimodal_gen import __version__
+from multimodal_gen._version import __version__
 from multimodal_gen.cli import attention, sta
 from multimodal_gen.cli.bench import bench
 from multimodal_gen.cli.compare import compare

@@ -1,6 +1,7 @@
 """`sglang attention recommend`: the fastest backend that is good enough, as a file to run with."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -112,7 +113,7 @@ def recommend(
             reference="torch_sdpa",
             floor=None,
             seeds=seeds,
-            resume=comparison.exists(),
+            resume=os.path.exists(comparison),
             replayed_steps=0,
             check=choice.check_search,
         )
@@ -163,4 +164,4 @@ def _refuse_search(
 def _read(folder: Path) -> "Report":
     from multimodal_gen.runtime.comparison.record import Report, read_record
 
-    return read_record(Report, folder / "report.json" if folder.is_dir() else folder)
+    return read_record(Report, folder / "report.json" if os.path.isdir(folder) else folder)

@@ -1,7 +1,6 @@
 """Draws a strategy: which window every head has at every step, and what each window covers."""
 
 import colorsys
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +43,7 @@ def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
         raise MissingDependencyError(
             f"drawing windows needs pillow ({error}); install with: pip install pillow"
         ) from error
+    from multimodal_gen.runtime.generator.output import Staging
     from multimodal_gen.runtime.layers.attention.sparse.windows import tile_count
 
     windows = sorted(strategy.counts(), key=lambda window: (tile_count(window, tiles), window))
@@ -67,11 +67,9 @@ def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
     for window in windows:
         _draw_entry(pen, strategy, window, tiles, colours[window], top)
         top += entry
-    buffer = BytesIO()
-    image.save(buffer, format="PNG")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(buffer.getvalue())
+        with Staging(overwrite=True) as staging:
+            image.save(staging.path(path), format="PNG")
     except OSError as error:
         raise ConfigError(
             f"--png must name a file that can be written, got {str(path)!r}: {error.strerror}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from multimodal_gen import __version__
+from multimodal_gen._version import __version__
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import AttentionHandle, apply
 from multimodal_gen.runtime.comparison.configurations import Plan, read_configurations

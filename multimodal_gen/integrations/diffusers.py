@@ -50,7 +50,7 @@ __all__ = ["AttentionHandle", "apply"]
 
 
 class AttentionHandle:
-    """An attached pipeline or model; also a context manager that detaches it at the end.
+    """An attached pipeline or model; also a context manager, for one block, that detaches it.
 
     Args:
         plans: what to do, per component.
@@ -72,6 +72,7 @@ class AttentionHandle:
         self._notes = notes
         self._warnings = warnings
         self._tracker = tracker
+        self._usable = True
         with ExitStack() as undo:
             for plan in plans:
                 plan.install(undo)
@@ -117,9 +118,21 @@ class AttentionHandle:
         What was set on a processor since `apply` stays on it, and a processor that was set since
         `apply` stays where it is.
         """
+        self._usable = False
         self._undo.close()
 
     def __enter__(self) -> "AttentionHandle":
+        """Return itself.
+
+        Raises:
+            UsageError: it was detached, or runs a block already, whose rest would then be stock.
+        """
+        if not self._usable:
+            raise UsageError(
+                "an attention handle must be entered once, before remove(), got one that was "
+                "detached or entered already; call apply() again for a new one"
+            )
+        self._usable = False
         return self
 
     def __exit__(self, *error: object) -> None:

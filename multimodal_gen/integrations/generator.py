@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from multimodal_gen import __version__
+from multimodal_gen._version import __version__
 from multimodal_gen.errors import NothingAppliedError, UsageError, nearest
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import parallel_groups
@@ -25,6 +25,7 @@ from multimodal_gen.runtime.generator import (
     Session,
     choose_backend,
     plan_ranks,
+    prepare,
 )
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -315,6 +316,8 @@ def generate(model_path: Path | str, **settings: Any) -> Generated | None:
     _check_names(settings, tuple(SETTINGS), "generate")
     loading: Any = {name: value for name, value in settings.items() if name in LOADING_SETTINGS}
     making: Any = {name: value for name, value in settings.items() if name not in loading}
+    if making.get("output_path") is not None:  # is refused before weights are read
+        prepare([job_of({"model_path": str(model_path), **settings}).args])
     with DiffGenerator.from_pretrained(model_path, **loading) as generator:
         return generator.generate(**making)
 

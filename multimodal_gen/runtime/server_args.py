@@ -510,12 +510,13 @@ class ServerArgs:
     lora_path: Annotated[
         Sequence[str] | str | None,
         Setting(
-            metavar="FILE[:SCALE]",
+            metavar="FILE[:SCALE][@COMPONENT]",
             many=True,
             loading=True,
             empty=False,
-            help="LoRA to add: a file or a Hugging Face Hub id, and its scale, 1 by default. May "
-            "be given repeatedly.",
+            help="LoRA to add: a file or a Hugging Face Hub id, and its scale, 1 by default. Of a "
+            "model with two experts the first gets it, or the one named, e.g. @transformer_2, or "
+            "@both. May be given repeatedly.",
         ),
     ] = None
     scheduler: Annotated[

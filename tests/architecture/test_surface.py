@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,20 @@ def test_the_stable_names_exist(module: str, names: tuple[str, ...]) -> None:
 
 
 def test_the_version_is_the_packaged_one(repository: Path) -> None:
-    version = importlib.import_module("multimodal_gen").__version__
-    assert f'\nversion = "{version}"\n' in (repository / "pyproject.toml").read_text()
+    project = (repository / "pyproject.toml").read_text()
+    assert '\ndynamic = ["version"]\n' in project
+    (path,) = re.findall(r'\n\[tool\.hatch\.version\]\npath = "(.*)"\n', project)
+    (version,) = re.findall(r'^__version__ = "(.*)"$', (repository / path).read_text(), re.M)
+    assert importlib.import_module("multimodal_gen").__version__ == version
+
+
+def test_no_module_imports_from_the_package_above_it(package: Path) -> None:
+    importers = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "from multimodal_gen import" in path.read_text()
+    ]
+    assert importers == []
 
 
 def test_the_backend_names_of_the_documentation_are_enum_members() -> None:

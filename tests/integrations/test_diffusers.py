@@ -268,6 +268,28 @@ def test_settings_of_other_types_are_refused(given):
         apply(torch.nn.Module(), **given)
 
 
+def test_a_handle_serves_one_block(fresh):
+    pipe = fresh("wan")
+    found = state_of(pipe)
+    with apply(pipe) as handle:
+        assert state_of(pipe) != found
+        with pytest.raises(UsageError, match="must be entered once") as error, handle:
+            pass  # whose end would leave the rest of the outer block stock
+        assert state_of(pipe) != found
+    assert state_of(pipe) == found
+    removed = apply(pipe)
+    removed.remove()
+    for gone in (handle, removed):
+        with pytest.raises(UsageError, match="must be entered once"), gone:
+            pytest.fail("it would run stock attention")
+    assert str(error.value) == (
+        "an attention handle must be entered once, before remove(), got one that was detached or "
+        "entered already; call apply() again for a new one"
+    )
+    with apply(pipe) as again:
+        assert again.report().layers
+
+
 def test_a_second_apply_asks_for_remove(fresh):
     pipe = fresh("wan")
     handle = apply(pipe)

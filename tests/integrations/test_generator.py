@@ -257,6 +257,97 @@ def test_a_lora_may_have_a_bias_in_one_layer_and_changes_of_zero(
     assert not torch.equal(made.latents, plain.latents)
 
 
+@pytest.fixture(scope="module")
+def lora_file(original_lora, tmp_path_factory) -> Path:
+    from safetensors.torch import save_file
+
+    file = tmp_path_factory.mktemp("loras") / "fox@2x.safetensors"
+    save_file(original_lora, file)
+    return file
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize(
+    ("given", "first", "second"),
+    [
+        ("", 1.0, None),
+        (":0.5", 0.5, None),
+        (":0.5@transformer", 0.5, None),
+        ("@transformer_2", None, 1.0),
+        (":0.5@transformer_2", None, 0.5),
+        (":0.5@both", 0.5, 0.5),
+    ],
+)
+def test_the_expert_that_a_lora_is_added_to_is_chosen(
+    lora_file, tiny_pipeline, caplog, given, first, second
+) -> None:
+    pytest.importorskip("peft")
+    from diffusers import WanPipeline
+
+    folder = tiny_pipeline("wan22")
+    pipe = WanPipeline.from_pretrained(folder)
+    for scale, options in ((first, {}), (second, {"load_into_transformer_2": True})):
+        if scale is not None:
+            pipe.load_lora_weights(str(lora_file), adapter_name="a", **options)
+            pipe.set_adapters(["a"], [scale])
+    expected = by_hand(pipe, **VIDEO)
+    caplog.clear()
+    path = f"{lora_file}{given}"
+    made = multimodal_gen.generate(folder, lora_path=path, prompt="a fox", seed=0, **VIDEO)
+    assert torch.equal(made.latents, expected)
+    said = (
+        f"the LoRA {lora_file} reached transformer alone, not transformer_2; choose with "
+        f"--lora-path FILE:SCALE@transformer_2, or @both"
+    )
+    warned = [said] if "@" not in given else []
+    assert [r.message for r in caplog.records if r.message.startswith("the LoRA")] == warned
+    assert [note for note in made.notes if note.startswith("the LoRA")] == warned
+    if warned:
+        assert said in made.record["notes"]
+
+
+def test_loras_of_both_experts_go_to_their_own(
+    original_lora, lora_file, tiny_pipeline, tmp_path, caplog
+) -> None:
+    pytest.importorskip("peft")
+    from diffusers import WanPipeline
+    from safetensors.torch import save_file
+
+    other = tmp_path / "other.safetensors"
+    save_file({name: 2 * x for name, x in original_lora.items()}, other)
+    folder = tiny_pipeline("wan22")
+    pipe = WanPipeline.from_pretrained(folder)
+    pipe.load_lora_weights(str(lora_file), adapter_name="a")
+    pipe.load_lora_weights(str(other), adapter_name="b", load_into_transformer_2=True)
+    pipe.set_adapters(["a", "b"], [0.5, 0.25])
+    expected = by_hand(pipe, **VIDEO)
+    given = [f"{lora_file}:0.5@transformer", f"{other}:0.25@transformer_2"]
+    made = multimodal_gen.generate(folder, lora_path=given, prompt="a fox", seed=0, **VIDEO)
+    assert torch.equal(made.latents, expected)
+    assert not any("LoRA" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "choices"),
+    [
+        ("wan22", "transformer_3", "transformer or transformer_2 or both"),
+        ("wan22", "vae", "transformer or transformer_2 or both"),
+        ("wan", "transformer_2", "transformer"),
+        ("wan", "both", "transformer"),
+    ],
+)
+def test_a_lora_for_a_component_that_is_not_there_is_refused(
+    lora_file, tiny_pipeline, family, target, choices
+) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(UsageError) as error:
+        DiffGenerator.from_pretrained(tiny_pipeline(family), lora_path=f"{lora_file}:0.5@{target}")
+    assert str(error.value) == (
+        f"--lora-path must name a component of WanPipeline that takes a LoRA behind the @, "
+        f"{choices}, got {target!r} for {str(lora_file)!r}"
+    )
+
+
 def test_a_lora_that_cannot_be_told_is_refused(original_lora, tiny_pipeline, tmp_path) -> None:
     from safetensors.torch import save_file
 

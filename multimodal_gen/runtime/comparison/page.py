@@ -36,7 +36,13 @@ from multimodal_gen.runtime.comparison.record import (
     kept_mass_sources,
     speed_up,
 )
-from multimodal_gen.runtime.comparison.verdict import FACTOR, MEASURES, Beside, beside_noise
+from multimodal_gen.runtime.comparison.verdict import (
+    FACTOR,
+    MEASURES,
+    Beside,
+    beside_noise,
+    was_dense,
+)
 from multimodal_gen.runtime.generator.output import Staging
 
 __all__ = ["LIMIT", "SIZES", "require_page", "write_page"]
@@ -48,6 +54,7 @@ SIZES = ((640, 23), (480, 26), (360, 29), (240, 32))
 """Longest side of a clip in pixels, and the rate factor of H.264: larger is coarser."""
 
 _PICTURES = 6  # of masks, by run
+_DENSE = "dense in every call: no winner"  # a row's kind
 _SEARCHED = ("psnr", "vmaf")  # what time is drawn against
 _PACKAGE = "multimodal_gen.runtime.comparison"
 _COSTS = (
@@ -221,7 +228,7 @@ def _glance(report: Report) -> list[tuple[str, str, str]]:
         timed = [
             (run.cost.generation_seconds, run)
             for run in (*report.floor, *report.candidates)
-            if run.verdict and run.verdict.word == word and run.cost
+            if run.verdict and run.verdict.word == word and run.cost and not was_dense(run)
         ]
         if timed and reference:
             _, fastest = min(timed, key=lambda each: (each[0], each[1].name))
@@ -272,6 +279,8 @@ def _row(
         kind = "the reference"
     elif any(run is each for each in report.floor):
         kind = "exact kernel: the noise"
+    elif was_dense(run):
+        kind = _DENSE
     by_measure = {each.measure.name: each for each in found}
     return {
         "name": run.name,
@@ -294,7 +303,7 @@ def _cell(found: Beside | None, kind: str) -> dict[str, Any]:
         number = "equal"
     several = found.count > 1 and math.isfinite(found.mean)
     spread = found.measure.number(found.spread) if several else ""
-    beyond = found.within is False and kind == "candidate"
+    beyond = found.within is False and kind in ("candidate", _DENSE)
     return {"text": number, "spread": spread, "beyond": beyond}
 
 

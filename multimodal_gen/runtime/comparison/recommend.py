@@ -7,10 +7,11 @@ Good enough is what meets every limit that is given, as a mean over prompts and 
     max_error    relative L2 distance of the last latents from the reference's, at most
 
 Without any limit it is what is within the noise of dense kernels. A run that is broken or did not
-finish is never good enough, and neither is one that lacks a figure that is limited. Exact kernels
-may win, too; the reference wins where something is good enough, but nothing that is faster. The
-fastest takes the least time for a generation, from the prompt to the pixels: a step in the middle
-tells little of a cache, or of a schedule that starts with dense steps.
+finish is never good enough, and neither is one that lacks a figure that is limited, nor a sparse
+method that was dense in every call: its time is a dense kernel's. Exact kernels may win, too; the
+reference wins where something is good enough, but nothing that is faster. The fastest takes the
+least time for a generation, from the prompt to the pixels: a step in the middle tells little of a
+cache, or of a schedule that starts with dense steps.
 """
 
 import math
@@ -26,9 +27,9 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, Plan, cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Report, Run, read_record
-from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure, defects_of
+from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure, defects_of, was_dense
 from multimodal_gen.runtime.generator.cache import read_cache
-from multimodal_gen.runtime.generator.output import Staging, require_writable
+from multimodal_gen.runtime.generator.output import Staging, require_file, require_writable
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
@@ -156,7 +157,7 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
             )
         return Recommendation(run=good, nearest=None, reasons=tuple(reasons))
     sound = [run for run in finished if run.verdict is None or run.verdict.word != "broken"]
-    nearest = min(sound, key=lambda run: _shortfall(run, limits), default=None)
+    nearest = min(sound, key=lambda run: (was_dense(run), _shortfall(run, limits)), default=None)
     if nearest is None:
         text = "No run of this comparison finished unbroken, so there is nothing to recommend."
         return Recommendation(run=None, nearest=None, reasons=(text,))
@@ -209,12 +210,12 @@ def check_file(path: Path) -> None:
     Raises:
         UsageError: the file is a folder, or cannot lie where it is to lie.
     """
+    require_file(path, "--output")
     if path.is_dir():
         raise UsageError(
             f"--output must be a file, got {str(path)!r}, which is a folder; try "
             f"{str(path / 'attention.yaml')!r}"
         )
-    require_writable(path.parent, "--output")
 
 
 def check_search(plan: Plan, args: ServerArgs) -> None:
@@ -232,7 +233,8 @@ def check_search(plan: Plan, args: ServerArgs) -> None:
         ConfigError: it holds a report that cannot be read.
     """
     folder = plan.folder
-    if not folder.exists():
+    if not os.path.exists(folder):
+        require_writable(folder, "--comparison")
         return
     if not folder.is_dir():
         holds = "is a file"
@@ -291,6 +293,8 @@ def _misses(run: Run, limits: Limits) -> list[str]:
     if word == "broken":
         assert run.verdict is not None
         return [f"it is broken: {' '.join(run.verdict.reasons).rstrip('.')}"]
+    if was_dense(run):
+        return ["it was dense in every call, so its figures say nothing of the method"]
     if not limits.given:
         return [] if word == _WITHIN else [f"its difference is {_word(word)}"]
     return list(_missed_limits(run, limits))

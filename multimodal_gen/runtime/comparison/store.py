@@ -11,6 +11,7 @@ A record is written last, together with what belongs to it, so that where it is,
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,10 +210,12 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """Refuse a folder that a comparison cannot be written to.
 
     Raises:
-        UsageError: it is a file, or has something in it and is not to be gone on with.
+        UsageError: it is a file, cannot be written to, or has something in it and is not to be gone
+            on with.
     """
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not folder.is_dir():
         raise UsageError(f"--output must be a folder, got {str(folder)!r}, which is a file")
+    output.require_writable(folder, "--output")
     if not resume and folder.is_dir() and any(folder.iterdir()):
         raise UsageError(
             f"--output must be a new or empty folder, got {str(folder)!r}, which has files in it; "

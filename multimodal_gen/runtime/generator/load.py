@@ -30,6 +30,7 @@ from multimodal_gen.runtime.generator.model_folder import (
     check_channels,
     check_required,
 )
+from multimodal_gen.runtime.generator.output import require_writable
 from multimodal_gen.runtime.generator.progress import is_shown
 from multimodal_gen.runtime.generator.quantized import (
     check_quantized,
@@ -67,6 +68,8 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     """
     if args.offload != "none" and device.type == "cpu":
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
+    if args.offload_folder is not None:
+        require_writable(expanded(args.offload_folder, "--offload-folder"), "--offload-folder")
     check_folders(index.model_path, index.components)
     check_required(index.pipeline_class, index.model_path, index.components)
     configs = dict(component_configs(_with_configs(index.model_path), index.components))
@@ -82,7 +85,7 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         by_timesteps=bool(index.settings.get("expand_timesteps")),
     )
     check_quantized(index, _ways(args), device)
-    check_loras(index.pipeline_class, read_loras(args.lora_path or ()))
+    check_loras(index.pipeline_class, index.components, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
         check_scheduler(args.scheduler)
 

@@ -3,12 +3,15 @@
 diffusers says in a log, if at all, that a file does not fit the model, or that it takes a part of
 it alone; what it left out is missing in the result. Here such files are refused. What a repository
 on the Hub lost when diffusers renamed its tensors is not seen.
+
+Of a pipeline with two experts, such as Wan 2.2, diffusers adds a file to the first one unless it is
+told otherwise; here that is chosen behind an @, or said.
 """
 
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,8 +24,9 @@ from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
 from multimodal_gen.runtime.generator.index import HUB_ID
 from multimodal_gen.runtime.setting import expanded
 
-__all__ = ["Lora", "add_loras", "check_loras", "read_loras"]
+__all__ = ["Lora", "add_loras", "check_loras", "not_reached", "read_loras"]
 
+_TARGET = re.compile(r"(?P<rest>.+)@(?P<target>\w+)")
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 _SHOWN = 3
 _WEIGHTS = (".safetensors", ".bin")
@@ -36,36 +40,50 @@ class Lora:
     Attributes:
         path: a file, a folder that holds one, or a hub id.
         scale: what its weights are multiplied by; finite.
+        target: the component that it is added to, or "both"; None for diffusers' choice.
     """
 
     path: str
     scale: float = 1.0
+    target: str | None = None
 
 
 def read_loras(texts: Sequence[str]) -> tuple[Lora, ...]:
-    """Return the adapters that `FILE[:SCALE]` texts name.
+    """Return the adapters that `FILE[:SCALE][@COMPONENT]` texts name.
 
     Raises:
         UsageError: a scale is beyond all floats.
     """
-    found = []
-    for text in texts:
-        match = _SCALE.fullmatch(text)
-        # A file may be called so itself.
-        if match is None or expanded(text, "--lora-path").exists():
-            found.append(Lora(path=text))
-        else:
-            found.append(Lora(path=match["path"], scale=float(match["scale"])))
-        if not math.isfinite(found[-1].scale):
-            raise UsageError(f"--lora-path must have a finite scale, got {text!r}")
-    return tuple(found)
+    return tuple(map(_read, texts))
 
 
-def check_loras(pipeline_class: type, loras: Sequence[Lora]) -> None:
+def _read(text: str) -> Lora:
+    # A file may be called so itself.
+    rest, target, scale = text, None, 1.0
+    if not _exists(rest) and (match := _TARGET.fullmatch(rest)):
+        rest, target = match["rest"], match["target"]
+    if not _exists(rest) and (match := _SCALE.fullmatch(rest)):
+        rest, scale = match["path"], float(match["scale"])
+    if not math.isfinite(scale):
+        raise UsageError(f"--lora-path must have a finite scale, got {text!r}")
+    return Lora(path=rest, scale=scale, target=target)
+
+
+def _exists(path: str) -> bool:
+    return expanded(path, "--lora-path").exists()
+
+
+def check_loras(pipeline_class: type, components: Collection[str], loras: Sequence[Lora]) -> None:
     """Refuse adapters that cannot be loaded, before weights are.
 
+    Args:
+        pipeline_class: the pipeline.
+        components: the names of what it has.
+        loras: the adapters.
+
     Raises:
-        UsageError: the pipeline takes none, there is no such file, or a folder has several.
+        UsageError: the pipeline takes none, there is no such file or component, or a folder has
+            several.
         MissingDependencyError: peft is not installed.
     """
     if not loras:
@@ -79,7 +97,14 @@ def check_loras(pipeline_class: type, loras: Sequence[Lora]) -> None:
         raise MissingDependencyError(
             "--lora-path needs peft; install with: pip install 'multimodal_gen[video]'"
         )
+    experts = _experts(pipeline_class, components)
+    choices = (*experts, "both") if len(experts) > 1 else experts
     for lora in loras:
+        if lora.target is not None and lora.target not in choices:
+            raise UsageError(
+                f"--lora-path must name a component of {pipeline_class.__name__} that takes a LoRA "
+                f"behind the @, {' or '.join(choices)}, got {lora.target!r} for {lora.path!r}"
+            )
         file = expanded(lora.path, "--lora-path")
         if file.is_dir():
             _only_file(file)
@@ -93,13 +118,54 @@ def check_loras(pipeline_class: type, loras: Sequence[Lora]) -> None:
             )
 
 
+def _experts(pipeline_class: type, components: Collection[str]) -> tuple[str, ...]:
+    """Return the denoisers that diffusers can add an adapter to, the first one unasked."""
+    loadable = getattr(pipeline_class, "_lora_loadable_modules", ())
+    names = ("unet", "transformer", "transformer_2")
+    return tuple(name for name in names if name in loadable and name in components)
+
+
+def not_reached(pipe: Any, loras: Sequence[Lora]) -> tuple[str, ...]:
+    """Return a sentence for each adapter that was added to one of two experts, unasked.
+
+    Args:
+        pipe: the pipeline that the adapters were added to.
+        loras: the adapters, in that order.
+    """
+    found = []
+    for number, lora in enumerate(loras, 1):
+        places = {name: _places(getattr(pipe, name), _name(number)) for name in _experts_of(pipe)}
+        reached = [name for name, tensors in places.items() if tensors]
+        rest = [name for name in places if name not in reached]
+        if lora.target is None and reached and rest:
+            found.append(
+                f"the LoRA {lora.path} reached {reached[0]} alone, not {rest[0]}; choose with "
+                f"--lora-path FILE:SCALE@{rest[0]}, or @both"
+            )
+    return tuple(found)
+
+
+def _experts_of(pipe: Any) -> tuple[str, ...]:
+    return _experts(type(pipe), [name for name, it in pipe.components.items() if it is not None])
+
+
+def _name(number: int) -> str:
+    """Return diffusers' name of an adapter."""
+    return f"lora_{number}"
+
+
+def _places(model: torch.nn.Module, name: str) -> set[str]:
+    """Return where an adapter has tensors in a model, as its file calls them."""
+    return {key.replace(f".{name}.", ".") for key in model.state_dict() if f".{name}." in key}
+
+
 def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
     """Load adapters and set their scales.
 
     Raises:
         UsageError: a file cannot be read, or holds tensors that the pipeline has no place for.
     """
-    names = [f"lora_{number}" for number in range(1, len(loras) + 1)]
+    names = [_name(number) for number in range(1, len(loras) + 1)]
     for name, lora in zip(names, loras, strict=True):
         file = _local_file(lora)
         with _explained(pipe, lora), warnings.catch_warnings():
@@ -111,8 +177,11 @@ def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
             # diffusers leaves biases that only some layers have without values otherwise.
             biased = any(key.endswith(".bias") for key in held)
             options = {"low_cpu_mem_usage": False} if biased else {}
-            pipe.load_lora_weights(str(file or lora.path), adapter_name=name, **options)
-        _check_placed(pipe, lora, name, held)
+            for target in _experts_of(pipe) if lora.target == "both" else (lora.target,):
+                if target == "transformer_2":
+                    options["load_into_transformer_2"] = True
+                pipe.load_lora_weights(str(file or lora.path), adapter_name=name, **options)
+                _check_placed(pipe, lora, name, held, target)
     if loras:
         pipe.set_adapters(names, [lora.scale for lora in loras])
 
@@ -196,16 +265,19 @@ def _explained(pipe: Any, lora: Lora) -> Iterator[None]:
         ) from error
 
 
-def _check_placed(pipe: Any, lora: Lora, name: str, held: dict[str, Any]) -> None:
-    """Refuse a file of which tensors were left out."""
+def _check_placed(
+    pipe: Any, lora: Lora, name: str, held: dict[str, Any], target: str | None
+) -> None:
+    """Refuse a file of which tensors were left out, of one component or of all."""
     placed = {
-        f"{component}.{key.replace(f'.{name}.', '.')}"
+        f"{component}.{key}"
         for component, model in pipe.components.items()
-        if isinstance(model, torch.nn.Module)
-        for key in model.state_dict()
-        if f".{name}." in key
+        if isinstance(model, torch.nn.Module) and target in (None, component)
+        for key in _places(model, name)
     }
     wanted = [key for key in held if ".lora_" in key]
+    if target == "transformer_2":  # for which diffusers takes the names of the first one
+        wanted = [f"{target}.{key.partition('.')[2]}" for key in wanted]
     if placed and len(placed) >= len(wanted):
         return
     if not wanted:

@@ -35,8 +35,10 @@ __all__ = [
     "OutputNames",
     "OutputTarget",
     "Staging",
+    "is_taken",
     "media_suffix",
     "require_encoder",
+    "require_file",
     "require_own_files",
     "require_writable",
     "sweep",
@@ -131,6 +133,7 @@ class OutputTarget:
             UsageError: the suffix does not fit `kind`, or the folder cannot be written.
         """
         suffix = media_suffix(kind)
+        is_taken(path)  # raises for a name that no file can have
         is_file = not path.is_dir() and path.suffix.lower() in _FILES
         if is_file and path.suffix.lower() != suffix:
             raise UsageError(
@@ -452,12 +455,13 @@ class GrowingVideo:
 
     def _claimed(self) -> OutputNames:
         """Return names that are this video's alone, the file itself made and empty."""
-        flags = os.O_CREAT | os.O_WRONLY | (0 if self._target.overwrite else os.O_EXCL)
         while True:
             names = self._target.names()
             names.media[0].parent.mkdir(parents=True, exist_ok=True)
+            if self._target.overwrite:  # replaced, not written through where it is a link
+                names.media[0].unlink(missing_ok=True)
             try:
-                os.close(os.open(names.media[0], flags, 0o666))
+                os.close(os.open(names.media[0], os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o666))
             except FileExistsError:
                 if self._target.is_file:
                     raise
@@ -511,6 +515,47 @@ def _rename_to_free(temporary: Path, final: Path) -> None:
             raise
 
 
+def is_taken(path: Path) -> bool:
+    """Whether something has a name: a file, a folder or a link, one to nowhere too.
+
+    Raises:
+        OSError: nothing can have it, e.g. because it is too long.
+        ValueError: the same.
+    """
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise
+    return True
+
+
+def require_file(path: Path, flag: str) -> bool:
+    """Check that a file can be made, before minutes are spent on what it is to hold.
+
+    Args:
+        path: the file; `~` is expanded.
+        flag: what names it, for messages.
+
+    Returns:
+        Whether its name is taken, by a folder or a link to nowhere too.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    try:
+        path = path.expanduser()
+        taken = is_taken(path)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"{flag} must be a file that can be made, got {str(path)[:80]!r} "
+            f"({getattr(error, 'strerror', None) or error})"
+        ) from error
+    require_writable(path.parent, flag)
+    return taken
+
+
 def require_writable(folder: Path, flag: str = "--output-path") -> None:
     """Check that files can be written to a folder, which may be yet to be made.
 
@@ -521,6 +566,13 @@ def require_writable(folder: Path, flag: str = "--output-path") -> None:
     Raises:
         UsageError: they cannot.
     """
+    try:
+        is_taken(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{flag} must be a folder that can be made, got {str(folder)[:80]!r} "
+            f"({getattr(error, 'strerror', None) or error})"
+        ) from error
     existing = _existing(folder)
     if not existing.is_dir():
         raise UsageError(
@@ -566,7 +618,7 @@ def require_own_files(
 
 def _named_twice(files: Sequence[Path]) -> Path | None:
     """Return the first of several files that is there twice, as an absolute path."""
-    files = [file.absolute() for file in files]
+    files = [file.parent.resolve() / file.name for file in files]
     return next((file for file in files if files.count(file) > 1), None)
 
 

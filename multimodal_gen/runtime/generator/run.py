@@ -1,9 +1,10 @@
 """Generations with one loaded pipeline: attach attention, run it, save the result."""
 
 import json
+import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -33,6 +34,7 @@ from multimodal_gen.runtime.generator.denoise import (
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import as_typed
 from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
+from multimodal_gen.runtime.generator.lora import not_reached, read_loras
 from multimodal_gen.runtime.generator.output import (
     GrowingVideo,
     OutputNames,
@@ -62,6 +64,8 @@ from multimodal_gen.runtime.setting import expanded
 
 __all__ = ["Attach", "Generated", "Handle", "Report", "Session", "find_done", "prepare"]
 
+
+logger = logging.getLogger(__name__)
 
 # What may differ between a run and the one that goes on with it.
 _NOT_DECIDING = ("output_path", "overwrite", "rank_timeout", "record_attention")
@@ -250,7 +254,8 @@ class Session:
         start = time.perf_counter()
         with out_of_memory_explained():
             self._pipe = load_pipeline(self.index, args, self.device)
-            self._notes = _compile(self._pipe) if args.enable_torch_compile else ()
+            self._notes = _reached(self._pipe, args)
+            self._notes += _compile(self._pipe) if args.enable_torch_compile else ()
         self.load_seconds = time.perf_counter() - start
 
     def generate(
@@ -309,7 +314,7 @@ class Session:
             with ending_signals_raise():
                 also = _attention_record(args, record, report, check)
                 write = partial(_write, target, run, call, timings, record, notes, mark, also)
-                saved = _save(target, len(run.pixels), write)
+                saved = _save(target, len(run.pixels), also, write)
         seconds = time.perf_counter() - started
         return _generated(self.index, args, run, call, report, saved, seconds)
 
@@ -545,18 +550,10 @@ def _check_record_path(args: ServerArgs, names: OutputNames) -> None:
         )
     if args.record_attention is None:
         return
-    try:
-        path = Path(args.record_attention).expanduser()
-        output.require_writable(path.parent, "--record-attention")
-        is_folder, exists = path.is_dir(), path.exists()
-    except UsageError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"--record-attention must be a file that can be made, got "
-            f"{str(args.record_attention)[:80]!r} ({getattr(error, 'strerror', None) or error})"
-        ) from error
-    if path.absolute() in (file.absolute() for file in names.all):
+    exists = output.require_file(Path(args.record_attention), "--record-attention")
+    path = Path(args.record_attention).expanduser()
+    is_folder = path.is_dir()
+    if path.parent.resolve() / path.name in (f.parent.resolve() / f.name for f in names.all):
         raise UsageError(
             f"--record-attention must be a file of its own, got {str(path)!r}, which the output is "
             f"to be written to; choose another name"
@@ -567,6 +564,14 @@ def _check_record_path(args: ServerArgs, names: OutputNames) -> None:
             f"--record-attention must be a file that does not exist yet, got {str(path)!r}; "
             f"{remedy}"
         )
+
+
+def _reached(pipe: Any, args: ServerArgs) -> tuple[str, ...]:
+    """Warn of adapters that reached one of two experts; return what was said, as notes."""
+    notes = not_reached(pipe, read_loras(args.lora_path or ()))
+    for note in notes:
+        logger.warning(note)
+    return notes
 
 
 def _compile(pipe: Any) -> tuple[str, ...]:
@@ -582,13 +587,24 @@ def _compile(pipe: Any) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _save(target: OutputTarget, count: int, write: Callable[[OutputNames], _Saved]) -> _Saved:
+def _save(
+    target: OutputTarget,
+    count: int,
+    also: Collection[Path],
+    write: Callable[[OutputNames], _Saved],
+) -> _Saved:
     """Write everything under names that are free, or nothing; return what was written."""
     while True:
         names = target.names(count)
         try:
             return write(names)
         except FileExistsError:
+            taken = next(filter(output.is_taken, also), None)
+            if taken is not None and not target.overwrite:
+                raise UsageError(
+                    f"--record-attention must not exist yet, got {str(taken)!r}, which another "
+                    f"program wrote meanwhile; run again with another name, or --overwrite"
+                ) from None
             if target.overwrite or not names.taken:
                 raise
             if target.is_file:

@@ -15,6 +15,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.denoise import Timings, denoise, out_of_memory_explained
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
+from multimodal_gen.runtime.generator.output import require_writable
 from multimodal_gen.runtime.generator.run import Handle
 from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
 from multimodal_gen.runtime.generator.skeleton import folder_identity, model_identity
@@ -69,7 +70,8 @@ class WindowSearch:
         windows: what to try; by default what suits the grid.
 
     Raises:
-        UsageError: the folder holds a search of a prompt with other settings or another model.
+        UsageError: the folder holds a search of a prompt with other settings or another model, or
+            cannot be written to.
         ConfigError: a search file in the folder cannot be read.
     """
 
@@ -85,6 +87,7 @@ class WindowSearch:
         self._folder = folder
         self._windows = tuple(windows)
         self._tile_size = _tile_size(args)
+        require_writable(folder, "--output")
         self.num_steps: int | None = None
         self.done = tuple(prompt for prompt in self.prompts if self._is_done(prompt))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import multimodal_gen
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.integrations import comfyui
 from multimodal_gen.integrations.comfyui import takeover
@@ -297,7 +298,7 @@ def test_the_folder_has_what_a_registry_of_nodes_asks_for():
     assert tool["PublisherId"]
     assert tool["DisplayName"] == "Attention backend"
     package = tomllib.loads((FOLDER.parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["project"]["version"] == package["version"]
+    assert project["project"]["version"] == multimodal_gen.__version__
     assert project["project"]["license"] == package["license"]
     assert (FOLDER / "requirements.txt").read_text().split() == [package["name"]]
 

@@ -106,6 +106,20 @@ def test_speed_is_that_of_generations_wherever_it_stands(
     assert line.split()[3] == "0.50x"
 
 
+def test_a_sparse_method_that_was_dense_throughout_wins_nothing(
+    report: Report, folder: Path, tmp_path: Path
+) -> None:
+    (sparse,) = few(report).candidates
+    assert sparse.cost is not None
+    dense = replace(sparse, name="dense-run", cost=replace(sparse.cost, density=1.0))
+    fast = replace(dense.cost, generation_seconds=0.9 * sparse.cost.generation_seconds)
+    both = (replace(dense, cost=fast), sparse)
+    page = written(replace(few(report), candidates=both), folder, tmp_path / "report.html")
+    won = re.findall(r"<dt>Fastest with a visible difference</dt><dd>(\S+)", page)
+    assert won == [sparse.name]
+    assert page.count("<small>dense in every call: no winner</small>") == 1
+
+
 @pytest.mark.parametrize(
     ("steps", "ticks"), [((1,), "1"), ((0, 1), "0 1"), ((3, 9), "3 4 5 6 7 8 9")]
 )

@@ -30,11 +30,13 @@ from multimodal_gen.runtime.comparison.record import (
 from multimodal_gen.runtime.comparison.verdict import judged
 from multimodal_gen.runtime.layers.attention.config import config_as_dict
 from multimodal_gen.runtime.layers.attention.rules import scope_from, scope_from_args
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
 def run(name: str, seconds: float, *psnrs: float, **fields: Any) -> Run:
     """Return a run with a time per step, and a clip for each PSNR."""
     vmaf = fields.pop("vmaf", 50.0)  # more than PSNR
+    backend = AttentionBackendEnum.parse(fields.setdefault("backend", "sage_attn"))
     clips = tuple(
         Generation(
             prompt=0,
@@ -49,10 +51,10 @@ def run(name: str, seconds: float, *psnrs: float, **fields: Any) -> Run:
         generation_seconds=10 * seconds,
         warm_up_seconds=0,
         peak_memory=None,
-        density=1,
+        density=fields.pop("density", 0.3 if backend.is_sparse else 1),
         attention_share=0.5,
     )
-    values = {"configuration": f"{name}:x=1", "backend": "sage_attn", "parameters": {}, **fields}
+    values = {"configuration": f"{name}:x=1", "parameters": {}, **fields}
     return Run(name=name, generations=clips, cost=cost, **values)
 
 
@@ -135,6 +137,21 @@ def test_what_did_not_finish_or_has_no_figure_is_not_good_enough() -> None:
     assert found.run is not None
     assert found.run.name == "slow"
     assert found.reasons[1] == "image is faster: it has no VMAF."
+
+
+def test_a_sparse_method_that_was_dense_throughout_is_not_recommended() -> None:
+    dense = run("sol_attn", 0.1, 60.0, 60.0, backend="sol_attn", density=1)
+    for limits in (Limits(), Limits(min_psnr=40)):
+        found = recommend(report(dense, SLOW), limits)
+        assert found.run is not None
+        assert found.run.name == "slow"
+        assert found.reasons[1] == (
+            "sol_attn is faster: it was dense in every call, so its figures say nothing of the "
+            "method."
+        )
+    nearest = recommend(replace(report(dense, FAST), floor=()), Limits(min_psnr=59)).nearest
+    assert nearest is not None
+    assert nearest.name == "fast"
 
 
 def test_the_reference_is_recommended_where_it_is_faster() -> None:

@@ -224,6 +224,21 @@ def test_a_sparse_method_that_was_dense_throughout_is_said_so() -> None:
         verdict = judge(run(equal, backend=backend, cost=cost(density)), [])
         assert verdict.word == WITHIN
         assert verdict.reasons[0].startswith(text) is said
+    for psnr, word in ((30.0, "unknown"), (math.inf, WITHIN)):
+        lines = (
+            "transformer.self, layers 0-1: torch_sdpa (math) [settings], 8 calls each; the first "
+            "10 steps are dense (`dense_steps`)",
+            "transformer.cross, layers 0-1: torch_sdpa (math) [auto], 8 calls each; default",
+        )
+        dense = run(FrameMetrics(psnr=psnr), backend="sol_attn", cost=cost(1.0), attention=lines)
+        verdict = judge(dense, [])
+        assert verdict.word == word
+        assert verdict.reasons[:2] == (
+            "It attended to every pair in every layer and step: this says nothing of the method, "
+            "and it is not named the fastest.",
+            f"{lines[0]}.",
+        )
+        assert "cross" not in " ".join(verdict.reasons)
 
 
 def test_a_broken_reference_is_blamed_itself() -> None:

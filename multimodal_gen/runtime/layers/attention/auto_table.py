@@ -427,7 +427,7 @@ def tables_as_json(tables: Iterable[AutoTable]) -> dict[str, Any]:
 
 def write_tables(path: Path, tables: Iterable[AutoTable]) -> None:
     """Write tables to a file, which appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    partial = path.with_name(f".{uuid.uuid4().hex}.partial")  # of a length that names can have
     try:
         partial.write_text(_text(tables_as_json(tables)), encoding="utf-8")
         partial.replace(path)

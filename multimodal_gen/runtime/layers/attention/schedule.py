@@ -210,6 +210,7 @@ class ScheduleEntry:
         primary: the implementation selection gave.
         observers: implementations of later entries that look at the calls of this one.
         varies: whether single calls may be served by an entry beside this one.
+        ulysses_refusal: why some entry of the schedule needs all heads in one process, or None.
     """
 
     __slots__ = (
@@ -229,6 +230,7 @@ class ScheduleEntry:
         "observers",
         "primary",
         "steps",
+        "ulysses_refusal",
         "varies",
     )
 
@@ -263,6 +265,7 @@ class ScheduleEntry:
         self._beside: dict[Selection | str, ScheduleEntry] = {}
         self._shapes: dict[str, None] = {}
         self.observers: tuple[AttentionImpl, ...] = ()
+        self.ulysses_refusal: str | None = None
         self.varies = self._table is not None or provides(self.primary.impl, "dense_reason")
 
     @property
@@ -550,7 +553,17 @@ def bind_schedule(
     for i, entry in enumerate(entries):
         later = (other.primary.impl for other in entries[i + 1 :])
         entry.observers = tuple(impl for impl in later if provides(impl, "observe"))
+        entry.ulysses_refusal = next(filter(None, map(_ulysses_refusal, entries)), None)
     return entries
+
+
+def _ulysses_refusal(entry: ScheduleEntry) -> str | None:
+    """Return why an entry cannot serve a share of the heads, with the remedy, or None."""
+    reason = entry.primary.impl.ulysses_reason()
+    return reason and (
+        f"attention backend {entry.primary.selection.label} must have all heads in one process: "
+        f"{reason}; use --sp-degree 1, or choose another backend"
+    )
 
 
 def entry_at(entries: tuple[ScheduleEntry, ...], context: ForwardContext | None) -> ScheduleEntry:

@@ -268,6 +268,10 @@ class AttentionImpl(ABC):
         """Return why this configuration cannot be part of a ring, or None."""
         return None
 
+    def ulysses_reason(self) -> str | None:
+        """Return why this configuration needs all heads in one process, or None."""
+        return None
+
     def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
         """Return the blocks that a sparse method sees of a cache of chunks.
 

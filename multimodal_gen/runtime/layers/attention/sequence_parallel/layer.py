@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.errors import MultimodalGenError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.distributed.collectives import partition_heads
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
 from multimodal_gen.runtime.distributed.handshake import handshake
@@ -105,6 +105,8 @@ class SequenceParallelLayer(AttentionLayer):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
+            if entry.ulysses_refusal is not None and groups.ulysses.size > 1:
+                raise UnsupportedBackendError(entry.ulysses_refusal)
             if call.off_grid and entry.primary.selection.backend.is_sparse:
                 entry = entry.off_grid(call.off_grid)
         except MultimodalGenError as error:

@@ -86,6 +86,44 @@ def test_sparse_backends_see_the_whole_video_of_their_heads(two_ranks, backend, 
     two_ranks.run(Mesh(ulysses=2), check_sparse, backend, SPARSE[backend], (100, 92), heads)
 
 
+def first_call(backend, config):
+    """Return what the first call of a run raises on this rank, or None."""
+    lengths = [96] * parallel_groups().sequence.size
+    whole = make_qkv(1, sum(lengths), 4, 32)
+    layer = sparse_layer(backend, config, 4)
+    try:
+        with set_forward_context(0, latent_grid=(4, 6, 4 * len(lengths)), num_steps=2):
+            layer(*(own(x, lengths) for x in whole))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("mode", "scope", "refused"),
+    [
+        ("threshold", "overall", True),
+        ("threshold", "block", True),
+        ("topk", "overall", True),
+        ("threshold", "head_global", False),
+        ("topk", "query_head", False),
+    ],
+)
+def test_scopes_over_all_heads_are_refused_where_heads_are_split(two_ranks, mode, scope, refused):
+    config = {**SPARSE["vmoba_attn"], "moba_select_mode": mode, "moba_threshold_type": scope}
+    config["first_full_step"] = 1  # the first call, which is dense, refuses it
+    want = (
+        "UnsupportedBackendError",
+        f"attention backend vmoba_attn (reference) must have all heads in one process: "
+        f"`moba_threshold_type` {scope} ranks the chunks of all heads together, and a rank has "
+        f"some of the heads; query_head and head_global rank within a head; use --sp-degree 1, or "
+        f"choose another backend",
+    )
+    found = two_ranks.run(Mesh(ulysses=2), first_call, "vmoba_attn", config)
+    assert found == [want if refused else None] * 2
+    assert two_ranks.run(Mesh(cfg=2), first_call, "vmoba_attn", config) == [None] * 2
+
+
 def test_windows_by_head_are_those_of_the_ranks_heads(two_ranks, tmp_path):
     windows = [[1, 1, 1], [2, 3, 1], [1, 3, 4]]
     keys = itertools.product(range(2), range(2), range(3))

@@ -181,7 +181,8 @@ def radial_map(
     pair of frames keeps a block of tokens if more than 0.6 of the columns it has in there are kept
     by more than a third of the block's rows. Blocks of the diagonal are always kept, so that no row
     is empty where frames are shorter than blocks; tokens behind the last whole block have a block
-    of their own.
+    of their own; and of a frame that begins inside a block the last one counts, too. The authors'
+    code does none of the three.
 
     Args:
         frames: T.

@@ -2,8 +2,7 @@
 
 A query scores a chunk by the mean of its keys, neither scaled nor normalised, and attends to its
 own chunk, to those it selects, and to all text. Text attends to everything. Masked tokens count in
-no chunk and compete in no scope. Where heads are split over processes, the scopes `block` and
-`overall` hold the heads of one process.
+no chunk and compete in no scope.
 
 Shapes: B batch, S tokens, H heads, D head size.
 """
@@ -225,6 +224,16 @@ class VMoBAImpl(SparseImpl[VMoBAConfig]):
         super().check_run(context)
         if context.latent_grid is not None:
             self._check_grid(context.latent_grid)
+
+    def ulysses_reason(self) -> str | None:
+        """See `AttentionImpl.ulysses_reason`."""
+        scope = self.config.moba_threshold_type
+        if scope in ("query_head", "head_global"):
+            return None
+        return (
+            f"`moba_threshold_type` {scope} ranks the chunks of all heads together, and a rank has "
+            f"some of the heads; query_head and head_global rank within a head"
+        )
 
     def _check_grid(self, grid: tuple[int, int, int]) -> None:
         given = self.config.patch_resolution

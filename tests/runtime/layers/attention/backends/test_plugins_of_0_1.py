@@ -1,0 +1,307 @@
+"""What was written for 0.1 against the guides of that release runs, from the same paths.
+
+The texts are those of the guides as 0.1 had them; they stay when the guides change.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.models import registry
+from multimodal_gen.integrations.models.adapter import ModelAdapter
+from multimodal_gen.integrations.models.split_plan import SplitPlan
+from multimodal_gen.runtime.distributed.groups import use_parallel_groups
+from multimodal_gen.runtime.distributed.mesh import Mesh
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from tests.integrations.parallel.models import RANDOM, wan_inputs
+
+REPOSITORY = Path(__file__).resolve().parents[5]
+
+# "How to add a backend" of runtime/layers/attention/README.md.
+BACKEND = '''from typing import ClassVar
+
+import torch
+
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.declaration import HeadSizes, Variant
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+
+
+class PlainImpl(AttentionImpl):
+    """Attention in two matrix products; optional packages would be imported in `__init__`."""
+
+    def forward(self, query, key, value, context=None, *, attn_mask=None):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        scores = (q @ k.mT) * self.softmax_scale
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
+
+
+class PlainBackend(AttentionBackend):
+    """What selection reads: plain data, no import of anything optional."""
+
+    backend: ClassVar = AttentionBackendEnum.register_plugin_name("plain_attn")
+    summary: ClassVar = "attention in two matrix products"
+    variants: ClassVar = (
+        Variant(
+            name="plain_attn",
+            platforms=frozenset(PlatformEnum),
+            dtypes=frozenset({torch.float32}),
+            head_sizes=HeadSizes(maximum=256),
+            features=frozenset({Feature.KEY_MASK, Feature.BACKWARD}),
+        ),
+    )
+
+    @classmethod
+    def get_impl_cls(cls):
+        return PlainImpl
+'''
+ENTRY_POINT = """[project.entry-points."multimodal_gen.attention_backends"]
+plain_attn = "your_package.plain_attn:PlainBackend"
+"""
+USE = """import torch
+
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.selector import (
+    global_force_attn_backend_context_manager,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+layer = LocalAttention(num_heads=4, head_size=64)
+q, k, v = torch.randn(3, 2, 100, 4, 64)
+with global_force_attn_backend_context_manager(AttentionBackendEnum.parse("plain_attn")):
+    out = layer(q, k, v)
+print(layer.report())
+"""
+
+# By what the same guide says of an `__init__` and a configuration of one's own.
+CONFIGURED = """from dataclasses import dataclass
+from typing import ClassVar
+
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from your_package.plain_attn import PlainBackend, PlainImpl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledConfig(BackendConfig):
+    factor: float = option(1.0, "factor on the output", ge=0)
+
+
+class ScaledImpl(PlainImpl):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.factor = self.config.factor
+
+    def forward(self, query, key, value, context=None, *, attn_mask=None):
+        return self.factor * super().forward(query, key, value, context, attn_mask=attn_mask)
+
+
+class ScaledBackend(PlainBackend):
+    backend: ClassVar = AttentionBackendEnum.register_plugin_name("scaled_attn")
+    summary: ClassVar = "the same, times a factor"
+    config_cls: ClassVar = ScaledConfig
+
+    @classmethod
+    def get_impl_cls(cls):
+        return ScaledImpl
+"""
+
+# "How to add a transformer" of integrations/README.md.
+RECORD = """from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    tokens_of,
+    video_grid,
+)
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+
+
+def _grid(call: ModelCall) -> Grid | None:
+    frames, height, width = call.config.patch_size
+    return video_grid(call, (frames, height, width))
+
+
+def _refuse(call: ModelCall) -> str | None:
+    if call.arguments.get("enable_diffusion_forcing"):
+        return (
+            "enable_diffusion_forcing must be False where ranks share the tokens of a video, got "
+            "True: every token then has a timestep of its own"
+        )
+    if call.config.num_frame_per_block > 1:
+        return (
+            f"num_frame_per_block must be 1 where ranks share the tokens of a video, got "
+            f"{call.config.num_frame_per_block}: a mask over all tokens makes its blocks causal"
+        )
+    return None
+
+
+SKYREELS_V2 = ModelAdapter(
+    classes=("SkyReelsV2Transformer3DModel",),
+    grid=_grid,
+    causal_blocks="num_frame_per_block",
+    split=SplitPlan(
+        tokens=tokens_of(_grid),
+        refuse=_refuse,
+        cuts=(
+            Cut(module="rope", dims=4),
+            Cut(module="patch_embedding", dim=2, dims=5, flat=True),
+        ),
+    ),
+)
+"""
+
+CHECK = """
+import torch.nn.functional as F
+
+from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.runtime.layers.attention.rules import scope_from
+
+
+def asking(name, **settings):
+    scope = scope_from(attention_backend=name, **settings)
+    return LocalAttention(num_heads=4, head_size=64, scope=scope)
+
+
+want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+assert torch.allclose(out, want, atol=1e-5)
+assert "plain_attn" in str(layer.report()), layer.report()
+
+layer = asking("plain_attn", strict=True)
+assert torch.equal(layer(q, k, v), out)
+mask = torch.ones(2, 100, dtype=torch.bool)
+mask[1] = False
+masked = layer(q, k, v, mask)
+assert torch.allclose(masked[0], want[0], atol=1e-5) and not masked[1].any()
+leaf = q.clone().requires_grad_()
+layer(leaf, k, v).sum().backward()
+assert leaf.grad.isfinite().all()
+assert [str(entry.selection.backend) for entry in layer.report().entries] == ["plain_attn"]
+
+try:
+    asking("plain_attn", strict=True)(q.half(), k.half(), v.half())
+except UnsupportedBackendError as error:
+    assert "float32" in str(error), error
+else:
+    raise AssertionError("it declares float32 alone")
+
+scaled = asking("scaled_attn", attention_backend_config="factor=2", strict=True)
+assert torch.allclose(scaled(q, k, v), 2 * want, atol=1e-5)
+"""
+
+LIST = """
+from multimodal_gen.cli.main import main
+
+assert main(["attention", "list"]) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the installed package of somebody else."""
+    folder = tmp_path_factory.mktemp("plugin")
+    package, info = folder / "your_package", folder / "your_package-1.0.dist-info"
+    for each in (package, info):
+        each.mkdir()
+    (package / "__init__.py").touch()
+    (package / "plain_attn.py").write_text(BACKEND)
+    (package / "scaled_attn.py").write_text(CONFIGURED)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
+    group, entry = ENTRY_POINT.strip().splitlines()
+    assert group == '[project.entry-points."multimodal_gen.attention_backends"]'
+    entries = [entry.replace('"', ""), "scaled_attn = your_package.scaled_attn:ScaledBackend"]
+    text = "\n".join(["[multimodal_gen.attention_backends]", *entries, ""])
+    (info / "entry_points.txt").write_text(text)
+    return folder
+
+
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code where the package is installed; every warning is an error."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_dense_backend_runs_as_it_is(plugin: Path) -> None:
+    result = run(plugin, USE + CHECK)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+
+
+def test_a_dense_backend_is_listed(plugin: Path) -> None:
+    result = run(plugin, LIST)
+    assert result.returncode == 0, result.stderr
+    for name, summary in (
+        ("plain_attn", "attention in two matrix products"),
+        ("scaled_attn", "the same, times a factor"),
+    ):
+        assert name in result.stdout
+        assert summary in " ".join(result.stdout.split())
+
+
+def record() -> ModelAdapter:
+    """Return the record of the guide, as if its file were ours."""
+    names: dict[str, ModelAdapter] = {}
+    exec(compile(RECORD, "skyreels_v2.py", "exec"), names)
+    return names["SKYREELS_V2"]
+
+
+def outputs(**settings: object) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...], set[str]]:
+    """Return what one process and the ranks get of a model known by the record, and the report."""
+    from diffusers import SkyReelsV2Transformer3DModel
+
+    torch.manual_seed(3)
+    RANDOM.manual_seed(5)
+    model = SkyReelsV2Transformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        text_dim=12,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=2,
+    ).eval()
+    inputs = wan_inputs()
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(registry, "ADAPTERS", {name: record() for name in record().classes})
+        with use_parallel_groups(None), apply(model, **settings):
+            alone = model(**inputs, return_dict=False)[0]
+        with apply(model, **settings) as handle:
+            shared = model(**inputs, return_dict=False)[0]
+            report = handle.report()
+    entries = [entry for layer in report.layers for entry in layer.entries if layer.calls]
+    return alone, shared, report.notes, {str(entry.selection.backend) for entry in entries}
+
+
+def test_a_model_record_tells_the_grid_that_sparse_backends_need() -> None:
+    adapter = record()
+    assert isinstance(adapter, ModelAdapter)
+    assert isinstance(adapter.split, SplitPlan)
+    alone, _, notes, backends = outputs(attention_backend="video_sparse_attn")
+    assert alone.isfinite().all()
+    assert notes == ()
+    assert str(AttentionBackendEnum.VIDEO_SPARSE_ATTN) in backends
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
+def test_a_model_record_tells_how_tokens_are_split(two_ranks, mesh: Mesh) -> None:
+    for alone, shared, notes, _ in two_ranks.run(mesh, outputs):
+        assert notes[-1].startswith("transformer: 2 ranks share the sequence")
+        assert (shared - alone).abs().max() <= 1e-4 * alone.abs().max()
