@@ -15,6 +15,7 @@ Shapes: B batch, S tokens of a rank, H heads of the layer, h heads of a rank, D 
 lengths of ranks and heads of ranks may differ.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,11 +39,10 @@ __all__ = [
     "Span",
     "all_gather_tokens",
     "all_gather_with_gradients",
+    "exchange_plan",
     "gather_heads",
-    "gather_heads_async",
     "partition_heads",
     "scatter_heads",
-    "scatter_heads_async",
 ]
 
 Span = tuple[int, int]
@@ -75,13 +75,8 @@ class HeadPartition:
             `x` where query heads of the rank divide into equal groups, one per key head; else
             one key head per query head.
         """
-        first, stop = self.queries[rank]
-        group = self.num_heads // self.num_kv_heads
-        read = [head // group - self.keys[rank][0] for head in range(first, stop)]
-        each = len(read) // max(1, x.shape[2])
-        if read == [i // max(1, each) for i in range(len(read))]:
-            return x
-        return x.index_select(2, torch.tensor(read, device=x.device))
+        read = _read_heads(self, rank)
+        return x if read is None else x.index_select(2, torch.tensor(read, device=x.device))
 
     def in_groups(self, count: int) -> tuple["HeadPartition", ...]:
         """Return the heads of every rank in `count` runs, each as even as can be.
@@ -111,6 +106,15 @@ def partition_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadPa
 
 
 @lru_cache(maxsize=256)
+def _read_heads(shares: HeadPartition, rank: int) -> list[int] | None:
+    """Return which of a rank's key heads its query heads read, None where in equal groups."""
+    group, (first, last) = shares.num_heads // shares.num_kv_heads, shares.keys[rank]
+    read = [head // group - first for head in range(*shares.queries[rank])]
+    each = max(1, len(read) // max(1, last - first))
+    return None if read == [i // each for i in range(len(read))] else read
+
+
+@lru_cache(maxsize=256)
 def _in_groups(shares: HeadPartition, count: int) -> tuple[HeadPartition, ...]:
     group = shares.num_heads // shares.num_kv_heads
     runs = [_runs(start, stop, count) for start, stop in shares.queries]
@@ -133,100 +137,131 @@ def _runs(start: int, stop: int, count: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangePlan:
-    """One exchange.
+    """What a rank sends and gets where heads are exchanged for tokens; made by `exchange_plan`.
+
+    A row is what all tensors hold of one token and sample, in columns: their heads times D.
 
     Attributes:
-        group: who takes part.
+        rank: position of this rank in its group.
+        batch: B.
         lengths: tokens of each rank.
+        prefix: rows in front of the tokens that all ranks hold.
+        suffix: rows after the tokens that all ranks hold.
+        rows: rows of each rank: its tokens and those all hold.
         spans: per tensor, the heads of each rank.
-        sizes: per tensor, D.
+        adjacent: per tensor, whether the heads of ranks follow each other, each on one rank.
+        shapes: of each rank, (h, D) of each tensor.
+        widths: columns of each rank's heads.
+        own_rows: numbers in this rank's rows with the heads of each rank.
+        own_heads: numbers in the rows of each rank with this rank's heads.
+    """
+
+    rank: int
+    batch: int
+    lengths: tuple[int, ...]
+    prefix: int
+    suffix: int
+    rows: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    adjacent: tuple[bool, ...]
+    shapes: tuple[tuple[tuple[int, int], ...], ...]
+    widths: tuple[int, ...]
+    own_rows: list[int]
+    own_heads: list[int]
+
+    def columns(self, block: torch.Tensor, rows: int, rank: int) -> list[torch.Tensor]:
+        """Return flat rows with the heads of `rank` as one [rows, B, h, D] per tensor."""
+        block = block.view(rows, self.batch, self.widths[rank])
+        found, start = [], 0
+        for heads, size in self.shapes[rank]:
+            stop = start + heads * size
+            found.append(block[..., start:stop].view(rows, self.batch, heads, size))
+            start = stop
+        return found
+
+
+def exchange_plan(
+    tensors: Sequence[torch.Tensor],
+    spans: Sequence[tuple[Span, ...]],
+    lengths: Sequence[int],
+    group: Group,
+    *,
+    prefix: int = 0,
+    suffix: int = 0,
+) -> ExchangePlan:
+    """Return what this rank sends and gets; kept per kind of call.
+
+    Args:
+        tensors: [B, rows, H, D] each, before or after the exchange.
+        spans: per tensor, the heads of each rank; a head may be on several.
+        lengths: tokens of each rank.
+        group: the ranks, in the order of their tokens.
         prefix: rows in front of the tokens that all ranks hold.
         suffix: rows after the tokens that all ranks hold.
     """
+    sizes = tuple([x.shape[3] for x in tensors])
+    batch = tensors[0].shape[0]
+    return _plan(group.index, batch, tuple(lengths), tuple(spans), sizes, prefix, suffix)
 
-    group: Group
-    lengths: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
-    sizes: tuple[int, ...]
-    prefix: int = 0
-    suffix: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        tensors: Sequence[torch.Tensor],
-        spans: Sequence[tuple[Span, ...]],
-        lengths: Sequence[int],
-        group: Group,
-        *,
-        prefix: int = 0,
-        suffix: int = 0,
-    ) -> "ExchangePlan":
-        """Return the plan of tensors [B, rows, H, D] each."""
-        return cls(
-            group=group,
-            lengths=tuple(lengths),
-            spans=tuple(spans),
-            sizes=tuple(x.shape[3] for x in tensors),
-            prefix=prefix,
-            suffix=suffix,
-        )
-
-    @property
-    def rows(self) -> list[int]:
-        """Rows of each rank: its tokens and those all hold."""
-        return [self.prefix + length + self.suffix for length in self.lengths]
-
-    def shapes(self, rank: int) -> list[tuple[int, int]]:
-        """Return (h, D) of each tensor on `rank`."""
-        pairs = zip(self.spans, self.sizes, strict=True)
-        return [(spans[rank][1] - spans[rank][0], size) for spans, size in pairs]
-
-    def width(self, rank: int) -> int:
-        """Return the columns of a row with the heads of `rank`."""
-        return sum(heads * size for heads, size in self.shapes(rank))
-
-    def views(self, block: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return [rows, B, width(rank)] as one [rows, B, h, D] per tensor."""
-        shapes = self.shapes(rank)
-        columns = torch.split(block, [heads * size for heads, size in shapes], dim=-1)
-        return [x.view(*x.shape[:-1], *shape) for x, shape in zip(columns, shapes, strict=True)]
-
-    def rows_of_ranks(self, x: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Return the pieces of [prefix + sum S + suffix, ...] that make up each rank's rows."""
-        front, *tokens, back = torch.split(x, [self.prefix, *self.lengths, self.suffix])
-        return [(front, own, back) for own in tokens]
+@lru_cache(maxsize=256)
+def _plan(
+    rank: int,
+    batch: int,
+    lengths: tuple[int, ...],
+    spans: tuple[tuple[Span, ...], ...],
+    sizes: tuple[int, ...],
+    prefix: int,
+    suffix: int,
+) -> ExchangePlan:
+    rows = tuple(prefix + length + suffix for length in lengths)
+    shapes = tuple(
+        tuple((stop - start, size) for (start, stop), size in zip(heads, sizes, strict=True))
+        for heads in zip(*spans, strict=True)
+    )
+    widths = tuple(sum(heads * size for heads, size in each) for each in shapes)
+    return ExchangePlan(
+        rank=rank,
+        batch=batch,
+        lengths=lengths,
+        prefix=prefix,
+        suffix=suffix,
+        rows=rows,
+        spans=spans,
+        adjacent=tuple(all(a[1] == b[0] for a, b in pairwise(each)) for each in spans),
+        shapes=shapes,
+        widths=widths,
+        own_rows=[rows[rank] * batch * width for width in widths],
+        own_heads=[count * batch * widths[rank] for count in rows],
+    )
 
 
 class ScatterHeadsWork:
-    """An exchange of [B, rows, H, D] for [B, prefix + sum S + suffix, h, D], shared rows summed."""
+    """An exchange of [B, rows, H, D] for [B, prefix + sum S + suffix, h, D], shared rows summed.
 
-    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> None:
+    It carries no gradients. Kernels that are launched before `wait` run while data travel.
+    """
+
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor], group: Group) -> None:
         self._plan = plan
-        like, batch, me = tensors[0], tensors[0].shape[0], plan.group.index
-        self._batch = batch
-        ranks = range(plan.group.size)
+        like, count = tensors[0], plan.rows[plan.rank]
         with exchanging(like.device):
-            sent, blocks = _buffer(
-                like, batch, [(plan.rows[me], plan.width(rank)) for rank in ranks]
-            )
-            for rank, block in enumerate(blocks):
-                for view, x, spans in zip(
-                    plan.views(block, rank), tensors, plan.spans, strict=True
-                ):
+            sent = like.new_empty(sum(plan.own_rows))
+            for rank, block in enumerate(torch.split(sent, plan.own_rows)):
+                columns = plan.columns(block, count, rank)
+                for view, x, spans in zip(columns, tensors, plan.spans, strict=True):
                     _copy(view, x[:, :, slice(*spans[rank])].transpose(0, 1))
-            coming = _buffer(like, batch, [(rows, plan.width(me)) for rows in plan.rows])
-            self._message = _Message(sent, blocks, *coming, plan.group)
+            self._message = _Message(sent, plan.own_rows, plan.own_heads, group)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, prefix + sum S + suffix, h, D], not contiguous."""
-        plan, me = self._plan, self._plan.group.index
+        plan = self._plan
         with exchanging(self._message.received.device):
-            received, arrived = self._message.wait()
-            whole = received.view(sum(plan.rows), self._batch, plan.width(me))
+            received = self._message.wait()
             if plan.prefix or plan.suffix:
-                whole = _sum_shared(plan, arrived)
-        return tuple(x.transpose(0, 1) for x in plan.views(whole, me))
+                received = _sum_shared(plan, received)
+        rows = plan.prefix + sum(plan.lengths) + plan.suffix
+        return tuple([x.transpose(0, 1) for x in plan.columns(received, rows, plan.rank)])
 
 
 class GatherHeadsWork:
@@ -235,22 +270,18 @@ class GatherHeadsWork:
     Heads that are on several ranks are summed.
     """
 
-    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor], group: Group) -> None:
         self._plan = plan
-        like, batch, me = tensors[0], tensors[0].shape[0], plan.group.index
-        with exchanging(like.device):
-            sent, blocks = self._packed(tensors)
-            shapes = [(plan.rows[me], plan.width(rank)) for rank in range(plan.group.size)]
-            self._message = _Message(sent, blocks, *_buffer(like, batch, shapes), plan.group)
+        with exchanging(tensors[0].device):
+            sent = _packed_rows(plan, tensors)
+            self._message = _Message(sent, plan.own_heads, plan.own_rows, group)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, rows, H, D]."""
         with exchanging(self._message.received.device):
-            blocks = self._blocks()
-            return tuple(
-                _join_heads([block[i] for block in blocks], spans)
-                for i, spans in enumerate(self._plan.spans)
-            )
+            tensors = zip(*self._blocks(), strict=True)
+            each = zip(tensors, self._plan.spans, self._plan.adjacent, strict=True)
+            return tuple([_join_heads(*pieces) for pieces in each])
 
     def wait_into(self, out: torch.Tensor) -> None:
         """Write the heads of the only tensor, each of which is on one rank, to [B, rows, H, D]."""
@@ -260,27 +291,12 @@ class GatherHeadsWork:
 
     def _blocks(self) -> list[list[torch.Tensor]]:
         """Return [B, rows, h, D] of each rank and tensor."""
-        _, arrived = self._message.wait()
+        plan = self._plan
+        rows, arrived = plan.rows[plan.rank], torch.split(self._message.wait(), plan.own_rows)
         return [
-            [x.transpose(0, 1) for x in self._plan.views(block, rank)]
+            [x.transpose(0, 1) for x in plan.columns(block, rows, rank)]
             for rank, block in enumerate(arrived)
         ]
-
-    def _packed(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return what is sent, and its blocks [rows, B, width] for each rank."""
-        plan, like, me = self._plan, tensors[0], self._plan.group.index
-        shapes = [(rows, plan.width(me)) for rows in plan.rows]
-        turned = [x.transpose(0, 1) for x in tensors]
-        if len(turned) == 1 and not (plan.prefix or plan.suffix) and turned[0].is_contiguous():
-            flat = turned[0].reshape(-1)
-            return flat, _blocks_of(flat, like.shape[0], shapes)
-        sent, blocks = _buffer(like, like.shape[0], shapes)
-        for i, x in enumerate(turned):
-            for block, pieces in zip(blocks, plan.rows_of_ranks(x), strict=True):
-                rows = torch.split(plan.views(block, me)[i], [len(piece) for piece in pieces])
-                for view, piece in zip(rows, pieces, strict=True):
-                    _copy(view, piece)
-        return sent, blocks
 
 
 class ExchangeRowsWork:
@@ -306,69 +322,69 @@ class ExchangeRowsWork:
         self._messages = []
         with exchanging(rows.device):
             for x in tensors:
-                batch, width = x.shape[0], x.shape[2] * x.shape[3]
+                row = x.shape[0] * x.shape[2] * x.shape[3]
                 sent = x.transpose(0, 1).index_select(0, rows).view(-1)
-                blocks = _blocks_of(sent, batch, [(count, width) for count in leaving])
-                received = _buffer(x, batch, [(count, width) for count in coming])
-                self._messages.append(_Message(sent, blocks, *received, group))
+                sizes = [count * row for count in leaving]
+                message = _Message(sent, sizes, [count * row for count in coming], group)
+                self._messages.append(message)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, sum coming, H, D], those of the first rank first, contiguous."""
         with exchanging(self._messages[0].received.device):
             return tuple(
-                message.wait()[0].view(-1, shape[0], *shape[2:]).transpose(0, 1).contiguous()
+                message.wait().view(-1, shape[0], *shape[2:]).transpose(0, 1).contiguous()
                 for message, shape in zip(self._messages, self._shapes, strict=True)
             )
 
 
 class _Message:
-    """Data to and from every rank of a group, under way."""
+    """Data to and from every rank of a group, under way.
+
+    Args:
+        sent: [sum leaving].
+        leaving: how many numbers of it are for each rank.
+        coming: how many numbers each rank sends here.
+        group: who takes part.
+    """
 
     def __init__(
-        self,
-        sent: torch.Tensor,
-        blocks: list[torch.Tensor],
-        received: torch.Tensor,
-        arrived: list[torch.Tensor],
-        group: Group,
+        self, sent: torch.Tensor, leaving: list[int], coming: list[int], group: Group
     ) -> None:
-        self.received = received
+        self.received = sent.new_empty(sum(coming))
         self._sent = sent  # must live, and must not change, until it has left
-        self._arrived = arrived
-        self._work: Any = None
+        self._work: dist.Work | None = None
         if group.handle is None:
-            received.copy_(sent)
+            self.received.copy_(sent)
             return
         self._work = dist.all_to_all_single(
-            received,
-            sent,
-            [block.numel() for block in arrived],
-            [block.numel() for block in blocks],
-            group=group.handle,
-            async_op=True,
+            self.received, sent, coming, leaving, group=group.handle, async_op=True
         )
 
-    def wait(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the flat memory that came in and its blocks; on a GPU the stream waits."""
+    def wait(self) -> torch.Tensor:
+        """Return what came in, [sum coming]; on a GPU the stream waits."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self.received, self._arrived
+        return self.received
 
 
-def _buffer(
-    like: torch.Tensor, batch: int, shapes: list[tuple[int, int]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return flat memory and the [rows, B, width] blocks it consists of."""
-    flat = like.new_empty(sum(rows * batch * width for rows, width in shapes))
-    return flat, _blocks_of(flat, batch, shapes)
-
-
-def _blocks_of(flat: torch.Tensor, batch: int, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    blocks = torch.split(flat, [rows * batch * width for rows, width in shapes])
-    return [
-        block.view(rows, batch, width) for block, (rows, width) in zip(blocks, shapes, strict=True)
-    ]
+def _packed_rows(plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [B, prefix + sum S + suffix, h, D] per tensor as the rows of each rank, flat."""
+    turned = [x.transpose(0, 1) for x in tensors]
+    shared = plan.prefix or plan.suffix
+    if len(turned) == 1 and not shared and turned[0].is_contiguous():
+        return turned[0].reshape(-1)
+    sent, start = tensors[0].new_empty(sum(plan.own_heads)), plan.prefix
+    blocks = torch.split(sent, plan.own_heads)
+    for block, rows, length in zip(blocks, plan.rows, plan.lengths, strict=True):
+        stop, end = start + length, plan.prefix + length
+        for view, x in zip(plan.columns(block, rows, plan.rank), turned, strict=True):
+            _copy(view[plan.prefix : end], x[start:stop])
+            if shared:
+                _copy(view[: plan.prefix], x[: plan.prefix])
+                _copy(view[end:], x[len(x) - plan.suffix :])
+        start = stop
+    return sent
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -384,27 +400,27 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _in_eights(x: torch.Tensor) -> bool:
     """Whether rows of `x` are whole numbers of 8 bytes that lie where such numbers may."""
-    each = 8 // x.element_size()
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 8 == 0
-        and not any(n % each for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-    )
+    steps = math.gcd(x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and steps % (8 // x.element_size()) == 0
 
 
-def _sum_shared(plan: ExchangePlan, arrived: list[torch.Tensor]) -> torch.Tensor:
-    """Return [prefix + sum S + suffix, B, width] of blocks that each have the shared rows."""
-    split = [
-        torch.split(block, [plan.prefix, length, plan.suffix])
-        for block, length in zip(arrived, plan.lengths, strict=True)
+def _sum_shared(plan: ExchangePlan, received: torch.Tensor) -> torch.Tensor:
+    """Return [prefix + sum S + suffix] rows, flat, of ranks' blocks that each have shared ones."""
+    row = plan.batch * plan.widths[plan.rank]
+    blocks = zip(torch.split(received, plan.own_heads), plan.lengths, strict=True)
+    pieces = [
+        torch.split(block, [plan.prefix * row, length * row, plan.suffix * row])
+        for block, length in blocks
     ]
-    front, tokens, back = zip(*split, strict=True)
+    front, tokens, back = zip(*pieces, strict=True)
     return torch.cat((_sum(front), *tokens, _sum(back)))
 
 
-def _join_heads(blocks: list[torch.Tensor], spans: tuple[Span, ...]) -> torch.Tensor:
+def _join_heads(
+    blocks: tuple[torch.Tensor, ...], spans: tuple[Span, ...], adjacent: bool
+) -> torch.Tensor:
     """Return [B, S, H, D] of blocks [B, S, h, D]; heads in several blocks are summed."""
-    if all(spans[i][1] == spans[i + 1][0] for i in range(len(spans) - 1)):
+    if adjacent:
         return torch.cat(blocks, dim=2)
     batch, rows, _, size = blocks[0].shape
     dtype = torch.promote_types(blocks[0].dtype, torch.float32)
@@ -436,22 +452,9 @@ def scatter_heads(
     Returns:
         Per tensor [B, sum S, h, D], not contiguous.
     """
-    plan = ExchangePlan.of(tensors, spans, lengths, group)
-    out: tuple[torch.Tensor, ...] = _Scatter.apply(plan, *tensors)  # type: ignore[no-untyped-call]
+    plan = exchange_plan(tensors, spans, lengths, group)
+    out: tuple[torch.Tensor, ...] = _Scatter.apply(plan, group, *tensors)  # type: ignore[no-untyped-call]
     return out
-
-
-def scatter_heads_async(
-    tensors: Sequence[torch.Tensor],
-    spans: Sequence[tuple[Span, ...]],
-    lengths: Sequence[int],
-    group: Group,
-) -> ScatterHeadsWork:
-    """Do as `scatter_heads`, without gradients and without waiting for what comes.
-
-    Kernels that are launched before `wait` run while data travel.
-    """
-    return ScatterHeadsWork(ExchangePlan.of(tensors, spans, lengths, group), tensors)
 
 
 def gather_heads(
@@ -476,26 +479,9 @@ def gather_heads(
     Returns:
         [B, prefix + S + suffix, H, D].
     """
-    plan = ExchangePlan.of([x], [spans], lengths, group, prefix=prefix, suffix=suffix)
-    out: tuple[torch.Tensor, ...] = _Gather.apply(plan, x)  # type: ignore[no-untyped-call]
+    plan = exchange_plan([x], [spans], lengths, group, prefix=prefix, suffix=suffix)
+    out: tuple[torch.Tensor, ...] = _Gather.apply(plan, group, x)  # type: ignore[no-untyped-call]
     return out[0]
-
-
-def gather_heads_async(
-    x: torch.Tensor,
-    spans: tuple[Span, ...],
-    lengths: Sequence[int],
-    group: Group,
-    *,
-    prefix: int = 0,
-    suffix: int = 0,
-) -> GatherHeadsWork:
-    """Do as `gather_heads`, without gradients and without waiting for what comes.
-
-    The heads in `spans` may be some of the layer's.
-    """
-    plan = ExchangePlan.of([x], [spans], lengths, group, prefix=prefix, suffix=suffix)
-    return GatherHeadsWork(plan, [x])
 
 
 def all_gather_tokens(x: torch.Tensor, lengths: Sequence[int], group: Group) -> torch.Tensor:
@@ -552,21 +538,27 @@ class _AllGather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: ExchangePlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.plan = plan
-        return ScatterHeadsWork(plan, tensors).wait()
+    def forward(
+        ctx: Any, plan: ExchangePlan, group: Group, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = plan, group
+        return ScatterHeadsWork(plan, tensors, group).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *GatherHeadsWork(ctx.plan, grads).wait()
+        plan, group = ctx.exchange
+        return None, None, *GatherHeadsWork(plan, grads, group).wait()
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: ExchangePlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.plan = plan
-        return GatherHeadsWork(plan, tensors).wait()
+    def forward(
+        ctx: Any, plan: ExchangePlan, group: Group, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = plan, group
+        return GatherHeadsWork(plan, tensors, group).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ScatterHeadsWork(ctx.plan, grads).wait()
+        plan, group = ctx.exchange
+        return None, None, *ScatterHeadsWork(plan, grads, group).wait()

@@ -51,16 +51,16 @@ class Group:
         ranks: their ranks in the world, in the order of the group.
         index: position of this process among them.
         handle: the process group, or None where there is nobody to exchange with.
+        size: how many ranks there are.
     """
 
     ranks: tuple[int, ...]
     index: int
     handle: dist.ProcessGroup | None
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

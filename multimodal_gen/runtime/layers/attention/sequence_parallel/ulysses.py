@@ -13,12 +13,12 @@ import torch
 from multimodal_gen.runtime.distributed.collectives import (
     GatherHeadsWork,
     HeadPartition,
+    ScatterHeadsWork,
     Span,
     all_gather_tokens,
+    exchange_plan,
     gather_heads,
-    gather_heads_async,
     scatter_heads,
-    scatter_heads_async,
 )
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress
@@ -176,12 +176,13 @@ class SplitCall:
         front, tokens, back = self._stretches(query, key, value)
         group, queries, keys = self.groups.ulysses, self.shares.queries, self.shares.keys
         lengths, key_lengths = self._of_group(self.lengths), self._of_group(self.key_lengths)
-        q = tokens[:1], [queries], lengths, group
-        kv = tokens[1:], [keys, keys], key_lengths, group
+        messages = [(tokens[:1], [queries], lengths), (tokens[1:], [keys, keys], key_lengths)]
         if lengths == key_lengths:
-            coming = [scatter_heads_async(tokens, [queries, keys, keys], lengths, group)]
-        else:
-            coming = [scatter_heads_async(*q), scatter_heads_async(*kv)]
+            messages = [(tokens, [queries, keys, keys], lengths)]
+        coming = [
+            ScatterHeadsWork(exchange_plan(*message, group), message[0], group)
+            for message in messages
+        ]
 
         def arrived() -> HeadsOfRank:
             q, k, v = (x for message in coming for x in message.wait())
@@ -233,9 +234,8 @@ class SplitCall:
         """Do as `give_heads` with the heads there are, without waiting for what comes."""
         rows, lengths = self.rows, self._of_group(self.lengths)
         spans, group = self.shares.queries, self.groups.ulysses
-        return gather_heads_async(
-            out, spans, lengths, group, prefix=rows.prefix, suffix=rows.suffix
-        )
+        plan = exchange_plan([out], [spans], lengths, group, prefix=rows.prefix, suffix=rows.suffix)
+        return GatherHeadsWork(plan, [out], group)
 
     def gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the mask of all keys of the sequence, gathered once for layers that share it.
