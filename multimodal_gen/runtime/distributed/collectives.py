@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 import torch
@@ -135,49 +135,42 @@ def _runs(start: int, stop: int, count: int) -> tuple[Span, ...]:
     return tuple(pairwise(start + i * size + min(i, larger) for i in range(count + 1)))
 
 
+# Size, strides and offset of a tensor in flat memory, as `torch.as_strided` takes them.
+_Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangePlan:
     """What a rank sends and gets where heads are exchanged for tokens; made by `exchange_plan`.
 
-    A row is what all tensors hold of one token and sample, in columns: their heads times D.
+    Both lie in flat memory, a block per rank of the group. A row of a block is one token of one
+    sample: the heads of all tensors side by side.
 
     Attributes:
-        rank: position of this rank in its group.
-        batch: B.
         lengths: tokens of each rank.
         prefix: rows in front of the tokens that all ranks hold.
         suffix: rows after the tokens that all ranks hold.
-        rows: rows of each rank: its tokens and those all hold.
         spans: per tensor, the heads of each rank.
         adjacent: per tensor, whether the heads of ranks follow each other, each on one rank.
-        shapes: of each rank, (h, D) of each tensor.
-        widths: columns of each rank's heads.
-        own_rows: numbers in this rank's rows with the heads of each rank.
-        own_heads: numbers in the rows of each rank with this rank's heads.
+        row: numbers per token, with the heads of this rank.
+        by_heads: numbers in each block of this rank's rows, with the heads of each rank.
+        by_rows: numbers in each block of this rank's heads, with the rows of each rank.
+        in_heads: per block of `by_heads` and tensor, where its [B, rows, h, D] lies.
+        in_rows: the same of `by_rows`.
+        joined: per tensor, where [B, prefix + sum S + suffix, h, D] with this rank's heads lies.
     """
 
-    rank: int
-    batch: int
     lengths: tuple[int, ...]
     prefix: int
     suffix: int
-    rows: tuple[int, ...]
     spans: tuple[tuple[Span, ...], ...]
     adjacent: tuple[bool, ...]
-    shapes: tuple[tuple[tuple[int, int], ...], ...]
-    widths: tuple[int, ...]
-    own_rows: list[int]
-    own_heads: list[int]
-
-    def columns(self, block: torch.Tensor, rows: int, rank: int) -> list[torch.Tensor]:
-        """Return flat rows with the heads of `rank` as one [rows, B, h, D] per tensor."""
-        block = block.view(rows, self.batch, self.widths[rank])
-        found, start = [], 0
-        for heads, size in self.shapes[rank]:
-            stop = start + heads * size
-            found.append(block[..., start:stop].view(rows, self.batch, heads, size))
-            start = stop
-        return found
+    row: int
+    by_heads: list[int]
+    by_rows: list[int]
+    in_heads: list[list[_Place]]
+    in_rows: list[list[_Place]]
+    joined: list[_Place]
 
 
 def exchange_plan(
@@ -214,26 +207,44 @@ def _plan(
     prefix: int,
     suffix: int,
 ) -> ExchangePlan:
-    rows = tuple(prefix + length + suffix for length in lengths)
-    shapes = tuple(
-        tuple((stop - start, size) for (start, stop), size in zip(heads, sizes, strict=True))
+    shapes = [
+        [(stop - start, size) for (start, stop), size in zip(heads, sizes, strict=True)]
         for heads in zip(*spans, strict=True)
-    )
-    widths = tuple(sum(heads * size for heads, size in each) for each in shapes)
+    ]
+    own, rows = shapes[rank], [prefix + length + suffix for length in lengths]
+    by_heads = [rows[rank] * batch * _width(each) for each in shapes]
+    by_rows = [count * batch * _width(own) for count in rows]
+    starts = accumulate(by_heads, initial=0)
+    in_heads = [_places(batch, rows[rank], *each) for each in zip(shapes, starts, strict=False)]
+    starts = accumulate(by_rows, initial=0)
+    in_rows = [_places(batch, *each) for each in zip(rows, repeat(own), starts, strict=False)]
     return ExchangePlan(
-        rank=rank,
-        batch=batch,
         lengths=lengths,
         prefix=prefix,
         suffix=suffix,
-        rows=rows,
         spans=spans,
         adjacent=tuple(all(a[1] == b[0] for a, b in pairwise(each)) for each in spans),
-        shapes=shapes,
-        widths=widths,
-        own_rows=[rows[rank] * batch * width for width in widths],
-        own_heads=[count * batch * widths[rank] for count in rows],
+        row=batch * _width(own),
+        by_heads=by_heads,
+        by_rows=by_rows,
+        in_heads=in_heads,
+        in_rows=in_rows,
+        joined=_places(batch, prefix + sum(lengths) + suffix, own, 0),
     )
+
+
+def _width(shapes: list[tuple[int, int]]) -> int:
+    """Return the numbers in a row of tensors with (h, D) each."""
+    return sum(heads * size for heads, size in shapes)
+
+
+def _places(batch: int, rows: int, shapes: list[tuple[int, int]], start: int) -> list[_Place]:
+    """Return where [B, rows, h, D] of each tensor lies in a block that begins at `start`."""
+    width, found = _width(shapes), list[_Place]()
+    for heads, size in shapes:
+        found.append(((batch, rows, heads, size), (width, batch * width, size, 1), start))
+        start += heads * size
+    return found
 
 
 class ScatterHeadsWork:
@@ -244,24 +255,18 @@ class ScatterHeadsWork:
 
     def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor], group: Group) -> None:
         self._plan = plan
-        like, count = tensors[0], plan.rows[plan.rank]
-        with exchanging(like.device):
-            sent = like.new_empty(sum(plan.own_rows))
-            for rank, block in enumerate(torch.split(sent, plan.own_rows)):
-                columns = plan.columns(block, count, rank)
-                for view, x, spans in zip(columns, tensors, plan.spans, strict=True):
-                    _copy(view, x[:, :, slice(*spans[rank])].transpose(0, 1))
-            self._message = _Message(sent, plan.own_rows, plan.own_heads, group)
+        sent = tensors[0].new_empty(sum(plan.by_heads))
+        for rank, places in enumerate(plan.in_heads):
+            for place, x, spans in zip(places, tensors, plan.spans, strict=True):
+                _copy(sent.as_strided(*place), x[:, :, slice(*spans[rank])])
+        self._message = _Message(sent, plan.by_heads, plan.by_rows, group)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, prefix + sum S + suffix, h, D], not contiguous."""
-        plan = self._plan
-        with exchanging(self._message.received.device):
-            received = self._message.wait()
-            if plan.prefix or plan.suffix:
-                received = _sum_shared(plan, received)
-        rows = plan.prefix + sum(plan.lengths) + plan.suffix
-        return tuple([x.transpose(0, 1) for x in plan.columns(received, rows, plan.rank)])
+        plan, received = self._plan, self._message.wait()
+        if plan.prefix or plan.suffix:
+            received = _sum_shared(plan, received)
+        return tuple([received.as_strided(*place) for place in plan.joined])
 
 
 class GatherHeadsWork:
@@ -272,31 +277,19 @@ class GatherHeadsWork:
 
     def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor], group: Group) -> None:
         self._plan = plan
-        with exchanging(tensors[0].device):
-            sent = _packed_rows(plan, tensors)
-            self._message = _Message(sent, plan.own_heads, plan.own_rows, group)
+        self._message = _Message(_packed_rows(plan, tensors), plan.by_rows, plan.by_heads, group)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, rows, H, D]."""
-        with exchanging(self._message.received.device):
-            tensors = zip(*self._blocks(), strict=True)
-            each = zip(tensors, self._plan.spans, self._plan.adjacent, strict=True)
-            return tuple([_join_heads(*pieces) for pieces in each])
+        plan, received = self._plan, self._message.wait()
+        tensors = zip(zip(*plan.in_heads, strict=True), plan.spans, plan.adjacent, strict=True)
+        return tuple([_join_heads(received, *tensor) for tensor in tensors])
 
     def wait_into(self, out: torch.Tensor) -> None:
         """Write the heads of the only tensor, each of which is on one rank, to [B, rows, H, D]."""
-        with exchanging(out.device):
-            for (block,), span in zip(self._blocks(), self._plan.spans[0], strict=True):
-                _copy(out[:, :, slice(*span)], block)
-
-    def _blocks(self) -> list[list[torch.Tensor]]:
-        """Return [B, rows, h, D] of each rank and tensor."""
-        plan = self._plan
-        rows, arrived = plan.rows[plan.rank], torch.split(self._message.wait(), plan.own_rows)
-        return [
-            [x.transpose(0, 1) for x in plan.columns(block, rows, rank)]
-            for rank, block in enumerate(arrived)
-        ]
+        plan, received = self._plan, self._message.wait()
+        for (place,), span in zip(plan.in_heads, plan.spans[0], strict=True):
+            _copy(out[:, :, slice(*span)], received.as_strided(*place))
 
 
 class ExchangeRowsWork:
@@ -370,64 +363,69 @@ class _Message:
 
 def _packed_rows(plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return [B, prefix + sum S + suffix, h, D] per tensor as the rows of each rank, flat."""
-    turned = [x.transpose(0, 1) for x in tensors]
     shared = plan.prefix or plan.suffix
-    if len(turned) == 1 and not shared and turned[0].is_contiguous():
-        return turned[0].reshape(-1)
-    sent, start = tensors[0].new_empty(sum(plan.own_heads)), plan.prefix
-    blocks = torch.split(sent, plan.own_heads)
-    for block, rows, length in zip(blocks, plan.rows, plan.lengths, strict=True):
+    if len(tensors) == 1 and not shared:
+        turned = tensors[0].transpose(0, 1)
+        if turned.is_contiguous():
+            return turned.reshape(-1)
+    sent, start = tensors[0].new_empty(sum(plan.by_rows)), plan.prefix
+    for places, length in zip(plan.in_rows, plan.lengths, strict=True):
         stop, end = start + length, plan.prefix + length
-        for view, x in zip(plan.columns(block, rows, plan.rank), turned, strict=True):
-            _copy(view[plan.prefix : end], x[start:stop])
+        for place, x in zip(places, tensors, strict=True):
+            rows = sent.as_strided(*place)
+            _copy(rows[:, plan.prefix : end], x[:, start:stop])
             if shared:
-                _copy(view[: plan.prefix], x[: plan.prefix])
-                _copy(view[end:], x[len(x) - plan.suffix :])
+                _copy(rows[:, : plan.prefix], x[:, : plan.prefix])
+                _copy(rows[:, end:], x[:, x.shape[1] - plan.suffix :])
         start = stop
     return sent
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, 8 bytes at a time where both tensors lie so.
+    """Copy, 8 bytes at a time where rows of both are whole numbers of them.
 
     Strided copies move one number per thread: of 2 bytes each they use half of the memory's rate.
     """
-    size = target.element_size()
-    if size < 8 and target.dtype is source.dtype and _in_eights(target) and _in_eights(source):
+    if target.element_size() < 8 and target.dtype is source.dtype and _in_eights(target, source):
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
 
 
-def _in_eights(x: torch.Tensor) -> bool:
-    """Whether rows of `x` are whole numbers of 8 bytes that lie where such numbers may."""
-    steps = math.gcd(x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and steps % (8 // x.element_size()) == 0
+def _in_eights(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether rows of both, of one dtype, lie where numbers of 8 bytes may, and fill them."""
+    steps = (*target.stride()[:-1], *source.stride()[:-1], target.shape[-1])
+    offset = math.gcd(*steps, target.storage_offset(), source.storage_offset())
+    return (
+        target.stride(-1) == source.stride(-1) == 1
+        and offset % (8 // target.element_size()) == 0
+        and target.data_ptr() % 8 == source.data_ptr() % 8 == 0
+    )
 
 
 def _sum_shared(plan: ExchangePlan, received: torch.Tensor) -> torch.Tensor:
-    """Return [prefix + sum S + suffix] rows, flat, of ranks' blocks that each have shared ones."""
-    row = plan.batch * plan.widths[plan.rank]
-    blocks = zip(torch.split(received, plan.own_heads), plan.lengths, strict=True)
+    """Return what is in `plan.joined`, of blocks that each have the rows all ranks hold."""
+    front, back = plan.prefix * plan.row, plan.suffix * plan.row
     pieces = [
-        torch.split(block, [plan.prefix * row, length * row, plan.suffix * row])
-        for block, length in blocks
+        torch.split(block, [front, block.numel() - front - back, back])
+        for block in torch.split(received, plan.by_rows)
     ]
-    front, tokens, back = zip(*pieces, strict=True)
-    return torch.cat((_sum(front), *tokens, _sum(back)))
+    fronts, tokens, backs = zip(*pieces, strict=True)
+    return torch.cat((_sum(fronts), *tokens, _sum(backs)))
 
 
 def _join_heads(
-    blocks: tuple[torch.Tensor, ...], spans: tuple[Span, ...], adjacent: bool
+    received: torch.Tensor, places: tuple[_Place, ...], spans: tuple[Span, ...], adjacent: bool
 ) -> torch.Tensor:
-    """Return [B, S, H, D] of blocks [B, S, h, D]; heads in several blocks are summed."""
+    """Return one tensor's heads of all ranks, [B, S, H, D]; those on several ranks are summed."""
+    blocks = [received.as_strided(*place) for place in places]
     if adjacent:
         return torch.cat(blocks, dim=2)
     batch, rows, _, size = blocks[0].shape
-    dtype = torch.promote_types(blocks[0].dtype, torch.float32)
-    out = blocks[0].new_zeros(batch, rows, spans[-1][1], size, dtype=dtype)
+    dtype = torch.promote_types(received.dtype, torch.float32)
+    out = received.new_zeros(batch, rows, spans[-1][1], size, dtype=dtype)
     for block, (start, stop) in zip(blocks, spans, strict=True):
         out[:, :, start:stop] += block
-    return out.to(blocks[0].dtype)
+    return out.to(received.dtype)
 
 
 def _sum(blocks: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -453,7 +451,9 @@ def scatter_heads(
         Per tensor [B, sum S, h, D], not contiguous.
     """
     plan = exchange_plan(tensors, spans, lengths, group)
-    out: tuple[torch.Tensor, ...] = _Scatter.apply(plan, group, *tensors)  # type: ignore[no-untyped-call]
+    out: tuple[torch.Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+        plan, group, ScatterHeadsWork, GatherHeadsWork, *tensors
+    )
     return out
 
 
@@ -480,7 +480,9 @@ def gather_heads(
         [B, prefix + S + suffix, H, D].
     """
     plan = exchange_plan([x], [spans], lengths, group, prefix=prefix, suffix=suffix)
-    out: tuple[torch.Tensor, ...] = _Gather.apply(plan, group, x)  # type: ignore[no-untyped-call]
+    out: tuple[torch.Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+        plan, group, GatherHeadsWork, ScatterHeadsWork, x
+    )
     return out[0]
 
 
@@ -536,29 +538,27 @@ class _AllGather(torch.autograd.Function):
         return None, None, torch.split(total, ctx.lengths, dim=-1)[ctx.group.index]
 
 
-class _Scatter(torch.autograd.Function):
+_Work = type[ScatterHeadsWork] | type[GatherHeadsWork]
+
+
+class _Exchange(torch.autograd.Function):
+    """An exchange whose gradient is exchanged by its transpose."""
+
     @staticmethod
     def forward(
-        ctx: Any, plan: ExchangePlan, group: Group, *tensors: torch.Tensor
+        ctx: Any,
+        plan: ExchangePlan,
+        group: Group,
+        work: _Work,
+        transposed: _Work,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange = plan, group
-        return ScatterHeadsWork(plan, tensors, group).wait()
+        ctx.back = plan, group, transposed
+        with exchanging(tensors[0].device):
+            return work(plan, tensors, group).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan, group = ctx.exchange
-        return None, None, *GatherHeadsWork(plan, grads, group).wait()
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, plan: ExchangePlan, group: Group, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange = plan, group
-        return GatherHeadsWork(plan, tensors, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan, group = ctx.exchange
-        return None, None, *ScatterHeadsWork(plan, grads, group).wait()
+        plan, group, transposed = ctx.back
+        with exchanging(grads[0].device):
+            return None, None, None, None, *transposed(plan, grads, group).wait()
