@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.runtime.distributed import groups as ranks
 from multimodal_gen.runtime.distributed.collectives import (
     GatherHeadsWork,
     HeadPartition,
@@ -28,7 +29,7 @@ from multimodal_gen.runtime.distributed.collectives import (
     partition_heads,
     scatter_heads,
 )
-from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
+from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress, handshake
 from multimodal_gen.runtime.distributed.ring import RingCall, RingInputs
 from multimodal_gen.runtime.distributed.timing import Times, attending, exchanging, recording
@@ -56,7 +57,7 @@ _MEASURED = MappingProxyType({AttentionBackendEnum.SLIDING_TILE_ATTN: 2})
 
 def tokens_are_split() -> bool:
     """Whether this process is one of several ranks that share a sequence."""
-    groups = parallel_groups()
+    groups = ranks.IN_USE
     return groups is not None and groups.sequence.size > 1
 
 
@@ -340,7 +341,7 @@ class SequenceParallelLayer(AttentionLayer):
             error: what is wrong with the call.
             split: whether the call would have exchanged tokens.
         """
-        groups = parallel_groups()
+        groups = ranks.IN_USE
         if split and groups is not None and not torch.compiler.is_compiling():
             handshake(groups, self._name_of_calls(), {}, (), error, progress=count_exchange())
         return error
@@ -353,7 +354,7 @@ class SequenceParallelLayer(AttentionLayer):
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         """Attend to the tokens of all ranks; on one device, and where told so, to these alone."""
-        groups = parallel_groups()
+        groups = ranks.IN_USE
         if groups is None:
             return super()._attend(call)
         if call.exchange and groups.sequence.size > 1:
@@ -579,13 +580,14 @@ def _attend_in_head_groups(
     Returns:
         [B, prefix + S + suffix, H, Dv].
     """
-    ranks, rows, context = split.groups.ulysses, split.rows, current_forward_context()
+    rows, context = split.rows, current_forward_context()
+    among = split.groups.ulysses
     tokens, around = split.stretches(*call[:3])
     groups = [replace(split, shares=shares) for shares in split.shares.in_groups(count)]
     with exchanging(call.query.device):
         coming = [
             [
-                ScatterHeadsWork(exchange_plan(*message, ranks), message[0], ranks)
+                ScatterHeadsWork(exchange_plan(*message, among), message[0], among)
                 for message in sent
             ]
             for sent in (group.messages(tokens) for group in groups)
@@ -601,8 +603,8 @@ def _attend_in_head_groups(
             out = bound.forward(q, k, v, context, **first)
         with exchanging(q.device):
             message = [out], [group.shares.queries], group.lengths
-            plan = exchange_plan(*message, ranks, prefix=rows.prefix, suffix=rows.suffix)
-            leaving.append(GatherHeadsWork(plan, [out], ranks))
+            plan = exchange_plan(*message, among, prefix=rows.prefix, suffix=rows.suffix)
+            leaving.append(GatherHeadsWork(plan, [out], among))
     out = call.query.new_empty((*call.query.shape[:3], call.value.shape[3]))
     with exchanging(out.device):
         for work in leaving:
