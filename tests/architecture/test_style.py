@@ -29,7 +29,7 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/integrations/processor_patch.py", "_PATCHED_CLASSES"): (
         "one derived class per processor class, so that compiled graphs are found again"
     ),
-    ("multimodal_gen/runtime/distributed/groups.py", "_GROUPS"): (
+    ("multimodal_gen/runtime/distributed/groups.py", "IN_USE"): (
         "a process is one rank of a world, whichever of its threads asks"
     ),
     ("multimodal_gen/runtime/layers/attention/schedule.py", "_BROKEN"): (

@@ -38,8 +38,12 @@ def test_a_chain_over_its_budget_is_reported(script, monkeypatch, capsys) -> Non
     chain = script.Chain(entries=[here, there, here], stack=[here, there])
     assert (chain.files, chain.changes) == (["layer.py", "backend.py"], 2)
     monkeypatch.setattr(script, "CASES", {"a layer": lambda: chain})
-    monkeypatch.setattr(script, "BUDGETS", {"a layer": script.Budget(nested=2, files=2)})
+    budget = script.Budget(nested=2, files=2, functions=3)
+    monkeypatch.setattr(script, "BUDGETS", {"a layer": budget})
     assert script.main(["--check"]) == 0
     monkeypatch.setattr(script, "BUDGETS", {"a layer": script.Budget(nested=1, files=2)})
     assert script.main(["--check"]) == 1
     assert capsys.readouterr().err == "a layer must take at most 1 nested calls, got 2\n"
+    monkeypatch.setattr(script, "BUDGETS", {"a layer": script.Budget(functions=2)})
+    assert script.main(["--check"]) == 1
+    assert capsys.readouterr().err == "a layer must take at most 2 functions, got 3\n"

@@ -22,7 +22,7 @@ from multimodal_gen.integrations.guidance_branch import branch_name
 from multimodal_gen.integrations.hooks import StandIn, own_method
 from multimodal_gen.runtime.distributed.groups import HandshakeState, ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress, handshake
-from multimodal_gen.runtime.distributed.timing import Times
+from multimodal_gen.runtime.distributed.timing import Times, exchanging, recording
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 from multimodal_gen.runtime.managers.guidance import unguided_error
 
@@ -91,7 +91,7 @@ class CfgRanks:
         facts = {"shape": tuple(own.shape), "dtype": own.dtype, **facts}
         handshake(self._control, call, facts, (), progress=progress)
         received = [torch.empty_like(own) for _ in self._group.ranks]
-        with self.times.exchanging(own.device):
+        with recording(self.times), exchanging(own.device):
             dist.all_gather(received, own, group=self._group.handle)
         return tuple(received)
 

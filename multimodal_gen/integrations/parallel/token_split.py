@@ -30,7 +30,7 @@ from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
 from multimodal_gen.runtime.distributed.handshake import handshake
 from multimodal_gen.runtime.distributed.timing import recording
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import count_exchange
+from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import count_exchange
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 __all__ = ["TokenSplitter", "gather_sequence"]

@@ -42,7 +42,7 @@ from multimodal_gen.runtime.distributed.groups import (
 from multimodal_gen.runtime.distributed.handshake import handshake
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import Rows, SplitCall
+from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import Rows, SplitCall
 
 __all__ = ["GenerationError", "HeadShare", "RankResult", "Ranks", "said_by_main", "share_of_heads"]
 

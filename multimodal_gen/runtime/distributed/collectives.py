@@ -15,10 +15,11 @@ Shapes: B batch, S tokens of a rank, H heads of the layer, h heads of a rank, D 
 lengths of ranks and heads of ranks may differ.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 import torch
@@ -38,11 +39,10 @@ __all__ = [
     "Span",
     "all_gather_tokens",
     "all_gather_with_gradients",
+    "exchange_plan",
     "gather_heads",
-    "gather_heads_async",
     "partition_heads",
     "scatter_heads",
-    "scatter_heads_async",
 ]
 
 Span = tuple[int, int]
@@ -75,13 +75,8 @@ class HeadPartition:
             `x` where query heads of the rank divide into equal groups, one per key head; else
             one key head per query head.
         """
-        first, stop = self.queries[rank]
-        group = self.num_heads // self.num_kv_heads
-        read = [head // group - self.keys[rank][0] for head in range(first, stop)]
-        each = len(read) // max(1, x.shape[2])
-        if read == [i // max(1, each) for i in range(len(read))]:
-            return x
-        return x.index_select(2, torch.tensor(read, device=x.device))
+        read = _read_heads(self, rank)
+        return x if read is None else x.index_select(2, torch.tensor(read, device=x.device))
 
     def in_groups(self, count: int) -> tuple["HeadPartition", ...]:
         """Return the heads of every rank in `count` runs, each as even as can be.
@@ -111,6 +106,15 @@ def partition_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadPa
 
 
 @lru_cache(maxsize=256)
+def _read_heads(shares: HeadPartition, rank: int) -> list[int] | None:
+    """Return which of a rank's key heads its query heads read, None where in equal groups."""
+    group, (first, last) = shares.num_heads // shares.num_kv_heads, shares.keys[rank]
+    read = [head // group - first for head in range(*shares.queries[rank])]
+    each = max(1, len(read) // max(1, last - first))
+    return None if read == [i // each for i in range(len(read))] else read
+
+
+@lru_cache(maxsize=256)
 def _in_groups(shares: HeadPartition, count: int) -> tuple[HeadPartition, ...]:
     group = shares.num_heads // shares.num_kv_heads
     runs = [_runs(start, stop, count) for start, stop in shares.queries]
@@ -131,102 +135,138 @@ def _runs(start: int, stop: int, count: int) -> tuple[Span, ...]:
     return tuple(pairwise(start + i * size + min(i, larger) for i in range(count + 1)))
 
 
+# Size, strides and offset of a tensor in flat memory, as `torch.as_strided` takes them.
+_Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangePlan:
-    """One exchange.
+    """What a rank sends and gets where heads are exchanged for tokens; made by `exchange_plan`.
+
+    Both lie in flat memory, a block per rank of the group. A row of a block is one token of one
+    sample: the heads of all tensors side by side.
 
     Attributes:
-        group: who takes part.
         lengths: tokens of each rank.
+        prefix: rows in front of the tokens that all ranks hold.
+        suffix: rows after the tokens that all ranks hold.
         spans: per tensor, the heads of each rank.
-        sizes: per tensor, D.
+        adjacent: per tensor, whether the heads of ranks follow each other, each on one rank.
+        row: numbers per token, with the heads of this rank.
+        by_heads: numbers in each block of this rank's rows, with the heads of each rank.
+        by_rows: numbers in each block of this rank's heads, with the rows of each rank.
+        in_heads: per block of `by_heads` and tensor, where its [B, rows, h, D] lies.
+        in_rows: the same of `by_rows`.
+        joined: per tensor, where [B, prefix + sum S + suffix, h, D] with this rank's heads lies.
+    """
+
+    lengths: tuple[int, ...]
+    prefix: int
+    suffix: int
+    spans: tuple[tuple[Span, ...], ...]
+    adjacent: tuple[bool, ...]
+    row: int
+    by_heads: list[int]
+    by_rows: list[int]
+    in_heads: list[list[_Place]]
+    in_rows: list[list[_Place]]
+    joined: list[_Place]
+
+
+def exchange_plan(
+    tensors: Sequence[torch.Tensor],
+    spans: Sequence[tuple[Span, ...]],
+    lengths: Sequence[int],
+    group: Group,
+    *,
+    prefix: int = 0,
+    suffix: int = 0,
+) -> ExchangePlan:
+    """Return what this rank sends and gets; kept per kind of call.
+
+    Args:
+        tensors: [B, rows, H, D] each, before or after the exchange.
+        spans: per tensor, the heads of each rank; a head may be on several.
+        lengths: tokens of each rank.
+        group: the ranks, in the order of their tokens.
         prefix: rows in front of the tokens that all ranks hold.
         suffix: rows after the tokens that all ranks hold.
     """
+    sizes = tuple([x.shape[3] for x in tensors])
+    batch = tensors[0].shape[0]
+    return _plan(group.index, batch, tuple(lengths), tuple(spans), sizes, prefix, suffix)
 
-    group: Group
-    lengths: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
-    sizes: tuple[int, ...]
-    prefix: int = 0
-    suffix: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        tensors: Sequence[torch.Tensor],
-        spans: Sequence[tuple[Span, ...]],
-        lengths: Sequence[int],
-        group: Group,
-        *,
-        prefix: int = 0,
-        suffix: int = 0,
-    ) -> "ExchangePlan":
-        """Return the plan of tensors [B, rows, H, D] each."""
-        return cls(
-            group=group,
-            lengths=tuple(lengths),
-            spans=tuple(spans),
-            sizes=tuple(x.shape[3] for x in tensors),
-            prefix=prefix,
-            suffix=suffix,
-        )
+@lru_cache(maxsize=256)
+def _plan(
+    rank: int,
+    batch: int,
+    lengths: tuple[int, ...],
+    spans: tuple[tuple[Span, ...], ...],
+    sizes: tuple[int, ...],
+    prefix: int,
+    suffix: int,
+) -> ExchangePlan:
+    shapes = [
+        [(stop - start, size) for (start, stop), size in zip(heads, sizes, strict=True)]
+        for heads in zip(*spans, strict=True)
+    ]
+    own, rows = shapes[rank], [prefix + length + suffix for length in lengths]
+    by_heads = [rows[rank] * batch * _width(each) for each in shapes]
+    by_rows = [count * batch * _width(own) for count in rows]
+    starts = accumulate(by_heads, initial=0)
+    in_heads = [_places(batch, rows[rank], *each) for each in zip(shapes, starts, strict=False)]
+    starts = accumulate(by_rows, initial=0)
+    in_rows = [_places(batch, *each) for each in zip(rows, repeat(own), starts, strict=False)]
+    return ExchangePlan(
+        lengths=lengths,
+        prefix=prefix,
+        suffix=suffix,
+        spans=spans,
+        adjacent=tuple(all(a[1] == b[0] for a, b in pairwise(each)) for each in spans),
+        row=batch * _width(own),
+        by_heads=by_heads,
+        by_rows=by_rows,
+        in_heads=in_heads,
+        in_rows=in_rows,
+        joined=_places(batch, prefix + sum(lengths) + suffix, own, 0),
+    )
 
-    @property
-    def rows(self) -> list[int]:
-        """Rows of each rank: its tokens and those all hold."""
-        return [self.prefix + length + self.suffix for length in self.lengths]
 
-    def shapes(self, rank: int) -> list[tuple[int, int]]:
-        """Return (h, D) of each tensor on `rank`."""
-        pairs = zip(self.spans, self.sizes, strict=True)
-        return [(spans[rank][1] - spans[rank][0], size) for spans, size in pairs]
+def _width(shapes: list[tuple[int, int]]) -> int:
+    """Return the numbers in a row of tensors with (h, D) each."""
+    return sum(heads * size for heads, size in shapes)
 
-    def width(self, rank: int) -> int:
-        """Return the columns of a row with the heads of `rank`."""
-        return sum(heads * size for heads, size in self.shapes(rank))
 
-    def views(self, block: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return [rows, B, width(rank)] as one [rows, B, h, D] per tensor."""
-        shapes = self.shapes(rank)
-        columns = torch.split(block, [heads * size for heads, size in shapes], dim=-1)
-        return [x.view(*x.shape[:-1], *shape) for x, shape in zip(columns, shapes, strict=True)]
-
-    def rows_of_ranks(self, x: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Return the pieces of [prefix + sum S + suffix, ...] that make up each rank's rows."""
-        front, *tokens, back = torch.split(x, [self.prefix, *self.lengths, self.suffix])
-        return [(front, own, back) for own in tokens]
+def _places(batch: int, rows: int, shapes: list[tuple[int, int]], start: int) -> list[_Place]:
+    """Return where [B, rows, h, D] of each tensor lies in a block that begins at `start`."""
+    width, found = _width(shapes), list[_Place]()
+    for heads, size in shapes:
+        found.append(((batch, rows, heads, size), (width, batch * width, size, 1), start))
+        start += heads * size
+    return found
 
 
 class ScatterHeadsWork:
-    """An exchange of [B, rows, H, D] for [B, prefix + sum S + suffix, h, D], shared rows summed."""
+    """An exchange of [B, rows, H, D] for [B, prefix + sum S + suffix, h, D], shared rows summed.
 
-    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> None:
+    It carries no gradients. Kernels that are launched before `wait` run while data travel.
+    """
+
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor], group: Group) -> None:
         self._plan = plan
-        like, batch, me = tensors[0], tensors[0].shape[0], plan.group.index
-        self._batch = batch
-        ranks = range(plan.group.size)
-        with exchanging(like.device):
-            sent, blocks = _buffer(
-                like, batch, [(plan.rows[me], plan.width(rank)) for rank in ranks]
-            )
-            for rank, block in enumerate(blocks):
-                for view, x, spans in zip(
-                    plan.views(block, rank), tensors, plan.spans, strict=True
-                ):
-                    _copy(view, x[:, :, slice(*spans[rank])].transpose(0, 1))
-            coming = _buffer(like, batch, [(rows, plan.width(me)) for rows in plan.rows])
-            self._message = _Message(sent, blocks, *coming, plan.group)
+        sent = tensors[0].new_empty(sum(plan.by_heads))
+        for rank, places in enumerate(plan.in_heads):
+            for place, x, spans in zip(places, tensors, plan.spans, strict=True):
+                _copy(sent.as_strided(*place), x[:, :, slice(*spans[rank])])
+        self._message = _Message(sent, plan.by_heads, plan.by_rows, group)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, prefix + sum S + suffix, h, D], not contiguous."""
-        plan, me = self._plan, self._plan.group.index
-        with exchanging(self._message.received.device):
-            received, arrived = self._message.wait()
-            whole = received.view(sum(plan.rows), self._batch, plan.width(me))
-            if plan.prefix or plan.suffix:
-                whole = _sum_shared(plan, arrived)
-        return tuple(x.transpose(0, 1) for x in plan.views(whole, me))
+        plan, received = self._plan, self._message.wait()
+        if plan.prefix or plan.suffix:
+            received = _sum_shared(plan, received)
+        return tuple([received.as_strided(*place) for place in plan.joined])
 
 
 class GatherHeadsWork:
@@ -235,52 +275,21 @@ class GatherHeadsWork:
     Heads that are on several ranks are summed.
     """
 
-    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[torch.Tensor], group: Group) -> None:
         self._plan = plan
-        like, batch, me = tensors[0], tensors[0].shape[0], plan.group.index
-        with exchanging(like.device):
-            sent, blocks = self._packed(tensors)
-            shapes = [(plan.rows[me], plan.width(rank)) for rank in range(plan.group.size)]
-            self._message = _Message(sent, blocks, *_buffer(like, batch, shapes), plan.group)
+        self._message = _Message(_packed_rows(plan, tensors), plan.by_rows, plan.by_heads, group)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, rows, H, D]."""
-        with exchanging(self._message.received.device):
-            blocks = self._blocks()
-            return tuple(
-                _join_heads([block[i] for block in blocks], spans)
-                for i, spans in enumerate(self._plan.spans)
-            )
+        plan, received = self._plan, self._message.wait()
+        tensors = zip(zip(*plan.in_heads, strict=True), plan.spans, plan.adjacent, strict=True)
+        return tuple([_join_heads(received, *tensor) for tensor in tensors])
 
     def wait_into(self, out: torch.Tensor) -> None:
         """Write the heads of the only tensor, each of which is on one rank, to [B, rows, H, D]."""
-        with exchanging(out.device):
-            for (block,), span in zip(self._blocks(), self._plan.spans[0], strict=True):
-                _copy(out[:, :, slice(*span)], block)
-
-    def _blocks(self) -> list[list[torch.Tensor]]:
-        """Return [B, rows, h, D] of each rank and tensor."""
-        _, arrived = self._message.wait()
-        return [
-            [x.transpose(0, 1) for x in self._plan.views(block, rank)]
-            for rank, block in enumerate(arrived)
-        ]
-
-    def _packed(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return what is sent, and its blocks [rows, B, width] for each rank."""
-        plan, like, me = self._plan, tensors[0], self._plan.group.index
-        shapes = [(rows, plan.width(me)) for rows in plan.rows]
-        turned = [x.transpose(0, 1) for x in tensors]
-        if len(turned) == 1 and not (plan.prefix or plan.suffix) and turned[0].is_contiguous():
-            flat = turned[0].reshape(-1)
-            return flat, _blocks_of(flat, like.shape[0], shapes)
-        sent, blocks = _buffer(like, like.shape[0], shapes)
-        for i, x in enumerate(turned):
-            for block, pieces in zip(blocks, plan.rows_of_ranks(x), strict=True):
-                rows = torch.split(plan.views(block, me)[i], [len(piece) for piece in pieces])
-                for view, piece in zip(rows, pieces, strict=True):
-                    _copy(view, piece)
-        return sent, blocks
+        plan, received = self._plan, self._message.wait()
+        for (place,), span in zip(plan.in_heads, plan.spans[0], strict=True):
+            _copy(out[:, :, slice(*span)], received.as_strided(*place))
 
 
 class ExchangeRowsWork:
@@ -306,112 +315,117 @@ class ExchangeRowsWork:
         self._messages = []
         with exchanging(rows.device):
             for x in tensors:
-                batch, width = x.shape[0], x.shape[2] * x.shape[3]
+                row = x.shape[0] * x.shape[2] * x.shape[3]
                 sent = x.transpose(0, 1).index_select(0, rows).view(-1)
-                blocks = _blocks_of(sent, batch, [(count, width) for count in leaving])
-                received = _buffer(x, batch, [(count, width) for count in coming])
-                self._messages.append(_Message(sent, blocks, *received, group))
+                sizes = [count * row for count in leaving]
+                message = _Message(sent, sizes, [count * row for count in coming], group)
+                self._messages.append(message)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return per tensor [B, sum coming, H, D], those of the first rank first, contiguous."""
         with exchanging(self._messages[0].received.device):
             return tuple(
-                message.wait()[0].view(-1, shape[0], *shape[2:]).transpose(0, 1).contiguous()
+                message.wait().view(-1, shape[0], *shape[2:]).transpose(0, 1).contiguous()
                 for message, shape in zip(self._messages, self._shapes, strict=True)
             )
 
 
 class _Message:
-    """Data to and from every rank of a group, under way."""
+    """Data to and from every rank of a group, under way.
+
+    Args:
+        sent: [sum leaving].
+        leaving: how many numbers of it are for each rank.
+        coming: how many numbers each rank sends here.
+        group: who takes part.
+    """
 
     def __init__(
-        self,
-        sent: torch.Tensor,
-        blocks: list[torch.Tensor],
-        received: torch.Tensor,
-        arrived: list[torch.Tensor],
-        group: Group,
+        self, sent: torch.Tensor, leaving: list[int], coming: list[int], group: Group
     ) -> None:
-        self.received = received
+        self.received = sent.new_empty(sum(coming))
         self._sent = sent  # must live, and must not change, until it has left
-        self._arrived = arrived
-        self._work: Any = None
+        self._work: dist.Work | None = None
         if group.handle is None:
-            received.copy_(sent)
+            self.received.copy_(sent)
             return
         self._work = dist.all_to_all_single(
-            received,
-            sent,
-            [block.numel() for block in arrived],
-            [block.numel() for block in blocks],
-            group=group.handle,
-            async_op=True,
+            self.received, sent, coming, leaving, group=group.handle, async_op=True
         )
 
-    def wait(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the flat memory that came in and its blocks; on a GPU the stream waits."""
+    def wait(self) -> torch.Tensor:
+        """Return what came in, [sum coming]; on a GPU the stream waits."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self.received, self._arrived
+        return self.received
 
 
-def _buffer(
-    like: torch.Tensor, batch: int, shapes: list[tuple[int, int]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return flat memory and the [rows, B, width] blocks it consists of."""
-    flat = like.new_empty(sum(rows * batch * width for rows, width in shapes))
-    return flat, _blocks_of(flat, batch, shapes)
-
-
-def _blocks_of(flat: torch.Tensor, batch: int, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    blocks = torch.split(flat, [rows * batch * width for rows, width in shapes])
-    return [
-        block.view(rows, batch, width) for block, (rows, width) in zip(blocks, shapes, strict=True)
-    ]
+def _packed_rows(plan: ExchangePlan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [B, prefix + sum S + suffix, h, D] per tensor as the rows of each rank, flat."""
+    shared = plan.prefix or plan.suffix
+    if len(tensors) == 1 and not shared:
+        turned = tensors[0].transpose(0, 1)
+        if turned.is_contiguous():
+            return turned.reshape(-1)
+    sent, start = tensors[0].new_empty(sum(plan.by_rows)), plan.prefix
+    for places, length in zip(plan.in_rows, plan.lengths, strict=True):
+        stop, end = start + length, plan.prefix + length
+        for place, x in zip(places, tensors, strict=True):
+            rows = sent.as_strided(*place)
+            _copy(rows[:, plan.prefix : end], x[:, start:stop])
+            if shared:
+                _copy(rows[:, : plan.prefix], x[:, : plan.prefix])
+                _copy(rows[:, end:], x[:, x.shape[1] - plan.suffix :])
+        start = stop
+    return sent
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, 8 bytes at a time where both tensors lie so.
+    """Copy, 8 bytes at a time where rows of both are whole numbers of them.
 
     Strided copies move one number per thread: of 2 bytes each they use half of the memory's rate.
     """
-    size = target.element_size()
-    if size < 8 and target.dtype is source.dtype and _in_eights(target) and _in_eights(source):
+    if target.element_size() < 8 and target.dtype is source.dtype and _in_eights(target, source):
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
 
 
-def _in_eights(x: torch.Tensor) -> bool:
-    """Whether rows of `x` are whole numbers of 8 bytes that lie where such numbers may."""
-    each = 8 // x.element_size()
+def _in_eights(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether rows of both, of one dtype, lie where numbers of 8 bytes may, and fill them."""
+    steps = (*target.stride()[:-1], *source.stride()[:-1], target.shape[-1])
+    offset = math.gcd(*steps, target.storage_offset(), source.storage_offset())
     return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 8 == 0
-        and not any(n % each for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+        target.stride(-1) == source.stride(-1) == 1
+        and offset % (8 // target.element_size()) == 0
+        and target.data_ptr() % 8 == source.data_ptr() % 8 == 0
     )
 
 
-def _sum_shared(plan: ExchangePlan, arrived: list[torch.Tensor]) -> torch.Tensor:
-    """Return [prefix + sum S + suffix, B, width] of blocks that each have the shared rows."""
-    split = [
-        torch.split(block, [plan.prefix, length, plan.suffix])
-        for block, length in zip(arrived, plan.lengths, strict=True)
+def _sum_shared(plan: ExchangePlan, received: torch.Tensor) -> torch.Tensor:
+    """Return what is in `plan.joined`, of blocks that each have the rows all ranks hold."""
+    front, back = plan.prefix * plan.row, plan.suffix * plan.row
+    pieces = [
+        torch.split(block, [front, block.numel() - front - back, back])
+        for block in torch.split(received, plan.by_rows)
     ]
-    front, tokens, back = zip(*split, strict=True)
-    return torch.cat((_sum(front), *tokens, _sum(back)))
+    fronts, tokens, backs = zip(*pieces, strict=True)
+    return torch.cat((_sum(fronts), *tokens, _sum(backs)))
 
 
-def _join_heads(blocks: list[torch.Tensor], spans: tuple[Span, ...]) -> torch.Tensor:
-    """Return [B, S, H, D] of blocks [B, S, h, D]; heads in several blocks are summed."""
-    if all(spans[i][1] == spans[i + 1][0] for i in range(len(spans) - 1)):
+def _join_heads(
+    received: torch.Tensor, places: tuple[_Place, ...], spans: tuple[Span, ...], adjacent: bool
+) -> torch.Tensor:
+    """Return one tensor's heads of all ranks, [B, S, H, D]; those on several ranks are summed."""
+    blocks = [received.as_strided(*place) for place in places]
+    if adjacent:
         return torch.cat(blocks, dim=2)
     batch, rows, _, size = blocks[0].shape
-    dtype = torch.promote_types(blocks[0].dtype, torch.float32)
-    out = blocks[0].new_zeros(batch, rows, spans[-1][1], size, dtype=dtype)
+    dtype = torch.promote_types(received.dtype, torch.float32)
+    out = received.new_zeros(batch, rows, spans[-1][1], size, dtype=dtype)
     for block, (start, stop) in zip(blocks, spans, strict=True):
         out[:, :, start:stop] += block
-    return out.to(blocks[0].dtype)
+    return out.to(received.dtype)
 
 
 def _sum(blocks: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -436,22 +450,11 @@ def scatter_heads(
     Returns:
         Per tensor [B, sum S, h, D], not contiguous.
     """
-    plan = ExchangePlan.of(tensors, spans, lengths, group)
-    out: tuple[torch.Tensor, ...] = _Scatter.apply(plan, *tensors)  # type: ignore[no-untyped-call]
+    plan = exchange_plan(tensors, spans, lengths, group)
+    out: tuple[torch.Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+        plan, group, ScatterHeadsWork, GatherHeadsWork, *tensors
+    )
     return out
-
-
-def scatter_heads_async(
-    tensors: Sequence[torch.Tensor],
-    spans: Sequence[tuple[Span, ...]],
-    lengths: Sequence[int],
-    group: Group,
-) -> ScatterHeadsWork:
-    """Do as `scatter_heads`, without gradients and without waiting for what comes.
-
-    Kernels that are launched before `wait` run while data travel.
-    """
-    return ScatterHeadsWork(ExchangePlan.of(tensors, spans, lengths, group), tensors)
 
 
 def gather_heads(
@@ -476,26 +479,11 @@ def gather_heads(
     Returns:
         [B, prefix + S + suffix, H, D].
     """
-    plan = ExchangePlan.of([x], [spans], lengths, group, prefix=prefix, suffix=suffix)
-    out: tuple[torch.Tensor, ...] = _Gather.apply(plan, x)  # type: ignore[no-untyped-call]
+    plan = exchange_plan([x], [spans], lengths, group, prefix=prefix, suffix=suffix)
+    out: tuple[torch.Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+        plan, group, GatherHeadsWork, ScatterHeadsWork, x
+    )
     return out[0]
-
-
-def gather_heads_async(
-    x: torch.Tensor,
-    spans: tuple[Span, ...],
-    lengths: Sequence[int],
-    group: Group,
-    *,
-    prefix: int = 0,
-    suffix: int = 0,
-) -> GatherHeadsWork:
-    """Do as `gather_heads`, without gradients and without waiting for what comes.
-
-    The heads in `spans` may be some of the layer's.
-    """
-    plan = ExchangePlan.of([x], [spans], lengths, group, prefix=prefix, suffix=suffix)
-    return GatherHeadsWork(plan, [x])
 
 
 def all_gather_tokens(x: torch.Tensor, lengths: Sequence[int], group: Group) -> torch.Tensor:
@@ -550,23 +538,27 @@ class _AllGather(torch.autograd.Function):
         return None, None, torch.split(total, ctx.lengths, dim=-1)[ctx.group.index]
 
 
-class _Scatter(torch.autograd.Function):
+_Work = type[ScatterHeadsWork] | type[GatherHeadsWork]
+
+
+class _Exchange(torch.autograd.Function):
+    """An exchange whose gradient is exchanged by its transpose."""
+
     @staticmethod
-    def forward(ctx: Any, plan: ExchangePlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.plan = plan
-        return ScatterHeadsWork(plan, tensors).wait()
+    def forward(
+        ctx: Any,
+        plan: ExchangePlan,
+        group: Group,
+        work: _Work,
+        transposed: _Work,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.back = plan, group, transposed
+        with exchanging(tensors[0].device):
+            return work(plan, tensors, group).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *GatherHeadsWork(ctx.plan, grads).wait()
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: ExchangePlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.plan = plan
-        return GatherHeadsWork(plan, tensors).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ScatterHeadsWork(ctx.plan, grads).wait()
+        plan, group, transposed = ctx.back
+        with exchanging(grads[0].device):
+            return None, None, None, None, *transposed(plan, grads, group).wait()

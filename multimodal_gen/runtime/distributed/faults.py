@@ -81,14 +81,18 @@ class FailureStore:
         num_ranks: how many there are.
         timeout: seconds the ranks wait for each other, for messages.
         host: what the ranks of this host have in common, and no other.
+
+    Attributes:
+        rank: this process.
+        num_ranks: how many there are.
     """
 
     def __init__(
         self, store: Any, rank: int, num_ranks: int, timeout: float, *, host: str = ""
     ) -> None:
         self._store = dist.PrefixStore("failures", store)  # type: ignore[attr-defined]
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self.rank = rank
+        self.num_ranks = num_ranks
         self._timeout = timeout
         self._host = host
         if self._store.add(f"host/{host}", 1) == 1:
@@ -111,16 +115,6 @@ class FailureStore:
             return cls(store, rank, num_ranks, timeout, host=host)
         except (RuntimeError, ValueError) as error:
             raise RankError(f"this rank must be able to reach the others, got: {error}") from error
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-        return self._rank
-
-    @property
-    def num_ranks(self) -> int:
-        """How many there are."""
-        return self._num_ranks
 
     def report(self, error: BaseException) -> FailureReport:
         """Record an error that ends this rank; return what this rank has to report."""
@@ -163,10 +157,10 @@ class FailureStore:
         Raises:
             RankError: rank 0 has shown no life for the timeout.
         """
-        if self._rank == 0:
+        if self.rank == 0:
             self._store.set("done", "")
             # Should this process keep the store, it is to outlive what the others ask of it.
-            left = self._num_ranks - 1
+            left = self.num_ranks - 1
             self._wait_for(lambda: self._store.add("left", 0) >= left, _LINGER_S)
             return
         beats = -1
@@ -204,8 +198,8 @@ class FailureStore:
     def _beat(self, num_sent: int) -> bool:
         """Show that this process lives, and how far it is; return whether the run goes on."""
         try:
-            self._store.set(f"sent/{self._rank}", str(num_sent))
-            self._store.add(f"heartbeats/{self._rank}", 1)
+            self._store.set(f"sent/{self.rank}", str(num_sent))
+            self._store.add(f"heartbeats/{self.rank}", 1)
             return not self._store.check(["failure"])
         except RuntimeError:
             return False
@@ -220,7 +214,7 @@ class FailureStore:
 
     def _report_of(self, failure: dict[str, Any]) -> FailureReport:
         """Return what this rank has to report of the failure on record."""
-        if failure["rank"] == self._rank:
+        if failure["rank"] == self.rank:
             several = self._store.add("hosts", 0) > 1
             linger = 3 * _HEARTBEAT_S if several else 0.0
             return FailureReport(text=failure["text"], is_own=True, linger_s=linger)
@@ -237,40 +231,39 @@ class FailureStore:
         if not follows_from_another(error):
             return self._record_text(self._describe(error))
         first = self._store.add("waiting", 1) == 1
-        self._store.set(f"waiting/{self._rank}", "")
+        self._store.set(f"waiting/{self.rank}", "")
         # The first to notice speaks where the rank at fault does not; the others read it then.
         patience = _GRACE_S if first else 2 * _GRACE_S
         self._wait_for(lambda: self._store.check(["failure"]), patience)
-        among = getattr(error, "among", ()) or tuple(range(self._num_ranks))
+        among = getattr(error, "among", ()) or tuple(range(self.num_ranks))
         return self._record_text((self._silent(among) if first else None) or self._describe(error))
 
     def _record_text(self, text: str) -> dict[str, Any]:
-        own = json.dumps({"rank": self._rank, "host": self._host, "text": text})
+        own = json.dumps({"rank": self.rank, "host": self._host, "text": text})
         failure: dict[str, Any] = json.loads(self._store.compare_set("failure", "", own))
         return failure
 
     def _describe(self, error: BaseException) -> str:
-        return f"{self._name(self._rank)}: {_in_one_line(error)}"
+        return f"{self._name(self.rank)}: {_in_one_line(error)}"
 
     def _silent(self, among: tuple[int, ...]) -> str | None:
         """Name the ranks that have recorded no error: of those, who sent the fewest messages."""
         silent = [rank for rank in among if not self._store.check([f"waiting/{rank}"])]
         if not silent:
             return None
-        sent = {rank: self._num_sent(rank) for rank in silent}
+        sent = {rank: int(self._get(f"sent/{rank}", "0")) for rank in silent}
         behind = [rank for rank in silent if sent[rank] == min(sent.values())]
         names = ", ".join(self._name(rank) for rank in behind)
         return f"{names}: no answer within {self._timeout:g} s, or the connection was lost"
 
-    def _num_sent(self, rank: int) -> int:
-        known = self._store.check([f"sent/{rank}"])
-        return int(self._store.get(f"sent/{rank}")) if known else 0
-
     def _name(self, rank: int) -> str:
         with contextlib.suppress(RuntimeError):
-            if self._store.check([f"name/{rank}"]):
-                return self._store.get(f"name/{rank}").decode()
+            return self._get(f"name/{rank}", f"rank {rank}")
         return f"rank {rank}"
+
+    def _get(self, key: str, default: str) -> str:
+        known = self._store.check([key])
+        return self._store.get(key).decode() if known else default
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -51,16 +51,16 @@ class Group:
         ranks: their ranks in the world, in the order of the group.
         index: position of this process among them.
         handle: the process group, or None where there is nobody to exchange with.
+        size: how many ranks there are.
     """
 
     ranks: tuple[int, ...]
     index: int
     handle: dist.ProcessGroup | None
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -115,8 +115,9 @@ class ParallelGroups:
         return self.mesh.place(self.rank)
 
 
-# Process-wide, because the ranks of a world are processes: every thread of one is the same rank.
-_GROUPS: ParallelGroups | None = None
+# What `parallel_groups` returns, for layers, which read it in every call. Process-wide, because the
+# ranks of a world are processes: every thread of one is the same rank.
+IN_USE: ParallelGroups | None = None
 
 
 def init_world(
@@ -200,13 +201,13 @@ def build_groups(
 
 def parallel_groups() -> ParallelGroups | None:
     """Return the groups attention layers exchange data in, or None on one device."""
-    return _GROUPS
+    return IN_USE
 
 
 def set_parallel_groups(groups: ParallelGroups | None) -> None:
     """Make attention layers of this process exchange data in `groups`; None ends it."""
-    global _GROUPS
-    _GROUPS = groups
+    global IN_USE
+    IN_USE = groups
 
 
 @contextmanager

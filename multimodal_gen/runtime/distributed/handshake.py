@@ -34,6 +34,8 @@ _PROGRESS_NAMES = ("denoising step", "denoiser call", "number of exchanges in th
 # What a refusal may take of them in UTF-8; JSON spells a control character with six bytes.
 _REFUSAL_BYTES = 600
 _SKIPPED = "; a rank left a call out, and all have to make the same ones"
+# Kinds of calls to remember, each with a message of every rank.
+_MOST_KINDS = 1024
 # A rank that has something to say against its own call lets nobody wait for long.
 _REFUSAL_TIMEOUT = timedelta(seconds=5)
 
@@ -80,17 +82,17 @@ def handshake(
         RankError: a rank makes another call, refuses, or does not answer in time; or lengths
             changed that a call took for granted.
     """
-    error = _check_pending(groups)
-    if error is not None:
-        raise error
-    progress = progress or Progress()
+    state, progress = groups.handshakes, progress or Progress()
+    while state.pending:
+        error = _error_of(groups, *state.pending.pop())
+        if error is not None:
+            raise error
     kind = (call, *facts.items(), lengths)
-    state = groups.handshakes
     agreed: _Agreed | None = state.agreed.get(kind)
     if agreed is None or refusal is not None:
         message = _message(call, facts, lengths, refusal)
     else:
-        message = agreed.message
+        message = agreed.messages[groups.control.index]
     gather = _Gather(groups.control, message + _PROGRESS.pack(*progress), call)
     state.num_sent += 1
     if refusal is not None:
@@ -101,12 +103,13 @@ def handshake(
         state.pending.append((gather, progress, agreed))
         return agreed.lengths
     received = gather.wait()
-    if agreed is not None and received == agreed.at(progress):
-        return agreed.lengths
-    messages = _split(received)
-    all_lengths = _compare_messages(groups.control, messages)
-    state.agreed[kind] = _Agreed(message, [own for own, _ in messages], all_lengths)
-    return all_lengths
+    if agreed is None or received != agreed.at(progress):
+        agreed = _compare_messages(groups.control, received)
+        if len(state.agreed) >= _MOST_KINDS:
+            # A rank that has forgotten a kind waits for the others; they need not wait for it.
+            del state.agreed[next(iter(state.agreed))]
+        state.agreed[kind] = agreed
+    return agreed.lengths
 
 
 def pending_error(groups: ParallelGroups) -> MultimodalGenError | None:
@@ -126,58 +129,33 @@ class _Agreed(NamedTuple):
     """What was sent before calls of one kind.
 
     Attributes:
-        message: this rank's message.
-        messages: those of all ranks.
+        messages: those of all ranks, without their `Progress`.
         lengths: the lengths of every rank.
     """
 
-    message: bytes
     messages: list[bytes]
     lengths: tuple[tuple[int, ...], ...]
 
     def at(self, progress: Progress) -> bytes:
         """Return what is received when all ranks send the same again, and are as far."""
-        packed = _PROGRESS.pack(*progress)
-        return b"".join(message + packed for message in self.messages)
-
-
-def _check_pending(groups: ParallelGroups) -> MultimodalGenError | None:
-    """Return why a call that did not wait should not have been made; waits for what was sent."""
-    while groups.handshakes.pending:
-        error = _error_of(groups, *groups.handshakes.pending.pop())
-        if error is not None:
-            return error
-    return None
+        return _PROGRESS.pack(*progress).join((*self.messages, b""))
 
 
 def _error_of(
     groups: ParallelGroups, gather: "_Gather", progress: Progress, agreed: _Agreed
 ) -> MultimodalGenError | None:
-    """Return what is wrong with what was sent before a call of a known kind, once it is here."""
+    """Return why a call of a known kind, which did not wait, should not have been made."""
     try:
         received = gather.wait()
         if received == agreed.at(progress):
             return None
-        found = _compare_messages(groups.control, _split(received))
+        found = _compare_messages(groups.control, received)
     except MultimodalGenError as error:
         return error
     return RankError(
         f"lengths must be those ranks had in earlier calls of the same kind, {agreed.lengths}, "
-        f"got {found}; pass seq_lens where they change"
+        f"got {found.lengths}; pass seq_lens where they change"
     )
-
-
-def _split(received: bytearray) -> list[tuple[bytes, Progress]]:
-    """Return every rank's message, and how far it is."""
-    size = _MESSAGE_BYTES + _PROGRESS.size
-    ends = range(_MESSAGE_BYTES, len(received), size)
-    return [
-        (
-            bytes(received[end - _MESSAGE_BYTES : end]),
-            Progress(*_PROGRESS.unpack_from(received, end)),
-        )
-        for end in ends
-    ]
 
 
 def _message(
@@ -216,13 +194,9 @@ class _Gather:
     """
 
     def __init__(self, group: Group, message: bytes, call: str) -> None:
-        self._received = bytearray(len(message) * len(group.ranks))
-        self._among = group.ranks
-        self._failure = (
-            f"the other ranks of {list(group.ranks)} must make the same call, {call}, got no "
-            f"answer; look for the first error of another rank"
-        )
-        self._work: Any = None
+        self._received = bytearray(len(message) * group.size)
+        self._group, self._call = group, call
+        self._work: dist.Work | None = None
         if group.handle is None:
             self._received[:] = message
             return
@@ -251,15 +225,20 @@ class _Gather:
         return self._work is None or self._work.is_completed()
 
     def _lost(self, error: RuntimeError) -> RankError:
-        reason = first_line(error).partition(". ")[0]
-        return RankError(f"{self._failure} ({reason})", self._among)
+        among, reason = self._group.ranks, first_line(error).partition(". ")[0]
+        return RankError(
+            f"the other ranks of {list(among)} must make the same call, {self._call}, got no "
+            f"answer; look for the first error of another rank ({reason})",
+            among,
+        )
 
 
-def _compare_messages(
-    group: Group, received: list[tuple[bytes, Progress]]
-) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of every rank, or raise where ranks disagree."""
-    messages: list[dict[str, Any]] = [json.loads(message) for message, _ in received]
+def _compare_messages(group: Group, received: bytearray) -> _Agreed:
+    """Return what every rank sent, or raise where they disagree."""
+    size = _MESSAGE_BYTES + _PROGRESS.size
+    each = [bytes(received[start : start + size]) for start in range(0, len(received), size)]
+    texts = [one[:_MESSAGE_BYTES] for one in each]
+    messages: list[dict[str, Any]] = [json.loads(text) for text in texts]
     for rank, message in zip(group.ranks, messages, strict=True):
         if message["refusal"]:
             raise RankError(f"rank {rank} cannot run {message['call']}: {message['refusal']}")
@@ -267,10 +246,10 @@ def _compare_messages(
     call = messages[0]["call"]
     for name in {name: None for message in messages for name in message["facts"]}:
         _compare(name, [message["facts"].get(name) for message in messages], group, call)
-    progress = zip(*(each for _, each in received), strict=True)
+    progress = zip(*(_PROGRESS.unpack(one[_MESSAGE_BYTES:]) for one in each), strict=True)
     for name, numbers in zip(_PROGRESS_NAMES, progress, strict=True):
         _compare(name, ["unknown" if n == _UNKNOWN else n for n in numbers], group, call, _SKIPPED)
-    return tuple(tuple(message["lengths"]) for message in messages)
+    return _Agreed(texts, tuple(tuple(message["lengths"]) for message in messages))
 
 
 def _compare(name: str, values: list[Any], group: Group, call: str = "", advice: str = "") -> None:

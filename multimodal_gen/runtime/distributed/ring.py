@@ -252,39 +252,6 @@ class RingCall:
         start = sum(self.lengths[:owner])
         return self.keep[:, start : start + self.lengths[owner]]
 
-    def _rows(self) -> tuple[slice, slice]:
-        """Return which rows of q are this rank's tokens, and which come after them."""
-        count = self.lengths[self.group.index] if self.num_queries is None else self.num_queries
-        own = slice(self.prefix, self.prefix + count)
-        return own, slice(own.stop, own.stop + self.suffix)
-
-    def rows_of(self, owner: int) -> Iterator[tuple[slice, bool]]:
-        """Yield (rows of q, causal) that see the keys of a rank."""
-        own, after = self._rows()
-        if not self.causal:
-            yield slice(0, after.stop), False
-        elif owner < self.group.index:
-            yield slice(own.start, after.stop), False
-        else:
-            if owner == self.group.index:
-                yield own, True
-            yield after, False
-
-    def rows_of_shared(self) -> Iterator[tuple[slice, bool]]:
-        """Yield (rows of q, causal) that see the keys all ranks hold.
-
-        They are in front of the tokens, unless there are rows of queries that all ranks hold at
-        the end: then they are those.
-        """
-        own, after = self._rows()
-        if not self.causal:
-            yield slice(0, after.stop), False
-        elif self.suffix:
-            yield after, True
-        else:
-            yield slice(0, own.start), True
-            yield own, False
-
 
 def ring_attention(
     query: torch.Tensor,
@@ -446,9 +413,24 @@ class _Ring(torch.autograd.Function):
 def _parts(
     call: RingCall, owner: int | None, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[slice, KeyPart]]:
-    """Yield the parts that are not empty; `owner` None is what all ranks hold."""
-    keep = call.shared_keep if owner is None else call.keep_of(owner)
-    for rows, causal in call.rows_of_shared() if owner is None else call.rows_of(owner):
+    """Yield rows of q with the part of a rank's keys that they see, as far as neither is empty.
+
+    Keys that all ranks hold (`owner` None) are in front of the tokens, unless all ranks hold rows
+    of queries at the end: then they are those.
+    """
+    me, keep = call.group.index, call.shared_keep if owner is None else call.keep_of(owner)
+    count = call.lengths[me] if call.num_queries is None else call.num_queries
+    start, stop = call.prefix, call.prefix + count
+    before, own, after = slice(0, start), slice(start, stop), slice(stop, stop + call.suffix)
+    if not call.causal:
+        seen = [(slice(0, after.stop), False)]
+    elif owner is None:
+        seen = [(after, True)] if call.suffix else [(before, True), (own, False)]
+    elif owner < me:
+        seen = [(slice(start, after.stop), False)]
+    else:
+        seen = [(own, True), (after, False)] if owner == me else [(after, False)]
+    for rows, causal in seen:
         if rows.stop > rows.start and key.shape[1]:
             yield rows, KeyPart(key=key, value=value, causal=causal, keep=keep, owner=owner)
 
@@ -535,19 +517,9 @@ class RingInputs:
 
     def to(self, dtype: torch.dtype) -> "RingInputs":
         """Return the same inputs in another dtype."""
-
-        def cast(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(dtype)
-
-        return replace(
-            self,
-            query=self.query.to(dtype),
-            key=self.key.to(dtype),
-            value=self.value.to(dtype),
-            shared_key=cast(self.shared_key),
-            shared_value=cast(self.shared_value),
-            gate=cast(self.gate),
-        )
+        names = ("query", "key", "value", "shared_key", "shared_value", "gate")
+        held = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x.to(dtype) for name, x in held.items() if x is not None})
 
 
 class Transfer:

@@ -14,7 +14,7 @@ Exchanges say that they are ones; who asked for them is whoever records at that 
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -103,48 +103,31 @@ class Stopwatch:
 
 
 class Times:
-    """What one layer, or one denoiser, takes on this rank. A copy starts anew."""
+    """What one layer, or one denoiser, takes on this rank. A copy starts anew.
+
+    Attributes:
+        exchanging: communication outside of attention.
+        exchanging_inside: communication inside of it.
+        attending: attention, with what it exchanges.
+        is_exchanging: whether a region of the first two runs now.
+        is_attending: whether one of attention does.
+        any: whether any region has begun.
+    """
 
     def __init__(self) -> None:
-        self._exchanging = Stopwatch()
-        self._exchanging_inside = Stopwatch()
-        self._attending = Stopwatch()
-        self._is_attending = self._is_exchanging = self._any = False
-
-    @contextmanager
-    def exchanging(self, device: torch.device) -> Iterator[None]:
-        """Count the block as communication, even inside of attention; inside of another, once."""
-        if self._is_exchanging:
-            yield
-            return
-        self._any = self._is_exchanging = True
-        try:
-            with (self._exchanging_inside if self._is_attending else self._exchanging).on(device):
-                yield
-        finally:
-            self._is_exchanging = False
-
-    @contextmanager
-    def attending(self, device: torch.device) -> Iterator[None]:
-        """Count the block as attention, without what it exchanges; inside of another, once."""
-        if self._is_attending:
-            yield
-            return
-        self._any = self._is_attending = True
-        try:
-            with self._attending.on(device):
-                yield
-        finally:
-            self._is_attending = False
+        self.exchanging = Stopwatch()
+        self.exchanging_inside = Stopwatch()
+        self.attending = Stopwatch()
+        self.is_attending = self.is_exchanging = self.any = False
 
     def taken(self) -> TimeTaken | None:
         """Return the times so far, or None where nothing was measured."""
-        if not self._any:
+        if not self.any:
             return None
-        inside = self._exchanging_inside.milliseconds()
+        inside = self.exchanging_inside.milliseconds()
         return TimeTaken(
-            communication_ms=self._exchanging.milliseconds() + inside,
-            attention_ms=max(0.0, self._attending.milliseconds() - inside),
+            communication_ms=self.exchanging.milliseconds() + inside,
+            attention_ms=max(0.0, self.attending.milliseconds() - inside),
         )
 
     def __reduce__(self) -> tuple[type["Times"], tuple[()]]:
@@ -164,13 +147,32 @@ def recording(times: Times | None) -> Iterator[None]:
         _RECORDING.reset(token)
 
 
-def exchanging(device: torch.device) -> AbstractContextManager[None]:
-    """Count the block as communication for whoever records."""
+@contextmanager
+def exchanging(device: torch.device) -> Iterator[None]:
+    """Count the block as communication, even inside of attention; inside of another, once."""
     times = _RECORDING.get()
-    return nullcontext() if times is None else times.exchanging(device)
+    if times is None or times.is_exchanging:
+        yield
+        return
+    times.any = times.is_exchanging = True
+    watch = times.exchanging_inside if times.is_attending else times.exchanging
+    try:
+        with watch.on(device):
+            yield
+    finally:
+        times.is_exchanging = False
 
 
-def attending(device: torch.device) -> AbstractContextManager[None]:
-    """Count the block as attention for whoever records."""
+@contextmanager
+def attending(device: torch.device) -> Iterator[None]:
+    """Count the block as attention, without what it exchanges; inside of another, once."""
     times = _RECORDING.get()
-    return nullcontext() if times is None else times.attending(device)
+    if times is None or times.is_attending:
+        yield
+        return
+    times.any = times.is_attending = True
+    try:
+        with times.attending.on(device):
+            yield
+    finally:
+        times.is_attending = False

@@ -6,8 +6,10 @@ import torch
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import SequenceParallelLayer
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import Rows
+from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
+    Rows,
+    SequenceParallelLayer,
+)
 from tests.integrations.models import newer_families
 from tests.integrations.models.families import SPLIT
 from tests.integrations.parallel.models import CASES, RANDOM

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import RankError, UsageError
+from multimodal_gen.runtime.distributed import handshake as handshake_module
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.handshake import handshake
 from multimodal_gen.runtime.distributed.mesh import Mesh
@@ -57,6 +58,17 @@ def late_partner(facts_later, length_later):
     return raised
 
 
+def forget_kinds(bound):
+    """Make calls of four kinds where rank 0 remembers `bound` of them, then one that it forgot."""
+    groups = parallel_groups()
+    if groups.rank == 0:
+        handshake_module._MOST_KINDS = bound
+    found = [lengths_of(f"kind {i}", {}, groups.rank) for i in range(4)]
+    known = len(groups.handshakes.agreed)
+    found += [handshake(groups, "kind 0", {}, (groups.rank,), wait=False) for _ in range(2)]
+    return found, known
+
+
 def test_lengths_of_all_ranks_are_known_afterwards(four_ranks):
     assert four_ranks.run(Mesh(ulysses=4), lengths_by_rank) == [((10,), (11,), (12,), (13,))] * 4
     by_pair = four_ranks.run(Mesh(cfg=2, ulysses=2), lengths_by_rank)
@@ -66,6 +78,13 @@ def test_lengths_of_all_ranks_are_known_afterwards(four_ranks):
 def test_calls_of_a_known_kind_need_not_wait(tmp_path):
     with World(2, tmp_path) as world:
         assert world.run(Mesh(ulysses=2), late_partner, {"batch": 1}, 2) == [[None, None]] * 2
+
+
+def test_a_rank_may_forget_kinds_that_others_remember(tmp_path):
+    with World(2, tmp_path) as world:
+        first, second = world.run(Mesh(ulysses=2), forget_kinds, 2)
+    assert first == ([((0,), (1,))] * 6, 2)
+    assert second == ([((0,), (1,))] * 6, 4)
 
 
 def test_a_call_that_did_not_wait_is_caught_in_the_next(tmp_path):

@@ -5,43 +5,316 @@ ring: a part of it) with some of the heads. Tokens that all ranks hold, such as 
 exchanged: a rank takes its heads of them, and they are where they were in the sequence. Between
 Ulysses groups keys and values travel round a ring.
 
-Shapes: B batch, S tokens of a rank, H heads, D head size; q/k suffix = query/key side.
+Shapes: B batch, S tokens of a rank, H heads, h heads of a rank, D head size; q/k suffix =
+query/key side.
 """
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UnsupportedBackendError, UsageError
-from multimodal_gen.runtime.distributed.collectives import partition_heads
-from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
-from multimodal_gen.runtime.distributed.handshake import handshake
-from multimodal_gen.runtime.distributed.timing import Times, attending, recording
+from multimodal_gen.runtime.distributed import groups as ranks
+from multimodal_gen.runtime.distributed.collectives import (
+    GatherHeadsWork,
+    HeadPartition,
+    ScatterHeadsWork,
+    Span,
+    all_gather_tokens,
+    exchange_plan,
+    gather_heads,
+    partition_heads,
+    scatter_heads,
+)
+from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.distributed.handshake import Progress, handshake
+from multimodal_gen.runtime.distributed.ring import RingCall, RingInputs
+from multimodal_gen.runtime.distributed.timing import Times, attending, exchanging, recording
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.config import settings_text
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
+from multimodal_gen.runtime.layers.attention.schedule import BoundBackend, ScheduleEntry
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import ring_forward
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import (
-    Rows,
-    SplitCall,
-    attend_in_head_groups,
-    count_exchange,
-    num_head_groups,
-)
-from multimodal_gen.runtime.managers.forward_context import current_forward_context
+from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["SequenceParallelLayer", "tokens_are_split"]
+__all__ = ["Rows", "SequenceParallelLayer", "SplitCall", "count_exchange", "tokens_are_split"]
+
+_QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Message = tuple[Sequence[torch.Tensor], Sequence[tuple[Span, ...]], tuple[int, ...]]
+
+# Head groups with which a forward on four GPUs was faster than with one, by the rows of
+# scripts/bench/results/parallel.csv; what is not here was slower, or was not measured.
+_MEASURED = MappingProxyType({AttentionBackendEnum.SLIDING_TILE_ATTN: 2})
 
 
 def tokens_are_split() -> bool:
     """Whether this process is one of several ranks that share a sequence."""
-    groups = parallel_groups()
+    groups = ranks.IN_USE
     return groups is not None and groups.sequence.size > 1
+
+
+def count_exchange() -> Progress:
+    """Return how far this rank is, and count one exchange of the denoiser call that runs.
+
+    It counts from the beginning of that call, never for longer: a rank that leaves out its last
+    exchange is found at the first one of the next call. Outside of denoiser calls, as in layers
+    that are called on their own, there is nothing to count from.
+    """
+    context = current_forward_context()
+    if context is None:
+        return Progress()
+    call = Progress().call if context.call_number is None else context.call_number
+    return Progress(step=context.current_timestep, call=call, exchange=next(context.exchanges))
+
+
+class Rows(NamedTuple):
+    """Which rows of a rank's tensors are its tokens; the others are on all ranks.
+
+    Attributes:
+        query: tokens of the rank among the queries.
+        key: the same among the keys.
+        prefix: rows of q, k and v in front of them.
+        suffix: rows of q, k and v after them.
+        in_front: rows of k and v alone in front of them.
+    """
+
+    query: int
+    key: int
+    prefix: int
+    suffix: int
+    in_front: int
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, replicated: tuple[int, int, int]) -> "Rows":
+        """Return the rows of tensors [B, S, H, D] of which some are on all ranks."""
+        prefix, suffix, in_front = replicated
+        own = query.shape[1] - prefix - suffix
+        return cls(own, key.shape[1] - prefix - suffix - in_front, prefix, suffix, in_front)
+
+
+class HeadsOfRank(NamedTuple):
+    """The heads of a rank.
+
+    Attributes:
+        tokens: q, k and v of the tokens of all ranks of the Ulysses group.
+        around: what all ranks hold: q, k and v in front of the tokens, whose lengths may differ,
+            and after them; None for nothing.
+        gate: the gate of the tokens, or None.
+    """
+
+    tokens: _QKV
+    around: tuple[_QKV, _QKV] | None
+    gate: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitCall:
+    """One call: what travels, what every rank has, how it joins.
+
+    Attributes:
+        groups: this process's groups.
+        shares: the heads of each rank of a Ulysses group.
+        rows: this rank's tokens.
+        lengths: queries of each rank of the sequence.
+        key_lengths: keys of each rank of the sequence.
+    """
+
+    groups: ParallelGroups
+    shares: HeadPartition
+    rows: Rows
+    lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+
+    @property
+    def heads(self) -> Span:
+        """The query heads of this rank."""
+        return self.shares.queries[self.groups.ulysses.index]
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether queries and keys are the same tokens, as in self-attention."""
+        return self.lengths == self.key_lengths and not self.rows.in_front
+
+    def take_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor | None,
+    ) -> HeadsOfRank:
+        """Exchange tokens for heads within the Ulysses group.
+
+        Args:
+            query: [B, prefix + S + suffix, H, D].
+            key: [B, prefix + in_front + S + suffix, Hkv, D].
+            value: [B, prefix + in_front + S + suffix, Hkv, Dv].
+            gate: [B, S, H, D], or None.
+        """
+        tokens, around = self.stretches(query, key, value)
+        if self.groups.ulysses.size == 1:
+            return HeadsOfRank(tokens, around, gate)
+        arrived: list[torch.Tensor] = []
+        for message in self.messages(tokens, gate):
+            arrived += scatter_heads(*message, self.groups.ulysses)
+        return self.arrived(arrived, around)
+
+    def stretches(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[_QKV, tuple[_QKV, _QKV] | None]:
+        """Return q, k and v of this rank's tokens; then those in front of them and after them."""
+        prefix, suffix, in_front = self.rows[2:]
+        if not (prefix or suffix or in_front):
+            return (query, key, value), None
+        q = torch.split(query, [prefix, self.rows.query, suffix], dim=1)
+        sizes = [prefix + in_front, self.rows.key, suffix]
+        k, v = torch.split(key, sizes, dim=1), torch.split(value, sizes, dim=1)
+        front, tokens, back = zip(q, k, v, strict=True)
+        return tokens, (front, back)
+
+    def messages(self, tokens: _QKV, gate: torch.Tensor | None = None) -> list[_Message]:
+        """Return what is sent together: tensors, the heads and the tokens of each rank."""
+        queries, keys = self.shares.queries, self.shares.keys
+        lengths, key_lengths = self._of_group(self.lengths), self._of_group(self.key_lengths)
+        if lengths != key_lengths:
+            return [(tokens[:1], [queries], lengths), (tokens[1:], [keys, keys], key_lengths)]
+        if gate is None:
+            return [(tokens, [queries, keys, keys], lengths)]
+        tensors = (*tokens, gate.to(tokens[0].dtype))
+        return [(tensors, [queries, keys, keys, queries], lengths)]
+
+    def arrived(
+        self, tokens: Sequence[torch.Tensor], around: tuple[_QKV, _QKV] | None
+    ) -> HeadsOfRank:
+        """Return this rank's heads, once those of the tokens are here.
+
+        Args:
+            tokens: q, k, v and, where there is one, the gate.
+            around: what is in front of them and after them, with all heads.
+        """
+        q, k, v, *gate = tokens
+        if around is not None:
+            front, back = around
+            around = self._own_heads(front), self._own_heads(back)
+        return HeadsOfRank((q, k, v), around, gate[0] if gate else None)
+
+    def joined(
+        self, heads: HeadsOfRank
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return q, k, v and gate over the whole sequence, as a backend takes them."""
+        q, k, v = heads.tokens
+        if heads.around is not None:
+            front, back = heads.around
+            q, k, v = (_join(each) for each in zip(front, heads.tokens, back, strict=True))
+        me = self.groups.ulysses.index
+        return q, self.shares.arrange_keys(k, me), self.shares.arrange_keys(v, me), heads.gate
+
+    def give_heads(self, out: torch.Tensor) -> torch.Tensor:
+        """Exchange heads for tokens: [B, prefix + sum S + suffix, h, Dv] for [B, ..., H, Dv]."""
+        group, rows = self.groups.ulysses, self.rows
+        if group.size == 1:
+            return out
+        spans, lengths = self.shares.queries, self._of_group(self.lengths)
+        return gather_heads(out, spans, lengths, group, prefix=rows.prefix, suffix=rows.suffix)
+
+    def gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the mask of all keys of the sequence, gathered once for layers that share it.
+
+        Args:
+            mask: [..., prefix + in_front + S + suffix].
+        """
+        context = current_forward_context()
+        if context is None:
+            return self._gather_mask(mask)
+        use = ("whole mask", self.key_lengths, self.rows)
+        return context.cache.get(mask, use, lambda: self._gather_mask(mask))
+
+    def _gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        rows = self.rows
+        stretches = [rows.prefix + rows.in_front, rows.key, rows.suffix]
+        front, tokens, back = torch.split(mask, stretches, dim=-1)
+        tokens = all_gather_tokens(tokens, self.key_lengths, self.groups.sequence)
+        return torch.cat((front, tokens, back), dim=-1)
+
+    def ring_inputs(
+        self, heads: HeadsOfRank, mask: torch.Tensor | None, geometry: LayerGeometry
+    ) -> RingInputs:
+        """Return what this rank brings to a ring.
+
+        Args:
+            heads: this rank's heads of its Ulysses group's tokens.
+            mask: bool [B, Sk] or [B, 1, 1, Sk] of all keys, or None.
+            geometry: what the layer computes.
+
+        Raises:
+            UsageError: a causal call has other keys than queries.
+        """
+        if geometry.causal and self.lengths != self.key_lengths:
+            raise UsageError(
+                f"a causal layer must have as many keys as queries on each rank of a ring, got "
+                f"{list(self.lengths)} queries and {list(self.key_lengths)} keys"
+            )
+        rows, (query, key, value), shares = self.rows, heads.tokens, self.shares
+        me, size = self.groups.ulysses.index, self.groups.ulysses.size
+        num_queries = query.shape[1]
+        shared: list[torch.Tensor | None] = [None, None]
+        if heads.around is not None:
+            front, back = heads.around
+            if rows.prefix or rows.suffix:
+                query = torch.cat((front[0], query, back[0]), dim=1)
+            pairs = zip(front[1:], back[1:], strict=True)
+            shared = [shares.arrange_keys(torch.cat(pair, dim=1), me) for pair in pairs]
+        keep = shared_keep = None
+        if mask is not None:
+            stretches = [rows.prefix + rows.in_front, sum(self.key_lengths), rows.suffix]
+            before, keep, after = torch.split(mask.flatten(1), stretches, dim=1)
+            shared_keep = torch.cat((before, after), dim=1)
+        starts = range(0, len(self.key_lengths), size)
+        return RingInputs(
+            call=RingCall(
+                group=self.groups.ring,
+                lengths=tuple(sum(self.key_lengths[start : start + size]) for start in starts),
+                num_queries=num_queries,
+                scale=geometry.softmax_scale,
+                causal=geometry.causal,
+                prefix=rows.prefix,
+                suffix=rows.suffix,
+                keep=keep,
+                shared_keep=shared_keep,
+            ),
+            query=query,
+            key=shares.arrange_keys(key, me),
+            value=shares.arrange_keys(value, me),
+            shared_key=shared[0],
+            shared_value=shared[1],
+            gate=None if heads.gate is None else heads.gate.to(query.dtype),
+            first_head=self.heads[0],
+        )
+
+    def _own_heads(self, qkv: _QKV) -> _QKV:
+        me = self.groups.ulysses.index
+        queries, keys = slice(*self.shares.queries[me]), slice(*self.shares.keys[me])
+        q, k, v = qkv
+        return q[:, :, queries], k[:, :, keys], v[:, :, keys]
+
+    def _of_group(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the lengths of the ranks of this Ulysses group."""
+        size = self.groups.ulysses.size
+        start = self.groups.ring.index * size
+        return lengths[start : start + size]
+
+
+def _join(pieces: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    present = [x for x in pieces if x.shape[1]]
+    # Attention without any token is still attention of the right shape.
+    return torch.cat(present, dim=1) if len(present) > 1 else (present or pieces[1:2])[0]
 
 
 class SequenceParallelLayer(AttentionLayer):
@@ -68,7 +341,7 @@ class SequenceParallelLayer(AttentionLayer):
             error: what is wrong with the call.
             split: whether the call would have exchanged tokens.
         """
-        groups = parallel_groups()
+        groups = ranks.IN_USE
         if split and groups is not None and not torch.compiler.is_compiling():
             handshake(groups, self._name_of_calls(), {}, (), error, progress=count_exchange())
         return error
@@ -81,7 +354,7 @@ class SequenceParallelLayer(AttentionLayer):
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         """Attend to the tokens of all ranks; on one device, and where told so, to these alone."""
-        groups = parallel_groups()
+        groups = ranks.IN_USE
         if groups is None:
             return super()._attend(call)
         if call.exchange and groups.sequence.size > 1:
@@ -97,7 +370,7 @@ class SequenceParallelLayer(AttentionLayer):
             RankError: another rank refuses its call, or makes none.
             UnsupportedBackendError: no backend can honour the call.
         """
-        refusal = _mask_refusal(call, groups) or _ring_refusal(call, groups)
+        refusal = _refusal(call, groups.ring.size)
         if refusal is not None:
             raise self._refused(call, refusal)
         if call.autocasts():
@@ -112,7 +385,8 @@ class SequenceParallelLayer(AttentionLayer):
         except MultimodalGenError as error:
             raise self._refused(call, error) from None
         rows = Rows.of(call.query, call.key, call.replicated)
-        lengths, key_lengths = self._handshake(groups, call, rows, entry)
+        training = call.wants_gradient()
+        lengths, key_lengths = self._handshake(groups, call, rows, entry, training)
         split = SplitCall(
             groups=groups,
             shares=partition_heads(call.query.shape[2], call.key.shape[2], groups.ulysses.size),
@@ -121,18 +395,15 @@ class SequenceParallelLayer(AttentionLayer):
             key_lengths=key_lengths,
         )
         with recording(self.times):
-            return self._exchange_and_attend(split, call, entry)
+            if groups.ring.size > 1:
+                return self._attend_in_ring(split, call, training)
+            if not (training or call.is_listed()) and call.mask is None and call.gate is None:
+                count = _num_head_groups(split, entry)
+                if count > 1:
+                    return _attend_in_head_groups(entry.primary, split, call, count)
+            return self._attend_to_heads(split, call)
 
-    def _exchange_and_attend(
-        self, split: SplitCall, call: AttentionCall, entry: ScheduleEntry
-    ) -> torch.Tensor:
-        if split.groups.ring.size > 1:
-            return self._attend_in_ring(split, call)
-        plain = call.mask is None and call.gate is None and not call.is_listed()
-        if plain and not call.wants_gradient():
-            count = num_head_groups(split, entry)
-            if count > 1:
-                return attend_in_head_groups(entry.primary, split, call, count)
+    def _attend_to_heads(self, split: SplitCall, call: AttentionCall) -> torch.Tensor:
         q, k, v, gate = split.joined(split.take_heads(*call[:3], call.gate))
         heads = AttentionCall(
             q,
@@ -150,27 +421,35 @@ class SequenceParallelLayer(AttentionLayer):
             out = super()._attend(heads)
         return split.give_heads(out)
 
-    def _attend_in_ring(self, split: SplitCall, call: AttentionCall) -> torch.Tensor:
+    def _attend_in_ring(
+        self, split: SplitCall, call: AttentionCall, training: bool
+    ) -> torch.Tensor:
         query, keep = call.query, None
         mask = _whole_mask(split, call)
         mask = None if mask is None else mask != 0
         self_attention = self.site.role is not AttentionRole.CROSS and split.same_tokens
         if call.mask is not None and call.mask.dim() == 2 and self_attention:
             keep = call.mask != 0
-            if call.wants_gradient():
+            if training:
                 # K and V's gradients sum over all queries: zero times NaN would reach every row.
                 query = zero_masked_rows(query, keep)
         heads = split.take_heads(query, call.key, call.value, call.gate)
-        out = split.give_heads(ring_forward(self, split, heads, mask))
+        inputs = split.ring_inputs(heads, mask, self.geometry)
+        out = split.give_heads(ring_forward(self, inputs, mask, split.groups.sequence.size))
         return out if keep is None else zero_masked_rows(out, keep)
 
     def _handshake(
-        self, groups: ParallelGroups, call: AttentionCall, rows: Rows, entry: ScheduleEntry
+        self,
+        groups: ParallelGroups,
+        call: AttentionCall,
+        rows: Rows,
+        entry: ScheduleEntry,
+        training: bool,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and keys each rank brings, once all make the same call."""
         query, key, value, mask, gate = call[:5]
         seq_lens = call.seq_lens
-        chosen = entry.primary.selection
+        chosen, context = entry.primary.selection, current_forward_context()
         facts = {
             "attention backend": chosen.backend,
             "backend parameters": settings_text(chosen.asked.config),
@@ -179,12 +458,12 @@ class SequenceParallelLayer(AttentionLayer):
             "dtype": f"{query.dtype}, {key.dtype}, {value.dtype}",
             "attn_mask": "none" if mask is None else f"{mask.dim()}-D {mask.dtype}",
             "gate_compress": "none" if gate is None else f"{[*gate.shape[2:]]} {gate.dtype}",
-            "video": _video(),
-            "replicated tokens": (rows.prefix, rows.suffix, rows.in_front),
+            "video": "unknown" if context is None else _video(context),
+            "replicated tokens": rows[2:],
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
-            "gradients": call.wants_gradient(),
-            "guidance branch": _branch(),
-            "cache": _past_of(call),
+            "gradients": training,
+            "guidance branch": None if context is None else context.cfg_branch,
+            "cache": () if call.cache is None else _past_of(call.cache),
             "mask of blocks": type(call.lists).__name__,
             "sink_logits": call.sink_logits is not None,
         }
@@ -193,11 +472,11 @@ class SequenceParallelLayer(AttentionLayer):
             self._name_of_calls(),
             facts,
             (rows.query, rows.key),
-            _gate_refusal(call),
+            None if gate is None else _gate_refusal(query, gate),
             progress=count_exchange(),
             wait=query.device.type == "cpu",
         )
-        lengths, key_lengths = (tuple(count[i] for count in counts) for i in range(2))
+        lengths, key_lengths = zip(*counts, strict=True)
         if seq_lens is not None and tuple(seq_lens) != lengths:
             raise UsageError(
                 f"seq_lens must hold the tokens of each rank, {list(lengths)}, got {list(seq_lens)}"
@@ -212,61 +491,124 @@ def _whole_mask(split: SplitCall, call: AttentionCall) -> torch.Tensor | None:
     return split.gather_mask(call.mask) if call.whole_mask is None else call.whole_mask
 
 
-def _mask_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | None:
-    """Return why this rank cannot make a call with such a mask, whatever the others do."""
-    mask, key = call.mask, call.key
-    if mask is None:
-        return None
-    wanted = (key.shape[0], key.shape[1])
-    narrow = mask.dim() == 4 and tuple(mask.shape[1:3]) == (1, 1)
-    if not (mask.dim() == 2 or narrow) or (mask.shape[0], mask.shape[-1]) != wanted:
+def _refusal(call: AttentionCall, ring: int) -> UsageError | None:
+    """Return why this rank cannot make a call, whatever the others do.
+
+    Args:
+        call: the call.
+        ring: ranks in a ring.
+    """
+    mask = call.mask
+    if mask is not None:
+        wanted = (call.key.shape[0], call.key.shape[1])
+        narrow = mask.dim() == 4 and tuple(mask.shape[1:3]) == (1, 1)
+        if not (mask.dim() == 2 or narrow) or (mask.shape[0], mask.shape[-1]) != wanted:
+            return UsageError(
+                f"attn_mask must be [B, Sk] = {list(wanted)} or [B, 1, 1, Sk], the part of this "
+                f"rank, where tokens are split over ranks, got {list(mask.shape)}"
+            )
+        if ring > 1 and mask.dtype.is_floating_point:
+            return UsageError(
+                f"attn_mask must be bool or integer in a ring, got {mask.dtype}; use --ring-degree "
+                f"1 for masks that are added to the scores"
+            )
+    if ring > 1 and call.is_listed():
         return UsageError(
-            f"attn_mask must be [B, Sk] = {list(wanted)} or [B, 1, 1, Sk], the part of this "
-            f"rank, where tokens are split over ranks, got {list(mask.shape)}"
-        )
-    if groups.ring.size > 1 and mask.dtype.is_floating_point:
-        return UsageError(
-            f"attn_mask must be bool or integer in a ring, got {mask.dtype}; use --ring-degree "
-            f"1 for masks that are added to the scores"
+            f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, "
+            f"got a ring of {ring}; use --ring-degree 1 and more Ulysses ranks"
         )
     return None
 
 
-def _ring_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | None:
-    """Return why calls with a cache, lists of blocks or sink logits cannot be part of a ring."""
-    if groups.ring.size == 1 or not call.is_listed():
-        return None
-    return UsageError(
-        f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, got "
-        f"a ring of {groups.ring.size}; use --ring-degree 1 and more Ulysses ranks"
-    )
-
-
-def _past_of(call: AttentionCall) -> tuple[object, ...]:
+def _past_of(part: LayerCache) -> tuple[object, ...]:
     """Return what a call sees of a cache, as ranks compare it."""
-    part = call.cache
-    return () if part is None else (*part.cache.running, part.sink, part.window, part.cut)
+    return (*part.cache.running, part.sink, part.window, part.cut)
 
 
-def _video() -> str:
+def _video(context: ForwardContext) -> str:
     """Return where the video of the running denoiser call lies, as ranks compare it."""
-    context = current_forward_context()
-    if context is None or context.latent_grid is None:
+    if context.latent_grid is None:
         return "unknown"
     span = context.text_span
     text = "" if span is None else f", text {'before' if span.start == 0 else 'behind'} it"
     return f"{context.latent_grid}{text}"
 
 
-def _branch() -> str | None:
-    context = current_forward_context()
-    return None if context is None else context.cfg_branch
-
-
-def _gate_refusal(call: AttentionCall) -> UsageError | None:
-    query, gate = call.query, call.gate
-    if gate is None or gate.shape == query.shape:
+def _gate_refusal(query: torch.Tensor, gate: torch.Tensor) -> UsageError | None:
+    if gate.shape == query.shape:
         return None
     return UsageError(
         f"the gate must have the shape of query, {list(query.shape)}, got {list(gate.shape)}"
     )
+
+
+def _num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
+    """Return in how many groups of heads a call without mask, gate or gradient is computed.
+
+    Exchanges of one group then run behind the attention of another. What an implementation keeps
+    from call to call is about all heads of the rank; key heads that several query heads read would
+    travel more than once.
+    """
+    bound, asked = entry.primary, split.groups.head_groups
+    if asked is None:
+        asked = _MEASURED.get(bound.selection.backend, 1)
+    shares = split.shares
+    if (
+        asked == 1
+        or bound.keeps_state
+        or entry.observers
+        or shares.num_heads != shares.num_kv_heads
+    ):
+        return 1
+    return min(asked, *(stop - start for start, stop in shares.queries))
+
+
+def _attend_in_head_groups(
+    bound: BoundBackend, split: SplitCall, call: AttentionCall, count: int
+) -> torch.Tensor:
+    """Return attention of this rank's tokens, group of heads by group of heads.
+
+    Everything is packed and sent at once; attention of a group waits for its own heads alone, and
+    its output leaves while the next group runs. Sliding tiles gain a little on four GPUs. Dense
+    attention of our own kernel takes longer by about what is hidden, and that of FlashAttention 3
+    by far more.
+
+    Args:
+        bound: what computes it.
+        split: how the tokens are split; there is no ring.
+        call: this rank's tensors.
+        count: number of groups, at most the heads of a rank.
+
+    Returns:
+        [B, prefix + S + suffix, H, Dv].
+    """
+    rows, context = split.rows, current_forward_context()
+    among = split.groups.ulysses
+    tokens, around = split.stretches(*call[:3])
+    groups = [replace(split, shares=shares) for shares in split.shares.in_groups(count)]
+    with exchanging(call.query.device):
+        coming = [
+            [
+                ScatterHeadsWork(exchange_plan(*message, among), message[0], among)
+                for message in sent
+            ]
+            for sent in (group.messages(tokens) for group in groups)
+        ]
+    bound.calls += 1
+    leaving = []
+    for group, works in zip(groups, coming, strict=True):
+        with exchanging(call.query.device):
+            heads = [x for work in works for x in work.wait()]
+        q, k, v, _ = group.joined(group.arrived(heads, around))
+        first = bound.heads_from(group.heads[0], continued=group is not groups[0])
+        with attending(q.device):
+            out = bound.forward(q, k, v, context, **first)
+        with exchanging(q.device):
+            message = [out], [group.shares.queries], group.lengths
+            plan = exchange_plan(*message, among, prefix=rows.prefix, suffix=rows.suffix)
+            leaving.append(GatherHeadsWork(plan, [out], among))
+    out = call.query.new_empty((*call.query.shape[:3], call.value.shape[3]))
+    with exchanging(out.device):
+        for work in leaving:
+            work.wait_into(out)
+    return out

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.distributed.ring import (
     AttendPart,
     KeyPart,
-    RingCall,
     RingInputs,
     part_attention,
     ring_attention,
@@ -26,10 +25,6 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
 from multimodal_gen.runtime.layers.attention.selector import Selection
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import (
-    HeadsOfRank,
-    SplitCall,
-)
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -37,36 +32,30 @@ __all__ = ["ring_forward"]
 
 
 def ring_forward(
-    layer: AttentionLayer, call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
+    layer: AttentionLayer, inputs: RingInputs, mask: torch.Tensor | None, num_ranks: int
 ) -> torch.Tensor:
     """Return attention of a rank's heads and part of the sequence over the whole sequence.
 
     Args:
         layer: whose backend computes the parts.
-        call: how the tokens are split.
-        heads: this rank's heads of its Ulysses group's tokens.
+        inputs: what this rank brings.
         mask: bool [B, Sk] or [B, 1, 1, Sk] of all keys, or None.
+        num_ranks: ranks that share the sequence.
 
     Returns:
         [B, prefix + S + suffix, h, Dv].
 
     Raises:
         UnsupportedBackendError: a backend that was asked for cannot be part of a ring.
-        UsageError: a causal call has other keys than queries.
     """
-    if layer.geometry.causal and call.lengths != call.key_lengths:
-        raise UsageError(
-            f"a causal layer must have as many keys as queries on each rank of a ring, got "
-            f"{list(call.lengths)} queries and {list(call.key_lengths)} keys"
-        )
-    _check_schedule(layer, call)
-    inputs = _ring_inputs(layer, call, heads, mask)
+    _check_schedule(layer, num_ranks)
     entry = layer.entry_for(inputs.query)
     whole = AttentionCall(inputs.query, inputs.key, inputs.value, gate=inputs.gate)
     training, context = whole.wants_gradient(), current_forward_context()
     bound, gated = entry.primary, None
     if inputs.gate is not None:
-        own = whole._replace(query=heads.tokens[0], mask=mask)
+        tokens = slice(inputs.call.prefix, inputs.query.shape[1] - inputs.call.suffix)
+        own = whole._replace(query=inputs.query[:, tokens], mask=mask)
         gated = check_gate(entry, layer.gated_entry(), own).primary.impl
     if bound.has_ring:
         if training:
@@ -87,50 +76,7 @@ def ring_forward(
     return out if gated is None else gated.add_coarse_ring(out, inputs, context)
 
 
-def _ring_inputs(
-    layer: AttentionLayer, call: SplitCall, heads: HeadsOfRank, mask: torch.Tensor | None
-) -> RingInputs:
-    rows, me = call.rows, call.groups.ulysses.index
-    query = heads.tokens[0]
-    if rows.prefix or rows.suffix:
-        query = torch.cat((heads.front[0], query, heads.back[0]), dim=1)
-    (key, value), front, back = (
-        [call.shares.arrange_keys(x, me) for x in stretch[1:]]
-        for stretch in (heads.tokens, heads.front, heads.back)
-    )
-    shared: list[torch.Tensor | None] = [None, None]
-    if front[0].shape[1] or back[0].shape[1]:
-        shared = [torch.cat(stretches, dim=1) for stretches in zip(front, back, strict=True)]
-    keep = shared_keep = None
-    if mask is not None:
-        mask = mask.flatten(1)
-        stretches = [rows.prefix + rows.in_front, sum(call.key_lengths), rows.suffix]
-        before, keep, after = torch.split(mask, stretches, dim=1)
-        shared_keep = torch.cat((before, after), dim=1)
-    ring = RingCall(
-        group=call.groups.ring,
-        lengths=call.ring_lengths,
-        num_queries=heads.tokens[0].shape[1],
-        scale=layer.geometry.softmax_scale,
-        causal=layer.geometry.causal,
-        prefix=rows.prefix,
-        suffix=rows.suffix,
-        keep=keep,
-        shared_keep=shared_keep,
-    )
-    return RingInputs(
-        call=ring,
-        query=query,
-        key=key,
-        value=value,
-        shared_key=shared[0],
-        shared_value=shared[1],
-        gate=None if heads.gate is None else heads.gate.to(query.dtype),
-        first_head=call.heads[0],
-    )
-
-
-def _check_schedule(layer: AttentionLayer, call: SplitCall) -> None:
+def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:
     """Refuse a backend that somebody asked for, before the first of its steps.
 
     Raises:
@@ -141,7 +87,7 @@ def _check_schedule(layer: AttentionLayer, call: SplitCall) -> None:
         if reason is not None:
             raise UnsupportedBackendError(
                 f"attention backend {entry.primary.selection.label} must not be part of a ring: "
-                f"{reason}; use --ring-degree 1 --ulysses-degree {call.groups.sequence.size}, or "
+                f"{reason}; use --ring-degree 1 --ulysses-degree {num_ranks}, or "
                 f"choose another backend"
             )
 

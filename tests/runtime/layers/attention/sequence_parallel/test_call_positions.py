@@ -11,7 +11,7 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.handshake import Progress
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
-from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import count_exchange
+from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import count_exchange
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import make_qkv
 
