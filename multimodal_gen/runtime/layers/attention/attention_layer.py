@@ -29,7 +29,6 @@ from multimodal_gen.runtime.layers.attention.call import (
 )
 from multimodal_gen.runtime.layers.attention.custom_ops import (
     attention_op,
-    outside_graphs,
     recorded_attention_op,
     register_layer,
 )
@@ -429,7 +428,10 @@ class AttentionLayer(nn.Module):
         if call.autocasts():
             call = call.autocast()
         if call.is_listed():
-            return _attend_outside_the_graph(self, call)
+            # Here, because it imports `torch._dynamo`, which is there while a graph is traced.
+            from multimodal_gen.runtime.layers.attention.outside_graphs import attend_outside_graphs
+
+            return attend_outside_graphs(self, call)
         rest = (call.replicated, call.seq_lens, call.exchange, call.some_heads)
         if call.wants_gradient() or self.geometry.projection.wants_gradient:
             given = (call.query, call.key, call.value, call.mask, call.gate, *self.trained())
@@ -662,12 +664,6 @@ def _packing(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
     # One mask may be broadcast over calls of different batch sizes.
     use = ("packing", mask.keep.shape[0])
     return context.cache.get(attn_mask, use, lambda: build_varlen_mask_meta(mask.keep))
-
-
-@outside_graphs
-def _attend_outside_the_graph(layer: AttentionLayer, call: AttentionCall) -> torch.Tensor:
-    """Attend where caches change, of which the operator knows nothing."""
-    return layer.attend(call)
 
 
 def _calls(schedule: tuple[ScheduleEntry, ...]) -> int:
