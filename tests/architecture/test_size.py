@@ -18,6 +18,7 @@ SMALL_MODULES = {
     "multimodal_gen.__main__": "what `python -m` runs",
     "multimodal_gen.integrations.models.*": "a record of data per family of transformers",
     "multimodal_gen.kernels.*.reference": "the definition of an operation, apart from its kernels",
+    "multimodal_gen.runtime.layers.attention.outside_graphs": "imports the compiler",
 }
 # Of layers/attention, beside the folders of sparse methods and the files of dense libraries, which
 # a reader opens one by one.
