@@ -5,15 +5,13 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
-from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
@@ -21,6 +19,10 @@ from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+if TYPE_CHECKING:
+    from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
+    from multimodal_gen.runtime.distributed.ring import RingInputs
 
 __all__ = [
     "AttentionBackend",
@@ -238,7 +240,7 @@ class AttentionImpl(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
 
     def forward_ring(
-        self, inputs: RingInputs, context: ForwardContext | None = None
+        self, inputs: "RingInputs", context: ForwardContext | None = None
     ) -> torch.Tensor:
         """Return attention of this rank's queries over the keys of all ranks.
 
@@ -257,7 +259,7 @@ class AttentionImpl(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no ring of its own")
 
     def add_coarse_ring(
-        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
+        self, out: torch.Tensor, inputs: "RingInputs", context: ForwardContext | None = None
     ) -> torch.Tensor:
         """Do as `add_coarse` in a ring."""
         raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
@@ -266,7 +268,7 @@ class AttentionImpl(ABC):
         """Return why this configuration cannot be part of a ring, or None."""
         return None
 
-    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
+    def cut_of_cache(self, kept: "KeptChunks", context: ForwardContext | None) -> "CacheCut | str":
         """Return the blocks that a sparse method sees of a cache of chunks.
 
         Args:
@@ -284,7 +286,7 @@ class AttentionImpl(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        tiles: SeenTiles,
+        tiles: "SeenTiles",
         context: ForwardContext | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [B, Sq, H, D] and lse [B, H, Sq] over tiles of a cache.
@@ -405,6 +407,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return the implementation; the only place that may import optional packages."""
+
+    @classmethod
+    def declared_packages(cls) -> frozenset[PackageProbe]:
+        """Return the packages that its variants and its configuration may demand."""
+        return frozenset(cls.packages).union(*(variant.packages for variant in cls.variants))
 
     @classmethod
     def get_supported_head_sizes(cls) -> tuple[int, ...]:
