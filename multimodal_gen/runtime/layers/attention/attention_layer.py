@@ -32,12 +32,6 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
     recorded_attention_op,
     register_layer,
 )
-from multimodal_gen.runtime.layers.attention.listed_calls import (
-    DetourCalls,
-    attend_listed,
-    refusal,
-    with_cache,
-)
 from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
     KeyMask,
@@ -48,7 +42,7 @@ from multimodal_gen.runtime.layers.attention.masks import (
     with_causal,
     zero_masked_rows,
 )
-from multimodal_gen.runtime.layers.attention.report import LayerReport
+from multimodal_gen.runtime.layers.attention.report import DetourCalls, LayerReport
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -275,6 +269,9 @@ class AttentionLayer(nn.Module):
         misfit = call.misfit(self.geometry)
         context = current_forward_context()
         if context is not None and context.kv_cache is not None:
+            # Where it is met, here and below: most processes never need it.
+            from multimodal_gen.runtime.layers.attention.listed_calls import with_cache
+
             try:
                 call = with_cache(call, self.geometry, context.kv_cache)
             except UsageError as error:
@@ -282,6 +279,8 @@ class AttentionLayer(nn.Module):
         # `call.is_listed()`, spelled out, because it is part of every call; so it is in `_attend`.
         listed = call.cache is not None or call.lists is not None or call.sink_logits is not None
         if misfit is None and listed:
+            from multimodal_gen.runtime.layers.attention.listed_calls import refusal
+
             misfit = refusal(call, self.geometry)
         if misfit is not None:
             raise self._refused(call, misfit)
@@ -383,6 +382,8 @@ class AttentionLayer(nn.Module):
         if call.off_grid and entry.primary.selection.backend.is_sparse:
             entry, call = entry.off_grid(call.off_grid), call._replace(gate=None)
         if call.cache is not None or call.lists is not None or call.sink_logits is not None:
+            from multimodal_gen.runtime.layers.attention.listed_calls import attend_listed
+
             return attend_listed(entry, call, self.geometry, self._detours)
         if entry.varies:
             entry = entry.at(call, context)

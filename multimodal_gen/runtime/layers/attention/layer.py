@@ -23,9 +23,8 @@ from multimodal_gen.runtime.layers.attention.call import (
     check_seq_lens,
     check_split,
     join_tokens,
+    lists_or_mask,
 )
-from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
-from multimodal_gen.runtime.layers.attention.listed_calls import lists_or_mask
 from multimodal_gen.runtime.layers.attention.masks import (
     VarlenMaskMeta,
     build_varlen_mask_meta,
@@ -42,6 +41,8 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+    from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
 __all__ = [
     "LocalAttention",
@@ -113,7 +114,7 @@ class LocalAttention(AttentionLayer):
         v: torch.Tensor,
         attn_mask: "torch.Tensor | BlockPlan | BlockMask | None" = None,
         *,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of `q` over `k` and `v`.
@@ -196,7 +197,7 @@ class UlyssesAttention(SequenceParallelLayer):
         replicated_v: torch.Tensor | None = None,
         seq_lens: list[int] | None = None,
         *,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
         sink_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return attention of the sharded tokens, with replicated ones joined at the end.
@@ -365,7 +366,7 @@ class USPAttention(SequenceParallelLayer):
         k_prefix: torch.Tensor | None = None,
         v_prefix: torch.Tensor | None = None,
         *,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of this device's tokens.
