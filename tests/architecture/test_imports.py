@@ -158,6 +158,14 @@ def test_neither_the_layers_nor_a_dense_call_load_the_compiler(dense: list[list[
     assert all("torch._dynamo" not in loaded for loaded in dense)
 
 
+def test_a_dense_call_loads_no_more_than_it_needs(dense: list[list[str]]) -> None:
+    ours = [name for name in dense[1] if name.split(".")[0] == "multimodal_gen"]
+    assert len(ours) <= 60, ours
+    folder = "multimodal_gen.runtime.layers.attention"
+    methods = (f"{folder}.sparse", f"{folder}.sequence_parallel", f"{folder}.causal_cache")
+    assert not [name for name in ours if name.startswith(methods)]
+
+
 def test_every_module_imports(imported: subprocess.CompletedProcess[str]) -> None:
     assert imported.returncode == 0, imported.stderr
 
