@@ -8,6 +8,7 @@ implementation is constructed.
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
+    after_self_checks,
     dense_for,
     resolve,
     trainable,
@@ -492,7 +494,8 @@ class ScheduleEntry:
         if not missing:
             return _construct(selection, request, geometry)
         if Feature.BACKWARD in missing and _was_named(selection):
-            return _construct(trainable(selection, request, *needs), request, geometry)
+            trained = after_self_checks(lambda known: trainable(selection, known, *needs), request)
+            return _construct(trained, request, geometry)
         lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))} unless it is named"
         if not missing & _declared(selection, request):
             lacks = lacks.removesuffix(" unless it is named")
@@ -624,7 +627,7 @@ def _bind_first_that_imports(
     """
     while True:
         environment = replace(request.environment, broken=frozenset(_BROKEN.items()))
-        selection = choose(replace(request, environment=environment))
+        selection = after_self_checks(choose, replace(request, environment=environment))
         rejected = [r for r in selection.rejected if r.backend is selection.asked.backend]
         broken = [reason for r in rejected for reason in r.reasons if _NOT_IMPORTED in reason]
         if selection.fallback and broken:
@@ -663,7 +666,10 @@ def plannable_dtype(
     for dtype in _dtypes_of(schedule, request):
         typed = replace(request, dtype=dtype)
         try:
-            selections = [resolve(typed, asked, strict=strict) for _, asked in schedule]
+            selections = [
+                after_self_checks(partial(resolve, asked=asked, strict=strict), typed)
+                for _, asked in schedule
+            ]
         except UnsupportedBackendError as error:
             refused.append(error)
             continue
