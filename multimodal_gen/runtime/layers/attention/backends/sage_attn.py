@@ -53,6 +53,7 @@ __all__ = [
     "SPAS_SAGE",
     "SPAS_SAGE_VARIANT",
     "PackageImpl",
+    "QuantizedAttentionImpl",
     "SageAttention3Backend",
     "SageAttention3Impl",
     "SageAttentionBackend",
