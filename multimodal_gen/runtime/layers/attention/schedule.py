@@ -154,6 +154,7 @@ class BoundBackend:
         calls: how often it served a call.
         gated: whether it has a coarse branch that a gate weighs.
         has_ring: whether it computes a ring itself.
+        head_groups: in how many groups of heads its backend was measured to be faster.
         keeps_state: whether something is kept from call to call, about all heads of a call.
         masks_lse: whether it gives log-sum-exps under a mask.
     """
@@ -164,6 +165,7 @@ class BoundBackend:
         "forward",
         "gated",
         "has_ring",
+        "head_groups",
         "impl",
         "keeps_state",
         "masks_lse",
@@ -171,11 +173,16 @@ class BoundBackend:
     )
 
     def __init__(
-        self, selection: Selection, features: frozenset[Feature], impl: AttentionImpl
+        self,
+        selection: Selection,
+        features: frozenset[Feature],
+        impl: AttentionImpl,
+        head_groups: int = 1,
     ) -> None:
         self.selection = selection
         self.features = features
         self.impl = impl
+        self.head_groups = head_groups
         self.calls = 0
         self.forward: Callable[..., torch.Tensor] = impl.forward
         self.gated = provides(impl, "add_coarse")
@@ -607,7 +614,7 @@ def _construct(
         projection=geometry.projection,
         warnings=geometry.warnings,
     )
-    return BoundBackend(selection, features, impl)
+    return BoundBackend(selection, features, impl, cls.head_groups)
 
 
 def _declared(selection: Selection, request: AttentionRequest) -> frozenset[Feature]:

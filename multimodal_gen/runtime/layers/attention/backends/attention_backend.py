@@ -5,6 +5,7 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionBackend",
     "AttentionImpl",
+    "DenseAbove",
     "OptionalMethod",
     "ProjectionSlot",
     "provides",
@@ -377,6 +379,10 @@ def provides(impl: AttentionImpl | type[AttentionImpl], method: OptionalMethod) 
     return getattr(cls, method) is not getattr(AttentionImpl, method)
 
 
+DenseAbove: TypeAlias = Mapping[str, tuple[tuple[int, float], ...]]
+"""Kernel -> (tokens of a block from which on it holds, share of pairs), ascending."""
+
+
 class AttentionBackend(ABC):
     """One backend: its declaration, its configuration and the class layers call.
 
@@ -388,6 +394,15 @@ class AttentionBackend(ABC):
         packages: packages that its configuration may demand, beside those of the variants.
         never_unasked: why nobody gets it who did not ask for it, however fast; "" for others.
         trained_by: the backend whose training serves it, where it has no backward pass.
+        head_groups: in how many groups of heads a forward under Ulysses was faster than in one, by
+            the rows of scripts/bench/results/parallel.csv; 1 where none was, or none was measured.
+        dense_above: the share of pairs at which a layer of a sparse method takes as long as dense
+            attention, by kernel and size of block; nothing for kernels that were not measured. One
+            H200, torch 2.11, triton 3.6, bf16, head size 128. With gluon it is the density of a row
+            of scripts/bench/results times the time of `auto` at that shape in dense.csv at
+            56740c3, over the time of the layer; of several rows of at least 75,600 tokens, the
+            least. With triton there are no rows of layers: it is what the engine's rows in
+            engine.csv leave of it.
     """
 
     backend: ClassVar[AttentionBackendEnum]
@@ -397,6 +412,8 @@ class AttentionBackend(ABC):
     packages: ClassVar[tuple[PackageProbe, ...]] = ()
     never_unasked: ClassVar[str] = ""
     trained_by: ClassVar[str] = ""
+    head_groups: ClassVar[int] = 1
+    dense_above: ClassVar[DenseAbove] = MappingProxyType({})
 
     @classmethod
     def get_enum(cls) -> AttentionBackendEnum:

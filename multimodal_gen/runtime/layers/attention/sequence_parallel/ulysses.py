@@ -6,7 +6,6 @@ Shapes: B batch, S tokens of a rank, H heads, h heads of a rank, D head size.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import repeat
-from types import MappingProxyType
 
 import torch
 
@@ -26,7 +25,6 @@ from multimodal_gen.runtime.distributed.timing import attending
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.schedule import BoundBackend, ScheduleEntry
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = [
     "HeadsOfRank",
@@ -38,10 +36,6 @@ __all__ = [
 ]
 
 _QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-# Head groups with which a forward on four GPUs was faster than with one, by the rows of
-# scripts/bench/results/parallel.csv; what is not here was slower, or was not measured.
-_MEASURED = MappingProxyType({AttentionBackendEnum.SLIDING_TILE_ATTN: 2})
 
 
 def count_exchange() -> Progress:
@@ -302,7 +296,7 @@ def num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
     if bound.keeps_state or entry.observers or split.shares.num_heads != split.shares.num_kv_heads:
         return 1
     if asked is None:
-        asked = _MEASURED.get(bound.selection.backend, 1)
+        asked = bound.head_groups
     return min(asked, *(stop - start for start, stop in split.shares.queries))
 
 
