@@ -63,16 +63,16 @@ def list_backends(
     Whether a backend is usable depends on the layer it is for; the options describe that layer.
     """
     from multimodal_gen.kernels.self_check import self_checks
+    from multimodal_gen.runtime.layers.attention import selector
     from multimodal_gen.runtime.layers.attention.backends.registry import (
         all_backends,
         current_environment,
     )
     from multimodal_gen.runtime.layers.attention.scope import AUTO
-    from multimodal_gen.runtime.layers.attention.selector import condensed, resolve
 
     environment = current_environment()
     request = _request(environment, head_size, heads, settings)
-    picked = resolve(request, AUTO)
+    picked = selector.after_self_checks(lambda known: selector.resolve(known, AUTO), request)
     found = [_status(backend, request) for backend in all_backends()]
     broken, checks = _broken_plugins(), self_checks()
     if as_json:
@@ -97,7 +97,7 @@ def list_backends(
     rows = [
         Row(
             (item["backend"], "yes" if item["usable"] else "no", item["variant"] or "-"),
-            [item["summary"]] if item["usable"] else condensed(item["reasons"]),
+            [item["summary"]] if item["usable"] else selector.condensed(item["reasons"]),
         )
         for item in found
     ]
@@ -177,10 +177,13 @@ def _status(backend: "AttentionBackendEnum", request: "AttentionRequest") -> dic
 
     environment = request.environment
     cls = find_backend(backend, environment.platform)
+    variant = cls.choose_variant(request)
+    while variant is not None:
+        checked = variant.after_self_checks(request, tail=True)
+        if checked == request:
+            break
+        request, variant = checked, cls.choose_variant(checked)
     reasons = cls.unsupported_reasons(request)
-    variant = None if reasons else cls.choose_variant(request)
-    if variant is not None:
-        variant.self_checks(request, tail=True)  # `self_checks` knows what came of them
     commands = [probe.install for candidate in cls.variants for probe in candidate.packages]
     missing = [command for command in commands if any(command in reason for reason in reasons)]
     return {

@@ -26,9 +26,12 @@ from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.call import (
+    AttentionCall,
+    Lists,
+    lists_or_mask,
+)
 from multimodal_gen.runtime.layers.attention.layer import USPAttention
-from multimodal_gen.runtime.layers.attention.listed_calls import Lists, lists_or_mask
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope

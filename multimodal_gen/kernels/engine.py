@@ -154,28 +154,23 @@ class KernelDeclaration:
         asked = {name for name in _REFUSALS if getattr(request, name)}
         refused = (text for name, text in _REFUSALS.items() if name in asked - self.serves)
         found = (*filter(None, reasons), *refused)
-        return found or self.faults(request)
-
-    def faults(
-        self, request: Request, version_of: Callable[[PackageProbe], str | None] | None = None
-    ) -> tuple[str, ...]:
-        """Return what a self-check found wrong; runs it where it must, and has not run yet.
-
-        Asked last: a kernel that cannot serve a request anyway is not checked for it.
-
-        Args:
-            request: what is needed.
-            version_of: says which version of a package there is; that installed by default.
-        """
-        found = self.checked(request, version_of)
-        if found is None or found.fault is None:
-            return ()
-        return (f"failed its self-check with {found.release}: {found.fault}",)
+        if found:
+            return found  # a kernel that cannot serve a request anyway is not checked for it
+        check = self.checked(request)
+        return () if check is None or check.reason is None else (check.reason,)
 
     def checked(
         self, request: Request, version_of: Callable[[PackageProbe], str | None] | None = None
     ) -> SelfCheck | None:
-        """Return what a self-check said; None where no GPU or no untried release asks for one."""
+        """Return what a self-check said; runs it where it must, and has not run yet.
+
+        Args:
+            request: what is needed.
+            version_of: says which version of a package there is; that installed by default.
+
+        Returns:
+            None where no GPU or no untried release asks for one.
+        """
         if not self.check or request.platform != "cuda" or not torch.cuda.is_available():
             return None
         for probe in self.packages:

@@ -37,6 +37,13 @@ class SelfCheck:
     device: int
     fault: str | None
 
+    @property
+    def reason(self) -> str | None:
+        """Why the kernels cannot be taken, or None."""
+        if self.fault is None:
+            return None
+        return f"failed its self-check with {self.release}: {self.fault}"
+
     def __str__(self) -> str:
         found = "passed" if self.fault is None else f"failed: {self.fault}"
         return (

@@ -134,6 +134,38 @@ def test_the_layers_import_without_triton_and_without_pipeline_libraries(
     assert set(HEAVY) & set(loaded) <= {"torch", "numpy"}
 
 
+@pytest.fixture(scope="module")
+def dense(repository: Path) -> list[list[str]]:
+    """What a process has loaded once it has the layers, and once one served a dense call."""
+    result = _run(
+        """
+        from multimodal_gen.runtime.layers.attention import LocalAttention
+        print(*sys.modules)
+        import torch
+        layer, x = LocalAttention(2, 64), torch.randn(1, 8, 2, 64)
+        layer(x, x, x)
+        layer.report()
+        print(*sys.modules)
+        """,
+        repository,
+    )
+    assert result.returncode == 0, result.stderr
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+def test_neither_the_layers_nor_a_dense_call_load_the_compiler(dense: list[list[str]]) -> None:
+    assert len(dense) == 2
+    assert all("torch._dynamo" not in loaded for loaded in dense)
+
+
+def test_a_dense_call_loads_no_more_than_it_needs(dense: list[list[str]]) -> None:
+    ours = [name for name in dense[1] if name.split(".")[0] == "multimodal_gen"]
+    assert len(ours) <= 60, ours
+    folder = "multimodal_gen.runtime.layers.attention"
+    methods = (f"{folder}.sparse", f"{folder}.sequence_parallel", f"{folder}.causal_cache")
+    assert not [name for name in ours if name.startswith(methods)]
+
+
 def test_every_module_imports(imported: subprocess.CompletedProcess[str]) -> None:
     assert imported.returncode == 0, imported.stderr
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import multimodal_gen
+from multimodal_gen.kernels import gluon_check
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends
 from multimodal_gen.runtime.platforms import PlatformEnum
-from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
+from multimodal_gen.testing.fakes import FakeDevice, machine_with, simulated_environment
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 
@@ -60,6 +61,33 @@ def test_list_gives_the_platform_alone_where_it_rules_a_backend_out(sglang, monk
     monkeypatch.setattr(registry, "current_environment", lambda: machine)
     text = " ".join(sglang("attention", "list").out.split())
     assert "sage_attn no - needs platform cuda or musa, this is cpu sage_attn_3 " in text
+
+
+@pytest.mark.parametrize(("fault", "variant"), [(None, "gluon"), ("all wrong", "triton")])
+def test_list_checks_what_would_run_with_an_untried_release(
+    sglang, monkeypatch, fault, variant
+) -> None:
+    device = FakeDevice(
+        platform=PlatformEnum.CUDA,
+        capability=(9, 0),
+        packages=frozenset({("triton", "triton", "3.10.0")}),
+    )
+    gpu = simulated_environment(device)
+    monkeypatch.setattr(registry, "current_environment", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("block_sparse", "pooled_tail", "quantized"):
+        monkeypatch.setattr(gluon_check, name, lambda device: fault)
+    with machine_with({"triton": "3.10.0"}):
+        document = json.loads(sglang("attention", "list", "--json", "--dtype", "bfloat16").out)
+    backends = {item["backend"]: item for item in document["backends"]}
+    assert backends["video_sparse_attn"]["variant"] == variant
+    found = {check["kernels"]: check["fault"] for check in document["self_checks"]}
+    checked = ["block_sparse", "quantized"] + ([] if fault else ["pooled_tail"])
+    assert found == {f"kernel gluon ({name})": fault for name in checked}
+    said = "failed: all wrong" if fault else "passed"
+    assert f"its self-check on GPU 0 {said}" in document["auto"]["reason"]
 
 
 def test_list_is_about_the_layer_asked_for(sglang) -> None:

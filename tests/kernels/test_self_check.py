@@ -1,15 +1,17 @@
 """Kernels meet a release of Triton that nobody has tried: they are checked before they run."""
 
+import contextlib
 import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
-from multimodal_gen.kernels import gluon_check
+from multimodal_gen.kernels import engine, gluon_check
 from multimodal_gen.kernels import self_check as checks
 from multimodal_gen.kernels.block_sparse import api
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
@@ -24,9 +26,23 @@ from multimodal_gen.kernels.engine import (
 )
 from multimodal_gen.kernels.self_check import self_checks
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.request import AttentionRequest
-from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, Source
-from multimodal_gen.runtime.layers.attention.selector import resolve
+from multimodal_gen.runtime.layers.attention.call import LayerGeometry
+from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
+from multimodal_gen.runtime.layers.attention.schedule import bind_schedule, plannable_dtype
+from multimodal_gen.runtime.layers.attention.scope import (
+    AUTO,
+    BackendPreference,
+    LayerSite,
+    Source,
+)
+from multimodal_gen.runtime.layers.attention.selector import (
+    Selection,
+    after_self_checks,
+    dense_for,
+    resolve,
+    trainable,
+)
 from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -70,6 +86,26 @@ class Impatient:
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
+
+
+def on_an_h100(**changes: Any) -> AttentionRequest:
+    """Return the request of a layer on a GPU with an untried release."""
+    device = FakeDevice(
+        platform=PlatformEnum.CUDA,
+        capability=(9, 0),
+        packages=frozenset({("triton", "triton", UNTRIED)}),
+    )
+    layer = {"head_size": 128, "num_heads": 24, "num_kv_heads": 24, "dtype": torch.bfloat16}
+    return AttentionRequest(environment=simulated_environment(device), **layer | changes)
+
+
+def asking_for(name: str, config: BackendConfig | None = None) -> BackendPreference:
+    backend = AttentionBackendEnum.parse(name)
+    return BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
+
+
+def selected(request: AttentionRequest, asked: BackendPreference) -> Selection:
+    return after_self_checks(lambda known: resolve(known, asked), request)
 
 
 @pytest.fixture
@@ -324,23 +360,10 @@ def test_selection_heeds_the_check_and_says_so(
     let_checks_say: SayWhat, fault: str | None, variant: str
 ) -> None:
     let_checks_say(fault)
-    device = FakeDevice(
-        platform=PlatformEnum.CUDA,
-        capability=(9, 0),
-        packages=frozenset({("triton", "triton", UNTRIED)}),
-    )
-    request = AttentionRequest(
-        environment=simulated_environment(device),
-        head_size=128,
-        num_heads=24 if fault is None else 12,  # selections are remembered
-        num_kv_heads=12,
-        dtype=torch.bfloat16,
-    )
-    cls = find_backend(AttentionBackendEnum.VIDEO_SPARSE_ATTN, PlatformEnum.CUDA)
-    chosen = cls.choose_variant(request)
-    assert chosen is not None
-    assert chosen.name == variant
-    selection = resolve(request, AUTO)
+    request = on_an_h100()
+    asked = asking_for("video_sparse_attn")
+    assert selected(request, asked).variant == variant
+    selection = selected(request, AUTO)
     assert (selection.variant == "gluon") is (fault is None)
     said = str(self_checks()[0])
     assert said.endswith("failed: all wrong" if fault else "passed")
@@ -353,18 +376,7 @@ def test_selection_says_what_became_of_the_tail(
 ) -> None:
     let_checks_say(None)
     monkeypatch.setattr(gluon_check, "pooled_tail", lambda device: "the means are wrong")
-    device = FakeDevice(
-        platform=PlatformEnum.CUDA,
-        capability=(9, 0),
-        packages=frozenset({("triton", "triton", UNTRIED)}),
-    )
-    request = AttentionRequest(
-        environment=simulated_environment(device),
-        head_size=128,
-        num_heads=16,
-        num_kv_heads=16,
-        dtype=dtype,
-    )
+    request = on_an_h100(dtype=dtype)
     said = f"kernel gluon (pooled_tail) has not been tried with triton {UNTRIED}; its self-check"
     for backend, config, pools in (
         ("sol_attn", None, True),
@@ -372,10 +384,7 @@ def test_selection_says_what_became_of_the_tail(
         ("video_sparse_attn", None, False),
         ("video_sparse_attn", VideoSparseConfig(tail="pooled"), True),
     ):
-        asked = BackendPreference(
-            source=Source.SETTINGS, backend=AttentionBackendEnum.parse(backend), config=config
-        )
-        selection = resolve(request, asked)
+        selection = selected(request, asking_for(backend, config))
         assert selection.label == f"{backend} (gluon)"
         assert (
             selection.reason.count(f"{said} on GPU 0 failed: the means are wrong") == times * pools
@@ -391,16 +400,94 @@ def test_a_variant_checks_nothing_for_a_call_that_it_does_not_serve(
 ) -> None:
     asked = let_checks_say(None)
     monkeypatch.setattr(gluon_check, "pooled_tail", lambda device: asked.append(device))
-    device = FakeDevice(
-        platform=PlatformEnum.CUDA,
-        capability=(9, 0),
-        packages=frozenset({("triton", "triton", UNTRIED)}),
-    )
-    request = AttentionRequest(
-        environment=simulated_environment(device),
-        **{"head_size": 128, "num_heads": 8, "num_kv_heads": 8, "dtype": torch.bfloat16} | changes,
-    )
+    request = on_an_h100(**changes)
     cls = find_backend(AttentionBackendEnum.SOL_ATTN, PlatformEnum.CUDA)
-    said = [check for variant in cls.variants for check in variant.self_checks(request, tail=True)]
-    assert bool(said) is checked
+    for variant in cls.variants:
+        known = variant.after_self_checks(request, tail=True)
+        assert bool(known.environment.checked) is (checked and variant.name == "gluon")
     assert bool(asked) is checked
+
+
+def test_a_kernel_that_was_named_is_refused_with_what_its_check_found(
+    let_checks_say: SayWhat, caplog: pytest.LogCaptureFixture
+) -> None:
+    let_checks_say("all wrong")
+    asked = asking_for("video_sparse_attn", VideoSparseConfig(kernel="gluon"))
+    for _ in range(2):
+        with pytest.raises(
+            UnsupportedBackendError,
+            match=rf"video_sparse_attn \(settings\) with kernel=gluon cannot serve .*"
+            rf"failed its self-check with triton {UNTRIED}: all wrong.*leave kernel out",
+        ):
+            selected(on_an_h100(), asked)
+    assert len(caplog.messages) == 1
+
+
+def test_where_a_kernel_fails_nothing_that_would_run_with_it_is_checked(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_checks_say("all wrong")
+    monkeypatch.delattr(gluon_check, "pooled_tail")
+    selection = selected(on_an_h100(), asking_for("sol_attn"))
+    assert selection.label == "sol_attn (triton)"
+    assert selection.reason.count("self-check") == 1
+
+
+def test_what_a_check_said_depends_on_no_other_layer(let_checks_say: SayWhat) -> None:
+    asked = let_checks_say(None)
+    named = asking_for("video_sparse_attn", VideoSparseConfig(kernel="triton"))
+    before = selected(on_an_h100(), named)
+    assert asked == []
+    assert "gluon" in selected(on_an_h100(), asking_for("video_sparse_attn")).reason
+    assert len(asked) == 1
+    assert selected(on_an_h100(), named) == before
+
+
+@pytest.mark.parametrize(("fault", "variant"), [(None, "gluon"), ("all wrong", "triton")])
+def test_a_layer_is_bound_to_what_the_check_leaves(
+    let_checks_say: SayWhat, fault: str | None, variant: str
+) -> None:
+    asked = let_checks_say(fault)
+    site = LayerSite()
+    geometry = LayerGeometry(
+        num_heads=24,
+        head_size=128,
+        num_kv_heads=24,
+        softmax_scale=1.0,
+        causal=False,
+        site=site,
+    )
+    schedule = ((None, asking_for("video_sparse_attn")),)
+    (entry,) = bind_schedule(schedule, on_an_h100(), geometry, strict=True)
+    assert entry.primary.impl.variant == variant
+    ((ran,), _) = entry.entries()
+    assert ran.selection.variant == variant
+    assert str(self_checks()[0]) in ran.selection.reason
+    assert len(asked) == 1
+
+
+def test_a_kernel_that_fails_its_check_is_refused_when_its_layer_is_planned(
+    let_checks_say: SayWhat,
+) -> None:
+    let_checks_say("all wrong")
+    schedule = ((None, asking_for("video_sparse_attn", VideoSparseConfig(kernel="gluon"))),)
+    with pytest.raises(UnsupportedBackendError, match="failed its self-check"):
+        plannable_dtype(schedule, on_an_h100(), strict=False)
+
+
+@pytest.mark.parametrize("name", [str(name) for name in AttentionBackendEnum])
+def test_to_resolve_runs_no_check(
+    let_checks_say: SayWhat, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a check ran")
+
+    let_checks_say(None)
+    monkeypatch.setattr(engine, "self_check", refuse)
+    request = on_an_h100()
+    for asked in (AUTO, asking_for(name)):
+        with contextlib.suppress(UnsupportedBackendError):
+            selection = resolve(request, asked)
+            assert "self-check" not in selection.reason
+            dense_for(request, asked, Feature.KEY_MASK, reason="a mask")
+            trainable(selection, request, Feature.BACKWARD)

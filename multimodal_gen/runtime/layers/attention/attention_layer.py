@@ -29,15 +29,8 @@ from multimodal_gen.runtime.layers.attention.call import (
 )
 from multimodal_gen.runtime.layers.attention.custom_ops import (
     attention_op,
-    outside_graphs,
     recorded_attention_op,
     register_layer,
-)
-from multimodal_gen.runtime.layers.attention.listed_calls import (
-    DetourCalls,
-    attend_listed,
-    refusal,
-    with_cache,
 )
 from multimodal_gen.runtime.layers.attention.masks import (
     DenseMask,
@@ -49,7 +42,7 @@ from multimodal_gen.runtime.layers.attention.masks import (
     with_causal,
     zero_masked_rows,
 )
-from multimodal_gen.runtime.layers.attention.report import LayerReport
+from multimodal_gen.runtime.layers.attention.report import DetourCalls, LayerReport
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -276,6 +269,9 @@ class AttentionLayer(nn.Module):
         misfit = call.misfit(self.geometry)
         context = current_forward_context()
         if context is not None and context.kv_cache is not None:
+            # Where it is met, here and below: most processes never need it.
+            from multimodal_gen.runtime.layers.attention.listed_calls import with_cache
+
             try:
                 call = with_cache(call, self.geometry, context.kv_cache)
             except UsageError as error:
@@ -283,6 +279,8 @@ class AttentionLayer(nn.Module):
         # `call.is_listed()`, spelled out, because it is part of every call; so it is in `_attend`.
         listed = call.cache is not None or call.lists is not None or call.sink_logits is not None
         if misfit is None and listed:
+            from multimodal_gen.runtime.layers.attention.listed_calls import refusal
+
             misfit = refusal(call, self.geometry)
         if misfit is not None:
             raise self._refused(call, misfit)
@@ -384,6 +382,8 @@ class AttentionLayer(nn.Module):
         if call.off_grid and entry.primary.selection.backend.is_sparse:
             entry, call = entry.off_grid(call.off_grid), call._replace(gate=None)
         if call.cache is not None or call.lists is not None or call.sink_logits is not None:
+            from multimodal_gen.runtime.layers.attention.listed_calls import attend_listed
+
             return attend_listed(entry, call, self.geometry, self._detours)
         if entry.varies:
             entry = entry.at(call, context)
@@ -429,7 +429,10 @@ class AttentionLayer(nn.Module):
         if call.autocasts():
             call = call.autocast()
         if call.is_listed():
-            return _attend_outside_the_graph(self, call)
+            # Here, because it imports `torch._dynamo`, which is there while a graph is traced.
+            from multimodal_gen.runtime.layers.attention.outside_graphs import attend_outside_graphs
+
+            return attend_outside_graphs(self, call)
         rest = (call.replicated, call.seq_lens, call.exchange, call.some_heads)
         if call.wants_gradient() or self.geometry.projection.wants_gradient:
             given = (call.query, call.key, call.value, call.mask, call.gate, *self.trained())
@@ -662,12 +665,6 @@ def _packing(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
     # One mask may be broadcast over calls of different batch sizes.
     use = ("packing", mask.keep.shape[0])
     return context.cache.get(attn_mask, use, lambda: build_varlen_mask_meta(mask.keep))
-
-
-@outside_graphs
-def _attend_outside_the_graph(layer: AttentionLayer, call: AttentionCall) -> torch.Tensor:
-    """Attend where caches change, of which the operator knows nothing."""
-    return layer.attend(call)
 
 
 def _calls(schedule: tuple[ScheduleEntry, ...]) -> int:

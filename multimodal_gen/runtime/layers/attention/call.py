@@ -17,7 +17,7 @@ import torch
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
-from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
+from multimodal_gen.runtime.layers.attention.backends.block_masks import is_block_mask
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
@@ -26,9 +26,12 @@ from multimodal_gen.runtime.plain_values import short
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
+
 __all__ = [
     "AttentionCall",
     "LayerGeometry",
+    "Lists",
     "Watch",
     "all_or_none",
     "check_exchange",
@@ -45,9 +48,13 @@ __all__ = [
     "current_watch",
     "device_type",
     "join_tokens",
+    "lists_or_mask",
     "watching",
 ]
 
+
+Lists: TypeAlias = "BlockPlan | BlockMask"
+"""What a layer takes as a mask of blocks."""
 
 _MOST_CHANNELS = 1 << 20  # beyond all use, and within all integers of kernels
 _MOST_SCALE = sys.float_info.max
@@ -135,8 +142,8 @@ class AttentionCall(NamedTuple):
     first_head: int = 0
     zero_rows: int = 0
     spare_gate: Callable[[], torch.Tensor] | None = None
-    cache: LayerCache | None = None
-    lists: "BlockPlan | BlockMask | None" = None
+    cache: "LayerCache | None" = None
+    lists: "Lists | None" = None
     sink_logits: torch.Tensor | None = None
 
     def is_listed(self) -> bool:
@@ -272,6 +279,15 @@ def watching(watch: Watch | None) -> Iterator[None]:
         yield
     finally:
         _WATCH.reset(token)
+
+
+def lists_or_mask(
+    attn_mask: "torch.Tensor | Lists | None",
+) -> "tuple[torch.Tensor | None, Lists | None]":
+    """Return what a layer is given as its mask, apart: a tensor, or lists of blocks."""
+    if isinstance(attn_mask, BlockPlan) or is_block_mask(attn_mask):
+        return None, attn_mask  # type: ignore[return-value]  # told apart by name
+    return attn_mask, None  # type: ignore[return-value]
 
 
 def all_or_none(

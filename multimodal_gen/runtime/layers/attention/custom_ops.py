@@ -9,10 +9,9 @@ graph, and gives the record a number. Its backward pass is an operator that look
 record is dropped once it was used, or when the compiled graph lets go of its number.
 """
 
-import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -23,10 +22,14 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 
 
-class _Layer(Protocol):
-    def attend(self, call: AttentionCall) -> torch.Tensor: ...
+class RegisteredLayer(Protocol):
+    """A layer that the operators find by its number."""
 
-    def trained(self) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Return attention of a call."""
+
+    def trained(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return weight and bias of its trained projection, or None."""
 
 
 class _Record(NamedTuple):
@@ -37,15 +40,10 @@ class _Record(NamedTuple):
 
 
 # Process-wide, because a compiled graph can carry numbers but no Python objects.
-_LAYERS: "WeakValueDictionary[int, _Layer]" = WeakValueDictionary()
+_LAYERS: "WeakValueDictionary[int, RegisteredLayer]" = WeakValueDictionary()
 _NUMBERS = itertools.count()
 # Process-wide for the same reason.
 _RECORDS: dict[int, _Record] = {}
-
-_WHY_OUTSIDE = (
-    "calls of attention layers with a cache, a mask of blocks or sink_logits run outside of "
-    "compiled graphs; compile without fullgraph"
-)
 
 _VMAP_KEYS = tuple(
     getattr(torch._C.DispatchKey, name)
@@ -70,19 +68,11 @@ _AUTOGRAD_KEYS = tuple(
 )
 
 
-def register_layer(layer: _Layer) -> torch.Tensor:
+def register_layer(layer: RegisteredLayer) -> torch.Tensor:
     """Return the identity of `layer`: int64, 0-d, on the CPU wherever the layer lives."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
     return torch.tensor(number, dtype=torch.int64, device="cpu")
-
-
-def outside_graphs(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Keep `function` out of compiled graphs; with `fullgraph` the error of torch says why."""
-    disable: Callable[..., Callable[..., torch.Tensor]] = torch.compiler.disable
-    # Older versions of torch take no reason.
-    takes_reason = "reason" in inspect.signature(disable).parameters
-    return disable(function, **({"reason": _WHY_OUTSIDE} if takes_reason else {}))
 
 
 def _never_captured() -> dict[str, Any]:

@@ -9,9 +9,8 @@ make a head's weights smaller, are applied by the log-sum-exp of either:
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,13 +23,12 @@ from multimodal_gen.kernels.part_merge.reference import merge_two_reference
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 from multimodal_gen.runtime.layers.attention.backends.block_masks import (
     Plans,
-    is_block_mask,
     plans_of,
 )
 from multimodal_gen.runtime.layers.attention.backends.flex_attn import FlexAttentionImpl
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.causal_cache import CausalCache, LayerCache
-from multimodal_gen.runtime.layers.attention.report import ReportEntry
+from multimodal_gen.runtime.layers.attention.report import DetourCalls
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
 from multimodal_gen.runtime.layers.attention.selector import Selection
@@ -40,33 +38,12 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["DetourCalls", "Lists", "attend_listed", "lists_or_mask", "refusal", "with_cache"]
-
-Lists: TypeAlias = "BlockPlan | BlockMask"
-"""What a layer takes as a mask of blocks."""
+__all__ = ["attend_listed", "refusal", "with_cache"]
 
 _IN_PIECES = "what a chunk sees lies in pieces of the cache"
 _BY_BLOCKS = "the mask is one of blocks"
 _OF_SEVERAL = "keys in a cache are those of several calls"
 _IN_WINDOWS = "the layer sees windows of it already"
-
-
-class DetourCalls:
-    """How many calls of a layer something else served than its backends, for the report."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Selection] = Counter()
-
-    def count(self, selection: Selection) -> None:
-        """Note one call: what served it, and why."""
-        self._counts[selection] += 1
-
-    def entries(self) -> tuple[ReportEntry, ...]:
-        """Return them as detours."""
-        return tuple(
-            ReportEntry(steps=None, selection=selection, calls=calls)
-            for selection, calls in self._counts.items()
-        )
 
 
 def _by_the_engine(selection: Selection, kernel: str, why: str) -> Selection:
@@ -77,15 +54,6 @@ def _by_the_engine(selection: Selection, kernel: str, why: str) -> Selection:
         variant=kernel,
         reason=f"{selection.label} takes no lists of blocks, and {why}",
     )
-
-
-def lists_or_mask(
-    attn_mask: "torch.Tensor | Lists | None",
-) -> "tuple[torch.Tensor | None, Lists | None]":
-    """Return what a layer is given as its mask, apart: a tensor, or lists of blocks."""
-    if isinstance(attn_mask, BlockPlan) or is_block_mask(attn_mask):
-        return None, attn_mask  # type: ignore[return-value]  # told apart by name
-    return attn_mask, None  # type: ignore[return-value]
 
 
 def with_cache(call: AttentionCall, geometry: LayerGeometry, cache: object) -> AttentionCall:

@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 
 from multimodal_gen.kernels.requirements import PackageProbe, installed
+from multimodal_gen.kernels.self_check import SelfCheck
 from multimodal_gen.runtime.platforms import DeviceCapability, Platform, PlatformEnum
 
 
@@ -50,6 +51,7 @@ class Environment:
         dense_fallback: what unsupported explicit requests fall back to here, or None.
         packages: (module, distribution, version) of every probed package that is installed.
         broken: (module, what is wrong) of packages that are installed and turned out unusable.
+        checked: (path, what it said) of the self-checks that ran of kernels that were selected.
     """
 
     platform: PlatformEnum
@@ -60,6 +62,7 @@ class Environment:
     dense_fallback: str | None = None
     packages: frozenset[tuple[str, str, str]] = frozenset()
     broken: frozenset[tuple[str, str]] = frozenset()
+    checked: tuple[tuple[str, SelfCheck], ...] = ()
 
     @classmethod
     def of(cls, platform: Platform, probes: Iterable[PackageProbe]) -> "Environment":

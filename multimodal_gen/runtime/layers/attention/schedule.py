@@ -8,6 +8,7 @@ implementation is constructed.
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
+    after_self_checks,
     dense_for,
     resolve,
     trainable,
@@ -152,6 +154,7 @@ class BoundBackend:
         calls: how often it served a call.
         gated: whether it has a coarse branch that a gate weighs.
         has_ring: whether it computes a ring itself.
+        head_groups: in how many groups of heads its backend was measured to be faster.
         keeps_state: whether something is kept from call to call, about all heads of a call.
         masks_lse: whether it gives log-sum-exps under a mask.
     """
@@ -162,6 +165,7 @@ class BoundBackend:
         "forward",
         "gated",
         "has_ring",
+        "head_groups",
         "impl",
         "keeps_state",
         "masks_lse",
@@ -169,11 +173,16 @@ class BoundBackend:
     )
 
     def __init__(
-        self, selection: Selection, features: frozenset[Feature], impl: AttentionImpl
+        self,
+        selection: Selection,
+        features: frozenset[Feature],
+        impl: AttentionImpl,
+        head_groups: int = 1,
     ) -> None:
         self.selection = selection
         self.features = features
         self.impl = impl
+        self.head_groups = head_groups
         self.calls = 0
         self.forward: Callable[..., torch.Tensor] = impl.forward
         self.gated = provides(impl, "add_coarse")
@@ -495,7 +504,8 @@ class ScheduleEntry:
         if not missing:
             return _construct(selection, request, geometry)
         if Feature.BACKWARD in missing and _was_named(selection):
-            return _construct(trainable(selection, request, *needs), request, geometry)
+            trained = after_self_checks(lambda known: trainable(selection, known, *needs), request)
+            return _construct(trained, request, geometry)
         lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))} unless it is named"
         if not missing & _declared(selection, request):
             lacks = lacks.removesuffix(" unless it is named")
@@ -617,7 +627,7 @@ def _construct(
         projection=geometry.projection,
         warnings=geometry.warnings,
     )
-    return BoundBackend(selection, features, impl)
+    return BoundBackend(selection, features, impl, cls.head_groups)
 
 
 def _declared(selection: Selection, request: AttentionRequest) -> frozenset[Feature]:
@@ -637,7 +647,7 @@ def _bind_first_that_imports(
     """
     while True:
         environment = replace(request.environment, broken=frozenset(_BROKEN.items()))
-        selection = choose(replace(request, environment=environment))
+        selection = after_self_checks(choose, replace(request, environment=environment))
         rejected = [r for r in selection.rejected if r.backend is selection.asked.backend]
         broken = [reason for r in rejected for reason in r.reasons if _NOT_IMPORTED in reason]
         if selection.fallback and broken:
@@ -676,7 +686,10 @@ def plannable_dtype(
     for dtype in _dtypes_of(schedule, request):
         typed = replace(request, dtype=dtype)
         try:
-            selections = [resolve(typed, asked, strict=strict) for _, asked in schedule]
+            selections = [
+                after_self_checks(partial(resolve, asked=asked, strict=strict), typed)
+                for _, asked in schedule
+            ]
         except UnsupportedBackendError as error:
             refused.append(error)
             continue

@@ -6,7 +6,7 @@ before it, in `scope.py`; what a backend can do is declared in `backends/`.
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -50,6 +50,7 @@ __all__ = [
     "ComponentAttentionBackendNotAppliedError",
     "Rejected",
     "Selection",
+    "after_self_checks",
     "component_attn_backend_context_manager",
     "condensed",
     "dense_for",
@@ -345,22 +346,44 @@ def _chosen(
 ) -> Selection:
     variant: Variant | None = cls.choose_variant(request, config)
     assert variant is not None, "a backend without reasons has a variant"
-    # What passed, and what had to be passed over.
-    platform = request.environment.platform
-    looked_at = (*(find_backend(r.backend, platform).variants for r in rejected), cls.variants)
-    checks = dict.fromkeys(
-        check for variants in looked_at for each in variants for check in each.self_checks(request)
-    )
-    if _pools_tail(cls, config):
-        checks |= dict.fromkeys(variant.self_checks(request, tail=True))
+    checks = (str(check) for _, check in request.environment.checked)
     return Selection(
         backend=cls.get_enum(),
         variant=variant.name,
         asked=asked,
-        reason="; ".join([reason, *map(str, checks)]),
+        reason="; ".join([reason, *checks]),
         rejected=rejected,
         fallback=fallback,
     )
+
+
+def after_self_checks(
+    choose: Callable[[AttentionRequest], Selection], request: AttentionRequest
+) -> Selection:
+    """Return what `choose` selects, once the kernels it takes have passed their self-checks.
+
+    What a check says becomes part of the environment, and `choose` is asked again, until it takes
+    what was checked or needs no check. Not pure: checks run, once per process and device.
+
+    Args:
+        choose: selects by a request alone.
+        request: what the layer needs.
+
+    Raises:
+        UnsupportedBackendError: nothing is left that `choose` may take.
+        UsageError: a CUDA graph is being captured, which a check would break.
+        torch.OutOfMemoryError: a check found no memory.
+    """
+    while True:
+        selection = choose(request)
+        asked = selection.asked
+        config = asked.config if asked.backend is selection.backend else None
+        cls = find_backend(selection.backend, request.environment.platform)
+        variant = next(each for each in cls.variants if each.name == selection.variant)
+        checked = variant.after_self_checks(request, tail=_pools_tail(cls, config))
+        if checked == request:
+            return selection
+        request = checked
 
 
 def _pools_tail(cls: type[AttentionBackend], config: BackendConfig | None) -> bool:
@@ -486,7 +509,8 @@ def get_attn_backend(
             if default_attention_backend is None
             else as_backend(default_attention_backend),
         )[-1][1]
-    selection = resolve(request, asked, strict=current_scope().strict)
+    strict = current_scope().strict
+    selection = after_self_checks(lambda known: resolve(known, asked, strict=strict), request)
     warn_of_fallback(selection)
     return find_backend(selection.backend, request.environment.platform)
 

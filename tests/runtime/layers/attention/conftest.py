@@ -55,6 +55,8 @@ def use_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(platforms, "detect_platform", FakePlatform)
         monkeypatch.setattr(registry, "backends_of", by_name.__getitem__)
         monkeypatch.setattr(registry, "all_backends", lambda: tuple(by_name))
+        packages = frozenset(probe for cls in classes for probe in cls.declared_packages())
+        monkeypatch.setattr(registry, "_probes", lambda: packages)
         _forget()
 
     return use

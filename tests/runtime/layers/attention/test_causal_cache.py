@@ -874,6 +874,13 @@ def test_a_compiled_model_writes_its_cache():
         cache.commit()
 
 
+def test_a_whole_graph_around_such_a_call_is_refused_with_the_reason():
+    compiled = torch.compile(LocalAttention(HEADS, SIZE, KV_HEADS), fullgraph=True, backend="eager")
+    q, k, v = draw(TOKENS, seed=0)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph"):
+        compiled(q, k, v, sink_logits=torch.zeros(HEADS))
+
+
 def test_a_view_of_a_view_and_a_part_of_a_part_keep_what_is_not_said_anew():
     layer = CausalCache(size_of()).layers[0]
     narrow = layer.view(sink=0).view(window=2)

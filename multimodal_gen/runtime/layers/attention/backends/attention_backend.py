@@ -5,15 +5,14 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
-from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
@@ -22,9 +21,14 @@ from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
+if TYPE_CHECKING:
+    from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
+    from multimodal_gen.runtime.distributed.ring import RingInputs
+
 __all__ = [
     "AttentionBackend",
     "AttentionImpl",
+    "DenseLimits",
     "OptionalMethod",
     "ProjectionSlot",
     "provides",
@@ -240,7 +244,7 @@ class AttentionImpl(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
 
     def forward_ring(
-        self, inputs: RingInputs, context: ForwardContext | None = None
+        self, inputs: "RingInputs", context: ForwardContext | None = None
     ) -> torch.Tensor:
         """Return attention of this rank's queries over the keys of all ranks.
 
@@ -259,7 +263,7 @@ class AttentionImpl(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no ring of its own")
 
     def add_coarse_ring(
-        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
+        self, out: torch.Tensor, inputs: "RingInputs", context: ForwardContext | None = None
     ) -> torch.Tensor:
         """Do as `add_coarse` in a ring."""
         raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
@@ -272,7 +276,7 @@ class AttentionImpl(ABC):
         """Return why this configuration needs all heads in one process, or None."""
         return None
 
-    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
+    def cut_of_cache(self, kept: "KeptChunks", context: ForwardContext | None) -> "CacheCut | str":
         """Return the blocks that a sparse method sees of a cache of chunks.
 
         Args:
@@ -290,7 +294,7 @@ class AttentionImpl(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        tiles: SeenTiles,
+        tiles: "SeenTiles",
         context: ForwardContext | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [B, Sq, H, D] and lse [B, H, Sq] over tiles of a cache.
@@ -383,6 +387,10 @@ def provides(impl: AttentionImpl | type[AttentionImpl], method: OptionalMethod) 
     return getattr(cls, method) is not getattr(AttentionImpl, method)
 
 
+DenseLimits: TypeAlias = Mapping[str, tuple[tuple[int, float], ...]]
+"""Kernel -> (tokens of a block from which on it holds, share of pairs), ascending."""
+
+
 class AttentionBackend(ABC):
     """One backend: its declaration, its configuration and the class layers call.
 
@@ -394,6 +402,15 @@ class AttentionBackend(ABC):
         packages: packages that its configuration may demand, beside those of the variants.
         never_unasked: why nobody gets it who did not ask for it, however fast; "" for others.
         trained_by: the backend whose training serves it, where it has no backward pass.
+        head_groups: in how many groups of heads a forward under Ulysses was faster than in one, by
+            the rows of scripts/bench/results/parallel.csv; 1 where none was, or none was measured.
+        dense_above: the share of pairs at which a layer of a sparse method takes as long as dense
+            attention, by kernel and size of block; nothing for kernels that were not measured. One
+            H200, torch 2.11, triton 3.6, bf16, head size 128. With gluon it is the density of a row
+            of scripts/bench/results times the time of `auto` at that shape in dense.csv at
+            56740c3, over the time of the layer; of several rows of at least 75,600 tokens, the
+            least. With triton there are no rows of layers: it is what the engine's rows in
+            engine.csv leave of it.
     """
 
     backend: ClassVar[AttentionBackendEnum]
@@ -403,6 +420,8 @@ class AttentionBackend(ABC):
     packages: ClassVar[tuple[PackageProbe, ...]] = ()
     never_unasked: ClassVar[str] = ""
     trained_by: ClassVar[str] = ""
+    head_groups: ClassVar[int] = 1
+    dense_above: ClassVar[DenseLimits] = MappingProxyType({})
 
     @classmethod
     def get_enum(cls) -> AttentionBackendEnum:
@@ -413,6 +432,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return the implementation; the only place that may import optional packages."""
+
+    @classmethod
+    def declared_packages(cls) -> frozenset[PackageProbe]:
+        """Return the packages that its variants and its configuration may demand."""
+        return frozenset(cls.packages).union(*(variant.packages for variant in cls.variants))
 
     @classmethod
     def get_supported_head_sizes(cls) -> tuple[int, ...]:

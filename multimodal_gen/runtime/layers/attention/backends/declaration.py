@@ -4,7 +4,7 @@ A declaration imports without CUDA, Triton or any optional package. The choice, 
 errors, `sglang attention list`, the generated support table and the test matrix all read it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,6 @@ from multimodal_gen.kernels.requirements import (
     dtype_reason,
     platform_reason,
 )
-from multimodal_gen.kernels.self_check import SelfCheck
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -87,28 +86,37 @@ class Variant:
         found = tuple(reason for reason in reasons if reason)
         if found or kernel is None:
             return found
-        return kernel.faults(_asked_of_kernel(request, blocks), environment.version)
+        check = dict(environment.checked).get(kernel.check)
+        return () if check is None or check.reason is None else (check.reason,)
 
-    def self_checks(self, request: AttentionRequest, *, tail: bool = False) -> list[SelfCheck]:
-        """Return what self-checks of its kernels said, where a release needs them.
+    def after_self_checks(
+        self, request: AttentionRequest, *, tail: bool = False
+    ) -> AttentionRequest:
+        """Return `request` with what the self-checks of its kernels say; runs those that have not.
 
         Args:
             request: what the layer needs.
             tail: whether a pooled tail is computed, too, which has kernels of its own.
+
+        Raises:
+            UsageError: a CUDA graph is being captured, which a check would break.
+            torch.OutOfMemoryError: a check found no memory.
         """
-        if self.kernel is None or self.capability_reason(request):
-            return []
-        if request.dtype not in self.dtypes or self.head_sizes.unsupported_reason(
-            request.head_size
-        ):
-            return []
+        if self.kernel is None or self.unsupported_reasons(request):
+            return request
         kernels = [self.kernel]
         if tail:
             same = (kernel for kernel in POOLED_TAIL.kernels if kernel.name == self.kernel.name)
             kernels += [kernel for kernel in same if request.dtype in kernel.dtypes]
-        asked, version = _asked_of_kernel(request), request.environment.version
-        found = (kernel.checked(asked, version) for kernel in kernels)
-        return [check for check in found if check is not None]
+        asked, environment = _asked_of_kernel(request), request.environment
+        said = dict(environment.checked)
+        for kernel in kernels:
+            check = kernel.checked(asked, environment.version)
+            if check is not None:
+                said[kernel.check] = check
+            if check is not None and check.fault is not None:
+                break  # nothing runs on it, so what it would run with does not matter
+        return replace(request, environment=replace(environment, checked=tuple(said.items())))
 
     def capability_reason(self, request: AttentionRequest) -> str | None:
         """Return what the GPU of `request` lacks, or None when it will do or is not by NVIDIA."""

@@ -24,7 +24,6 @@ from multimodal_gen.kernels.engine import (
     SelectedKernel,
     e4m3_reason,
 )
-from multimodal_gen.kernels.quantized_attention.api import Values, quantized_attention
 from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens
@@ -34,7 +33,6 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 )
 from multimodal_gen.runtime.layers.attention.backends.common import (
     attend_to_nothing,
-    refuse_grad,
     refuse_mask,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
@@ -49,6 +47,7 @@ from multimodal_gen.runtime.layers.attention.request import (
 from multimodal_gen.runtime.platforms import PlatformEnum
 
 if TYPE_CHECKING:
+    from multimodal_gen.kernels.quantized_attention.api import Values
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
@@ -58,7 +57,6 @@ __all__ = [
     "SELF_ONLY",
     "SPAS_SAGE_ATTN",
     "DensePlanImpl",
-    "QuantizedAttentionImpl",
     "QuantizedBackend",
     "dense_plan",
     "drop_masked",
@@ -241,21 +239,18 @@ def drop_masked(
     return key, value, replace(plan, kv=ragged)
 
 
-_BLOCK = 128
-
-
 def values_option() -> Any:
     """Declare the parameter `values` of a backend on the engine."""
     return option("16-bit", "what built-in kernels round weights and values to; e4m3 is less exact")
 
 
-def values_of(config: BackendConfig | None) -> Values:
+def values_of(config: BackendConfig | None) -> "Values":
     """Return the parameter `values` of a configuration."""
     values: Values = getattr(config, "values", "16-bit")
     return values
 
 
-def refuse_foreign_values(kernel: str, values: Values, backend: str, *own: str) -> None:
+def refuse_foreign_values(kernel: str, values: "Values", backend: str, *own: str) -> None:
     """Raise `ConfigError` where `values` was given for a kernel of somebody else.
 
     Args:
@@ -353,37 +348,3 @@ class DensePlanImpl(AttentionImpl):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what the engine computes, and lse where asked for."""
-
-
-class QuantizedAttentionImpl(DensePlanImpl):
-    """Dense attention on 8 bits."""
-
-    label = "sage_attn"
-
-    def plan(self, query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> BlockPlan:
-        """See `DensePlanImpl.plan`."""
-        q_size = 64 if query.shape[1] <= 64 else _BLOCK
-        return dense_plan(query.shape[1], key.shape[1], q_size, _BLOCK, causal, query.device)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: BlockPlan,
-        *,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `DensePlanImpl.attend`."""
-        refuse_grad(self.label, query, key, value)
-        found = quantized_attention(
-            query,
-            key,
-            value,
-            plan,
-            scale=self.softmax_scale,
-            kernel=self.variant or AUTO,
-            values=values_of(self.config),
-            return_lse=return_lse,
-        )
-        return (found, None) if isinstance(found, torch.Tensor) else found

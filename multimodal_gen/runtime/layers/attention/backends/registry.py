@@ -63,6 +63,32 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
     }
 )
 
+# Module and distribution of every package that these declare, which are looked for without
+# importing any of them.
+_PACKAGES = (
+    ("aiter", "amd-aiter"),
+    ("aiter.ops.triton.attention.fav3_sage", "amd-aiter"),
+    ("fa3_fwd_interface", "fa3-fwd"),
+    ("fastvideo_kernel", "fastvideo-kernel"),
+    ("flash_attn.cute", "flash-attn-4"),
+    ("flash_attn.flash_attn_interface", "flash-attn"),
+    ("flash_attn_interface", "flash_attn_3"),
+    ("flash_attn_interface", "mate-flash-attention"),
+    ("flash_kmeans", "flash-kmeans"),
+    ("flashinfer", "flashinfer-python"),
+    ("sageattention", "sageattention"),
+    ("sageattn3", "sageattn3"),
+    ("sgl_kernel.flash_attn", "sglang-kernel-xpu"),
+    ("sparse_linear_attention", "sparse_linear_attention"),
+    ("spas_sage_attn", "spas_sage_attn"),
+    ("st_attn", "st-attn"),
+    ("svg", "svg"),
+    ("torch_npu", "torch-npu"),
+    ("triton", "triton"),
+    ("vsa", "vsa"),
+    ("xformers.ops", "xformers"),
+)
+
 
 @cache
 def backends_of(backend: AttentionBackendEnum) -> tuple[type[AttentionBackend], ...]:
@@ -125,12 +151,12 @@ def environment_for(device: torch.device, environment: Environment) -> Environme
 
 
 def _probes() -> frozenset[PackageProbe]:
-    return frozenset(
-        probe
-        for name in all_backends()
-        for cls in backends_of(name)
-        for probe in (*cls.packages, *(p for v in cls.variants for p in v.packages))
+    known = (
+        PackageProbe(module=module, distribution=distribution, install="")
+        for module, distribution in _PACKAGES
     )
+    plugged = (cls for classes in _plugins().values() for cls in classes)
+    return frozenset(known).union(*(cls.declared_packages() for cls in plugged))
 
 
 def _load(path: str) -> type[AttentionBackend]:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
-from multimodal_gen.kernels.engine import QUANTIZED
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.engine import AUTO, QUANTIZED
+from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -31,8 +33,9 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import (
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     SPAS_SAGE_ATTN,
-    QuantizedAttentionImpl,
+    DensePlanImpl,
     QuantizedBackend,
+    dense_plan,
     engine_variants,
     refuse_foreign_values,
     upstream_variant,
@@ -50,6 +53,7 @@ __all__ = [
     "SPAS_SAGE",
     "SPAS_SAGE_VARIANT",
     "PackageImpl",
+    "QuantizedAttentionImpl",
     "SageAttention3Backend",
     "SageAttention3Impl",
     "SageAttentionBackend",
@@ -287,6 +291,43 @@ class PackageImpl(AlignedImpl):
 
 
 _GLUON, _TRITON = engine_variants(QUANTIZED, _ENGINE, roles=ALL_ROLES, kernels=("gluon", "triton"))
+
+
+_BLOCK = 128  # queries, and keys
+
+
+class QuantizedAttentionImpl(DensePlanImpl):
+    """Dense attention on 8 bits."""
+
+    label = "sage_attn"
+
+    def plan(self, query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> BlockPlan:
+        """See `DensePlanImpl.plan`."""
+        q_size = 64 if query.shape[1] <= 64 else _BLOCK
+        return dense_plan(query.shape[1], key.shape[1], q_size, _BLOCK, causal, query.device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        *,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `DensePlanImpl.attend`."""
+        refuse_grad(self.label, query, key, value)
+        found = quantized_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=self.softmax_scale,
+            kernel=self.variant or AUTO,
+            values=values_of(self.config),
+            return_lse=return_lse,
+        )
+        return (found, None) if isinstance(found, torch.Tensor) else found
 
 
 class SageAttentionBackend(QuantizedBackend):

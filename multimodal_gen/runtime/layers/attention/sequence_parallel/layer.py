@@ -11,7 +11,6 @@ query/key side.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +42,11 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.schedule import BoundBackend, ScheduleEntry
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import ring_forward
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["Rows", "SequenceParallelLayer", "SplitCall", "count_exchange", "tokens_are_split"]
 
 _QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Message = tuple[Sequence[torch.Tensor], Sequence[tuple[Span, ...]], tuple[int, ...]]
-
-# Head groups with which a forward on four GPUs was faster than with one, by the rows of
-# scripts/bench/results/parallel.csv; what is not here was slower, or was not measured.
-_MEASURED = MappingProxyType({AttentionBackendEnum.SLIDING_TILE_ATTN: 2})
 
 
 def tokens_are_split() -> bool:
@@ -551,7 +545,7 @@ def _num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
     """
     bound, asked = entry.primary, split.groups.head_groups
     if asked is None:
-        asked = _MEASURED.get(bound.selection.backend, 1)
+        asked = bound.head_groups
     shares = split.shares
     if (
         asked == 1

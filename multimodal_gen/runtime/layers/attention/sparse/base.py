@@ -37,10 +37,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     option,
     varying,
 )
-from multimodal_gen.runtime.layers.attention.sparse.dense_above import (
-    MEASURED_LIMITS,
-    KeptTooMuch,
-)
+from multimodal_gen.runtime.layers.attention.sparse.dense_above import KeptTooMuch
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import pairs_of_map
 from multimodal_gen.runtime.layers.attention.sparse.ring_tail import attend_ring_map
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
@@ -134,8 +131,8 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         self.kernel = selected_kernel(self.variant, self.config)
         # By step: the mean of what was noted, and of how many heads it is.
         self._densities: dict[int, tuple[float | torch.Tensor, int]] = {}
-        place = (self.declaration.backend, self.kernel.name)
-        self._limits = () if self.kernel.named else MEASURED_LIMITS.get(place, ())
+        measured = self.declaration.dense_above.get(self.kernel.name, ())
+        self._limits = () if self.kernel.named else measured
         self._stays_sparse = self.dense_limit(0) is None
         self._dense_reasons: dict[tuple[object, ...], str | None] = {}
         self._kept_too_much = KeptTooMuch()

@@ -1,48 +1,13 @@
 """When dense attention is faster than a sparse method: what was measured, and what calls teach."""
 
 from collections.abc import Callable, Hashable
-from types import MappingProxyType
 
 import torch
 
 from multimodal_gen.kernels.static_cache import being_captured
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["MEASURED_LIMITS", "DenseAbove", "KeptTooMuch"]
-
-# The share of pairs at which a layer takes as long as dense attention, by method, kernel and the
-# tokens of a block from which on it holds. One H200, torch 2.11, triton 3.6, bf16, head size 128.
-# With gluon it is the density of a row of scripts/bench/results times the time of `auto` at that
-# shape in dense.csv at 56740c3, over the time of the layer; of several rows of at least 75,600
-# tokens, the least:
-#   VSA   sparse.csv at 56740c3, 21x45x80: 0.1 of the tiles in 32.5 ms, dense 162.2 ms
-#   STA   the same: 0.123 in 23.5 ms
-#   SLA   sla.csv at 694f3b1, 21x45x80, no projection: 0.0998 in 17.7 ms; blocks of 64 queries by
-#         engine.csv at 56740c3, r64: 505.4 of 754.7 TFLOP/s
-#   MoBA  vmoba.csv, 40 heads: chunks of 455, 1,365 and 4,680 keys at 1da8268, of 1,890 at 505f3d8
-#   SVG2  svg2.csv at d3e5331, the layer: 470.2 of the 753.0 TFLOP/s of "ragged dense" in engine.csv
-# With triton there are no rows of layers. It is what the engine's rows leave of it: r64 434.3 of
-# 675.0, r128 505.4 of 688.2 and sta 534.6 of 690.6 TFLOP/s of FA3 in engine.csv, for VSA and STA
-# less what their layers lose with gluon; 198.3 of 460.4 for SVG2, in svg2.csv and engine.csv.
-MEASURED_LIMITS = MappingProxyType(
-    {
-        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, "gluon"): ((0, 0.50),),
-        (AttentionBackendEnum.SLIDING_TILE_ATTN, "gluon"): ((0, 0.84),),
-        (AttentionBackendEnum.SLA_ATTN, "gluon"): ((0, 0.67), (128, 0.91)),
-        (AttentionBackendEnum.VMOBA_ATTN, "gluon"): (
-            (0, 0.43),
-            (1365, 0.62),
-            (1890, 0.71),
-            (4680, 0.79),
-        ),
-        (AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN, "gluon"): ((0, 0.62),),
-        (AttentionBackendEnum.VIDEO_SPARSE_ATTN, "triton"): ((0, 0.48),),
-        (AttentionBackendEnum.SLIDING_TILE_ATTN, "triton"): ((0, 0.70),),
-        (AttentionBackendEnum.SLA_ATTN, "triton"): ((0, 0.64), (128, 0.73)),
-        (AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN, "triton"): ((0, 0.43),),
-    }
-)
+__all__ = ["DenseAbove", "KeptTooMuch"]
 
 # Steps that are dense after one that kept too much, before the method is tried again; each further
 # one doubles it. Of 50 steps two are then tried, 0 and 17: the first one is dear, because clusters

@@ -26,10 +26,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     config_at,
     varying,
 )
-from multimodal_gen.runtime.layers.attention.sparse.dense_above import (
-    MEASURED_LIMITS,
-    DenseAbove,
-)
+from multimodal_gen.runtime.layers.attention.sparse.dense_above import DenseAbove
 from multimodal_gen.runtime.layers.attention.sparse.density import Densities
 from multimodal_gen.runtime.layers.attention.sparse.executors.cache import attend_cache
 from multimodal_gen.runtime.layers.attention.sparse.executors.local import (
@@ -100,7 +97,7 @@ class SparseMethodImpl(AttentionImpl):
         self.config = self.config if isinstance(self.config, cls) else cls()
         kernel = selected_kernel(self.variant, self.config)
         self.label = str(backend)
-        measured = () if kernel.named else MEASURED_LIMITS.get((backend, kernel.name), ())
+        measured = () if kernel.named else self.declaration.dense_above.get(kernel.name, ())
         self._dense_above = DenseAbove(self.label, self.config.dense_above, measured)
         self._changes = bool(varying(self.config))
         self._skip: Skip | None = None

@@ -21,6 +21,7 @@ from multimodal_gen.testing.fakes import fake_backend
 
 PLUGIN = """
 import torch
+from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.fakes import PlainImpl, fake_backend
 
@@ -28,7 +29,8 @@ class MeanImpl(PlainImpl):
     def forward(self, query, key, value, context=None, *, attn_mask=None):
         return value.mean(1, keepdim=True).expand_as(query)
 
-MeanBackend = fake_backend("mean_attn", impl=MeanImpl)
+torch_itself = PackageProbe(module="torch", distribution="torch", install="")
+MeanBackend = fake_backend("mean_attn", impl=MeanImpl, packages=(torch_itself,))
 ElsewhereFA = fake_backend("fa", platforms=frozenset({PlatformEnum.OOT}), variant="elsewhere")
 number = 3
 """
@@ -136,6 +138,22 @@ def test_a_name_no_package_declares_any_more_is_an_error(plug):
         ConfigError, match=r"orphan_attn must be registered by an installed package"
     ):
         registry.backends_of(orphan)
+
+
+def test_every_package_that_a_backend_declares_is_looked_for_and_no_other():
+    declared = {
+        (probe.module, probe.distribution)
+        for name in AttentionBackendEnum
+        for cls in registry.backends_of(name)
+        for probe in cls.declared_packages()
+    }
+    assert sorted(registry._PACKAGES) == list(registry._PACKAGES)
+    assert set(registry._PACKAGES) == declared
+
+
+def test_the_packages_of_a_plugin_are_looked_for(plug):
+    plug(mean_attn="plugged_backends:MeanBackend")
+    assert ("torch", "torch") in {(p.module, p.distribution) for p in registry._probes()}
 
 
 def test_the_environment_holds_only_packages_that_are_installed(use_backends, monkeypatch):

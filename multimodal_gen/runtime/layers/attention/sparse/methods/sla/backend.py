@@ -9,6 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+    DenseLimits,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     HALF_DTYPES,
@@ -149,6 +151,12 @@ class SLABackend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SLA_ATTN
     summary: ClassVar[str] = "Sparse-Linear Attention: exact over the best blocks, linear beside it"
     config_cls: ClassVar[type[SLAConfig]] = SLAConfig
+    # sla.csv at 694f3b1, 21x45x80, no projection: 0.0998 in 17.7 ms; blocks of 64 queries by
+    # engine.csv at 56740c3, r64: 505.4 of 754.7 TFLOP/s; triton 434.3 of 675.0 and, in blocks of
+    # 128, 505.4 of 688.2 TFLOP/s of FA3.
+    dense_above: ClassVar[DenseLimits] = MappingProxyType(
+        {"gluon": ((0, 0.67), (128, 0.91)), "triton": ((0, 0.64), (128, 0.73))}
+    )
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
         upstream_variant(UPSTREAM, _SLA, TRITON, capability=Capability(minimum=(8, 0))),

@@ -9,6 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
@@ -26,6 +27,7 @@ from multimodal_gen.kernels.static_cache import being_captured
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+    DenseLimits,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
@@ -157,6 +159,11 @@ class SVG2Backend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
     summary: ClassVar[str] = "Sparse VideoGen 2: clusters of queries attend to clusters of keys"
     config_cls: ClassVar[type[SVG2Config]] = SVG2Config
+    # svg2.csv at d3e5331, the layer: 470.2 of the 753.0 TFLOP/s of "ragged dense" in engine.csv;
+    # triton 198.3 of 460.4.
+    dense_above: ClassVar[DenseLimits] = MappingProxyType(
+        {"gluon": ((0, 0.62),), "triton": ((0, 0.43),)}
+    )
     trained_by: ClassVar[str] = "a dense backend: it is made for models as they were trained"
     packages: ClassVar[tuple[PackageProbe, ...]] = (FLASH_KMEANS,)
     variants: ClassVar[tuple[Variant, ...]] = (

@@ -9,6 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size.
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
@@ -21,6 +22,7 @@ from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+    DenseLimits,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
@@ -199,6 +201,10 @@ class VMoBABackend(AttentionBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.VMOBA_ATTN
     summary: ClassVar[str] = "V-MoBA: each query picks temporal, spatial or 3-D chunks of keys"
     config_cls: ClassVar[type[VMoBAConfig]] = VMoBAConfig
+    # vmoba.csv, 40 heads: chunks of 455, 1,365 and 4,680 keys at 1da8268, of 1,890 at 505f3d8.
+    dense_above: ClassVar[DenseLimits] = MappingProxyType(
+        {"gluon": ((0, 0.43), (1365, 0.62), (1890, 0.71), (4680, 0.79))}
+    )
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("row_bits",)),
         upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, _FLASH_ATTN),
