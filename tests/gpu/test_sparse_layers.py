@@ -20,8 +20,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
+from multimodal_gen.runtime.layers.attention.sparse import pattern as pattern_module
 from multimodal_gen.runtime.layers.attention.sparse import tiles as tiles_module
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta import backend as sta_backend
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import Strategy
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
@@ -49,7 +49,11 @@ def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_module, "_BYTES_AT_ONCE", 1)
     monkeypatch.setattr(tiles_module, "_BYTES_IN_TWO", 0)
     monkeypatch.setattr(tiles_module, "_SHARE_AT_ONCE", 0.0)
-    for cached in (sta_backend._plan, tiles_module._tiled_sequence, tiles_module.tiled_video):
+    for cached in (
+        pattern_module.pattern_plan,
+        tiles_module._tiled_sequence,
+        tiles_module.tiled_video,
+    ):
         cached.cache_clear()
 
 

@@ -20,6 +20,7 @@ from multimodal_gen.runtime.distributed.mesh import Mesh, Place, plan_mesh
 from multimodal_gen.runtime.platforms import current_platform
 
 __all__ = [
+    "IN_USE",
     "Group",
     "HandshakeState",
     "ParallelGroups",

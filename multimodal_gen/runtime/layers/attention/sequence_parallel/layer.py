@@ -43,7 +43,14 @@ from multimodal_gen.runtime.layers.attention.schedule import BoundBackend, Sched
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import ring_forward
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 
-__all__ = ["Rows", "SequenceParallelLayer", "SplitCall", "count_exchange", "tokens_are_split"]
+__all__ = [
+    "HeadsOfRank",
+    "Rows",
+    "SequenceParallelLayer",
+    "SplitCall",
+    "count_exchange",
+    "tokens_are_split",
+]
 
 _QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Message = tuple[Sequence[torch.Tensor], Sequence[tuple[Span, ...]], tuple[int, ...]]

@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head size.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
 )
 from multimodal_gen.runtime.layers.attention.config import (
     Axis,
+    BackendConfig,
     DensePart,
     SparseConfig,
     option,
@@ -53,6 +55,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.upstream import 
 )
 from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern, Patterns
 from multimodal_gen.runtime.layers.attention.sparse.router import (
+    Attend,
     Cut,
     Limits,
     Router,
@@ -241,6 +244,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
             UsageError: the strategy needs to know the layer, and it is not known.
         """
         if settings.sta_mode == "STA_searching":
+            self.search = self._search
             return
         window, site = settings.window, self.layer.site
         self._source = WindowSource(
@@ -313,16 +317,14 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         assert window is not None, "others have no window"
         return pair_density((1, window[1], window[2]), (1, grid[1], grid[2]), (1, tile[1], tile[2]))
 
-    def search(
+    def _search(
         self,
         settings: SlidingTileConfig,
         call: SparseCall,
         context: ForwardContext,
-        attend: Callable[[Patterns], torch.Tensor],
-    ) -> torch.Tensor | None:
+        attend: Attend,
+    ) -> torch.Tensor:
         """Record how far each candidate takes every head from full attention, and return that."""
-        if self._source is not None:
-            return None
         heads, grid, site = call.query.shape[2], call.layout.grid, self.layer.site
         if heads != self.layer.num_heads:
             raise UsageError(
@@ -348,7 +350,6 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         for branch, found in losses.items():
             session.recorder.add(torch.stack(found), step=step, layer=site.layer, branch=branch)
             session.finish(branch, context.num_steps, grid, tile)
-        self.layer.note(context, 1.0, heads)
         return full
 
 
@@ -385,3 +386,9 @@ class SlidingTileBackend(SparseBackend):
         upstream_variant("st_attn", _ST_ATTN, head_sizes=(128,)),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, head_sizes=(128,)),
     )
+
+    @classmethod
+    def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
+        """Return the tokens of a tile; there are no parameters by default."""
+        size = math.prod(getattr(config, "tile_size", DEFAULT_TILE))
+        return size, size
