@@ -19,9 +19,6 @@ SMALL_MODULES = {
     "multimodal_gen.integrations.models.*": "a record of data per family of transformers",
     "multimodal_gen.kernels.*.reference": "the definition of an operation, apart from its kernels",
 }
-# Of layers/attention, beside the folders of sparse methods and the files of dense libraries, which
-# a reader opens one by one.
-ATTENTION_FILES = 32
 
 
 def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -110,17 +107,6 @@ def test_a_small_module_with_one_importer_is_reported(tmp_path: Path) -> None:
         "package.part: 1 lines, imported by package.c",
     ]
     assert list(too_small(tmp_path, graph, ["package.[_p]*"])) == []
-
-
-def test_the_layers_of_attention_are_a_number_of_files_that_one_can_know(package: Path) -> None:
-    folder = package / "runtime" / "layers" / "attention"
-    files = [path.relative_to(folder) for path in folder.rglob("*.py")]
-    shared = [
-        path
-        for path in files
-        if path.parts[0] != "backends" and not (path.parts[0] == "sparse" and len(path.parts) > 2)
-    ]
-    assert len(shared) <= ATTENTION_FILES, sorted(map(str, shared))
 
 
 def test_modules_and_functions_stay_within_their_budgets(repository: Path) -> None:

@@ -32,7 +32,7 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/distributed/groups.py", "_GROUPS"): (
         "a process is one rank of a world, whichever of its threads asks"
     ),
-    ("multimodal_gen/runtime/layers/attention/schedule.py", "_BROKEN"): (
+    ("multimodal_gen/runtime/layers/attention/binding.py", "_BROKEN"): (
         "an import fails for the whole process"
     ),
     ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_LAYERS"): (

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from multimodal_gen.errors import MultimodalGenError, UnsupportedBackendError, UsageError
+from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     environment_for,
 )
+from multimodal_gen.runtime.layers.attention.binding import Binding, plannable_dtype
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
@@ -34,7 +35,6 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
     register_layer,
 )
 from multimodal_gen.runtime.layers.attention.listed_calls import (
-    DetourCalls,
     attend_listed,
     refusal,
     with_cache,
@@ -57,11 +57,9 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
 )
 from multimodal_gen.runtime.layers.attention.schedule import (
-    BoundBackend,
     ScheduleEntry,
     bind_schedule,
     entry_at,
-    plannable_dtype,
     with_dense_parts,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -78,7 +76,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     forced_backend,
     layer_of,
 )
-from multimodal_gen.runtime.layers.attention.selector import Selection, prefer_supported
+from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
     TextSpan,
@@ -164,7 +162,6 @@ class AttentionLayer(nn.Module):
         )
         # By forced backend, dtype and device type.
         self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
-        self._detours = DetourCalls()
         self._layer_id = register_layer(self)
         # Dtype and device type of the last call; a list, which a call can change cheaply.
         self._last = [(compute_dtype or torch.get_default_dtype(), current_platform().device_type)]
@@ -196,7 +193,7 @@ class AttentionLayer(nn.Module):
     @property
     def takes_gate(self) -> bool:
         """Whether a step of the schedule that serves `dtype` now has a coarse branch to weigh."""
-        return self.gated_entry() is not None
+        return self.gated() is not None
 
     @property
     def takes_projection(self) -> bool:
@@ -211,7 +208,7 @@ class AttentionLayer(nn.Module):
                 do.
         """
         for entry in self.schedule():
-            entry.with_features(Feature.BACKWARD)
+            entry.primary.with_features(Feature.BACKWARD)
 
     def set_projection(self, linear: nn.Linear | None) -> None:
         """Give the layer its trained projection, which methods without one leave alone.
@@ -242,10 +239,7 @@ class AttentionLayer(nn.Module):
             role=self.site.role,
             layer=self.site.layer,
             entries=tuple(entry for entries, _ in parts for entry in entries),
-            detours=(
-                *(detour for _, detours in parts for detour in detours),
-                *self._detours.entries(),
-            ),
+            detours=tuple(detour for _, detours in parts for detour in detours),
         )
 
     def end_request(self, request_id: str) -> None:
@@ -323,22 +317,6 @@ class AttentionLayer(nn.Module):
         with use_forward_context(context):
             return self._attend(call)[:, added:]
 
-    def detour(self, selection: Selection) -> None:
-        """Note for the report that a call is served by something else than was bound for it.
-
-        Args:
-            selection: what serves it, and why.
-
-        Raises:
-            UnsupportedBackendError: fallbacks are refused.
-        """
-        if self._scope.strict:
-            raise UnsupportedBackendError(
-                f"{selection.reason}; leave --strict-attention out to have such calls served by "
-                f"{selection.label}"
-            )
-        self._detours.count(selection)
-
     def like(self, scope: SelectionScope) -> "AttentionLayer":
         """Return a layer at the same place of the model, under another scope.
 
@@ -380,26 +358,27 @@ class AttentionLayer(nn.Module):
             with torch.autocast(kind, enabled=False):  # methods choose their precision
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
-        context = current_forward_context()
-        if call.off_grid and entry.primary.selection.backend.is_sparse:
-            entry, call = entry.off_grid(call.off_grid), call._replace(gate=None)
+        bound, context = entry.primary, current_forward_context()
+        observers = entry.observers
+        if call.off_grid and bound.is_sparse:
+            bound, call = bound.off_grid(call.off_grid), call._replace(gate=None)
+            observers = ()  # which would look for the grid
         if call.cache is not None or call.lists is not None or call.sink_logits is not None:
-            return attend_listed(entry, call, self.geometry, self._detours)
-        if entry.varies:
-            entry = entry.at(call, context)
+            return attend_listed(bound, call, self.geometry)
+        if bound.varies:
+            bound = bound.at(call, context)
         if call.gate is not None:
-            return self._attend_gated(entry, call)
-        for observer in entry.observers:
+            return self._attend_gated(bound, call)
+        for observer in observers:
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
-            return self._attend_masked(entry, call)
-        bound = entry.primary
+            return self._attend_masked(bound, call)
         if call.wants_gradient():
-            bound = entry.with_features(Feature.BACKWARD)
+            bound = bound.with_features(Feature.BACKWARD)
         some = call.first_head and bound.impl.per_head
         heads = {"first_head": call.first_head} if some else {}
         out = bound.forward(query, key, value, context, **heads)
-        bound.calls += 1  # here and elsewhere after what may fail: the report counts what ran
+        bound.calls += 1  # `Binding.count`, spelled out, because it is part of every call
         return out
 
     def schedule(self) -> tuple[ScheduleEntry, ...]:
@@ -420,9 +399,9 @@ class AttentionLayer(nn.Module):
             return schedule[0]
         return entry_at(schedule, current_forward_context())
 
-    def gated_entry(self) -> ScheduleEntry | None:
-        """Return the first entry of the schedule that has a coarse branch, or None."""
-        return next((entry for entry in self.schedule() if entry.primary.gated), None)
+    def gated(self) -> Binding | None:
+        """Return what has a coarse branch, of the first steps of the schedule that do, or None."""
+        return next((entry.primary for entry in self.schedule() if entry.primary.gated), None)
 
     def _trace(self, call: AttentionCall) -> torch.Tensor:
         # Here too: the traced operator's output has the dtype of the query it is given.
@@ -486,21 +465,21 @@ class AttentionLayer(nn.Module):
         parts = with_dense_parts(schedule, self.site, environment.platform, geometry.warnings)
         return parts, request
 
-    def _attend_masked(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
+    def _attend_masked(self, bound: Binding, call: AttentionCall) -> torch.Tensor:
         query, key, value, attn_mask = call[:4]
         assert attn_mask is not None, "callers know"
         gradient = call.wants_gradient()
         training = (Feature.BACKWARD,) if gradient else ()
         self_attention = self.site.role is not AttentionRole.CROSS
         mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
-        if isinstance(mask, DenseMask) and entry.wants_key_masks:
+        if isinstance(mask, DenseMask) and bound.wants_key_masks:
             mask = self._spelled_out(mask, call)
         if isinstance(mask, DenseMask):
             needs = (Feature.DENSE_MASK, *training)
-            return self._attend_under(mask.mask, entry, call, needs)
+            return self._attend_under(mask.mask, bound, call, needs)
         packs = not self.geometry.causal or mask.covers_queries
-        if packs and entry.primary.features.issuperset((Feature.VARLEN, *training)):
-            return _attend_packed(entry.primary, call, mask)
+        if packs and bound.features.issuperset((Feature.VARLEN, *training)):
+            return _attend_packed(bound, call, mask)
         # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
         key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
         if gradient and mask.covers_queries:
@@ -508,7 +487,7 @@ class AttentionLayer(nn.Module):
             query = zero_masked_rows(query, mask.keep)
         needs = (Feature.KEY_MASK, *training)
         call = call._replace(query=query, key=key, value=value)
-        out = self._attend_under(mask.broadcastable(), entry, call, needs)
+        out = self._attend_under(mask.broadcastable(), bound, call, needs)
         return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
 
     def _spelled_out(self, mask: DenseMask, call: AttentionCall) -> KeyMask | DenseMask:
@@ -533,7 +512,7 @@ class AttentionLayer(nn.Module):
     def _attend_under(
         self,
         mask: torch.Tensor,
-        entry: ScheduleEntry,
+        bound: Binding,
         call: AttentionCall,
         needs: tuple[Feature, ...],
     ) -> torch.Tensor:
@@ -541,38 +520,29 @@ class AttentionLayer(nn.Module):
         if causal:
             mask = with_causal(mask, call.query.shape[1])
             needs = (Feature.DENSE_MASK, *needs[1:])
-        bound = entry.with_features(*needs, causal_in_mask=causal)
-        context, heads = current_forward_context(), bound.heads_from(call.first_head)
-        out = bound.forward(*call[:3], context, attn_mask=mask, **heads)
-        bound.calls += 1
-        return out
+        return bound.with_features(*needs, causal_in_mask=causal).attend(call, mask)
 
-    def _attend_gated(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
+    def _attend_gated(self, bound: Binding, call: AttentionCall) -> torch.Tensor:
         """Return attention plus the weighed coarse branch.
 
         Dense steps of a schedule get the branch too: they are its sparse ones at sparsity 0.
         """
         query, key, value = call[:3]
-        gated = check_gate(entry, self.gated_entry(), call)
-        bound, coarse = entry.primary, gated.primary
+        coarse = check_gate(bound, self.gated(), call)
         if call.wants_gradient():
-            bound = entry.with_features(Feature.BACKWARD)
-            coarse = gated.with_features(Feature.BACKWARD)
+            bound, coarse = (b.with_features(Feature.BACKWARD) for b in (bound, coarse))
         assert call.gate is not None, "callers know"
         gate, context = call.gate.to(query.dtype), current_forward_context()
         heads = bound.heads_from(call.first_head)
         if bound.gated:
             out = bound.impl.forward_gated(query, key, value, gate, context, **heads)
-        else:
-            dense = bound.forward(query, key, value, context, **heads)
-            out = coarse.impl.add_coarse(dense, query, key, value, gate, context)
-        bound.calls += 1
-        return out
+            return bound.count(out)
+        out = bound.attend(call)
+        return coarse.impl.add_coarse(out, query, key, value, gate, context)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
-        state = {**self.__dict__, "_schedules": {}, "_layer_id": None}
-        return {**state, "_detours": DetourCalls()}
+        return {**self.__dict__, "_schedules": {}, "_layer_id": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -598,14 +568,12 @@ def _with_rows(mask: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat((*[first] * count, mask), dim=-2)
 
 
-def check_gate(
-    entry: ScheduleEntry, gated: ScheduleEntry | None, call: AttentionCall
-) -> ScheduleEntry:
-    """Return the entry with a coarse branch, once the gate is known to fit.
+def check_gate(bound: Binding, gated: Binding | None, call: AttentionCall) -> Binding:
+    """Return what has a coarse branch, once the gate is known to fit.
 
     Args:
-        entry: what serves the step.
-        gated: the entry of the same schedule whose coarse branch it is, or None.
+        bound: what serves the step.
+        gated: what has the coarse branch, of the same schedule, or None.
         call: a call with a gate.
 
     Raises:
@@ -614,7 +582,7 @@ def check_gate(
     if gated is None:
         raise UsageError(
             f"the gate must be None unless the backend is video_sparse_attn, this layer runs "
-            f"{entry.primary.selection.backend}, which has no coarse branch to weigh"
+            f"{bound.selection.backend}, which has no coarse branch to weigh"
         )
     query, gate, attn_mask = call.query, call.gate, call.mask
     assert gate is not None, "callers know"
@@ -627,7 +595,7 @@ def check_gate(
     return gated
 
 
-def _attend_packed(bound: BoundBackend, call: AttentionCall, mask: KeyMask) -> torch.Tensor:
+def _attend_packed(bound: Binding, call: AttentionCall, mask: KeyMask) -> torch.Tensor:
     """Return attention of padded inputs on a kernel for packed sequences."""
     query, key, value, attn_mask = call[:4]
     assert attn_mask is not None, "callers know"
@@ -648,7 +616,7 @@ def _attend_packed(bound: BoundBackend, call: AttentionCall, mask: KeyMask) -> t
         max_seqlen_q=num_queries,
         max_seqlen_k=meta.max_seqlen,
     )
-    bound.calls += 1
+    bound.count(out)
     if mask.covers_queries:
         return meta.unpack(out)
     return out.reshape(batch, num_queries, *out.shape[1:])

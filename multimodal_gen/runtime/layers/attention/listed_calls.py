@@ -9,7 +9,6 @@ make a head's weights smaller, are applied by the log-sum-exp of either:
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -28,19 +27,17 @@ from multimodal_gen.runtime.layers.attention.backends.block_masks import (
     plans_of,
 )
 from multimodal_gen.runtime.layers.attention.backends.flex_attn import FlexAttentionImpl
+from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.causal_cache import CausalCache, LayerCache
-from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
-from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
-from multimodal_gen.runtime.layers.attention.selector import Selection
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["DetourCalls", "Lists", "attend_listed", "lists_or_mask", "refusal", "with_cache"]
+__all__ = ["Lists", "attend_listed", "lists_or_mask", "refusal", "with_cache"]
 
 Lists: TypeAlias = "BlockPlan | BlockMask"
 """What a layer takes as a mask of blocks."""
@@ -49,34 +46,6 @@ _IN_PIECES = "what a chunk sees lies in pieces of the cache"
 _BY_BLOCKS = "the mask is one of blocks"
 _OF_SEVERAL = "keys in a cache are those of several calls"
 _IN_WINDOWS = "the layer sees windows of it already"
-
-
-class DetourCalls:
-    """How many calls of a layer something else served than its backends, for the report."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Selection] = Counter()
-
-    def count(self, selection: Selection) -> None:
-        """Note one call: what served it, and why."""
-        self._counts[selection] += 1
-
-    def entries(self) -> tuple[ReportEntry, ...]:
-        """Return them as detours."""
-        return tuple(
-            ReportEntry(steps=None, selection=selection, calls=calls)
-            for selection, calls in self._counts.items()
-        )
-
-
-def _by_the_engine(selection: Selection, kernel: str, why: str) -> Selection:
-    """Return what serves a call that `selection` was bound for: a kernel of the engine."""
-    return replace(
-        selection,
-        backend=AttentionBackendEnum.TRITON_ATTN,
-        variant=kernel,
-        reason=f"{selection.label} takes no lists of blocks, and {why}",
-    )
 
 
 def lists_or_mask(
@@ -170,19 +139,16 @@ def _num_heads(lists: "BlockPlan | BlockMask") -> int:
     return lists.kv_indices.shape[1]
 
 
-def attend_listed(
-    entry: ScheduleEntry, call: AttentionCall, geometry: LayerGeometry, served: DetourCalls
-) -> torch.Tensor:
+def attend_listed(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
     """Return attention of a call with a cache, lists of blocks, or sink logits.
 
     Sparse methods choose their keys themselves: over a cache among blocks of what is kept, where
     they can (`AttentionImpl.cut_of_cache`). Their other calls of this kind run dense.
 
     Args:
-        entry: what serves the layer at the running step.
+        bound: what serves the layer at the running step.
         call: the call; `refusal` has nothing against it.
         geometry: what the layer is.
-        served: told of calls that the engine serves.
 
     Returns:
         [B, Sq, H, Dv].
@@ -192,25 +158,19 @@ def attend_listed(
         UnsupportedBackendError: the layer's method is sparse, and fallbacks are refused.
     """
     if call.cache is not None:
-        return _attend_cached(entry, call, call.cache, geometry, served)
+        return _attend_cached(bound, call, call.cache, geometry)
     plans: Plans = ()
     if call.lists is not None:
-        plans = () if _flex_with_mask(entry, call) else _plans(call)
-        if entry.primary.selection.backend.is_sparse:
-            entry = entry.off_grid(_BY_BLOCKS)
-    if not plans:
-        return _with_sink(call, *_on_its_backend(entry, call))
-    kernel, out, lse = _on_the_engine(call, plans, geometry)
-    served.count(_by_the_engine(entry.primary.selection, kernel, _BY_BLOCKS))
-    return _with_sink(call, out, lse)
+        plans = () if _flex_with_mask(bound, call) else _plans(call)
+        if bound.is_sparse:
+            bound = bound.off_grid(_BY_BLOCKS)
+    if plans:
+        return _with_sink(call, *_on_the_engine(bound, call, plans, geometry, _BY_BLOCKS))
+    return _with_sink(call, *_on_its_backend(bound, call))
 
 
 def _attend_cached(
-    entry: ScheduleEntry,
-    call: AttentionCall,
-    cache: LayerCache,
-    geometry: LayerGeometry,
-    served: DetourCalls,
+    bound: Binding, call: AttentionCall, cache: LayerCache, geometry: LayerGeometry
 ) -> torch.Tensor:
     """Return attention of the running chunk of a cache, once it is written."""
     tokens = cache.cache.running.tokens
@@ -219,12 +179,12 @@ def _attend_cached(
             f"query must have the {tokens} tokens of the running chunk, got "
             f"{call.query.shape[1]}; begin() says how many a chunk has"
         )
-    impl, context = entry.primary.impl, current_forward_context()
-    chooses = entry.primary.selection.backend.is_sparse
+    context, chooses = current_forward_context(), bound.is_sparse
     if chooses:
-        cut = _IN_WINDOWS if cache.cut else impl.cut_of_cache(cache.cache.size.kept, context)
+        kept = cache.cache.size.kept
+        cut = _IN_WINDOWS if cache.cut else bound.impl.cut_of_cache(kept, context)
         if isinstance(cut, str):
-            chooses, entry = False, entry.off_grid(f"{_OF_SEVERAL}: {cut}")
+            chooses, bound = False, bound.off_grid(f"{_OF_SEVERAL}: {cut}")
         else:
             cache = replace(cache, cut=cut)
     cache.append(call.key, call.value)
@@ -233,19 +193,16 @@ def _attend_cached(
     if seen.stretch is not None:
         key, value = (x.narrow(1, *seen.stretch) for x in (key, value))
         call = call._replace(key=key, value=value)
-        return _with_sink(call, *_on_its_backend(entry, call))
+        return _with_sink(call, *_on_its_backend(bound, call))
     query, tiles = call.query, seen.tiles
     if tiles is not None and not tiles.in_order:
         (query,) = gather_tokens([query], tiles.order.order)
     call = call._replace(query=query, key=key, value=value)
     if tiles is not None and chooses:
-        results = impl.forward_tiles(query, key, value, tiles, context)
-        entry.primary.calls += 1
-        out = _with_sink(call, *results)
+        found = bound.count(bound.impl.forward_tiles(query, key, value, tiles, context))
+        out = _with_sink(call, *found)
     else:
-        kernel, out, lse = _on_the_engine(call, (seen.plan,), geometry)
-        served.count(_by_the_engine(entry.primary.selection, kernel, _IN_PIECES))
-        out = _with_sink(call, out, lse)
+        out = _with_sink(call, *_on_the_engine(bound, call, (seen.plan,), geometry, _IN_PIECES))
     if tiles is None or tiles.in_order:
         return out
     in_order = torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -265,48 +222,48 @@ def _with_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None)
 
 
 def _flex_with_mask(
-    entry: ScheduleEntry, call: AttentionCall
+    bound: Binding, call: AttentionCall
 ) -> "tuple[FlexAttentionImpl, BlockMask] | None":
     """Return FlexAttention and the block mask of a call, where it is asked for and can take it."""
-    impl, lists = entry.primary.impl, call.lists
+    impl, lists = bound.impl, call.lists
     fits = (
         isinstance(impl, FlexAttentionImpl)
         and lists is not None
         and not isinstance(lists, BlockPlan)
         and lists.kv_indices.shape[1] in (1, call.query.shape[2])
-        and (not call.wants_gradient() or Feature.BACKWARD in entry.primary.features)
+        and (not call.wants_gradient() or Feature.BACKWARD in bound.features)
     )
     return (impl, lists) if fits else None  # type: ignore[return-value]  # narrowed above
 
 
 def _on_its_backend(
-    entry: ScheduleEntry, call: AttentionCall
+    bound: Binding, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    flex = _flex_with_mask(entry, call)
+    flex = _flex_with_mask(bound, call)
     if flex is not None:
         impl, mask = flex
-        found = impl.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
-        entry.primary.calls += 1
-        return found
+        lse = call.sink_logits is not None
+        return bound.count(impl.forward_blocks(*call[:3], mask, lse=lse))
     if call.sink_logits is not None:
-        bound = entry.with_features(Feature.LSE)
-        results = bound.impl.forward_lse(call.query, call.key, call.value)
-        bound.calls += 1
-        return results
-    context = current_forward_context()
-    if entry.varies:
-        entry = entry.at(call, context)
-    bound = entry.primary
-    heads = bound.heads_from(call.first_head)
-    out = bound.forward(call.query, call.key, call.value, context, **heads)
-    bound.calls += 1
-    return out, None
+        bound = bound.with_features(Feature.LSE)
+        return bound.count(bound.impl.forward_lse(*call[:3]))
+    if bound.varies:
+        bound = bound.at(call, current_forward_context())
+    return bound.attend(call), None
 
 
 def _on_the_engine(
-    call: AttentionCall, plans: Plans, geometry: LayerGeometry
-) -> tuple[str, torch.Tensor, torch.Tensor | None]:
-    """Return the kernels that ran, the output, and the lse where sink logits want it."""
+    bound: Binding, call: AttentionCall, plans: Plans, geometry: LayerGeometry, why: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output, and the lse where sink logits want it.
+
+    Args:
+        bound: what would serve the call if it took lists of blocks.
+        call: the call.
+        plans: the lists.
+        geometry: what the layer is.
+        why: why there are lists, for the report.
+    """
     query, key, value = (x if loadable(x) else x.contiguous() for x in call[:3])
     parts, kernels = [], [kernel_for(query, key, value, plan) for plan in plans]
     for plan, kernel in zip(plans, kernels, strict=True):
@@ -326,7 +283,13 @@ def _on_the_engine(
         assert more_lse is not None
         merge = merge_two_reference if call.wants_gradient() else merge_two
         out, out_lse = merge(out, out_lse, more, more_lse, dtype=query.dtype)
-    return " and ".join(dict.fromkeys(kernels)), out, out_lse
+    ran = replace(
+        bound.selection,
+        backend=AttentionBackendEnum.TRITON_ATTN,
+        variant=" and ".join(dict.fromkeys(kernels)),
+        reason=f"{bound.selection.label} takes no lists of blocks, and {why}",
+    )
+    return bound.count((out, out_lse), by=ran)
 
 
 def _plans(call: AttentionCall) -> Plans:

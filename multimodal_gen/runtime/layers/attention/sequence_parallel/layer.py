@@ -19,12 +19,12 @@ from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_g
 from multimodal_gen.runtime.distributed.handshake import handshake
 from multimodal_gen.runtime.distributed.timing import Times, attending, recording
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.config import settings_text
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import ring_forward
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import (
     Rows,
@@ -105,12 +105,13 @@ class SequenceParallelLayer(AttentionLayer):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
-            if call.off_grid and entry.primary.selection.backend.is_sparse:
-                entry = entry.off_grid(call.off_grid)
+            bound = entry.primary
+            if call.off_grid and bound.is_sparse:
+                bound = bound.off_grid(call.off_grid)
         except MultimodalGenError as error:
             raise self._refused(call, error) from None
         rows = Rows.of(call.query, call.key, call.replicated)
-        lengths, key_lengths = self._handshake(groups, call, rows, entry)
+        lengths, key_lengths = self._handshake(groups, call, rows, bound)
         split = SplitCall(
             groups=groups,
             shares=partition_heads(call.query.shape[2], call.key.shape[2], groups.ulysses.size),
@@ -119,18 +120,19 @@ class SequenceParallelLayer(AttentionLayer):
             key_lengths=key_lengths,
         )
         with recording(self.times):
-            return self._exchange_and_attend(split, call, entry)
+            observed = bool(entry.observers) and not call.off_grid
+            return self._exchange_and_attend(split, call, bound, observed=observed)
 
     def _exchange_and_attend(
-        self, split: SplitCall, call: AttentionCall, entry: ScheduleEntry
+        self, split: SplitCall, call: AttentionCall, bound: Binding, *, observed: bool
     ) -> torch.Tensor:
         if split.groups.ring.size > 1:
             return self._attend_in_ring(split, call)
         plain = call.mask is None and call.gate is None and not call.is_listed()
-        if plain and not call.wants_gradient():
-            count = num_head_groups(split, entry)
+        if plain and not observed and not call.wants_gradient():
+            count = num_head_groups(split, bound)
             if count > 1:
-                return attend_in_head_groups(entry.primary, split, call, count)
+                return attend_in_head_groups(bound, split, call, count)
         q, k, v, gate = split.joined(split.take_heads(*call[:3], call.gate))
         heads = AttentionCall(
             q,
@@ -163,12 +165,12 @@ class SequenceParallelLayer(AttentionLayer):
         return out if keep is None else zero_masked_rows(out, keep)
 
     def _handshake(
-        self, groups: ParallelGroups, call: AttentionCall, rows: Rows, entry: ScheduleEntry
+        self, groups: ParallelGroups, call: AttentionCall, rows: Rows, bound: Binding
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and keys each rank brings, once all make the same call."""
         query, key, value, mask, gate = call[:5]
         seq_lens = call.seq_lens
-        chosen = entry.primary.selection
+        chosen = bound.selection
         facts = {
             "attention backend": chosen.backend,
             "backend parameters": settings_text(chosen.asked.config),

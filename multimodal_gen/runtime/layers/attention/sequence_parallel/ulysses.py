@@ -23,8 +23,8 @@ from multimodal_gen.runtime.distributed.collectives import (
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress
 from multimodal_gen.runtime.distributed.timing import attending
+from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.schedule import BoundBackend, ScheduleEntry
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -291,15 +291,15 @@ def _join(pieces: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(present, dim=1) if len(present) > 1 else (present or pieces[1:2])[0]
 
 
-def num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
+def num_head_groups(split: SplitCall, bound: Binding) -> int:
     """Return in how many groups of heads a call without mask, gate or gradient is computed.
 
     Exchanges of one group then run behind the attention of another. What an implementation keeps
     from call to call is about all heads of the rank; key heads that several query heads read would
     travel more than once.
     """
-    bound, asked = entry.primary, split.groups.head_groups
-    if bound.keeps_state or entry.observers or split.shares.num_heads != split.shares.num_kv_heads:
+    asked = split.groups.head_groups
+    if bound.keeps_state or split.shares.num_heads != split.shares.num_kv_heads:
         return 1
     if asked is None:
         asked = _MEASURED.get(bound.selection.backend, 1)
@@ -307,7 +307,7 @@ def num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
 
 
 def attend_in_head_groups(
-    bound: BoundBackend, split: SplitCall, call: AttentionCall, count: int
+    bound: Binding, split: SplitCall, call: AttentionCall, count: int
 ) -> torch.Tensor:
     """Return attention of this rank's tokens, group of heads by group of heads.
 
@@ -327,7 +327,6 @@ def attend_in_head_groups(
     """
     groups = [replace(split, shares=shares) for shares in split.shares.in_groups(count)]
     coming = [group.start_heads(*call[:3]) for group in groups]
-    bound.calls += 1
     context = current_forward_context()
     leaving = []
     for group, arrived in zip(groups, coming, strict=True):
@@ -339,4 +338,4 @@ def attend_in_head_groups(
     out = call.query.new_empty((*call.query.shape[:3], call.value.shape[3]))
     for tokens in leaving:
         tokens.wait_into(out)
-    return out
+    return bound.count(out)
