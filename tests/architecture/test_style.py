@@ -50,9 +50,6 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/platforms/interface.py", "_PLUGINS"): (
         "enum members of installed plugins; written once, when entry points are read"
     ),
-    ("multimodal_gen/runtime/layers/attention/scope.py", "FORCED_IN_PROCESS"): (
-        "global_force_attn_backend is process-wide by definition"
-    ),
 }
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)

@@ -64,7 +64,6 @@ from multimodal_gen.runtime.layers.attention.schedule import (
 )
 from multimodal_gen.runtime.layers.attention.scope import (
     FORCED,
-    FORCED_IN_PROCESS,
     LayerSite,
     PreferenceSchedule,
     SelectionScope,
@@ -163,17 +162,17 @@ class AttentionLayer(nn.Module):
         # By forced backend, dtype and device type.
         self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
         self._layer_id = register_layer(self)
-        # Dtype and device type of the last call; a list, which a call can change cheaply.
-        self._last = [(compute_dtype or torch.get_default_dtype(), current_platform().device_type)]
+        # Dtype and device type of the last call.
+        self._last = (compute_dtype or torch.get_default_dtype(), current_platform().device_type)
         if compute_dtype is not None:
             self.schedule()
         else:
-            self._last = [(self._plan_dtype(), self._last[0][1])]
+            self._last = (self._plan_dtype(), self._last[1])
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of q, k and v in the last call; before the first one, the planned dtype."""
-        return self._last[0][0]
+        return self._last[0]
 
     @property
     def backend(self) -> AttentionBackendEnum:
@@ -383,18 +382,19 @@ class AttentionLayer(nn.Module):
 
     def schedule(self) -> tuple[ScheduleEntry, ...]:
         """Return the schedule for tensors like those of the last call."""
-        key = (forced_backend(), *self._last[0])
+        key = (forced_backend(), *self._last)
         return self._schedules.get(key) or self._bind(key)
 
     def entry_for(self, query: torch.Tensor) -> ScheduleEntry:
         """Return what serves a call with `query` at the running step."""
         # What `forced_backend` returns, spelled out, because it is part of every call.
-        forced = FORCED.get()
-        in_force = FORCED_IN_PROCESS[0] if forced is None else forced[0]
+        forced = FORCED.in_context.get()
+        in_force = FORCED.in_process if forced is None else forced[0]
         last = (query.dtype, device_type(query.device))
         key = (in_force, *last)
         schedule = self._schedules.get(key) or self._bind(key)
-        self._last[0] = last
+        if last != self._last:
+            self._last = last
         if len(schedule) == 1:
             return schedule[0]
         return entry_at(schedule, current_forward_context())
@@ -419,7 +419,7 @@ class AttentionLayer(nn.Module):
         )
 
     def _plan_dtype(self) -> torch.dtype:
-        key = (forced_backend(), *self._last[0])
+        key = (forced_backend(), *self._last)
         return plannable_dtype(*self._ask(key), strict=self._scope.strict)
 
     def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
@@ -546,7 +546,7 @@ class AttentionLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._last = [(self.dtype, current_platform().device_type)]
+        self._last = (self.dtype, current_platform().device_type)
         self._layer_id = register_layer(self)
 
 

@@ -249,12 +249,23 @@ def decide(
     return (*schedule, (None, last))
 
 
-# Process-wide on purpose: `global_force_attn_backend` is documented to reach every thread.
-FORCED_IN_PROCESS: Final[list[AttentionBackendEnum | None]] = [None]
-# A one-element tuple inside a context manager, so that forcing None there ends an outer force.
-FORCED: ContextVar[tuple[AttentionBackendEnum | None] | None] = ContextVar(
-    "multimodal_gen_forced", default=None
-)
+class _Forced:
+    """The backend that every layer is forced to.
+
+    Attributes:
+        in_process: for every thread, as `global_force_attn_backend` is documented; None for none.
+        in_context: inside a context manager, a tuple of one, so that forcing None there ends an
+            outer force; None outside.
+    """
+
+    def __init__(self) -> None:
+        self.in_process: AttentionBackendEnum | None = None
+        self.in_context: ContextVar[tuple[AttentionBackendEnum | None] | None] = ContextVar(
+            "multimodal_gen_forced", default=None
+        )
+
+
+FORCED: Final = _Forced()
 _SCOPE: ContextVar[SelectionScope | None] = ContextVar("multimodal_gen_scope", default=None)
 
 
@@ -297,13 +308,13 @@ def as_backend(backend: AttentionBackendEnum | str) -> AttentionBackendEnum:
 
 def forced_backend() -> AttentionBackendEnum | None:
     """Return the forced backend of this thread or process, or None."""
-    local = FORCED.get()
-    return FORCED_IN_PROCESS[0] if local is None else local[0]
+    local = FORCED.in_context.get()
+    return FORCED.in_process if local is None else local[0]
 
 
 def global_force_attn_backend(backend: AttentionBackendEnum | str | None) -> None:
     """Force every attention layer of the process to `backend`, at once; None ends it."""
-    FORCED_IN_PROCESS[0] = None if backend is None else as_backend(backend)
+    FORCED.in_process = None if backend is None else as_backend(backend)
 
 
 @contextmanager
@@ -311,11 +322,11 @@ def global_force_attn_backend_context_manager(
     backend: AttentionBackendEnum | str | None,
 ) -> Iterator[None]:
     """Force `backend` inside the `with` block; other threads do not see it."""
-    token = FORCED.set((None if backend is None else as_backend(backend),))
+    token = FORCED.in_context.set((None if backend is None else as_backend(backend),))
     try:
         yield
     finally:
-        FORCED.reset(token)
+        FORCED.in_context.reset(token)
 
 
 def current_scope() -> SelectionScope:
