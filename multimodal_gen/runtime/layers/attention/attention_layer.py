@@ -24,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.call import (
     LayerGeometry,
     check_numbers,
     check_places,
+    check_projection,
     check_sizes,
     current_watch,
     device_type,
@@ -144,6 +145,7 @@ class AttentionLayer(nn.Module):
             name=prefix, component=component, role=role, layer=layer_of(prefix)
         )
         self.prepare = prepare
+        self.projection: nn.Linear | None = None
         self._scope = scope or current_scope()
         self.geometry = LayerGeometry(
             num_heads=num_heads,
@@ -221,11 +223,12 @@ class AttentionLayer(nn.Module):
         Raises:
             UsageError: it has another size.
         """
-        self.geometry.projection.fill(linear, self.head_size)
+        check_projection(linear, self.head_size)
+        object.__setattr__(self, "projection", linear)  # which modules do not take for their own
 
     def trained(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return weight and bias of the layer's trained projection, or None."""
-        linear = self.geometry.projection.linear
+        linear = self.projection
         return (None, None) if linear is None else (linear.weight, linear.bias)
 
     def report(self) -> LayerReport:
@@ -266,6 +269,8 @@ class AttentionLayer(nn.Module):
             return self._trace(call)
         if self.prepare is not None:
             call = self.prepare(self, call)
+        if self.projection is not None:
+            call = call._replace(projection=self.projection)
         misfit = call.misfit(self.geometry)
         context = current_forward_context()
         if context is not None and context.kv_cache is not None:
@@ -338,7 +343,7 @@ class AttentionLayer(nn.Module):
             site=self.site,
             scope=scope,
         )
-        layer.set_projection(geometry.projection.linear)
+        layer.set_projection(self.projection)
         return layer
 
     def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
@@ -374,10 +379,10 @@ class AttentionLayer(nn.Module):
             return self._attend_masked(bound, call)
         if call.wants_gradient():
             bound = bound.with_features(Feature.BACKWARD)
-        some = call.first_head and bound.impl.per_head
-        heads = {"first_head": call.first_head} if some else {}
-        out = bound.forward(query, key, value, context, **heads)
-        bound.calls += 1  # `Binding.count`, spelled out, because it is part of every call
+        # `Binding.attend`, spelled out, because it is part of every call.
+        fields = {name: getattr(call, name) for name in bound.takes} if bound.takes else {}
+        out = bound.forward(query, key, value, context, **fields)
+        bound.calls += 1
         return out
 
     def schedule(self) -> tuple[ScheduleEntry, ...]:
@@ -410,9 +415,9 @@ class AttentionLayer(nn.Module):
         if call.is_listed():
             return _attend_outside_the_graph(self, call)
         rest = (call.replicated, call.seq_lens, call.exchange, call.some_heads)
-        if call.wants_gradient() or self.geometry.projection.wants_gradient:
-            given = (call.query, call.key, call.value, call.mask, call.gate, *self.trained())
-            wanted = [x is not None and x.requires_grad for x in given]
+        given = (call.query, call.key, call.value, call.mask, call.gate, *self.trained())
+        wanted = [x is not None and x.requires_grad for x in given]
+        if torch.is_grad_enabled() and any(wanted):
             return recorded_attention_op(*given, self._layer_id, wanted, *rest)[0]
         return attention_op(
             call.query, call.key, call.value, call.mask, self._layer_id, call.gate, *rest
@@ -533,8 +538,8 @@ class AttentionLayer(nn.Module):
             bound, coarse = (b.with_features(Feature.BACKWARD) for b in (bound, coarse))
         assert call.gate is not None, "callers know"
         gate, context = call.gate.to(query.dtype), current_forward_context()
-        heads = bound.heads_from(call.first_head)
         if bound.gated:
+            heads = {"first_head": call.first_head} if bound.impl.per_head else {}
             out = bound.impl.forward_gated(query, key, value, gate, context, **heads)
             return bound.count(out)
         out = bound.attend(call)

@@ -102,7 +102,8 @@ class Binding:
         rerouted: how often something that is not bound, such as a kernel, served one in its place.
         alternates: what serves single calls in its place, by why it does.
         shapes: those of its calls, where they decided.
-        forward: its `forward`, which takes `first_head` too where settings differ by head.
+        forward: its `forward`.
+        takes: the fields of a call that `forward` takes by name.
         by_shape: what chooses among them by the shape of a call; None where that was not measured.
         varies: whether single calls are to be asked of: see `at`.
         gated: whether it has a coarse branch that a gate weighs.
@@ -121,6 +122,7 @@ class Binding:
     alternates: "dict[Hashable, Binding]" = field(default_factory=dict)
     shapes: dict[str, None] = field(default_factory=dict)
     forward: Callable[..., torch.Tensor] = field(init=False)
+    takes: tuple[str, ...] = field(init=False)
     by_shape: "_ByShape | None" = field(init=False)
     varies: bool = field(init=False)
     gated: bool = field(init=False)
@@ -131,6 +133,9 @@ class Binding:
     def __post_init__(self) -> None:
         impl = self.impl
         self.forward = impl.forward
+        self.takes = ("first_head", "continued") if impl.per_head else ()
+        if impl.takes_projection:
+            self.takes += ("projection",)
         self.by_shape = _ByShape.of(self)
         self.varies = self.by_shape is not None or provides(impl, "dense_reason")
         self.gated = provides(impl, "add_coarse")
@@ -148,16 +153,9 @@ class Binding:
         """Whether it is sparse and takes masks of keys alone: others cost its gain."""
         return self.is_sparse and Feature.DENSE_MASK not in self.features
 
-    def heads_from(self, first_head: int, *, continued: bool = False) -> dict[str, Any]:
-        """Return the arguments that tell which of the layer's heads a call has, where it matters.
-
-        Args:
-            first_head: the first of them.
-            continued: whether other heads of the same call went before.
-        """
-        if not self.impl.per_head:
-            return {}
-        return {"first_head": first_head} | ({"continued": True} if continued else {})
+    def fields(self, call: AttentionCall) -> dict[str, Any]:
+        """Return the fields of a call that `forward` takes by name."""
+        return {name: getattr(call, name) for name in self.takes}
 
     def count(self, out: _T, by: Selection | None = None) -> _T:
         """Count a call that was served, and return what it gave.
@@ -197,8 +195,8 @@ class Binding:
             call: the call, of which the mask is not looked at.
             mask: see `AttentionImpl.forward`.
         """
-        heads, context = self.heads_from(call.first_head), current_forward_context()
-        return self.count(self.forward(*call[:3], context, attn_mask=mask, **heads))
+        context, fields = current_forward_context(), self.fields(call)
+        return self.count(self.forward(*call[:3], context, attn_mask=mask, **fields))
 
     def at(self, call: AttentionCall, context: ForwardContext | None) -> "Binding":
         """Return what serves a call: this binding, or one that is faster for calls like it.
@@ -213,6 +211,8 @@ class Binding:
         """
         if self.by_shape is not None:
             return self.by_shape.at(call)
+        if call.projection is not None and self.impl.takes_projection:
+            return self  # the branch that it weighs is a part of the result
         reason = self.impl.dense_reason(call.query, call.key, context, call.first_head)
         return self if reason is None else self.dense(reason).at(call, context)
 
@@ -422,7 +422,6 @@ def _construct(selection: Selection, demand: Demand, *, own: bool) -> Binding:
         config=selection.asked.config if same_backend else None,
         variant=selection.variant,
         site=geometry.site,
-        projection=geometry.projection,
         warnings=geometry.warnings,
     )
     return Binding(demand, selection, features, impl, own=own)

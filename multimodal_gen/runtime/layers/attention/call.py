@@ -13,10 +13,10 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
@@ -37,6 +37,7 @@ __all__ = [
     "check_no_replicated",
     "check_numbers",
     "check_places",
+    "check_projection",
     "check_replicated",
     "check_seq_lens",
     "check_sizes",
@@ -65,7 +66,6 @@ class LayerGeometry:
         softmax_scale: factor on q k^T.
         causal: bottom-right aligned causality.
         site: where the layer sits.
-        projection: the trained projection of methods that have one; may be filled at any time.
         warnings: what its user was warned of.
 
     Raises:
@@ -78,7 +78,6 @@ class LayerGeometry:
     softmax_scale: float
     causal: bool
     site: LayerSite
-    projection: ProjectionSlot = field(default_factory=ProjectionSlot, compare=False)
     warnings: WarnOnce = field(default=PROCESS, compare=False)
 
     def __post_init__(self) -> None:
@@ -109,6 +108,8 @@ class AttentionCall(NamedTuple):
         off_grid: why a sparse method cannot serve the call, whose tokens are not those of a latent
             grid; it runs dense then. "" where that is not known.
         first_head: index of the first head of `query` among the layer's heads.
+        continued: whether earlier heads of the same call came before.
+        projection: the layer's trained projection, for methods that have one; None for zero.
         zero_rows: rows of zeros that the output has behind those of `query`.
         spare_gate: computes the gate, as `gate`, of a layer that has no coarse branch, for those
             who look at its calls; None where there is none.
@@ -133,6 +134,8 @@ class AttentionCall(NamedTuple):
     some_heads: bool = False
     off_grid: str = ""
     first_head: int = 0
+    continued: bool = False
+    projection: nn.Linear | None = None
     zero_rows: int = 0
     spare_gate: Callable[[], torch.Tensor] | None = None
     cache: LayerCache | None = None
@@ -480,6 +483,17 @@ def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None
     if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
         raise ConfigError(
             f"compute_dtype must be a torch.dtype such as torch.bfloat16, got {compute_dtype!r}"
+        )
+
+
+def check_projection(linear: object, head_size: int) -> None:
+    """Refuse what does not map the channels of a head to themselves."""
+    weight = getattr(linear, "weight", None)
+    shape = list(weight.shape) if isinstance(weight, torch.Tensor) else None
+    if linear is not None and shape != [head_size, head_size]:
+        got = f"a weight of {shape}" if shape else f"a {type(linear).__name__}"
+        raise UsageError(
+            f"`linear` must map {head_size} channels to {head_size}, those of a head, got {got}"
         )
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
-from torch import nn
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
 from multimodal_gen.runtime.distributed.ring import RingInputs
@@ -26,49 +24,8 @@ __all__ = [
     "AttentionBackend",
     "AttentionImpl",
     "OptionalMethod",
-    "ProjectionSlot",
     "provides",
 ]
-
-
-class ProjectionSlot:
-    """Where a layer keeps its trained projection, for all its implementations.
-
-    The projection belongs to a checkpoint, so it is not a parameter of the layer: whoever has read
-    it hands it over, before or after the first call, and may move it between devices later.
-
-    Attributes:
-        linear: [D, D], the same for all heads; None for zero.
-    """
-
-    __slots__ = ("linear",)
-
-    def __init__(self) -> None:
-        self.linear: nn.Linear | None = None
-
-    def fill(self, linear: nn.Linear | None, head_size: int) -> None:
-        """Set the projection; None for zero.
-
-        Raises:
-            UsageError: it does not map the channels of a head to themselves.
-        """
-        weight = getattr(linear, "weight", None)
-        shape = list(weight.shape) if isinstance(weight, torch.Tensor) else None
-        if linear is not None and shape != [head_size, head_size]:
-            got = f"a weight of {shape}" if shape else f"a {type(linear).__name__}"
-            raise UsageError(
-                f"`linear` must map {head_size} channels to {head_size}, those of a head, got {got}"
-            )
-        self.linear = linear
-
-    @property
-    def wants_gradient(self) -> bool:
-        """Whether autograd records what goes through the projection."""
-        if self.linear is None or not torch.is_grad_enabled():
-            return False
-        return any(
-            x is not None and x.requires_grad for x in (self.linear.weight, self.linear.bias)
-        )
 
 
 class AttentionImpl(ABC):
@@ -87,11 +44,11 @@ class AttentionImpl(ABC):
         config: the backend's configuration; its defaults when None.
         variant: name of the chosen `Variant`.
         site: where the layer sits, or None outside any layer.
-        projection: the layer's trained projection, for methods that have one.
         warnings: what its user was warned of; those of the process by default.
 
     Attributes:
-        takes_projection: whether the method has a branch that `projection` weighs.
+        takes_projection: whether the method has a branch that a trained projection weighs; then
+            `forward` takes `projection`, the layer's, or None where it has none.
         per_head: whether settings differ by head. `forward` and `forward_gated` then take
             `first_head`, the index of the call's first head among the layer's heads, and `forward`
             takes `continued`, whether earlier heads of the same call came before.
@@ -115,7 +72,6 @@ class AttentionImpl(ABC):
         config: BackendConfig | None = None,
         variant: str = "",
         site: LayerSite | None = None,
-        projection: ProjectionSlot | None = None,
         warnings: WarnOnce = PROCESS,
     ) -> None:
         self.num_heads = num_heads
@@ -126,7 +82,6 @@ class AttentionImpl(ABC):
         self.config = config
         self.variant = variant
         self.site = site
-        self.projection = ProjectionSlot() if projection is None else projection
         self.warnings = warnings
 
     @abstractmethod

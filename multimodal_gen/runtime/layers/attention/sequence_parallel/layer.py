@@ -142,6 +142,7 @@ class SequenceParallelLayer(AttentionLayer):
             gate,
             off_grid=call.off_grid,
             first_head=split.heads[0],
+            projection=call.projection,
             cache=call.cache,
             lists=call.lists,
             sink_logits=call.sink_logits,

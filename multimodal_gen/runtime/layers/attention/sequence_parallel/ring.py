@@ -128,6 +128,7 @@ def _ring_inputs(
         shared_value=shared[1],
         gate=None if heads.gate is None else heads.gate.to(query.dtype),
         first_head=call.heads[0],
+        projection=layer.projection,
     )
 
 

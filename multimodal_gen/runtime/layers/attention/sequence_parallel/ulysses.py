@@ -331,10 +331,10 @@ def attend_in_head_groups(
     leaving = []
     for group, arrived in zip(groups, coming, strict=True):
         q, k, v, _ = group.joined(arrived())
-        heads = bound.heads_from(group.heads[0], continued=group is not groups[0])
+        part = call._replace(first_head=group.heads[0], continued=group is not groups[0])
         with attending(q.device):
-            part = bound.forward(q, k, v, context, **heads)
-        leaving.append(group.start_tokens(part))
+            out = bound.forward(q, k, v, context, **bound.fields(part))
+        leaving.append(group.start_tokens(out))
     out = call.query.new_empty((*call.query.shape[:3], call.value.shape[3]))
     for tokens in leaving:
         tokens.wait_into(out)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -160,6 +161,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         attn_mask: torch.Tensor | None = None,
         first_head: int = 0,
         continued: bool = False,
+        projection: nn.Linear | None = None,
     ) -> torch.Tensor:
         """See `AttentionImpl.forward` and `per_head`; the mask is [B, 1, 1, Sk], and bool.
 
@@ -174,6 +176,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         if not continued:
             self.kernel.begin_call()
         call = self.call(query, key, value, context, keep=keep, first_head=first_head)
+        call = call if projection is None else replace(call, projection=projection)
         assert context is not None, "a layout needs a context"
         return self.attend(call, context)
 
