@@ -363,17 +363,15 @@ class AttentionLayer(nn.Module):
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
         bound, context = entry.primary, current_forward_context()
-        observers = entry.observers
         if call.off_grid and bound.is_sparse:
             bound, call = bound.off_grid(call.off_grid), call._replace(gate=None)
-            observers = ()  # which would look for the grid
         if call.cache is not None or call.lists is not None or call.sink_logits is not None:
             return attend_listed(bound, call, self.geometry)
         if bound.varies:
             bound = bound.at(call, context)
         if call.gate is not None:
             return self._attend_gated(bound, call)
-        for observer in observers:
+        for observer in () if call.off_grid else entry.observers:
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
             return self._attend_masked(bound, call)
