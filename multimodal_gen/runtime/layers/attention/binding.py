@@ -109,7 +109,6 @@ class Binding:
         gated: whether it has a coarse branch that a gate weighs.
         has_ring: whether it computes a ring itself.
         keeps_state: whether something is kept from call to call, about all heads of a call.
-        masks_lse: whether it gives log-sum-exps under a mask.
     """
 
     demand: Demand
@@ -128,7 +127,6 @@ class Binding:
     gated: bool = field(init=False)
     has_ring: bool = field(init=False)
     keeps_state: bool = field(init=False)
-    masks_lse: bool = field(init=False)
 
     def __post_init__(self) -> None:
         impl = self.impl
@@ -141,7 +139,6 @@ class Binding:
         self.gated = provides(impl, "add_coarse")
         self.has_ring = provides(impl, "forward_ring") and Feature.RING in self.features
         self.keeps_state = provides(impl, "observe") or provides(impl, "end_request")
-        self.masks_lse = provides(impl, "forward_lse_masked")
 
     @property
     def is_sparse(self) -> bool:

@@ -52,12 +52,14 @@ class AttentionImpl(ABC):
         per_head: whether settings differ by head. `forward` and `forward_gated` then take
             `first_head`, the index of the call's first head among the layer's heads, and `forward`
             takes `continued`, whether earlier heads of the same call came before.
+        masks_lse: whether `forward_lse` takes `keep`, without waiting for the device.
         trains_in_ring: whether `forward_ring` and `add_coarse_ring` record gradients.
         cache_reason: why a sparse method sees no blocks of a cache.
     """
 
     takes_projection: ClassVar[bool] = False
     per_head: ClassVar[bool] = False
+    masks_lse: ClassVar[bool] = False
     trains_in_ring: ClassVar[bool] = False
     cache_reason: ClassVar[str] = "it chooses among the keys of one call"
 
@@ -110,27 +112,24 @@ class AttentionImpl(ABC):
         """
 
     def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [B, Sq, H, Dv] and the natural-log-sum-exp [B, H, Sq] in fp32.
-
-        Called only when the variant declares `lse`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} declares no lse")
-
-    def forward_lse_masked(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        keep: torch.Tensor,
+        keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as `forward_lse` for the keys that `keep`, bool [B, Sk], leaves; not causal.
+        """Return the output [B, Sq, H, Dv] and the natural-log-sum-exp [B, H, Sq] in fp32.
 
-        What the others hold, even NaN, has no influence. Where a class has it, padding is left out
-        without waiting for the device.
+        Called only when the variant declares `lse`.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, Dv].
+            keep: bool [B, Sk], keys that count; what others hold, even NaN, has no influence. Given
+                only where `masks_lse`, and then nothing is causal.
         """
-        raise NotImplementedError(f"{type(self).__name__} leaves out no keys")
+        raise NotImplementedError(f"{type(self).__name__} declares no lse")
 
     def forward_varlen(
         self,
@@ -319,7 +318,7 @@ class AttentionImpl(ABC):
 
 
 OptionalMethod: TypeAlias = Literal[
-    "add_coarse", "dense_reason", "end_request", "forward_lse_masked", "forward_ring", "observe"
+    "add_coarse", "dense_reason", "end_request", "forward_ring", "observe"
 ]
 """The methods of `AttentionImpl` that layers ask for once, when they bind an implementation."""
 

@@ -190,8 +190,8 @@ def _attend_part(layer: AttentionLayer, full: Binding, diagonal: Binding) -> Att
             return impl.forward_lse(query, part.key, part.value)
         if part.causal:
             return part_attention(query, part, layer.geometry.softmax_scale)
-        if full.masks_lse:
-            return full.impl.forward_lse_masked(query, part.key, part.value, part.keep)
+        if full.impl.masks_lse:
+            return full.impl.forward_lse(query, part.key, part.value, part.keep)
         return _attend_to_kept(full.impl, query, part.key, part.value, part.keep)
 
     return attend
