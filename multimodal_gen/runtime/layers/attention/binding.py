@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, CallShape
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
+    Facts,
     provides,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
@@ -456,46 +457,56 @@ def report_entries(
         steps: their indices, or None for all.
         sigma: how they were named, where by their noise levels.
     """
-    own: dict[Selection, list[Binding]] = {}
+    own: dict[Selection, list[_Served]] = {}
     detours: Counter[Selection] = Counter()
     for bound in binding.family():
-        if bound.own:
-            own.setdefault(bound.selection, []).append(bound)
-        for (kernel, reason), calls in bound.impl.kernel_detours().items():
+        served = _Served.by(bound)
+        for (kernel, reason), calls in served.facts.rerouted.items():
             detours[replace(bound.selection, variant=kernel, reason=reason)] += calls
-        if not bound.own:
-            detours[bound.selection] += _calls(bound)
+        if bound.own:
+            own.setdefault(bound.selection, []).append(served)
+        else:
+            detours[bound.selection] += served.calls
         detours.update(bound.rerouted)
     others = tuple(
         ReportEntry(steps=steps, selection=selection, calls=calls)
         for selection, calls in detours.items()
         if calls
     )
-    found = [_own_entry(same, steps, sigma) for same in own.values()]
+    found = [_own_entry(selection, same, steps, sigma) for selection, same in own.items()]
     ran = [entry for entry in found if entry.calls]
     if ran or others:
         return tuple(ran or found[:1]), others
     return (_before_the_first_call(binding, found[0]),), ()
 
 
-def _calls(bound: Binding) -> int:
-    """Return how many calls the chosen kernel itself served."""
-    return bound.calls - sum(bound.impl.kernel_detours().values())
+class _Served(NamedTuple):
+    """What a binding served: calls that its kernel itself took, facts of them, their shapes."""
+
+    calls: int
+    facts: Facts
+    shapes: tuple[str, ...]
+
+    @classmethod
+    def by(cls, bound: Binding) -> "_Served":
+        facts = bound.impl.facts()
+        return cls(bound.calls - sum(facts.rerouted.values()), facts, tuple(bound.shapes))
 
 
-def _own_entry(same: Sequence[Binding], steps: str | None, sigma: SigmaSteps | None) -> ReportEntry:
+def _own_entry(
+    selection: Selection, same: Sequence[_Served], steps: str | None, sigma: SigmaSteps | None
+) -> ReportEntry:
     """Return the entry of bindings of one selection."""
-    impls = [bound.impl for bound in same]
-    shares = [share for impl in impls if (share := impl.share_skipped()) is not None]
-    densities = {step: share for impl in impls for step, share in impl.densities().items()}
+    densities = {step: share for part in same for step, share in part.facts.densities.items()}
+    shares = [part.facts.skipped for part in same if part.facts.skipped is not None]
     return ReportEntry(
         steps=steps,
-        selection=same[0].selection,
-        calls=sum(map(_calls, same)),
+        selection=selection,
+        calls=sum(part.calls for part in same),
         densities=tuple(sorted(densities.items())),
         sigma=sigma,
         skipped=shares[0] if shares else None,
-        shapes=tuple(shape for bound in same for shape in bound.shapes),
+        shapes=tuple(shape for part in same for shape in part.shapes),
     )
 
 

@@ -5,7 +5,8 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, TypeAlias
+from types import MappingProxyType
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -23,9 +24,25 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 __all__ = [
     "AttentionBackend",
     "AttentionImpl",
+    "Facts",
     "OptionalMethod",
     "provides",
 ]
+
+
+class Facts(NamedTuple):
+    """What an implementation knows of its calls so far.
+
+    Attributes:
+        densities: for sparse methods, the share of pairs attended to, by denoising step.
+        skipped: the share of a kernel's steps that were left out; None where none can be.
+        rerouted: calls that the chosen kernel could not take, by the kernel that took them and the
+            reason.
+    """
+
+    densities: Mapping[int, float] = MappingProxyType({})
+    skipped: float | None = None
+    rerouted: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
 class AttentionImpl(ABC):
@@ -273,10 +290,6 @@ class AttentionImpl(ABC):
     def check_run(self, context: ForwardContext) -> None:  # noqa: B027 - most demand nothing
         """Raise an error of this package for a run that the configuration does not fit."""
 
-    def share_skipped(self) -> float | None:
-        """Return the share of a kernel's steps that were left out, or None where none can be."""
-        return None
-
     def end_request(self, request_id: str) -> None:  # noqa: B027 - optional
         """Drop what is kept for a request that is over; others may still run.
 
@@ -308,13 +321,9 @@ class AttentionImpl(ABC):
         del query, key, context, first_head
         return None
 
-    def densities(self) -> Mapping[int, float]:
-        """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
-        return {}
-
-    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
-        """Return the calls that the chosen kernel could not take: (kernel, reason) -> calls."""
-        return {}
+    def facts(self) -> Facts:
+        """Return what its calls were like so far, for the report; may wait for the device."""
+        return Facts()
 
 
 OptionalMethod: TypeAlias = Literal[

@@ -30,6 +30,7 @@ from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+    Facts,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
 from multimodal_gen.runtime.layers.attention.config import (
@@ -238,8 +239,11 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             self._skip = Skip(below=below, counts=counts)
         return self._skip
 
-    def share_skipped(self) -> float | None:
-        """See `AttentionImpl.share_skipped`; waits for the device."""
+    def facts(self) -> Facts:
+        """See `AttentionImpl.facts`."""
+        return Facts(self.densities(), self._share_skipped(), self.kernel.detours())
+
+    def _share_skipped(self) -> float | None:
         if self._skip is None or self._skip.counts is None:
             return None
         skipped, steps = self._skip.counts.tolist()
@@ -486,10 +490,6 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         limit = self.dense_limit(block)
         if limit is not None and first_head == 0:
             self._kept_too_much.learn(share > limit, limit, context)
-
-    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
-        """See `AttentionImpl.kernel_detours`."""
-        return self.kernel.detours()
 
     def densities(self) -> Mapping[int, float]:
         """Return the density of every step so far; waits for the device where data decided it."""
