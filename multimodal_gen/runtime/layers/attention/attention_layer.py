@@ -12,6 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.runtime.layers.attention.arguments import (
+    check_numbers,
+    check_places,
+    check_projection,
+    check_sizes,
+    check_tensors,
+)
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import (
@@ -22,10 +29,6 @@ from multimodal_gen.runtime.layers.attention.binding import Binding, plannable_d
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
-    check_numbers,
-    check_places,
-    check_projection,
-    check_sizes,
     current_watch,
     device_type,
 )
@@ -37,7 +40,7 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
 )
 from multimodal_gen.runtime.layers.attention.listed_calls import (
     attend_listed,
-    refusal,
+    check_listed,
     with_cache,
 )
 from multimodal_gen.runtime.layers.attention.masks import (
@@ -271,19 +274,16 @@ class AttentionLayer(nn.Module):
             call = self.prepare(self, call)
         if self.projection is not None:
             call = call._replace(projection=self.projection)
-        misfit = call.misfit(self.geometry)
         context = current_forward_context()
-        if context is not None and context.kv_cache is not None:
-            try:
+        try:
+            check_tensors(call, self.geometry)
+            if context is not None and context.kv_cache is not None:
                 call = with_cache(call, self.geometry, context.kv_cache)
-            except UsageError as error:
-                raise self._refused(call, error) from None
-        # `call.is_listed()`, spelled out, because it is part of every call; so it is in `_attend`.
-        listed = call.cache is not None or call.lists is not None or call.sink_logits is not None
-        if misfit is None and listed:
-            misfit = refusal(call, self.geometry)
-        if misfit is not None:
-            raise self._refused(call, misfit)
+            # `call.is_listed()`, spelled out, because it is part of every call.
+            if call.cache is not None or call.lists is not None or call.sink_logits is not None:
+                check_listed(call, self.geometry)
+        except UsageError as error:
+            raise self._refused(call, error) from None
         front, _, keys_in_front = call.replicated
         serve = self._attend_behind if front or keys_in_front else self._attend
         watch = current_watch()

@@ -11,9 +11,7 @@ import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.call import (
-    AttentionCall,
+from multimodal_gen.runtime.layers.attention.arguments import (
     all_or_none,
     check_exchange,
     check_flags,
@@ -24,6 +22,8 @@ from multimodal_gen.runtime.layers.attention.call import (
     check_split,
     join_tokens,
 )
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.listed_calls import lists_or_mask
 from multimodal_gen.runtime.layers.attention.masks import (

@@ -37,7 +37,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["Lists", "attend_listed", "lists_or_mask", "refusal", "with_cache"]
+__all__ = ["Lists", "attend_listed", "check_listed", "lists_or_mask", "with_cache"]
 
 Lists: TypeAlias = "BlockPlan | BlockMask"
 """What a layer takes as a mask of blocks."""
@@ -81,8 +81,8 @@ def with_cache(call: AttentionCall, geometry: LayerGeometry, cache: object) -> A
     return call._replace(cache=cache.layers[layer])
 
 
-def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
-    """Return why a call cannot have the cache, the lists or the sink logits it has, or None."""
+def check_listed(call: AttentionCall, geometry: LayerGeometry) -> None:
+    """Refuse a cache, lists of blocks or sink logits that a call cannot have."""
     cache, lists, logits = call.cache, call.lists, call.sink_logits
     what = " and ".join(
         name
@@ -100,17 +100,17 @@ def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
     )
     for name, given in beside:
         if given:
-            return UsageError(f"a call with {what} must come without {name}; leave one of them out")
+            raise UsageError(f"a call with {what} must come without {name}; leave one of them out")
     if cache is not None and not isinstance(cache, LayerCache):
-        return UsageError(
+        raise UsageError(
             f"cache must be a layer's part of a CausalCache, got a {type(cache).__name__}; pass "
             f"cache.layers[i]"
         )
     if cache is not None and not cache.cache.is_running:
-        return UsageError("a chunk must be running, got none; call begin(start, tokens) first")
+        raise UsageError("a chunk must be running, got none; call begin(start, tokens) first")
     own = (1, call.query.shape[2], geometry.num_heads)
     if lists is not None and (found := _num_heads(lists)) not in own:
-        return UsageError(
+        raise UsageError(
             f"a mask of blocks must be of one head or of all {geometry.num_heads}, got one of "
             f"{found} heads"
         )
@@ -120,13 +120,13 @@ def refusal(call: AttentionCall, geometry: LayerGeometry) -> UsageError | None:
         and logits.is_floating_point()
         and logits.device == call.query.device
     ):
-        return None
+        return
     got = (
         f"{list(logits.shape)} {logits.dtype} on {logits.device}"
         if isinstance(logits, torch.Tensor)
         else f"a {type(logits).__name__}"
     )
-    return UsageError(
+    raise UsageError(
         f"sink_logits must be a floating tensor of one logit per head, [{geometry.num_heads}] on "
         f"{call.query.device}, got {got}"
     )
@@ -147,7 +147,7 @@ def attend_listed(bound: Binding, call: AttentionCall, geometry: LayerGeometry) 
 
     Args:
         bound: what serves the layer at the running step.
-        call: the call; `refusal` has nothing against it.
+        call: the call; `check_listed` has nothing against it.
         geometry: what the layer is.
 
     Returns:
