@@ -4,7 +4,6 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,20 +37,13 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
     recorded_attention_op,
     register_layer,
 )
+from multimodal_gen.runtime.layers.attention.kinds.front import as_text_in_front
+from multimodal_gen.runtime.layers.attention.kinds.gate import attend_gated
+from multimodal_gen.runtime.layers.attention.kinds.masks import attend_masked
 from multimodal_gen.runtime.layers.attention.listed_calls import (
     attend_listed,
     check_listed,
     with_cache,
-)
-from multimodal_gen.runtime.layers.attention.masks import (
-    DenseMask,
-    KeyMask,
-    VarlenMaskMeta,
-    as_key_mask,
-    build_varlen_mask_meta,
-    normalise_mask,
-    with_causal,
-    zero_masked_rows,
 )
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import (
@@ -81,14 +73,12 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (
-    ForwardContext,
-    TextSpan,
     current_forward_context,
     use_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
-__all__ = ["AttentionLayer", "check_gate"]
+__all__ = ["AttentionLayer"]
 
 
 class AttentionLayer(nn.Module):
@@ -285,39 +275,20 @@ class AttentionLayer(nn.Module):
         except UsageError as error:
             raise self._refused(call, error) from None
         front, _, keys_in_front = call.replicated
-        serve = self._attend_behind if front or keys_in_front else self._attend
+        serve = self._attend_with_front if front or keys_in_front else self._attend
         watch = current_watch()
         out = serve(call) if watch is None else watch(self, call, serve)
         return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
 
-    def _attend_behind(self, call: AttentionCall) -> torch.Tensor:
-        """Attend with tokens in front that all ranks hold, which are not the video's.
-
-        Sparse methods learn of them by the text span. They work on as many queries as keys, so
-        keys that have no queries get some, whose rows are dropped again.
-        """
+    def _attend_with_front(self, call: AttentionCall) -> torch.Tensor:
+        """Attend with tokens in front that all ranks hold, of which sparse methods have to know."""
         context = current_forward_context()
-        if context is None or not any(
-            e.primary.selection.backend.is_sparse for e in self.schedule()
-        ):
+        if context is None or not any(entry.primary.is_sparse for entry in self.schedule()):
             return self._attend(call)
-        front, _, keys_in_front = call.replicated
-        length = front + keys_in_front
-        span = context.text_span
-        if span is None or span.start:
-            context = replace(context, text_span=TextSpan(start=0, length=length))
-        elif span.length < length:
-            raise self._refused(
-                call,
-                UsageError(
-                    f"text_span must hold the {length} tokens in front that all ranks hold, got "
-                    f"one of {span.length}; leave text_span out"
-                ),
-            )
-        added = 0
-        if keys_in_front:
-            added = keys_in_front
-            call = _with_queries(call, context)
+        try:
+            call, context, added = as_text_in_front(call, context)
+        except UsageError as error:
+            raise self._refused(call, error) from None
         with use_forward_context(context):
             return self._attend(call)[:, added:]
 
@@ -370,11 +341,11 @@ class AttentionLayer(nn.Module):
         if bound.varies:
             bound = bound.at(call, context)
         if call.gate is not None:
-            return self._attend_gated(bound, call)
+            return attend_gated(bound, self.gated(), call)
         for observer in () if call.off_grid else entry.observers:
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
-            return self._attend_masked(bound, call)
+            return attend_masked(bound, call, self.geometry)
         if call.wants_gradient():
             bound = bound.with_features(Feature.BACKWARD)
         # `Binding.attend`, spelled out, because it is part of every call.
@@ -468,81 +439,6 @@ class AttentionLayer(nn.Module):
         parts = with_dense_parts(schedule, self.site, environment.platform, geometry.warnings)
         return parts, request
 
-    def _attend_masked(self, bound: Binding, call: AttentionCall) -> torch.Tensor:
-        query, key, value, attn_mask = call[:4]
-        assert attn_mask is not None, "callers know"
-        gradient = call.wants_gradient()
-        training = (Feature.BACKWARD,) if gradient else ()
-        self_attention = self.site.role is not AttentionRole.CROSS
-        mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
-        if isinstance(mask, DenseMask) and bound.wants_key_masks:
-            mask = self._spelled_out(mask, call)
-        if isinstance(mask, DenseMask):
-            needs = (Feature.DENSE_MASK, *training)
-            return self._attend_under(mask.mask, bound, call, needs)
-        packs = not self.geometry.causal or mask.covers_queries
-        if packs and bound.features.issuperset((Feature.VARLEN, *training)):
-            return _attend_packed(bound, call, mask)
-        # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
-        key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
-        if gradient and mask.covers_queries:
-            # The gradients of K and V sum over all queries: zero times NaN would reach every row.
-            query = zero_masked_rows(query, mask.keep)
-        needs = (Feature.KEY_MASK, *training)
-        call = call._replace(query=query, key=key, value=value)
-        out = self._attend_under(mask.broadcastable(), bound, call, needs)
-        return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
-
-    def _spelled_out(self, mask: DenseMask, call: AttentionCall) -> KeyMask | DenseMask:
-        """Return the key mask that a dense one is, found out once per denoiser call and mask."""
-        given, dense = call.mask, mask.mask
-        assert given is not None, "callers know"
-        if given.is_meta or (given.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return mask
-        self_attention = self.site.role is not AttentionRole.CROSS
-
-        def look() -> KeyMask | None:
-            return as_key_mask(dense, self_attention=self_attention)
-
-        context = current_forward_context()
-        use = ("key mask", dense.dtype, self_attention)
-        found = look() if context is None else context.cache.get(given, use, look)
-        if found is None:
-            return mask
-        batch, num_keys = call.key.shape[:2]
-        return replace(found, keep=found.keep.expand(batch, num_keys))
-
-    def _attend_under(
-        self,
-        mask: torch.Tensor,
-        bound: Binding,
-        call: AttentionCall,
-        needs: tuple[Feature, ...],
-    ) -> torch.Tensor:
-        causal = self.geometry.causal
-        if causal:
-            mask = with_causal(mask, call.query.shape[1])
-            needs = (Feature.DENSE_MASK, *needs[1:])
-        return bound.with_features(*needs, causal_in_mask=causal).attend(call, mask)
-
-    def _attend_gated(self, bound: Binding, call: AttentionCall) -> torch.Tensor:
-        """Return attention plus the weighed coarse branch.
-
-        Dense steps of a schedule get the branch too: they are its sparse ones at sparsity 0.
-        """
-        query, key, value = call[:3]
-        coarse = check_gate(bound, self.gated(), call)
-        if call.wants_gradient():
-            bound, coarse = (b.with_features(Feature.BACKWARD) for b in (bound, coarse))
-        assert call.gate is not None, "callers know"
-        gate, context = call.gate.to(query.dtype), current_forward_context()
-        if bound.gated:
-            heads = {"first_head": call.first_head} if bound.impl.per_head else {}
-            out = bound.impl.forward_gated(query, key, value, gate, context, **heads)
-            return bound.count(out)
-        out = bound.attend(call)
-        return coarse.impl.add_coarse(out, query, key, value, gate, context)
-
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
         return {**self.__dict__, "_schedules": {}, "_layer_id": None}
@@ -551,88 +447,6 @@ class AttentionLayer(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._last = (self.dtype, current_platform().device_type)
         self._layer_id = register_layer(self)
-
-
-def _with_queries(call: AttentionCall, context: ForwardContext) -> AttentionCall:
-    """Return a call with queries, zeros, for the keys in front that have none."""
-    (_, behind, count), mask = call.replicated, call.mask
-    if mask is not None and mask.dim() == 2:  # over as many queries it would mask those too
-        mask = mask[:, None, None, :]
-    elif mask is not None and mask.dim() > 2 and mask.shape[-2] == call.query.shape[1] > 1:
-        given = mask
-        mask = context.cache.get(given, ("rows", count), lambda: _with_rows(given, count))
-    query = F.pad(call.query, (0, 0, 0, 0, count, 0))
-    return call._replace(query=query, mask=mask, mask_meta=None, replicated=(count, behind, 0))
-
-
-def _with_rows(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask with its first row that often in front, for queries that nothing reads."""
-    first = mask.narrow(-2, 0, 1)
-    return torch.cat((*[first] * count, mask), dim=-2)
-
-
-def check_gate(bound: Binding, gated: Binding | None, call: AttentionCall) -> Binding:
-    """Return what has a coarse branch, once the gate is known to fit.
-
-    Args:
-        bound: what serves the step.
-        gated: what has the coarse branch, of the same schedule, or None.
-        call: a call with a gate.
-
-    Raises:
-        UsageError: nothing has a coarse branch, the gate does not fit, or there is a mask.
-    """
-    if gated is None:
-        raise UsageError(
-            f"the gate must be None unless the backend is video_sparse_attn, this layer runs "
-            f"{bound.selection.backend}, which has no coarse branch to weigh"
-        )
-    query, gate, attn_mask = call.query, call.gate, call.mask
-    assert gate is not None, "callers know"
-    if attn_mask is not None or gate.shape != query.shape:
-        mask = "no mask" if attn_mask is None else f"a mask of shape {list(attn_mask.shape)}"
-        raise UsageError(
-            f"the gate must have the shape of query, {list(query.shape)}, and come without a mask, "
-            f"got {list(gate.shape)} with {mask}"
-        )
-    return gated
-
-
-def _attend_packed(bound: Binding, call: AttentionCall, mask: KeyMask) -> torch.Tensor:
-    """Return attention of padded inputs on a kernel for packed sequences."""
-    query, key, value, attn_mask = call[:4]
-    assert attn_mask is not None, "callers know"
-    meta = call.mask_meta or _packing(attn_mask, mask)
-    batch, num_queries = query.shape[:2]
-    if mask.covers_queries:
-        packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens
-    else:
-        packed_query = query.flatten(0, 1)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        cu_seqlens_q = starts * num_queries
-    out = bound.impl.forward_varlen(
-        packed_query,
-        meta.pack(key),
-        meta.pack(value),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=meta.cu_seqlens,
-        max_seqlen_q=num_queries,
-        max_seqlen_k=meta.max_seqlen,
-    )
-    bound.count(out)
-    if mask.covers_queries:
-        return meta.unpack(out)
-    return out.reshape(batch, num_queries, *out.shape[1:])
-
-
-def _packing(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
-    """Return the packing, built once per denoiser call for all layers that share a mask."""
-    context = current_forward_context()
-    if context is None:
-        return build_varlen_mask_meta(mask.keep)
-    # One mask may be broadcast over calls of different batch sizes.
-    use = ("packing", mask.keep.shape[0])
-    return context.cache.get(attn_mask, use, lambda: build_varlen_mask_meta(mask.keep))
 
 
 @outside_graphs

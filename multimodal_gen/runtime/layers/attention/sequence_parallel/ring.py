@@ -16,7 +16,7 @@ from multimodal_gen.runtime.distributed.ring import (
     part_attention,
     ring_attention,
 )
-from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer, check_gate
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
     provides,
@@ -24,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.kinds.gate import check_gate
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selector import Selection
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ulysses import (
