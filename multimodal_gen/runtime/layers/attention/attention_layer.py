@@ -37,14 +37,15 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
     recorded_attention_op,
     register_layer,
 )
+from multimodal_gen.runtime.layers.attention.kinds.blocks import attend_blocks, check_blocks
+from multimodal_gen.runtime.layers.attention.kinds.cache import (
+    attend_cached,
+    check_cache,
+    with_cache,
+)
 from multimodal_gen.runtime.layers.attention.kinds.front import as_text_in_front
 from multimodal_gen.runtime.layers.attention.kinds.gate import attend_gated
 from multimodal_gen.runtime.layers.attention.kinds.masks import attend_masked
-from multimodal_gen.runtime.layers.attention.listed_calls import (
-    attend_listed,
-    check_listed,
-    with_cache,
-)
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
@@ -269,9 +270,10 @@ class AttentionLayer(nn.Module):
             check_tensors(call, self.geometry)
             if context is not None and context.kv_cache is not None:
                 call = with_cache(call, self.geometry, context.kv_cache)
-            # `call.is_listed()`, spelled out, because it is part of every call.
-            if call.cache is not None or call.lists is not None or call.sink_logits is not None:
-                check_listed(call, self.geometry)
+            if call.is_extended():
+                check_blocks(call, self.geometry)
+                if call.cache is not None:
+                    check_cache(call.cache)
         except UsageError as error:
             raise self._refused(call, error) from None
         front, _, keys_in_front = call.replicated
@@ -334,15 +336,16 @@ class AttentionLayer(nn.Module):
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
         bound, context = entry.primary, current_forward_context()
-        if call.off_grid and bound.is_sparse:
-            bound, call = bound.off_grid(call.off_grid), call._replace(gate=None)
-        if call.cache is not None or call.lists is not None or call.sink_logits is not None:
-            return attend_listed(bound, call, self.geometry)
+        if call.no_grid and bound.is_sparse:
+            bound, call = bound.without_grid(call.no_grid), call._replace(gate=None)
+        if call.is_extended():
+            attend = attend_blocks if call.cache is None else attend_cached
+            return attend(bound, call, self.geometry)
         if bound.varies:
             bound = bound.at(call, context)
         if call.gate is not None:
             return attend_gated(bound, self.gated(), call)
-        for observer in () if call.off_grid else entry.observers:
+        for observer in () if call.no_grid else entry.observers:
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
             return attend_masked(bound, call, self.geometry)
@@ -381,7 +384,7 @@ class AttentionLayer(nn.Module):
         # Here too: the traced operator's output has the dtype of the query it is given.
         if call.autocasts():
             call = call.autocast()
-        if call.is_listed():
+        if call.is_extended():
             return _attend_outside_the_graph(self, call)
         rest = (call.replicated, call.seq_lens, call.exchange, call.some_heads)
         given = (call.query, call.key, call.value, call.mask, call.gate, *self.trained())

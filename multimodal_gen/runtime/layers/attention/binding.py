@@ -219,7 +219,7 @@ class Binding:
         found = self.alternates.get(reason)
         return found or self._keep(reason, bind(self.demand.dense(reason), own=False))
 
-    def off_grid(self, reason: str) -> "Binding":
+    def without_grid(self, reason: str) -> "Binding":
         """Return what serves calls without a latent grid, which a sparse method cannot.
 
         Args:

@@ -8,20 +8,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "AttentionCall",
@@ -68,7 +65,7 @@ class AttentionCall(NamedTuple):
     """One call of a layer, from its `forward` to an implementation.
 
     What a caller gives are the first five, `mask_meta`, `replicated`, `seq_lens`, `exchange`,
-    `some_heads`, `cache`, `lists` and `sink_logits`; the others are set on the way. While
+    `some_heads`, `cache`, `block_mask` and `sink_logits`; the others are set on the way. While
     `torch.compile` traces, a packing is not carried along: it is made again.
 
     Attributes:
@@ -84,8 +81,8 @@ class AttentionCall(NamedTuple):
         seq_lens: tokens of each rank; None to let ranks tell each other.
         exchange: whether the layer may exchange tokens with other ranks.
         some_heads: whether the tensors may hold a share of the layer's heads.
-        off_grid: why a sparse method cannot serve the call, whose tokens are not those of a latent
-            grid; it runs dense then. "" where that is not known.
+        no_grid: why the tokens are not those of a latent grid, so that a sparse method cannot serve
+            the call, which runs dense then; "" where that is not known.
         first_head: index of the first head of `query` among the layer's heads.
         continued: whether earlier heads of the same call came before.
         projection: the layer's trained projection, for methods that have one; None for zero.
@@ -94,8 +91,8 @@ class AttentionCall(NamedTuple):
             who look at its calls; None where there is none.
         cache: the layer's part of a cache of chunks, of which `key` and `value` are the running
             one; None without.
-        lists: which blocks are attended to, in place of `mask`: a `BlockPlan`, or FlexAttention's
-            `BlockMask`, of the whole sequence also where tokens are split over ranks; or None.
+        block_mask: which blocks are attended to, in place of `mask`; of the whole sequence also
+            where tokens are split over ranks.
         sink_logits: [H] logit of a key without a value that every query of a head sees, of all
             heads of the layer; or None.
     """
@@ -111,19 +108,19 @@ class AttentionCall(NamedTuple):
     seq_lens: Sequence[int] | None = None
     exchange: bool = True
     some_heads: bool = False
-    off_grid: str = ""
+    no_grid: str = ""
     first_head: int = 0
     continued: bool = False
     projection: nn.Linear | None = None
     zero_rows: int = 0
     spare_gate: Callable[[], torch.Tensor] | None = None
     cache: LayerCache | None = None
-    lists: "BlockPlan | BlockMask | None" = None
+    block_mask: "AnyBlockMask | None" = None
     sink_logits: torch.Tensor | None = None
 
-    def is_listed(self) -> bool:
-        """Whether it has a cache, lists of blocks or sink logits."""
-        return self.cache is not None or self.lists is not None or self.sink_logits is not None
+    def is_extended(self) -> bool:
+        """Whether it has a cache, a mask of blocks or sink logits."""
+        return self.cache is not None or self.block_mask is not None or self.sink_logits is not None
 
     def autocasts(self) -> bool:
         """Whether autocast is on for the device of the tensors."""

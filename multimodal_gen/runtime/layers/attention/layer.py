@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention.arguments import (
     all_or_none,
     check_exchange,
@@ -23,9 +22,9 @@ from multimodal_gen.runtime.layers.attention.arguments import (
     join_tokens,
 )
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask, apart
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
-from multimodal_gen.runtime.layers.attention.listed_calls import lists_or_mask
 from multimodal_gen.runtime.layers.attention.masks import (
     VarlenMaskMeta,
     build_varlen_mask_meta,
@@ -41,7 +40,7 @@ from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    pass
 
 __all__ = [
     "LocalAttention",
@@ -111,7 +110,7 @@ class LocalAttention(AttentionLayer):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        attn_mask: "torch.Tensor | BlockPlan | BlockMask | None" = None,
+        attn_mask: "torch.Tensor | AnyBlockMask | None" = None,
         *,
         cache: LayerCache | None = None,
         sink_logits: torch.Tensor | None = None,
@@ -133,12 +132,12 @@ class LocalAttention(AttentionLayer):
         Returns:
             [B, Sq, H, Dv].
         """
-        lists = None
+        blocks = None
         if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
-            attn_mask, lists = lists_or_mask(attn_mask)
+            attn_mask, blocks = apart(attn_mask)
         call = AttentionCall(q, k, v, attn_mask)
-        if cache is not None or lists is not None or sink_logits is not None:
-            call = call._replace(cache=cache, lists=lists, sink_logits=sink_logits)
+        if cache is not None or blocks is not None or sink_logits is not None:
+            call = call._replace(cache=cache, block_mask=blocks, sink_logits=sink_logits)
         return self.attend(call)
 
 
@@ -353,7 +352,7 @@ class USPAttention(SequenceParallelLayer):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        attn_mask: "torch.Tensor | BlockPlan | BlockMask | None" = None,
+        attn_mask: "torch.Tensor | AnyBlockMask | None" = None,
         num_replicated_prefix: int = 0,
         num_replicated_suffix: int = 0,
         num_replicated_kv_prefix: int = 0,
@@ -396,9 +395,9 @@ class USPAttention(SequenceParallelLayer):
         Raises:
             UsageError: arguments exclude each other, or sizes do not fit.
         """
-        mask, lists = attn_mask, None
+        mask, blocks = attn_mask, None
         if mask is not None and not isinstance(mask, torch.Tensor):
-            mask, lists = lists_or_mask(mask)
+            mask, blocks = apart(mask)
         skip = self.skip_sequence_parallel or skip_sequence_parallel_override
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
@@ -431,7 +430,7 @@ class USPAttention(SequenceParallelLayer):
                 exchange=not skip,
                 some_heads=qkv_pre_all_to_all,
                 cache=cache,
-                lists=lists,
+                block_mask=blocks,
                 sink_logits=sink_logits,
             )
         )

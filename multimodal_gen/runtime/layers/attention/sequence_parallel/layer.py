@@ -106,8 +106,8 @@ class SequenceParallelLayer(AttentionLayer):
         try:
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
             bound = entry.primary
-            if call.off_grid and bound.is_sparse:
-                bound = bound.off_grid(call.off_grid)
+            if call.no_grid and bound.is_sparse:
+                bound = bound.without_grid(call.no_grid)
         except MultimodalGenError as error:
             raise self._refused(call, error) from None
         rows = Rows.of(call.query, call.key, call.replicated)
@@ -120,7 +120,7 @@ class SequenceParallelLayer(AttentionLayer):
             key_lengths=key_lengths,
         )
         with recording(self.times):
-            observed = bool(entry.observers) and not call.off_grid
+            observed = bool(entry.observers) and not call.no_grid
             return self._exchange_and_attend(split, call, bound, observed=observed)
 
     def _exchange_and_attend(
@@ -128,7 +128,7 @@ class SequenceParallelLayer(AttentionLayer):
     ) -> torch.Tensor:
         if split.groups.ring.size > 1:
             return self._attend_in_ring(split, call)
-        plain = call.mask is None and call.gate is None and not call.is_listed()
+        plain = call.mask is None and call.gate is None and not call.is_extended()
         if plain and not observed and not call.wants_gradient():
             count = num_head_groups(split, bound)
             if count > 1:
@@ -140,11 +140,11 @@ class SequenceParallelLayer(AttentionLayer):
             v,
             _whole_mask(split, call),
             gate,
-            off_grid=call.off_grid,
+            no_grid=call.no_grid,
             first_head=split.heads[0],
             projection=call.projection,
             cache=call.cache,
-            lists=call.lists,
+            block_mask=call.block_mask,
             sink_logits=call.sink_logits,
         )
         with attending(q.device):
@@ -186,7 +186,7 @@ class SequenceParallelLayer(AttentionLayer):
             "gradients": call.wants_gradient(),
             "guidance branch": _branch(),
             "cache": _past_of(call),
-            "mask of blocks": type(call.lists).__name__,
+            "mask of blocks": type(call.block_mask).__name__,
             "sink_logits": call.sink_logits is not None,
         }
         counts = handshake(
@@ -235,7 +235,7 @@ def _mask_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | N
 
 def _ring_refusal(call: AttentionCall, groups: ParallelGroups) -> UsageError | None:
     """Return why calls with a cache, lists of blocks or sink logits cannot be part of a ring."""
-    if groups.ring.size == 1 or not call.is_listed():
+    if groups.ring.size == 1 or not call.is_extended():
         return None
     return UsageError(
         f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, got "

@@ -506,7 +506,7 @@ def test_dense_steps_may_warm_the_centroids_up(early, masked):
 def test_dense_steps_whose_tokens_are_not_those_of_the_grid_warm_nothing_up():
     attention = layer(dense_steps="0-1", svg2_zero_step_kmeans_init=True)
     query, key, value = inputs()
-    call = AttentionCall(query[:, :5], key[:, :5], value[:, :5], off_grid="they are five")
+    call = AttentionCall(query[:, :5], key[:, :5], value[:, :5], no_grid="they are five")
     with set_forward_context(0, latent_grid=GRID, num_steps=9, request_id="a"), torch.no_grad():
         assert attention.attend(call).shape == call.query.shape
     assert len(impl_of(attention)._centroids) == 0
