@@ -270,7 +270,12 @@ class AttentionLayer(nn.Module):
             check_tensors(call, self.geometry)
             if context is not None and context.kv_cache is not None:
                 call = with_cache(call, self.geometry, context.kv_cache)
-            if call.is_extended():
+            # `call.is_extended()`, spelled out, because it is part of every call.
+            if (
+                call.cache is not None
+                or call.block_mask is not None
+                or call.sink_logits is not None
+            ):
                 check_blocks(call, self.geometry)
                 if call.cache is not None:
                     check_cache(call.cache)
@@ -338,7 +343,7 @@ class AttentionLayer(nn.Module):
         bound, context = entry.primary, current_forward_context()
         if call.no_grid and bound.is_sparse:
             bound, call = bound.without_grid(call.no_grid), call._replace(gate=None)
-        if call.is_extended():
+        if call.cache is not None or call.block_mask is not None or call.sink_logits is not None:
             attend = attend_blocks if call.cache is None else attend_cached
             return attend(bound, call, self.geometry)
         if bound.varies:
@@ -349,10 +354,10 @@ class AttentionLayer(nn.Module):
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
             return attend_masked(bound, call, self.geometry)
-        if call.wants_gradient():
+        if torch.is_grad_enabled() and call.wants_gradient():
             bound = bound.with_features(Feature.BACKWARD)
         # `Binding.attend`, spelled out, because it is part of every call.
-        fields = {name: getattr(call, name) for name in bound.takes} if bound.takes else {}
+        fields = bound.fields(call) if call.first_head or call.projection is not None else {}
         out = bound.forward(query, key, value, context, **fields)
         bound.calls += 1
         return out
