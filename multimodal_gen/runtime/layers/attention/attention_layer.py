@@ -56,6 +56,7 @@ from multimodal_gen.runtime.layers.attention.request import (
 from multimodal_gen.runtime.layers.attention.schedule import (
     ScheduleEntry,
     bind_schedule,
+    binding_at,
     entry_at,
     with_dense_parts,
 )
@@ -347,7 +348,7 @@ class AttentionLayer(nn.Module):
             attend = attend_blocks if call.cache is None else attend_cached
             return attend(bound, call, self.geometry)
         if bound.varies:
-            bound = bound.at(call, context)
+            bound = binding_at(bound, call, context)
         if call.gate is not None:
             return attend_gated(bound, self.gated(), call)
         for observer in () if call.no_grid else entry.observers:

@@ -32,10 +32,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
     trainable,
     warn_of_fallback,
 )
-from multimodal_gen.runtime.managers.forward_context import (
-    ForwardContext,
-    current_forward_context,
-)
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 __all__ = ["Binding", "Demand", "bind", "plannable_dtype", "report_entries"]
@@ -106,7 +103,7 @@ class Binding:
         forward: its `forward`.
         takes: the fields of a call that `forward` takes by name.
         by_shape: what chooses among them by the shape of a call; None where that was not measured.
-        varies: whether single calls are to be asked of: see `at`.
+        varies: whether calls are served by alternates that need nothing else: see `binding_at`.
         gated: whether it has a coarse branch that a gate weighs.
         has_ring: whether it computes a ring itself.
         keeps_state: whether something is kept from call to call, about all heads of a call.
@@ -195,24 +192,6 @@ class Binding:
         """
         context, fields = current_forward_context(), self.fields(call)
         return self.count(self.forward(*call[:3], context, attn_mask=mask, **fields))
-
-    def at(self, call: AttentionCall, context: ForwardContext | None) -> "Binding":
-        """Return what serves a call: this binding, or one that is faster for calls like it.
-
-        An automatic choice goes by the call's shape, if it was measured. A sparse method hands over
-        calls of which it would keep so much that dense attention is faster, unless they need
-        gradients, and those that its parameters leave dense. Nothing is waited for.
-
-        Args:
-            call: the call.
-            context: the running denoiser call.
-        """
-        if self.by_shape is not None:
-            return self.by_shape.at(call)
-        if call.projection is not None and self.impl.takes_projection:
-            return self  # the branch that it weighs is a part of the result
-        reason = self.impl.dense_reason(call.query, call.key, context, call.first_head)
-        return self if reason is None else self.dense(reason).at(call, context)
 
     def dense(self, reason: str) -> "Binding":
         """Return what serves calls that a sparse method hands over, as its dense steps are."""

@@ -16,7 +16,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 )
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.binding import Binding, Demand, bind, report_entries
-from multimodal_gen.runtime.layers.attention.call import LayerGeometry
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import (
     DensePart,
     FirstShare,
@@ -38,7 +38,7 @@ from multimodal_gen.runtime.layers.attention.warn_once import (
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import PlatformEnum
 
-__all__ = ["ScheduleEntry", "bind_schedule", "entry_at", "with_dense_parts"]
+__all__ = ["ScheduleEntry", "bind_schedule", "binding_at", "entry_at", "with_dense_parts"]
 
 # What a run is told apart by: request, latent grid, number of steps, and their noise levels.
 _Run: TypeAlias = tuple[
@@ -223,6 +223,26 @@ def bind_schedule(
 
 def _that_observe(later: Sequence[Binding]) -> tuple[AttentionImpl, ...]:
     return tuple(bound.impl for bound in later if provides(bound.impl, "observe"))
+
+
+def binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | None) -> Binding:
+    """Return what serves a call: a binding, or an alternate that is faster for calls like it.
+
+    A sparse method hands over calls of which it would keep so much that dense attention is faster,
+    unless they need gradients, and those that its parameters leave dense. An automatic choice goes
+    by the call's shape, if it was measured. Nothing is waited for.
+
+    Args:
+        bound: what serves the running step.
+        call: the call.
+        context: the running denoiser call.
+    """
+    # A branch that a trained projection weighs is a part of the result.
+    if call.projection is None or not bound.impl.takes_projection:
+        reason = bound.impl.dense_reason(call.query, call.key, context, call.first_head)
+        if reason is not None:
+            bound = bound.dense(reason)
+    return bound if bound.by_shape is None else bound.by_shape.at(call)
 
 
 def entry_at(entries: tuple[ScheduleEntry, ...], context: ForwardContext | None) -> ScheduleEntry:

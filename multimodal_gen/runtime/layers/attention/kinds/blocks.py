@@ -28,7 +28,6 @@ from multimodal_gen.runtime.layers.attention.backends.flex_attn import FlexAtten
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
-from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
@@ -126,8 +125,8 @@ def attend_on_backend(
     if call.sink_logits is not None:
         bound = bound.with_features(Feature.LSE)
         return bound.count(bound.impl.forward_lse(*call[:3]))
-    if bound.varies:
-        bound = bound.at(call, current_forward_context())
+    if bound.by_shape is not None:
+        bound = bound.by_shape.at(call)
     return bound.attend(call), None
 
 

@@ -20,7 +20,7 @@ from multimodal_gen.runtime.distributed.handshake import handshake
 from multimodal_gen.runtime.distributed.timing import Times, attending, recording
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.binding import Binding
-from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, device_type
 from multimodal_gen.runtime.layers.attention.config import settings_text
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import LayerReport
@@ -100,8 +100,9 @@ class SequenceParallelLayer(AttentionLayer):
         refusal = _mask_refusal(call, groups) or _ring_refusal(call, groups)
         if refusal is not None:
             raise self._refused(call, refusal)
-        if call.autocasts():
-            with torch.autocast(call.query.device.type, enabled=False):
+        kind = device_type(call.query.device)
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
@@ -128,8 +129,11 @@ class SequenceParallelLayer(AttentionLayer):
     ) -> torch.Tensor:
         if split.groups.ring.size > 1:
             return self._attend_in_ring(split, call)
-        plain = call.mask is None and call.gate is None and not call.is_extended()
-        if plain and not observed and not call.wants_gradient():
+        plain = call.mask is None and call.gate is None and not observed
+        extended = (
+            call.cache is not None or call.block_mask is not None or call.sink_logits is not None
+        )
+        if plain and not extended and not (torch.is_grad_enabled() and call.wants_gradient()):
             count = num_head_groups(split, bound)
             if count > 1:
                 return attend_in_head_groups(bound, split, call, count)
@@ -183,7 +187,7 @@ class SequenceParallelLayer(AttentionLayer):
             "video": _video(),
             "replicated tokens": (rows.prefix, rows.suffix, rows.in_front),
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
-            "gradients": call.wants_gradient(),
+            "gradients": torch.is_grad_enabled() and call.wants_gradient(),
             "guidance branch": _branch(),
             "cache": _past_of(call),
             "mask of blocks": type(call.block_mask).__name__,
