@@ -37,12 +37,6 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
     recorded_attention_op,
     register_layer,
 )
-from multimodal_gen.runtime.layers.attention.kinds.blocks import attend_blocks, check_blocks
-from multimodal_gen.runtime.layers.attention.kinds.cache import (
-    attend_cached,
-    check_cache,
-    with_cache,
-)
 from multimodal_gen.runtime.layers.attention.kinds.front import as_text_in_front
 from multimodal_gen.runtime.layers.attention.kinds.gate import attend_gated
 from multimodal_gen.runtime.layers.attention.kinds.masks import attend_masked
@@ -269,17 +263,17 @@ class AttentionLayer(nn.Module):
         context = current_forward_context()
         try:
             check_tensors(call, self.geometry)
-            if context is not None and context.kv_cache is not None:
-                call = with_cache(call, self.geometry, context.kv_cache)
             # `call.is_extended()`, spelled out, because it is part of every call.
             if (
                 call.cache is not None
                 or call.block_mask is not None
                 or call.sink_logits is not None
+                or (context is not None and context.kv_cache is not None)
             ):
-                check_blocks(call, self.geometry)
-                if call.cache is not None:
-                    check_cache(call.cache)
+                # Where it is met, here and below: most processes never need it.
+                from multimodal_gen.runtime.layers.attention.kinds.cache import check_extended
+
+                call = check_extended(call, self.geometry, context)
         except UsageError as error:
             raise self._refused(call, error) from None
         front, _, keys_in_front = call.replicated
@@ -345,8 +339,9 @@ class AttentionLayer(nn.Module):
         if call.no_grid and bound.is_sparse:
             bound, call = bound.without_grid(call.no_grid), call._replace(gate=None)
         if call.cache is not None or call.block_mask is not None or call.sink_logits is not None:
-            attend = attend_blocks if call.cache is None else attend_cached
-            return attend(bound, call, self.geometry)
+            from multimodal_gen.runtime.layers.attention.kinds.cache import attend_extended
+
+            return attend_extended(bound, call, self.geometry)
         if bound.varies:
             bound = binding_at(bound, call, context)
         if call.gate is not None:

@@ -8,17 +8,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
-from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
 __all__ = [
     "AttentionCall",
@@ -114,7 +116,7 @@ class AttentionCall(NamedTuple):
     projection: nn.Linear | None = None
     zero_rows: int = 0
     spare_gate: Callable[[], torch.Tensor] | None = None
-    cache: LayerCache | None = None
+    cache: "LayerCache | None" = None
     block_mask: "AnyBlockMask | None" = None
     sink_logits: torch.Tensor | None = None
 

@@ -93,15 +93,6 @@ def attend_blocks(bound: Binding, call: AttentionCall, geometry: LayerGeometry) 
     """Return attention of a call with a mask of blocks or sink logits, [B, Sq, H, Dv].
 
     Sparse methods choose their keys themselves: a mask of blocks makes their calls dense.
-
-    Args:
-        bound: what serves the layer at the running step.
-        call: the call; `check_blocks` has nothing against it.
-        geometry: what the layer is.
-
-    Raises:
-        UsageError: the tensors are not those of the mask.
-        UnsupportedBackendError: the layer's method is sparse, and fallbacks are refused.
     """
     plans: Plans = ()
     if call.block_mask is not None:

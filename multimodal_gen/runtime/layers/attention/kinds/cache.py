@@ -17,30 +17,61 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeo
 from multimodal_gen.runtime.layers.attention.causal_cache import CausalCache, LayerCache
 from multimodal_gen.runtime.layers.attention.kinds.blocks import (
     apply_sink,
+    attend_blocks,
     attend_on_backend,
     attend_on_engine,
+    check_blocks,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.managers.forward_context import current_forward_context
+from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 
-__all__ = ["attend_cached", "check_cache", "with_cache"]
+__all__ = ["attend_extended", "check_extended"]
 
 _IN_PIECES = "what a chunk sees lies in pieces of the cache"
 _OF_SEVERAL = "keys in a cache are those of several calls"
 _IN_WINDOWS = "the layer sees windows of it already"
 
 
-def with_cache(call: AttentionCall, geometry: LayerGeometry, cache: object) -> AttentionCall:
-    """Return a call with its layer's part of a cache, unless it has one or attends to text.
+def check_extended(
+    call: AttentionCall, geometry: LayerGeometry, context: ForwardContext | None
+) -> AttentionCall:
+    """Return a call with the cache of its context, once what it has beside tensors is known to fit.
 
     Args:
-        call: the call.
+        call: a call with a cache, a mask of blocks or sink logits, or whose context has a cache.
         geometry: what the layer is.
-        cache: what the context of the running denoiser call has.
+        context: the running denoiser call.
 
     Raises:
-        UsageError: it is no cache, or the layer has no number among its layers.
+        UsageError: the call cannot have what it has, or the context has something else.
     """
+    if context is not None and context.kv_cache is not None:
+        call = _with_cache(call, geometry, context.kv_cache)
+    check_blocks(call, geometry)
+    if call.cache is not None:
+        _check_cache(call.cache)
+    return call
+
+
+def attend_extended(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
+    """Return attention of a call with a cache, a mask of blocks or sink logits, [B, Sq, H, Dv].
+
+    Args:
+        bound: what serves the layer at the running step.
+        call: the call; `check_extended` has nothing against it.
+        geometry: what the layer is.
+
+    Raises:
+        UsageError: the tensors are not those of the running chunk, or of the mask.
+        UnsupportedBackendError: the layer's method is sparse, and fallbacks are refused.
+    """
+    if call.cache is None:
+        return attend_blocks(bound, call, geometry)
+    return _attend_cached(bound, call, call.cache, geometry)
+
+
+def _with_cache(call: AttentionCall, geometry: LayerGeometry, cache: object) -> AttentionCall:
+    """Return a call with its layer's part of a cache, unless it has one or attends to text."""
     if call.cache is not None or geometry.site.role is not AttentionRole.SELF:
         return call
     if not isinstance(cache, CausalCache):
@@ -54,7 +85,7 @@ def with_cache(call: AttentionCall, geometry: LayerGeometry, cache: object) -> A
     return call._replace(cache=cache.layers[layer])
 
 
-def check_cache(cache: object) -> None:
+def _check_cache(cache: object) -> None:
     """Refuse what is no part of a cache whose chunk runs."""
     if not isinstance(cache, LayerCache):
         raise UsageError(
@@ -65,23 +96,14 @@ def check_cache(cache: object) -> None:
         raise UsageError("a chunk must be running, got none; call begin(start, tokens) first")
 
 
-def attend_cached(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
-    """Return attention of the running chunk of a cache, once it is written: [B, Sq, H, Dv].
+def _attend_cached(
+    bound: Binding, call: AttentionCall, cache: LayerCache, geometry: LayerGeometry
+) -> torch.Tensor:
+    """Return attention of the running chunk of a cache, once it is written.
 
     Sparse methods choose among the blocks of what is kept, where they can
     (`AttentionImpl.cut_of_cache`); else such calls run dense.
-
-    Args:
-        bound: what serves the layer at the running step.
-        call: the call; `check_cache` and `check_blocks` have nothing against it.
-        geometry: what the layer is.
-
-    Raises:
-        UsageError: the tensors are not those of the running chunk.
-        UnsupportedBackendError: the layer's method is sparse, and fallbacks are refused.
     """
-    cache = call.cache
-    assert cache is not None, "callers know"
     tokens = cache.cache.running.tokens
     if call.query.shape[1] != tokens:
         raise UsageError(
