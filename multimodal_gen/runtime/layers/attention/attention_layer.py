@@ -24,7 +24,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     environment_for,
 )
-from multimodal_gen.runtime.layers.attention.binding import Binding, plannable_dtype
+from multimodal_gen.runtime.layers.attention.binding import Binding, Demand, plannable_dtype
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
@@ -397,18 +397,10 @@ class AttentionLayer(nn.Module):
         )
 
     def _plan_dtype(self) -> torch.dtype:
-        key = (forced_backend(), *self._last)
-        return plannable_dtype(*self._ask(key), strict=self._scope.strict)
+        return plannable_dtype(*self._ask((forced_backend(), *self._last)))
 
     def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
-        schedule, request = self._ask(key)
-        self._schedules[key] = bind_schedule(
-            schedule,
-            request,
-            self.geometry,
-            strict=self._scope.strict,
-            table=self._table(request.environment),
-        )
+        self._schedules[key] = bind_schedule(*self._ask(key))
         return self._schedules[key]
 
     def _table(self, environment: Environment) -> AutoTable | None:
@@ -420,7 +412,7 @@ class AttentionLayer(nn.Module):
             return committed_table(environment)
         return given if given.platform == str(environment.platform) else None
 
-    def _ask(self, key: tuple[Any, ...]) -> tuple[PreferenceSchedule, AttentionRequest]:
+    def _ask(self, key: tuple[Any, ...]) -> tuple[PreferenceSchedule, Demand]:
         forced, dtype, device_type = key
         environment = environment_for(torch.device(device_type), current_environment())
         geometry = self.geometry
@@ -441,7 +433,9 @@ class AttentionLayer(nn.Module):
             layer_default=self._layer_default,
         )
         parts = with_dense_parts(schedule, self.site, environment.platform, geometry.warnings)
-        return parts, request
+        table = self._table(environment)
+        strict = self._scope.strict
+        return parts, Demand(request=request, geometry=geometry, strict=strict, table=table)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.

@@ -25,7 +25,11 @@ from multimodal_gen.runtime.layers.attention.backends.registry import find_backe
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.report import ReportEntry, SigmaSteps
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
-from multimodal_gen.runtime.layers.attention.scope import BackendPreference, PreferenceSchedule
+from multimodal_gen.runtime.layers.attention.scope import (
+    AUTO,
+    BackendPreference,
+    PreferenceSchedule,
+)
 from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
     resolve,
@@ -56,18 +60,18 @@ class Demand:
     """What a binding is made for.
 
     Attributes:
-        asked: who asks for which backend.
         request: what the layer needs.
         geometry: what the layer is.
         strict: refuse the documented fallbacks too.
         table: what automatic choices go by, shape by shape; None for the platform's list alone.
+        asked: who asks for which backend.
     """
 
-    asked: BackendPreference
     request: AttentionRequest
     geometry: LayerGeometry
     strict: bool
     table: AutoTable | None = None
+    asked: BackendPreference = AUTO
 
     def dense(self, reason: str, *needs: Feature) -> "Demand":
         """Return it for calls that run dense because of `reason`, and may need more features."""
@@ -142,11 +146,6 @@ class Binding:
     def is_sparse(self) -> bool:
         """Whether its backend is a sparse method."""
         return self.selection.backend.is_sparse
-
-    @property
-    def wants_key_masks(self) -> bool:
-        """Whether it is sparse and takes masks of keys alone: others cost its gain."""
-        return self.is_sparse and Feature.DENSE_MASK not in self.features
 
     def fields(self, call: AttentionCall) -> dict[str, Any]:
         """Return the fields of a call that `forward` takes by name."""
@@ -497,9 +496,7 @@ def _before_the_first_call(binding: Binding, entry: ReportEntry) -> ReportEntry:
     return replace(entry, selection=replace(entry.selection, reason=reason))
 
 
-def plannable_dtype(
-    schedule: PreferenceSchedule, request: AttentionRequest, *, strict: bool
-) -> torch.dtype:
+def plannable_dtype(schedule: PreferenceSchedule, demand: Demand) -> torch.dtype:
     """Return the dtype to plan with for a layer that is yet to learn its own.
 
     That is the request's where every backend asked for takes it; else one they all take; else one
@@ -510,10 +507,10 @@ def plannable_dtype(
     """
     served: list[torch.dtype] = []
     refused: list[UnsupportedBackendError] = []
-    for dtype in _dtypes_of(schedule, request):
-        typed = replace(request, dtype=dtype)
+    for dtype in _dtypes_of(schedule, demand.request):
+        typed = replace(demand.request, dtype=dtype)
         try:
-            selections = [resolve(typed, asked, strict=strict) for _, asked in schedule]
+            selections = [resolve(typed, asked, strict=demand.strict) for _, asked in schedule]
         except UnsupportedBackendError as error:
             refused.append(error)
             continue

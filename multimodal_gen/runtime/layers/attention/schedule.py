@@ -9,21 +9,20 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.layers.attention.auto_table import AutoTable
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
     provides,
 )
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.binding import Binding, Demand, bind, report_entries
-from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.config import (
     DensePart,
     FirstShare,
     SparseConfig,
 )
 from multimodal_gen.runtime.layers.attention.report import ReportEntry, SigmaSteps
-from multimodal_gen.runtime.layers.attention.request import AttentionRequest, AttentionRole
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     LayerSite,
@@ -191,30 +190,17 @@ class ScheduleEntry:
         return report_entries(self.primary, named.steps, named)
 
 
-def bind_schedule(
-    schedule: PreferenceSchedule,
-    request: AttentionRequest,
-    geometry: LayerGeometry,
-    *,
-    strict: bool,
-    table: AutoTable | None = None,
-) -> tuple[ScheduleEntry, ...]:
+def bind_schedule(schedule: PreferenceSchedule, demand: Demand) -> tuple[ScheduleEntry, ...]:
     """Select and construct the implementations of a schedule.
 
     Args:
         schedule: who asks for what.
-        request: what the layer needs.
-        geometry: what the layer is.
-        strict: refuse the documented fallbacks too.
-        table: what automatic choices go by, shape by shape; None for the platform's list alone.
+        demand: what the layer demands of all of them.
 
     Raises:
         UnsupportedBackendError: see `resolve`.
     """
-    bound = [
-        bind(Demand(asked=asked, request=request, geometry=geometry, strict=strict, table=table))
-        for _, asked in schedule
-    ]
+    bound = [bind(replace(demand, asked=asked)) for _, asked in schedule]
     return tuple(
         ScheduleEntry(steps, bound[i], _that_observe(bound[i + 1 :]))
         for i, (steps, _) in enumerate(schedule)

@@ -8,7 +8,7 @@ default, automatic choice.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -165,17 +165,8 @@ class SelectionScope:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be copied or pickled, and models with their layers can be.
-        scope = partial(
-            SelectionScope,
-            default=self.default,
-            components=dict(self.components),
-            rules=self.rules,
-            strict=self.strict,
-            auto_table=self.auto_table,
-            spare_gates=self.spare_gates,
-            warnings=self.warnings,
-        )
-        return scope, ()
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(SelectionScope, **given | {"components": dict(self.components)}), ()
 
     def component_override(self, site: LayerSite) -> tuple[str, BackendPreference] | None:
         """Return the override that applies to `site` and its key; a role beats its component."""

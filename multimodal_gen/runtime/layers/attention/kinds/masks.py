@@ -146,47 +146,48 @@ def attend_masked(bound: Binding, call: AttentionCall, geometry: LayerGeometry) 
         UsageError: the mask's shape does not fit.
         UnsupportedBackendError: no backend can honour it, or fallbacks are refused.
     """
-    query, key, value, attn_mask = call[:4]
-    assert attn_mask is not None, "callers know"
-    gradient = call.wants_gradient()
-    training = (Feature.BACKWARD,) if gradient else ()
-    itself = geometry.site.role is not AttentionRole.CROSS
-    mask = normalise_mask(attn_mask, query, key, self_attention=itself)
-    if not isinstance(mask, KeyMask) and bound.wants_key_masks:
-        mask = _spelled_out(mask, call, self_attention=itself)
+    training = (Feature.BACKWARD,) if call.wants_gradient() else ()
+    mask = _mask_for(bound, call, self_attention=geometry.site.role is not AttentionRole.CROSS)
     if not isinstance(mask, KeyMask):
         return _attend_under(mask, bound, call, (Feature.DENSE_MASK, *training), geometry.causal)
     packs = not geometry.causal or mask.covers_queries
     if packs and bound.features.issuperset((Feature.VARLEN, *training)):
         return _attend_packed(bound, call, mask)
     # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
-    key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
-    if gradient and mask.covers_queries:
+    query, key, value = call.query, *(zero_masked_rows(x, mask.keep) for x in call[1:3])
+    if training and mask.covers_queries:
         # The gradients of K and V sum over all queries: zero times NaN would reach every row.
         query = zero_masked_rows(query, mask.keep)
-    needs = (Feature.KEY_MASK, *training)
     call = call._replace(query=query, key=key, value=value)
+    needs = (Feature.KEY_MASK, *training)
     out = _attend_under(mask.broadcastable(), bound, call, needs, geometry.causal)
     return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
 
 
-def _spelled_out(
-    dense: torch.Tensor, call: AttentionCall, *, self_attention: bool
+def _mask_for(
+    bound: Binding, call: AttentionCall, *, self_attention: bool
 ) -> KeyMask | torch.Tensor:
-    """Return the key mask that a dense one is, found out once per denoiser call and mask."""
+    """Return the mask of a call: one of keys, where a sparse method takes no other and it can be.
+
+    Whether it can is found out once per denoiser call and mask.
+    """
     given = call.mask
     assert given is not None, "callers know"
-    if given.is_meta or (given.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return dense
+    mask = normalise_mask(given, call.query, call.key, self_attention=self_attention)
+    wants_keys = bound.is_sparse and Feature.DENSE_MASK not in bound.features
+    if isinstance(mask, KeyMask) or not wants_keys or given.is_meta:
+        return mask
+    if given.is_cuda and torch.cuda.is_current_stream_capturing():
+        return mask
 
     def look() -> KeyMask | None:
-        return as_key_mask(dense, self_attention=self_attention)
+        return as_key_mask(mask, self_attention=self_attention)
 
     context = current_forward_context()
-    use = ("key mask", dense.dtype, self_attention)
+    use = ("key mask", mask.dtype, self_attention)
     found = look() if context is None else context.cache.get(given, use, look)
     if found is None:
-        return dense
+        return mask
     batch, num_keys = call.key.shape[:2]
     return replace(found, keep=found.keep.expand(batch, num_keys))
 
