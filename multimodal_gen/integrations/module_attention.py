@@ -26,11 +26,8 @@ from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.call import (
-    AttentionCall,
-    Lists,
-    lists_or_mask,
-)
+from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask, apart
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -85,7 +82,7 @@ def prepare_call(
             context = conditional_half(context)
         call = _on_grid(call, context)
         if context.lists is not None and layer.site.role is AttentionRole.SELF:
-            call = call._replace(lists=context.lists)
+            call = call._replace(block_mask=context.lists)
     split = None if context is None else context.split
     share = None if split is None else split.share
     if (
@@ -113,7 +110,7 @@ def _on_grid(call: AttentionCall, context: DenoiserContext) -> AttentionCall:
     """Return a call that says so if its tokens are not those of the denoiser call's latent grid."""
     grid, span = context.latent_grid, context.text_span
     if grid is None:
-        return call._replace(off_grid=context.no_grid)
+        return call._replace(no_grid=context.no_grid)
     if context.described is not None:
         return _as_described(call, context, context.described)
     if context.split is not None and context.split.share is not None:
@@ -127,7 +124,7 @@ def _on_grid(call: AttentionCall, context: DenoiserContext) -> AttentionCall:
         return call  # over the grid's tokens alone
     if min(call.query.shape[1], call.key.shape[1]) < least:
         # As those of an IP-adapter: a few keys of its own.
-        return call._replace(off_grid="some calls attend to fewer tokens than it has")
+        return call._replace(no_grid="some calls attend to fewer tokens than it has")
     return call
 
 
@@ -149,7 +146,7 @@ def _as_described(
         more = rows[0] - video
         hint = f"; if {more} are text, give text_rows=0-{more} or {video}-{rows[0]}"
     return call._replace(
-        off_grid=f"{described} makes {described.rows} tokens, some calls have {found}{hint}"
+        no_grid=f"{described} makes {described.rows} tokens, some calls have {found}{hint}"
     )
 
 
@@ -247,7 +244,7 @@ class ModuleAttention(StandIn):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: "torch.Tensor | Lists | None" = None,
+        attn_mask: "torch.Tensor | AnyBlockMask | None" = None,
         *,
         causal: bool = False,
         scale: float | None = None,
@@ -259,7 +256,7 @@ class ModuleAttention(StandIn):
             query: [B, Sq, H, D].
             key: [B, Sk, Hkv, D].
             value: [B, Sk, Hkv, Dv].
-            attn_mask: as `LocalAttention.forward` takes it; lists of blocks, too.
+            attn_mask: as `LocalAttention.forward` takes it; masks of blocks, too.
             causal: top-left aligned causality, as PyTorch's attention defines it.
             scale: factor on q k^T; None for `head_size ** -0.5`.
             gate: [B, Sq, H, D] weight of the coarse branch, or None; of a layer without one, what
@@ -270,7 +267,7 @@ class ModuleAttention(StandIn):
         """
         if self._place is not None:
             self._take_what_is_at(*self._place)
-        attn_mask, lists = lists_or_mask(attn_mask)
+        attn_mask, blocks = apart(attn_mask)
         if causal and query.shape[1] != key.shape[1]:
             allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=key.device)
             attn_mask = _intersect(allowed.tril()[None, None], attn_mask)
@@ -291,7 +288,7 @@ class ModuleAttention(StandIn):
             layer = self._other(query, key, causal=causal, scale=scale, of_text=of_text)
         if gate is None or isinstance(gate, torch.Tensor):
             call = AttentionCall(query, key, value, attn_mask, gate)
-            return layer.attend(call if lists is None else call._replace(lists=lists))
+            return layer.attend(call if blocks is None else call._replace(block_mask=blocks))
         return layer.attend(AttentionCall(query, key, value, attn_mask, spare_gate=gate))
 
     def steps(self) -> Iterator[StepSet]:

@@ -145,13 +145,13 @@ def _backend(found: Any, scope: SelectionScope) -> Any:
 def _attend(layer: AttentionLayer, call: AttentionCall) -> torch.Tensor:
     """Serve a call with what sglang knows of the denoiser's."""
     grid, step = _running()
-    off_grid = "this call of the model tells none"
+    no_grid = "this call of the model tells none"
     if grid is not None and (call.query.shape[1], call.key.shape[1]) != (math.prod(grid),) * 2:
         queries, keys = call.query.shape[1], call.key.shape[1]
-        off_grid = f"{grid} has {math.prod(grid)} tokens, some calls {queries} queries, {keys} keys"
+        no_grid = f"{grid} has {math.prod(grid)} tokens, some calls {queries} queries, {keys} keys"
         grid = None
     if grid is None:
-        call = call._replace(off_grid=off_grid)
+        call = call._replace(no_grid=no_grid)
     if call.gate is not None and not layer.takes_gate:
         call = call._replace(gate=None)
     with use_forward_context(ForwardContext(current_timestep=step, latent_grid=grid)):

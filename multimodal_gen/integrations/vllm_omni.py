@@ -88,9 +88,9 @@ def sparse_attention(
     sizes = (query.shape[2], query.shape[3], key.shape[2], softmax_scale, bool(is_causal))
     layer = _layer(*_asked(params), query.dtype, *sizes)
     grid = _grid(params)
-    off_grid = "this call of the model tells none"
+    no_grid = "this call of the model tells none"
     if grid is not None and math.prod(grid) != query.shape[1]:
-        off_grid = f"{grid} has {math.prod(grid)} tokens, some calls have {query.shape[1]}"
+        no_grid = f"{grid} has {math.prod(grid)} tokens, some calls have {query.shape[1]}"
         grid = None
     context = ForwardContext(
         current_timestep=_number(params.get("denoise_step_idx")) or 0,
@@ -99,7 +99,7 @@ def sparse_attention(
     )
     call = AttentionCall(query, key, value, params.get("attn_mask"))
     with use_forward_context(context):
-        return layer.attend(call if grid else call._replace(off_grid=off_grid))
+        return layer.attend(call if grid else call._replace(no_grid=no_grid))
 
 
 # What vllm-omni reads: masks are honoured.

@@ -32,7 +32,7 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/distributed/groups.py", "IN_USE"): (
         "a process is one rank of a world, whichever of its threads asks"
     ),
-    ("multimodal_gen/runtime/layers/attention/schedule.py", "_BROKEN"): (
+    ("multimodal_gen/runtime/layers/attention/binding.py", "_BROKEN"): (
         "an import fails for the whole process"
     ),
     ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_LAYERS"): (
@@ -49,9 +49,6 @@ MUTABLE_GLOBALS = {
     ),
     ("multimodal_gen/runtime/platforms/interface.py", "_PLUGINS"): (
         "enum members of installed plugins; written once, when entry points are read"
-    ),
-    ("multimodal_gen/runtime/layers/attention/scope.py", "FORCED_IN_PROCESS"): (
-        "global_force_attn_backend is process-wide by definition"
     ),
 }
 

@@ -101,7 +101,7 @@ def test_each_layer_gets_the_projection_of_its_own_block(folder):
         for block, (weight, _) in wanted.items():
             assert torch.equal(pipe.transformer.blocks[block].attn1.proj_l.weight, weight)
             layer = pipe.transformer.blocks[block].attn1.processor._attention_backend.layer
-            assert layer.geometry.projection.linear is pipe.transformer.blocks[block].attn1.proj_l
+            assert layer.projection is pipe.transformer.blocks[block].attn1.proj_l
 
 
 def test_remove_takes_the_projections_away(folder):

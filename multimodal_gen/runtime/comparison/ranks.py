@@ -112,7 +112,7 @@ def share_of_heads(layer: AttentionLayer, call: AttentionCall, out: torch.Tensor
         mask,
         replicated=call.replicated,
         some_heads=True,
-        off_grid=call.off_grid,
+        no_grid=call.no_grid,
         first_head=split.heads[0],
         spare_gate=None if gate is None else partial(_itself, gate),
     )

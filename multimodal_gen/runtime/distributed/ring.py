@@ -504,6 +504,7 @@ class RingInputs:
         shared_value: their values.
         gate: weight of a coarse branch, [B, S, H, D], or None.
         first_head: index of the first head of `query` among the layer's heads.
+        projection: the layer's trained projection, or None.
     """
 
     call: RingCall
@@ -514,6 +515,7 @@ class RingInputs:
     shared_value: torch.Tensor | None
     gate: torch.Tensor | None = None
     first_head: int = 0
+    projection: torch.nn.Linear | None = None
 
     def to(self, dtype: torch.dtype) -> "RingInputs":
         """Return the same inputs in another dtype."""

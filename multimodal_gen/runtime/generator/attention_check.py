@@ -12,13 +12,8 @@ import torch
 
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.masks import (
-    DenseMask,
-    KeyMask,
-    bottom_right_causal_mask,
-    normalise_mask,
-    zero_masked_rows,
-)
+from multimodal_gen.runtime.layers.attention.kinds.masks import KeyMask, normalise_mask
+from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json, LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
@@ -237,7 +232,7 @@ def _ratio(error: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return torch.where(error == 0, 0.0, error / whole)
 
 
-def _mask_of(layer: AttentionLayer, call: AttentionCall) -> KeyMask | DenseMask | None:
+def _mask_of(layer: AttentionLayer, call: AttentionCall) -> KeyMask | torch.Tensor | None:
     if call.mask is None:
         return None
     self_attention = layer.site.role is not AttentionRole.CROSS
@@ -245,12 +240,12 @@ def _mask_of(layer: AttentionLayer, call: AttentionCall) -> KeyMask | DenseMask 
 
 
 def _masked(
-    scores: torch.Tensor, mask: KeyMask | DenseMask, rows: torch.Tensor, heads: slice
+    scores: torch.Tensor, mask: KeyMask | torch.Tensor, rows: torch.Tensor, heads: slice
 ) -> torch.Tensor:
     """Return scores, [B, h, H / Hkv, R, Sk], of some rows and key heads under a mask."""
     if isinstance(mask, KeyMask):
         return scores.masked_fill(~mask.keep[:, None, None, None, :], -torch.inf)
-    dense = mask.mask if mask.mask.shape[2] == 1 else mask.mask[:, :, rows]
+    dense = mask if mask.shape[2] == 1 else mask[:, :, rows]
     by_head = dense.unsqueeze(2)
     if dense.shape[1] > 1:
         group = scores.shape[2]

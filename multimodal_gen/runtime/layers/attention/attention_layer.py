@@ -4,26 +4,30 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from multimodal_gen.errors import MultimodalGenError, UnsupportedBackendError, UsageError
+from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.runtime.layers.attention.arguments import (
+    check_numbers,
+    check_places,
+    check_projection,
+    check_sizes,
+    check_tensors,
+)
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     environment_for,
 )
+from multimodal_gen.runtime.layers.attention.binding import Binding, Demand, plannable_dtype
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
-    check_numbers,
-    check_places,
-    check_sizes,
     current_watch,
     device_type,
 )
@@ -32,17 +36,10 @@ from multimodal_gen.runtime.layers.attention.custom_ops import (
     recorded_attention_op,
     register_layer,
 )
-from multimodal_gen.runtime.layers.attention.masks import (
-    DenseMask,
-    KeyMask,
-    VarlenMaskMeta,
-    as_key_mask,
-    build_varlen_mask_meta,
-    normalise_mask,
-    with_causal,
-    zero_masked_rows,
-)
-from multimodal_gen.runtime.layers.attention.report import DetourCalls, LayerReport
+from multimodal_gen.runtime.layers.attention.kinds.front import as_text_in_front
+from multimodal_gen.runtime.layers.attention.kinds.gate import attend_gated
+from multimodal_gen.runtime.layers.attention.kinds.masks import attend_masked
+from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -50,16 +47,14 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
 )
 from multimodal_gen.runtime.layers.attention.schedule import (
-    BoundBackend,
     ScheduleEntry,
     bind_schedule,
+    binding_at,
     entry_at,
-    plannable_dtype,
     with_dense_parts,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
     FORCED,
-    FORCED_IN_PROCESS,
     LayerSite,
     PreferenceSchedule,
     SelectionScope,
@@ -71,16 +66,14 @@ from multimodal_gen.runtime.layers.attention.scope import (
     forced_backend,
     layer_of,
 )
-from multimodal_gen.runtime.layers.attention.selector import Selection, prefer_supported
+from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (
-    ForwardContext,
-    TextSpan,
     current_forward_context,
     use_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
-__all__ = ["AttentionLayer", "check_gate"]
+__all__ = ["AttentionLayer"]
 
 
 class AttentionLayer(nn.Module):
@@ -140,6 +133,7 @@ class AttentionLayer(nn.Module):
             name=prefix, component=component, role=role, layer=layer_of(prefix)
         )
         self.prepare = prepare
+        self.projection: nn.Linear | None = None
         self._scope = scope or current_scope()
         self.geometry = LayerGeometry(
             num_heads=num_heads,
@@ -157,19 +151,18 @@ class AttentionLayer(nn.Module):
         )
         # By forced backend, dtype and device type.
         self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
-        self._detours = DetourCalls()
         self._layer_id = register_layer(self)
-        # Dtype and device type of the last call; a list, which a call can change cheaply.
-        self._last = [(compute_dtype or torch.get_default_dtype(), current_platform().device_type)]
+        # Dtype and device type of the last call.
+        self._last = (compute_dtype or torch.get_default_dtype(), current_platform().device_type)
         if compute_dtype is not None:
             self.schedule()
         else:
-            self._last = [(self._plan_dtype(), self._last[0][1])]
+            self._last = (self._plan_dtype(), self._last[1])
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of q, k and v in the last call; before the first one, the planned dtype."""
-        return self._last[0][0]
+        return self._last[0]
 
     @property
     def backend(self) -> AttentionBackendEnum:
@@ -189,7 +182,7 @@ class AttentionLayer(nn.Module):
     @property
     def takes_gate(self) -> bool:
         """Whether a step of the schedule that serves `dtype` now has a coarse branch to weigh."""
-        return self.gated_entry() is not None
+        return self.gated() is not None
 
     @property
     def takes_projection(self) -> bool:
@@ -204,7 +197,7 @@ class AttentionLayer(nn.Module):
                 do.
         """
         for entry in self.schedule():
-            entry.with_features(Feature.BACKWARD)
+            entry.primary.with_features(Feature.BACKWARD)
 
     def set_projection(self, linear: nn.Linear | None) -> None:
         """Give the layer its trained projection, which methods without one leave alone.
@@ -218,11 +211,12 @@ class AttentionLayer(nn.Module):
         Raises:
             UsageError: it has another size.
         """
-        self.geometry.projection.fill(linear, self.head_size)
+        check_projection(linear, self.head_size)
+        object.__setattr__(self, "projection", linear)  # which modules do not take for their own
 
     def trained(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return weight and bias of the layer's trained projection, or None."""
-        linear = self.geometry.projection.linear
+        linear = self.projection
         return (None, None) if linear is None else (linear.weight, linear.bias)
 
     def report(self) -> LayerReport:
@@ -235,10 +229,7 @@ class AttentionLayer(nn.Module):
             role=self.site.role,
             layer=self.site.layer,
             entries=tuple(entry for entries, _ in parts for entry in entries),
-            detours=(
-                *(detour for _, detours in parts for detour in detours),
-                *self._detours.entries(),
-            ),
+            detours=tuple(detour for _, detours in parts for detour in detours),
         )
 
     def end_request(self, request_id: str) -> None:
@@ -266,76 +257,41 @@ class AttentionLayer(nn.Module):
             return self._trace(call)
         if self.prepare is not None:
             call = self.prepare(self, call)
-        misfit = call.misfit(self.geometry)
+        if self.projection is not None:
+            call = call._replace(projection=self.projection)
         context = current_forward_context()
-        if context is not None and context.kv_cache is not None:
-            # Where it is met, here and below: most processes never need it.
-            from multimodal_gen.runtime.layers.attention.listed_calls import with_cache
+        try:
+            check_tensors(call, self.geometry)
+            # `call.is_extended()`, spelled out, because it is part of every call.
+            if (
+                call.cache is not None
+                or call.block_mask is not None
+                or call.sink_logits is not None
+                or (context is not None and context.kv_cache is not None)
+            ):
+                # Where it is met, here and below: most processes never need it.
+                from multimodal_gen.runtime.layers.attention.kinds.cache import check_extended
 
-            try:
-                call = with_cache(call, self.geometry, context.kv_cache)
-            except UsageError as error:
-                raise self._refused(call, error) from None
-        # `call.is_listed()`, spelled out, because it is part of every call; so it is in `_attend`.
-        listed = call.cache is not None or call.lists is not None or call.sink_logits is not None
-        if misfit is None and listed:
-            from multimodal_gen.runtime.layers.attention.listed_calls import refusal
-
-            misfit = refusal(call, self.geometry)
-        if misfit is not None:
-            raise self._refused(call, misfit)
+                call = check_extended(call, self.geometry, context)
+        except UsageError as error:
+            raise self._refused(call, error) from None
         front, _, keys_in_front = call.replicated
-        serve = self._attend_behind if front or keys_in_front else self._attend
+        serve = self._attend_with_front if front or keys_in_front else self._attend
         watch = current_watch()
         out = serve(call) if watch is None else watch(self, call, serve)
         return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
 
-    def _attend_behind(self, call: AttentionCall) -> torch.Tensor:
-        """Attend with tokens in front that all ranks hold, which are not the video's.
-
-        Sparse methods learn of them by the text span. They work on as many queries as keys, so
-        keys that have no queries get some, whose rows are dropped again.
-        """
+    def _attend_with_front(self, call: AttentionCall) -> torch.Tensor:
+        """Attend with tokens in front that all ranks hold, of which sparse methods have to know."""
         context = current_forward_context()
-        if context is None or not any(
-            e.primary.selection.backend.is_sparse for e in self.schedule()
-        ):
+        if context is None or not any(entry.primary.is_sparse for entry in self.schedule()):
             return self._attend(call)
-        front, _, keys_in_front = call.replicated
-        length = front + keys_in_front
-        span = context.text_span
-        if span is None or span.start:
-            context = replace(context, text_span=TextSpan(start=0, length=length))
-        elif span.length < length:
-            raise self._refused(
-                call,
-                UsageError(
-                    f"text_span must hold the {length} tokens in front that all ranks hold, got "
-                    f"one of {span.length}; leave text_span out"
-                ),
-            )
-        added = 0
-        if keys_in_front:
-            added = keys_in_front
-            call = _with_queries(call, context)
+        try:
+            call, context, added = as_text_in_front(call, context)
+        except UsageError as error:
+            raise self._refused(call, error) from None
         with use_forward_context(context):
             return self._attend(call)[:, added:]
-
-    def detour(self, selection: Selection) -> None:
-        """Note for the report that a call is served by something else than was bound for it.
-
-        Args:
-            selection: what serves it, and why.
-
-        Raises:
-            UnsupportedBackendError: fallbacks are refused.
-        """
-        if self._scope.strict:
-            raise UnsupportedBackendError(
-                f"{selection.reason}; leave --strict-attention out to have such calls served by "
-                f"{selection.label}"
-            )
-        self._detours.count(selection)
 
     def like(self, scope: SelectionScope) -> "AttentionLayer":
         """Return a layer at the same place of the model, under another scope.
@@ -359,7 +315,7 @@ class AttentionLayer(nn.Module):
             site=self.site,
             scope=scope,
         )
-        layer.set_projection(geometry.projection.linear)
+        layer.set_projection(self.projection)
         return layer
 
     def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
@@ -378,83 +334,75 @@ class AttentionLayer(nn.Module):
             with torch.autocast(kind, enabled=False):  # methods choose their precision
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
-        context = current_forward_context()
-        if call.off_grid and entry.primary.selection.backend.is_sparse:
-            entry, call = entry.off_grid(call.off_grid), call._replace(gate=None)
-        if call.cache is not None or call.lists is not None or call.sink_logits is not None:
-            from multimodal_gen.runtime.layers.attention.listed_calls import attend_listed
+        bound, context = entry.primary, current_forward_context()
+        if call.no_grid and bound.is_sparse:
+            bound, call = bound.without_grid(call.no_grid), call._replace(gate=None)
+        if call.cache is not None or call.block_mask is not None or call.sink_logits is not None:
+            from multimodal_gen.runtime.layers.attention.kinds.cache import attend_extended
 
-            return attend_listed(entry, call, self.geometry, self._detours)
-        if entry.varies:
-            entry = entry.at(call, context)
+            return attend_extended(bound, call, self.geometry)
+        if bound.varies:
+            bound = binding_at(bound, call, context)
         if call.gate is not None:
-            return self._attend_gated(entry, call)
-        for observer in entry.observers:
+            return attend_gated(bound, self.gated(), call)
+        for observer in () if call.no_grid else entry.observers:
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
-            return self._attend_masked(entry, call)
-        bound = entry.primary
-        if call.wants_gradient():
-            bound = entry.with_features(Feature.BACKWARD)
-        some = call.first_head and bound.impl.per_head
-        heads = {"first_head": call.first_head} if some else {}
-        out = bound.forward(query, key, value, context, **heads)
-        bound.calls += 1  # here and elsewhere after what may fail: the report counts what ran
+            return attend_masked(bound, call, self.geometry)
+        if torch.is_grad_enabled() and call.wants_gradient():
+            bound = bound.with_features(Feature.BACKWARD)
+        # `Binding.attend`, spelled out, because it is part of every call.
+        fields = bound.fields(call) if call.first_head or call.projection is not None else {}
+        out = bound.forward(query, key, value, context, **fields)
+        bound.calls += 1
         return out
 
     def schedule(self) -> tuple[ScheduleEntry, ...]:
         """Return the schedule for tensors like those of the last call."""
-        key = (forced_backend(), *self._last[0])
+        key = (forced_backend(), *self._last)
         return self._schedules.get(key) or self._bind(key)
 
     def entry_for(self, query: torch.Tensor) -> ScheduleEntry:
         """Return what serves a call with `query` at the running step."""
         # What `forced_backend` returns, spelled out, because it is part of every call.
-        forced = FORCED.get()
-        in_force = FORCED_IN_PROCESS[0] if forced is None else forced[0]
+        forced = FORCED.in_context.get()
+        in_force = FORCED.in_process if forced is None else forced[0]
         last = (query.dtype, device_type(query.device))
         key = (in_force, *last)
         schedule = self._schedules.get(key) or self._bind(key)
-        self._last[0] = last
+        if last != self._last:
+            self._last = last
         if len(schedule) == 1:
             return schedule[0]
         return entry_at(schedule, current_forward_context())
 
-    def gated_entry(self) -> ScheduleEntry | None:
-        """Return the first entry of the schedule that has a coarse branch, or None."""
-        return next((entry for entry in self.schedule() if entry.primary.gated), None)
+    def gated(self) -> Binding | None:
+        """Return what has a coarse branch, of the first steps of the schedule that do, or None."""
+        return next((entry.primary for entry in self.schedule() if entry.primary.gated), None)
 
     def _trace(self, call: AttentionCall) -> torch.Tensor:
         # Here too: the traced operator's output has the dtype of the query it is given.
         if call.autocasts():
             call = call.autocast()
-        if call.is_listed():
+        if call.is_extended():
             # Here, because it imports `torch._dynamo`, which is there while a graph is traced.
             from multimodal_gen.runtime.layers.attention.outside_graphs import attend_outside_graphs
 
             return attend_outside_graphs(self, call)
         rest = (call.replicated, call.seq_lens, call.exchange, call.some_heads)
-        if call.wants_gradient() or self.geometry.projection.wants_gradient:
-            given = (call.query, call.key, call.value, call.mask, call.gate, *self.trained())
-            wanted = [x is not None and x.requires_grad for x in given]
+        given = (call.query, call.key, call.value, call.mask, call.gate, *self.trained())
+        wanted = [x is not None and x.requires_grad for x in given]
+        if torch.is_grad_enabled() and any(wanted):
             return recorded_attention_op(*given, self._layer_id, wanted, *rest)[0]
         return attention_op(
             call.query, call.key, call.value, call.mask, self._layer_id, call.gate, *rest
         )
 
     def _plan_dtype(self) -> torch.dtype:
-        key = (forced_backend(), *self._last[0])
-        return plannable_dtype(*self._ask(key), strict=self._scope.strict)
+        return plannable_dtype(*self._ask((forced_backend(), *self._last)))
 
     def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
-        schedule, request = self._ask(key)
-        self._schedules[key] = bind_schedule(
-            schedule,
-            request,
-            self.geometry,
-            strict=self._scope.strict,
-            table=self._table(request.environment),
-        )
+        self._schedules[key] = bind_schedule(*self._ask(key))
         return self._schedules[key]
 
     def _table(self, environment: Environment) -> AutoTable | None:
@@ -466,7 +414,7 @@ class AttentionLayer(nn.Module):
             return committed_table(environment)
         return given if given.platform == str(environment.platform) else None
 
-    def _ask(self, key: tuple[Any, ...]) -> tuple[PreferenceSchedule, AttentionRequest]:
+    def _ask(self, key: tuple[Any, ...]) -> tuple[PreferenceSchedule, Demand]:
         forced, dtype, device_type = key
         environment = environment_for(torch.device(device_type), current_environment())
         geometry = self.geometry
@@ -487,184 +435,18 @@ class AttentionLayer(nn.Module):
             layer_default=self._layer_default,
         )
         parts = with_dense_parts(schedule, self.site, environment.platform, geometry.warnings)
-        return parts, request
-
-    def _attend_masked(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
-        query, key, value, attn_mask = call[:4]
-        assert attn_mask is not None, "callers know"
-        gradient = call.wants_gradient()
-        training = (Feature.BACKWARD,) if gradient else ()
-        self_attention = self.site.role is not AttentionRole.CROSS
-        mask = normalise_mask(attn_mask, query, key, self_attention=self_attention)
-        if isinstance(mask, DenseMask) and entry.wants_key_masks:
-            mask = self._spelled_out(mask, call)
-        if isinstance(mask, DenseMask):
-            needs = (Feature.DENSE_MASK, *training)
-            return self._attend_under(mask.mask, entry, call, needs)
-        packs = not self.geometry.causal or mask.covers_queries
-        if packs and entry.primary.features.issuperset((Feature.VARLEN, *training)):
-            return _attend_packed(entry.primary, call, mask)
-        # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
-        key, value = zero_masked_rows(key, mask.keep), zero_masked_rows(value, mask.keep)
-        if gradient and mask.covers_queries:
-            # The gradients of K and V sum over all queries: zero times NaN would reach every row.
-            query = zero_masked_rows(query, mask.keep)
-        needs = (Feature.KEY_MASK, *training)
-        call = call._replace(query=query, key=key, value=value)
-        out = self._attend_under(mask.broadcastable(), entry, call, needs)
-        return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
-
-    def _spelled_out(self, mask: DenseMask, call: AttentionCall) -> KeyMask | DenseMask:
-        """Return the key mask that a dense one is, found out once per denoiser call and mask."""
-        given, dense = call.mask, mask.mask
-        assert given is not None, "callers know"
-        if given.is_meta or (given.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return mask
-        self_attention = self.site.role is not AttentionRole.CROSS
-
-        def look() -> KeyMask | None:
-            return as_key_mask(dense, self_attention=self_attention)
-
-        context = current_forward_context()
-        use = ("key mask", dense.dtype, self_attention)
-        found = look() if context is None else context.cache.get(given, use, look)
-        if found is None:
-            return mask
-        batch, num_keys = call.key.shape[:2]
-        return replace(found, keep=found.keep.expand(batch, num_keys))
-
-    def _attend_under(
-        self,
-        mask: torch.Tensor,
-        entry: ScheduleEntry,
-        call: AttentionCall,
-        needs: tuple[Feature, ...],
-    ) -> torch.Tensor:
-        causal = self.geometry.causal
-        if causal:
-            mask = with_causal(mask, call.query.shape[1])
-            needs = (Feature.DENSE_MASK, *needs[1:])
-        bound = entry.with_features(*needs, causal_in_mask=causal)
-        context, heads = current_forward_context(), bound.heads_from(call.first_head)
-        out = bound.forward(*call[:3], context, attn_mask=mask, **heads)
-        bound.calls += 1
-        return out
-
-    def _attend_gated(self, entry: ScheduleEntry, call: AttentionCall) -> torch.Tensor:
-        """Return attention plus the weighed coarse branch.
-
-        Dense steps of a schedule get the branch too: they are its sparse ones at sparsity 0.
-        """
-        query, key, value = call[:3]
-        gated = check_gate(entry, self.gated_entry(), call)
-        bound, coarse = entry.primary, gated.primary
-        if call.wants_gradient():
-            bound = entry.with_features(Feature.BACKWARD)
-            coarse = gated.with_features(Feature.BACKWARD)
-        assert call.gate is not None, "callers know"
-        gate, context = call.gate.to(query.dtype), current_forward_context()
-        heads = bound.heads_from(call.first_head)
-        if bound.gated:
-            out = bound.impl.forward_gated(query, key, value, gate, context, **heads)
-        else:
-            dense = bound.forward(query, key, value, context, **heads)
-            out = coarse.impl.add_coarse(dense, query, key, value, gate, context)
-        bound.calls += 1
-        return out
+        table = self._table(environment)
+        strict = self._scope.strict
+        return parts, Demand(request=request, geometry=geometry, strict=strict, table=table)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
-        state = {**self.__dict__, "_schedules": {}, "_layer_id": None}
-        return {**state, "_detours": DetourCalls()}
+        return {**self.__dict__, "_schedules": {}, "_layer_id": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._last = [(self.dtype, current_platform().device_type)]
+        self._last = (self.dtype, current_platform().device_type)
         self._layer_id = register_layer(self)
-
-
-def _with_queries(call: AttentionCall, context: ForwardContext) -> AttentionCall:
-    """Return a call with queries, zeros, for the keys in front that have none."""
-    (_, behind, count), mask = call.replicated, call.mask
-    if mask is not None and mask.dim() == 2:  # over as many queries it would mask those too
-        mask = mask[:, None, None, :]
-    elif mask is not None and mask.dim() > 2 and mask.shape[-2] == call.query.shape[1] > 1:
-        given = mask
-        mask = context.cache.get(given, ("rows", count), lambda: _with_rows(given, count))
-    query = F.pad(call.query, (0, 0, 0, 0, count, 0))
-    return call._replace(query=query, mask=mask, mask_meta=None, replicated=(count, behind, 0))
-
-
-def _with_rows(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask with its first row that often in front, for queries that nothing reads."""
-    first = mask.narrow(-2, 0, 1)
-    return torch.cat((*[first] * count, mask), dim=-2)
-
-
-def check_gate(
-    entry: ScheduleEntry, gated: ScheduleEntry | None, call: AttentionCall
-) -> ScheduleEntry:
-    """Return the entry with a coarse branch, once the gate is known to fit.
-
-    Args:
-        entry: what serves the step.
-        gated: the entry of the same schedule whose coarse branch it is, or None.
-        call: a call with a gate.
-
-    Raises:
-        UsageError: nothing has a coarse branch, the gate does not fit, or there is a mask.
-    """
-    if gated is None:
-        raise UsageError(
-            f"the gate must be None unless the backend is video_sparse_attn, this layer runs "
-            f"{entry.primary.selection.backend}, which has no coarse branch to weigh"
-        )
-    query, gate, attn_mask = call.query, call.gate, call.mask
-    assert gate is not None, "callers know"
-    if attn_mask is not None or gate.shape != query.shape:
-        mask = "no mask" if attn_mask is None else f"a mask of shape {list(attn_mask.shape)}"
-        raise UsageError(
-            f"the gate must have the shape of query, {list(query.shape)}, and come without a mask, "
-            f"got {list(gate.shape)} with {mask}"
-        )
-    return gated
-
-
-def _attend_packed(bound: BoundBackend, call: AttentionCall, mask: KeyMask) -> torch.Tensor:
-    """Return attention of padded inputs on a kernel for packed sequences."""
-    query, key, value, attn_mask = call[:4]
-    assert attn_mask is not None, "callers know"
-    meta = call.mask_meta or _packing(attn_mask, mask)
-    batch, num_queries = query.shape[:2]
-    if mask.covers_queries:
-        packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens
-    else:
-        packed_query = query.flatten(0, 1)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        cu_seqlens_q = starts * num_queries
-    out = bound.impl.forward_varlen(
-        packed_query,
-        meta.pack(key),
-        meta.pack(value),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=meta.cu_seqlens,
-        max_seqlen_q=num_queries,
-        max_seqlen_k=meta.max_seqlen,
-    )
-    bound.calls += 1
-    if mask.covers_queries:
-        return meta.unpack(out)
-    return out.reshape(batch, num_queries, *out.shape[1:])
-
-
-def _packing(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
-    """Return the packing, built once per denoiser call for all layers that share a mask."""
-    context = current_forward_context()
-    if context is None:
-        return build_varlen_mask_meta(mask.keep)
-    # One mask may be broadcast over calls of different batch sizes.
-    use = ("packing", mask.keep.shape[0])
-    return context.cache.get(attn_mask, use, lambda: build_varlen_mask_meta(mask.keep))
 
 
 def _calls(schedule: tuple[ScheduleEntry, ...]) -> int:

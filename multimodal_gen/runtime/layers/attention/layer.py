@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from multimodal_gen.runtime.layers.attention.arguments import check_flags
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.call import (
-    AttentionCall,
-    check_flags,
-    lists_or_mask,
-)
+from multimodal_gen.runtime.layers.attention.backends.block_masks import apart
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.masks import (
     VarlenMaskMeta,
     build_varlen_mask_meta,
@@ -26,7 +24,7 @@ from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionSc
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.layers.attention.call import Lists
+    from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
     from multimodal_gen.runtime.layers.attention.sequence_parallel.public import (
         UlyssesAttention,
@@ -113,7 +111,7 @@ class LocalAttention(AttentionLayer):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        attn_mask: "torch.Tensor | Lists | None" = None,
+        attn_mask: "torch.Tensor | AnyBlockMask | None" = None,
         *,
         cache: "LayerCache | None" = None,
         sink_logits: torch.Tensor | None = None,
@@ -135,10 +133,10 @@ class LocalAttention(AttentionLayer):
         Returns:
             [B, Sq, H, Dv].
         """
-        lists = None
+        blocks = None
         if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
-            attn_mask, lists = lists_or_mask(attn_mask)
+            attn_mask, blocks = apart(attn_mask)
         call = AttentionCall(q, k, v, attn_mask)
-        if cache is not None or lists is not None or sink_logits is not None:
-            call = call._replace(cache=cache, lists=lists, sink_logits=sink_logits)
+        if cache is not None or blocks is not None or sink_logits is not None:
+            call = call._replace(cache=cache, block_mask=blocks, sink_logits=sink_logits)
         return self.attend(call)

@@ -1,4 +1,4 @@
-"""Attention masks as a layer accepts them, brought to two kinds: key padding and dense.
+"""What is done with masks: causality folded in, rows zeroed, padding packed away.
 
 B batch, S tokens, H heads; q/k suffix = query/key side.
 """
@@ -9,116 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from multimodal_gen.errors import UsageError
-
-# Added to a score, it leaves a weight of 0 in every dtype. Models use -9000 and less; -10000 is
-# -9984 in bfloat16.
-_LEFT_OUT = -9000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeyMask:
-    """Keys that may be attended to.
-
-    Attributes:
-        keep: bool [B, Sk], True for keys that are attended to.
-        covers_queries: the same positions are the queries; rows of masked queries become zero.
-    """
-
-    keep: torch.Tensor
-    covers_queries: bool
-
-    def broadcastable(self) -> torch.Tensor:
-        """Return the mask as bool [B, 1, 1, Sk]."""
-        return self.keep[:, None, None, :]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DenseMask:
-    """Any other mask.
-
-    Attributes:
-        mask: bool (True attends) or additive in the query's dtype, broadcastable to
-            [B, H, Sq, Sk].
-    """
-
-    mask: torch.Tensor
-
-
-def as_key_mask(mask: torch.Tensor, *, self_attention: bool) -> KeyMask | None:
-    """Return the key mask that a dense mask spells out, or None where it says more than that.
-
-    Waits for the device. An additive mask spells one out where it holds nothing but zeros and, for
-    keys that are left out, -inf or a number so low that exp() of it is 0, such as the -10000 of
-    many models. All rows have to leave out the same keys; in self-attention rows of keys that are
-    left out may leave out everything.
-
-    Args:
-        mask: [B, H | 1, Sq | 1, Sk], as `DenseMask` has it.
-        self_attention: a mask over as many keys as queries may mask the queries too.
-    """
-    if mask.requires_grad or not mask.numel():
-        return None
-    allowed, additive = mask, mask.dtype is not torch.bool
-    if additive:
-        allowed = mask == 0
-    seen = allowed.any(-1)  # [B, H, Sq]
-    common = allowed.any(2).any(1)  # [B, Sk]
-    same = (allowed == (common[:, None, None, :] & seen[..., None])).all()
-    square = self_attention and mask.shape[2] == mask.shape[3]
-    queries_too = (seen == common[:, None, :]).all() if square else same.new_zeros(())
-    known, finite = same, same.new_zeros(())
-    if additive:
-        known = same & (allowed | (mask <= _LEFT_OUT)).all()
-        finite = (~allowed & (mask > -torch.inf)).any()
-    known, every, queries_too, finite = torch.stack(
-        (known, seen.all(), queries_too, finite)
-    ).tolist()
-    # A row of low numbers is one of equal weights, unlike a row of -inf.
-    if not known or not (every or (queries_too and not finite)):
-        return None
-    return KeyMask(keep=common, covers_queries=not every)
-
-
-def normalise_mask(
-    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *, self_attention: bool
-) -> KeyMask | DenseMask:
-    """Bring a mask to one of the two kinds; never synchronises with the device.
-
-    Args:
-        mask: [B, Sk] key padding, [B, Sq, Sk], or 4-D broadcastable to [B, H, Sq, Sk]. Bool and
-            integer masks keep where non-zero; floating ones are added to the scores.
-        query: [B, Sq, H, D].
-        key: [B, Sk, Hkv, D].
-        self_attention: a 2-D mask over as many keys as queries masks the queries too.
-
-    Raises:
-        UsageError: the mask's shape does not fit.
-    """
-    batch, num_queries, num_heads = query.shape[:3]
-    num_keys = key.shape[1]
-    given = list(mask.shape)
-    if len(given) not in (2, 3, 4):
-        raise _misfit(given, batch, num_heads, num_queries, num_keys)
-    additive = mask.dtype.is_floating_point
-    if not additive and mask.dtype is not torch.bool:
-        mask = mask != 0
-    two_dimensional = mask.dim() == 2
-    if two_dimensional:
-        mask = mask[:, None, None, :]
-    elif mask.dim() == 3:
-        mask = mask[:, None]
-    wanted = (batch, num_heads, num_queries, num_keys)
-    fits = all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
-    if not fits or mask.shape[-1] != num_keys:
-        raise _misfit(given, batch, num_heads, num_queries, num_keys)
-    if additive:
-        return DenseMask(mask=mask.to(query.dtype))
-    if mask.shape[1] != 1 or mask.shape[2] != 1:
-        return DenseMask(mask=mask)
-    return KeyMask(
-        keep=mask[:, 0, 0, :].expand(batch, num_keys),
-        covers_queries=two_dimensional and self_attention and num_queries == num_keys,
-    )
 
 
 def bottom_right_causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
@@ -149,16 +39,6 @@ def with_causal(mask: torch.Tensor, num_queries: int, num_keys: int | None = Non
 def zero_masked_rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """Return `x` [B, S, H, D] with the rows where `keep` [B, S] is False set to zero."""
     return torch.where(keep[:, :, None, None], x, 0.0)
-
-
-def _misfit(
-    given: list[int], batch: int, num_heads: int, num_queries: int, num_keys: int
-) -> UsageError:
-    return UsageError(
-        f"attn_mask must be [B, Sk] = {[batch, num_keys]}, [B, Sq, Sk] = "
-        f"{[batch, num_queries, num_keys]} or broadcastable to [B, H, Sq, Sk] = "
-        f"{[batch, num_heads, num_queries, num_keys]}, got {given}"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

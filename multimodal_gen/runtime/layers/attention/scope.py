@@ -8,7 +8,7 @@ default, automatic choice.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -165,17 +165,8 @@ class SelectionScope:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be copied or pickled, and models with their layers can be.
-        scope = partial(
-            SelectionScope,
-            default=self.default,
-            components=dict(self.components),
-            rules=self.rules,
-            strict=self.strict,
-            auto_table=self.auto_table,
-            spare_gates=self.spare_gates,
-            warnings=self.warnings,
-        )
-        return scope, ()
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(SelectionScope, **given | {"components": dict(self.components)}), ()
 
     def component_override(self, site: LayerSite) -> tuple[str, BackendPreference] | None:
         """Return the override that applies to `site` and its key; a role beats its component."""
@@ -249,12 +240,23 @@ def decide(
     return (*schedule, (None, last))
 
 
-# Process-wide on purpose: `global_force_attn_backend` is documented to reach every thread.
-FORCED_IN_PROCESS: Final[list[AttentionBackendEnum | None]] = [None]
-# A one-element tuple inside a context manager, so that forcing None there ends an outer force.
-FORCED: ContextVar[tuple[AttentionBackendEnum | None] | None] = ContextVar(
-    "multimodal_gen_forced", default=None
-)
+class _Forced:
+    """The backend that every layer is forced to.
+
+    Attributes:
+        in_process: for every thread, as `global_force_attn_backend` is documented; None for none.
+        in_context: inside a context manager, a tuple of one, so that forcing None there ends an
+            outer force; None outside.
+    """
+
+    def __init__(self) -> None:
+        self.in_process: AttentionBackendEnum | None = None
+        self.in_context: ContextVar[tuple[AttentionBackendEnum | None] | None] = ContextVar(
+            "multimodal_gen_forced", default=None
+        )
+
+
+FORCED: Final = _Forced()
 _SCOPE: ContextVar[SelectionScope | None] = ContextVar("multimodal_gen_scope", default=None)
 
 
@@ -297,13 +299,13 @@ def as_backend(backend: AttentionBackendEnum | str) -> AttentionBackendEnum:
 
 def forced_backend() -> AttentionBackendEnum | None:
     """Return the forced backend of this thread or process, or None."""
-    local = FORCED.get()
-    return FORCED_IN_PROCESS[0] if local is None else local[0]
+    local = FORCED.in_context.get()
+    return FORCED.in_process if local is None else local[0]
 
 
 def global_force_attn_backend(backend: AttentionBackendEnum | str | None) -> None:
     """Force every attention layer of the process to `backend`, at once; None ends it."""
-    FORCED_IN_PROCESS[0] = None if backend is None else as_backend(backend)
+    FORCED.in_process = None if backend is None else as_backend(backend)
 
 
 @contextmanager
@@ -311,11 +313,11 @@ def global_force_attn_backend_context_manager(
     backend: AttentionBackendEnum | str | None,
 ) -> Iterator[None]:
     """Force `backend` inside the `with` block; other threads do not see it."""
-    token = FORCED.set((None if backend is None else as_backend(backend),))
+    token = FORCED.in_context.set((None if backend is None else as_backend(backend),))
     try:
         yield
     finally:
-        FORCED.reset(token)
+        FORCED.in_context.reset(token)
 
 
 def current_scope() -> SelectionScope:

@@ -53,7 +53,6 @@ __all__ = [
     "after_self_checks",
     "component_attn_backend_context_manager",
     "condensed",
-    "dense_for",
     "fallback_warning",
     "get_attn_backend",
     "global_force_attn_backend",
@@ -165,10 +164,9 @@ def resolve(
 
 @lru_cache(maxsize=4096)
 def _resolve(request: AttentionRequest, asked: BackendPreference, strict: bool) -> Selection:
-    if asked.backend is None:
-        return _automatic(request, asked, ())
-    if asked.dense_reason:
-        return _because(_automatic(request, asked, ()), asked.dense_reason)
+    if asked.backend is None or asked.dense_reason:
+        chosen = _automatic(request, asked, ())
+        return _because(chosen, asked.dense_reason) if asked.dense_reason else chosen
     environment = request.environment
     if environment.always and str(asked.backend) != environment.always:
         reason = f"{environment.platform} always runs {environment.always}"
@@ -282,24 +280,6 @@ def _fastest(
         f"{second.backend} {second.ms / best.ms:.2f} times that"
     )
     return replace(_chosen(cls, request, asked, why, rejected), automatic=True)
-
-
-def dense_for(
-    request: AttentionRequest, asked: BackendPreference, *needs: Feature, reason: str
-) -> Selection:
-    """Return the automatic choice for calls that the layer's own backend cannot honour.
-
-    Args:
-        request: the layer's request.
-        asked: the layer's ask, kept in the selection.
-        *needs: features the call needs on top of the request's.
-        reason: why the layer's own backend is not used, for the report.
-
-    Raises:
-        UnsupportedBackendError: no dense backend meets the needs.
-    """
-    fuller = request.with_needs(*needs)
-    return _because(_automatic(fuller, asked, ()), reason)
 
 
 def trainable(selection: Selection, request: AttentionRequest, *needs: Feature) -> Selection:

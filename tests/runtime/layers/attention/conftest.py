@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from multimodal_gen.runtime import platforms
-from multimodal_gen.runtime.layers.attention import schedule, selector
+from multimodal_gen.runtime.layers.attention import binding, selector
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -17,7 +17,7 @@ def _forget() -> None:
     selector.global_force_attn_backend(None)
     selector._resolve.cache_clear()
     selector._warn_once.cache_clear()
-    schedule._BROKEN.clear()
+    binding._BROKEN.clear()
     platforms.current_platform.cache_clear()
     for remembered in (registry.current_environment, registry.cpu_environment):
         remembered.cache_clear()

@@ -14,7 +14,7 @@ from multimodal_gen.runtime.layers.attention import (
     LocalAttention,
     attention_layer,
     auto_table,
-    schedule,
+    binding,
 )
 from multimodal_gen.runtime.layers.attention.auto_table import (
     AutoTable,
@@ -323,7 +323,7 @@ def test_a_shape_is_looked_up_once(backends, monkeypatch):
 
 
 def test_many_shapes_are_forgotten_and_found_again(backends, monkeypatch):
-    monkeypatch.setattr(schedule, "_MOST_SHAPES", 2)
+    monkeypatch.setattr(binding, "_MOST_SHAPES", 2)
     attention = layer()
     for tokens in (30, 31, 32, 33, 30):
         call(attention, tokens)

@@ -5,9 +5,9 @@ import torch
 import torch._dynamo
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
-from multimodal_gen.runtime.layers.attention.schedule import BoundBackend
 from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
     set_forward_context,
@@ -36,7 +36,8 @@ def give_coarse_branch(schedule, patch):
     for entry in schedule:
         bound = entry.primary
         impl = Gated(4, 8, 8**-0.5)
-        patch.setattr(entry, "primary", BoundBackend(bound.selection, bound.features, impl))
+        own = Binding(bound.demand, bound.selection, bound.features, impl)
+        patch.setattr(entry, "primary", own)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention, attention_layer
+from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
+from multimodal_gen.runtime.layers.attention.kinds import masks
 from multimodal_gen.runtime.layers.attention.masks import build_varlen_mask_meta
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -203,7 +204,7 @@ def packings(monkeypatch):
         built.append(mask.shape)
         return build_varlen_mask_meta(mask)
 
-    monkeypatch.setattr(attention_layer, "build_varlen_mask_meta", build)
+    monkeypatch.setattr(masks, "build_varlen_mask_meta", build)
     return built
 
 

@@ -27,11 +27,12 @@ from multimodal_gen.runtime.layers.attention.backends import flex_attn, sage_att
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.binding import Demand
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
-from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
+from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry, bind_schedule
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     LayerSite,
@@ -383,7 +384,8 @@ def test_the_kernel_that_runs_is_the_one_that_is_reported(
                 site=LayerSite(layer=0, num_layers=1),
             )
             with machine_with(packages, (str(machine.platform), machine.capability)):
-                entry = ScheduleEntry(None, asked, machine.request(), geometry, strict=True)
+                demand = Demand(request=machine.request(), geometry=geometry, strict=True)
+                (entry,) = bind_schedule(((None, asked),), demand)
                 assert entry.primary.selection.variant == variant
                 said, have_run = said_and_ran(entry, machine, WHOLE, ran)
                 assert {kernels[v] for v in said} == have_run, (machine, asked.config)

@@ -1,6 +1,7 @@
 """Selection on every kind of device, by simulation: pure functions of a request."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.layers.attention.selector import (
     FALLBACKS,
     AttentionRequirements,
-    dense_for,
     get_attn_backend,
     global_force_attn_backend,
     global_force_attn_backend_context_manager,
@@ -363,17 +363,18 @@ def test_resolving_looks_only_at_the_request(dense, monkeypatch):
 
 def test_a_call_with_further_needs_takes_the_automatic_choice_that_meets_them(dense):
     dense(fa={"features": ALL_FEATURES - {Feature.DENSE_MASK}})
-    detour = dense_for(request(), asked(STA), Feature.DENSE_MASK, reason="it has no dense_mask")
+    wanted = replace(asked(STA), dense_reason="it has no dense_mask")
+    detour = resolve(request().with_needs(Feature.DENSE_MASK), wanted)
     assert detour.backend is SDPA
     assert detour.reason.startswith("it has no dense_mask; first of cuda's automatic choices")
-    assert detour.asked == asked(STA)
+    assert detour.asked == wanted
 
 
 def test_a_call_no_backend_can_serve_is_an_error(dense):
     without = {"features": ALL_FEATURES - {Feature.LSE}}
     dense(fa=without, torch_sdpa=without)
     with pytest.raises(UnsupportedBackendError, match=r"fa: does not support lse; torch_sdpa"):
-        dense_for(request(), AUTO, Feature.LSE, reason="ring")
+        resolve(request().with_needs(Feature.LSE), replace(AUTO, dense_reason="ring"))
 
 
 def test_a_supported_set_orders_the_automatic_choice_and_excludes_nothing(dense):

@@ -6,12 +6,10 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
 
-from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
@@ -29,50 +27,25 @@ __all__ = [
     "AttentionBackend",
     "AttentionImpl",
     "DenseLimits",
+    "Facts",
     "OptionalMethod",
-    "ProjectionSlot",
     "provides",
 ]
 
 
-class ProjectionSlot:
-    """Where a layer keeps its trained projection, for all its implementations.
-
-    The projection belongs to a checkpoint, so it is not a parameter of the layer: whoever has read
-    it hands it over, before or after the first call, and may move it between devices later.
+class Facts(NamedTuple):
+    """What an implementation knows of its calls so far.
 
     Attributes:
-        linear: [D, D], the same for all heads; None for zero.
+        densities: for sparse methods, the share of pairs attended to, by denoising step.
+        skipped: the share of a kernel's steps that were left out; None where none can be.
+        rerouted: calls that the chosen kernel could not take, by the kernel that took them and the
+            reason.
     """
 
-    __slots__ = ("linear",)
-
-    def __init__(self) -> None:
-        self.linear: nn.Linear | None = None
-
-    def fill(self, linear: nn.Linear | None, head_size: int) -> None:
-        """Set the projection; None for zero.
-
-        Raises:
-            UsageError: it does not map the channels of a head to themselves.
-        """
-        weight = getattr(linear, "weight", None)
-        shape = list(weight.shape) if isinstance(weight, torch.Tensor) else None
-        if linear is not None and shape != [head_size, head_size]:
-            got = f"a weight of {shape}" if shape else f"a {type(linear).__name__}"
-            raise UsageError(
-                f"`linear` must map {head_size} channels to {head_size}, those of a head, got {got}"
-            )
-        self.linear = linear
-
-    @property
-    def wants_gradient(self) -> bool:
-        """Whether autograd records what goes through the projection."""
-        if self.linear is None or not torch.is_grad_enabled():
-            return False
-        return any(
-            x is not None and x.requires_grad for x in (self.linear.weight, self.linear.bias)
-        )
+    densities: Mapping[int, float] = MappingProxyType({})
+    skipped: float | None = None
+    rerouted: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
 class AttentionImpl(ABC):
@@ -91,14 +64,15 @@ class AttentionImpl(ABC):
         config: the backend's configuration; its defaults when None.
         variant: name of the chosen `Variant`.
         site: where the layer sits, or None outside any layer.
-        projection: the layer's trained projection, for methods that have one.
         warnings: what its user was warned of; those of the process by default.
 
     Attributes:
-        takes_projection: whether the method has a branch that `projection` weighs.
+        takes_projection: whether the method has a branch that a trained projection weighs; then
+            `forward` takes `projection`, the layer's, or None where it has none.
         per_head: whether settings differ by head. `forward` and `forward_gated` then take
             `first_head`, the index of the call's first head among the layer's heads, and `forward`
             takes `continued`, whether earlier heads of the same call came before.
+        masks_lse: whether `forward_lse` takes `keep`, without waiting for the device.
         trains_in_ring: whether `forward_ring` and `add_coarse_ring` record gradients.
         lacks: optional methods that it has for others of its class alone.
         cache_reason: why a sparse method sees no blocks of a cache.
@@ -106,6 +80,7 @@ class AttentionImpl(ABC):
 
     takes_projection: ClassVar[bool] = False
     per_head: ClassVar[bool] = False
+    masks_lse: ClassVar[bool] = False
     trains_in_ring: ClassVar[bool] = False
     lacks: frozenset[str] = frozenset()
     cache_reason: ClassVar[str] = "it chooses among the keys of one call"
@@ -121,7 +96,6 @@ class AttentionImpl(ABC):
         config: BackendConfig | None = None,
         variant: str = "",
         site: LayerSite | None = None,
-        projection: ProjectionSlot | None = None,
         warnings: WarnOnce = PROCESS,
     ) -> None:
         self.num_heads = num_heads
@@ -132,7 +106,6 @@ class AttentionImpl(ABC):
         self.config = config
         self.variant = variant
         self.site = site
-        self.projection = ProjectionSlot() if projection is None else projection
         self.warnings = warnings
 
     @abstractmethod
@@ -161,27 +134,24 @@ class AttentionImpl(ABC):
         """
 
     def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [B, Sq, H, Dv] and the natural-log-sum-exp [B, H, Sq] in fp32.
-
-        Called only when the variant declares `lse`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} declares no lse")
-
-    def forward_lse_masked(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        keep: torch.Tensor,
+        keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as `forward_lse` for the keys that `keep`, bool [B, Sk], leaves; not causal.
+        """Return the output [B, Sq, H, Dv] and the natural-log-sum-exp [B, H, Sq] in fp32.
 
-        What the others hold, even NaN, has no influence. Where a class has it, padding is left out
-        without waiting for the device.
+        Called only when the variant declares `lse`.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, Dv].
+            keep: bool [B, Sk], keys that count; what others hold, even NaN, has no influence. Given
+                only where `masks_lse`, and then nothing is causal.
         """
-        raise NotImplementedError(f"{type(self).__name__} leaves out no keys")
+        raise NotImplementedError(f"{type(self).__name__} declares no lse")
 
     def forward_varlen(
         self,
@@ -329,10 +299,6 @@ class AttentionImpl(ABC):
     def check_run(self, context: ForwardContext) -> None:  # noqa: B027 - most demand nothing
         """Raise an error of this package for a run that the configuration does not fit."""
 
-    def share_skipped(self) -> float | None:
-        """Return the share of a kernel's steps that were left out, or None where none can be."""
-        return None
-
     def end_request(self, request_id: str) -> None:  # noqa: B027 - optional
         """Drop what is kept for a request that is over; others may still run.
 
@@ -364,17 +330,13 @@ class AttentionImpl(ABC):
         del query, key, context, first_head
         return None
 
-    def densities(self) -> Mapping[int, float]:
-        """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
-        return {}
-
-    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
-        """Return the calls that the chosen kernel could not take: (kernel, reason) -> calls."""
-        return {}
+    def facts(self) -> Facts:
+        """Return what its calls were like so far, for the report; may wait for the device."""
+        return Facts()
 
 
 OptionalMethod: TypeAlias = Literal[
-    "add_coarse", "dense_reason", "end_request", "forward_lse_masked", "forward_ring", "observe"
+    "add_coarse", "dense_reason", "end_request", "forward_ring", "observe"
 ]
 """The methods of `AttentionImpl` that layers ask for once, when they bind an implementation."""
 

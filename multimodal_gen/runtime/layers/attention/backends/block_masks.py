@@ -23,7 +23,10 @@ from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Block
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["Plans", "forget_plans", "is_block_mask", "plans_of"]
+__all__ = ["AnyBlockMask", "Plans", "apart", "forget_plans", "is_block_mask", "plans_of"]
+
+AnyBlockMask: TypeAlias = "BlockPlan | BlockMask"
+"""What a layer takes as a mask of blocks."""
 
 Plans: TypeAlias = tuple[BlockPlan, ...]
 
@@ -39,6 +42,15 @@ def is_block_mask(mask: object) -> bool:
     from torch.nn.attention.flex_attention import BlockMask
 
     return isinstance(mask, BlockMask)
+
+
+def apart(
+    attn_mask: "torch.Tensor | AnyBlockMask | None",
+) -> "tuple[torch.Tensor | None, AnyBlockMask | None]":
+    """Return what a layer is given as its mask: a tensor, and a mask of blocks."""
+    if isinstance(attn_mask, BlockPlan) or is_block_mask(attn_mask):
+        return None, attn_mask  # type: ignore[return-value]  # told apart by name
+    return attn_mask, None  # type: ignore[return-value]
 
 
 def plans_of(mask: "BlockMask", num_queries: int, num_keys: int) -> Plans:

@@ -151,14 +151,19 @@ class AlignedImpl(AttentionImpl):
         return self._attend_aligned(query, key, value, lse=False)[0]
 
     def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse`."""
+        refuse_mask(keep, self.label)
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)  # torch's CPU operator divides by zero
         out, lse = self._attend_aligned(query, key, value, lse=True)
         if lse is None:
-            return super().forward_lse(query, key, value)
+            return super().forward_lse(query, key, value, keep)
         return out, lse
 
     def _attend_aligned(

@@ -39,6 +39,7 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import (
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
+from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -323,12 +324,20 @@ class DensePlanImpl(AttentionImpl):
         return self.attend(query, key, value, plan)[0]
 
     def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse`."""
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)
-        plan = self.plan(query, key, causal=self.causal)
+        plan = self.plan(query, key, causal=self.causal and keep is None)
+        if keep is not None:
+            # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
+            key, value = (zero_masked_rows(x, keep) for x in (key, value))
+            key, value, plan = drop_masked(key, value, plan, keep[:, None, None, :], self.label)
         out, lse = self.attend(query, key, value, plan, return_lse=True)
         assert lse is not None, "it was asked for"
         return out, lse

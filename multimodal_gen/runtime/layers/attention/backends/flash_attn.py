@@ -111,9 +111,14 @@ class FlashAttentionImpl(AttentionImpl):
         return _first(out)
 
     def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse`."""
+        refuse_mask(keep, "fa")
         self._check_grad(query, key, value)
         out, lse = self._dense(
             query,

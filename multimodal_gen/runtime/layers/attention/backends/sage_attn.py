@@ -222,10 +222,14 @@ class SageAttentionImpl(AttentionImpl):
         return self._impl.forward(query, key, value, context, attn_mask=attn_mask)
 
     def forward_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionImpl.forward_lse`."""
-        return self._impl.forward_lse(query, key, value)
+        return self._impl.forward_lse(query, key, value, keep)
 
 
 class SpasImpl(AlignedImpl):

@@ -19,10 +19,8 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROL
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     DensePlanImpl,
     dense_plan,
-    drop_masked,
     engine_variants,
 )
-from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -42,6 +40,7 @@ class TritonAttentionImpl(DensePlanImpl):
     """Dense attention on the block-sparse engine."""
 
     label = "triton_attn"
+    masks_lse: ClassVar[bool] = True
 
     def plan(self, query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> BlockPlan:
         """See `DensePlanImpl.plan`."""
@@ -74,22 +73,6 @@ class TritonAttentionImpl(DensePlanImpl):
             return_lse=return_lse,
         )
         return (found, None) if isinstance(found, torch.Tensor) else found
-
-    def forward_lse_masked(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keep: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse_masked`."""
-        plan = self.plan(query, key, causal=False)
-        # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
-        key, value = (zero_masked_rows(x, keep) for x in (key, value))
-        kept = drop_masked(key, value, plan, keep[:, None, None, :], self.label)
-        out, lse = self.attend(query, *kept, return_lse=True)
-        assert lse is not None, "it was asked for"
-        return out, lse
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from multimodal_gen.errors import MultimodalGenError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.distributed import groups as ranks
@@ -33,13 +34,17 @@ from multimodal_gen.runtime.distributed.handshake import Progress, handshake
 from multimodal_gen.runtime.distributed.ring import RingCall, RingInputs
 from multimodal_gen.runtime.distributed.timing import Times, attending, exchanging, recording
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.binding import Binding
+from multimodal_gen.runtime.layers.attention.call import (
+    AttentionCall,
+    LayerGeometry,
+    device_type,
+)
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.config import settings_text
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.schedule import BoundBackend, ScheduleEntry
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import ring_forward
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 
@@ -245,7 +250,11 @@ class SplitCall:
         return torch.cat((front, tokens, back), dim=-1)
 
     def ring_inputs(
-        self, heads: HeadsOfRank, mask: torch.Tensor | None, geometry: LayerGeometry
+        self,
+        heads: HeadsOfRank,
+        mask: torch.Tensor | None,
+        geometry: LayerGeometry,
+        projection: nn.Linear | None,
     ) -> RingInputs:
         """Return what this rank brings to a ring.
 
@@ -253,6 +262,7 @@ class SplitCall:
             heads: this rank's heads of its Ulysses group's tokens.
             mask: bool [B, Sk] or [B, 1, 1, Sk] of all keys, or None.
             geometry: what the layer computes.
+            projection: what it was trained with beside its inputs, or None.
 
         Raises:
             UsageError: a causal call has other keys than queries.
@@ -297,6 +307,7 @@ class SplitCall:
             shared_value=shared[1],
             gate=None if heads.gate is None else heads.gate.to(query.dtype),
             first_head=self.heads[0],
+            projection=projection,
         )
 
     def _own_heads(self, qkv: _QKV) -> _QKV:
@@ -374,20 +385,22 @@ class SequenceParallelLayer(AttentionLayer):
         refusal = _refusal(call, groups.ring.size)
         if refusal is not None:
             raise self._refused(call, refusal)
-        if call.autocasts():
-            with torch.autocast(call.query.device.type, enabled=False):
+        kind = device_type(call.query.device)
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
             if entry.ulysses_refusal is not None and groups.ulysses.size > 1:
                 raise UnsupportedBackendError(entry.ulysses_refusal)
-            if call.off_grid and entry.primary.selection.backend.is_sparse:
-                entry = entry.off_grid(call.off_grid)
+            bound = entry.primary
+            if call.no_grid and bound.is_sparse:
+                bound = bound.without_grid(call.no_grid)
         except MultimodalGenError as error:
             raise self._refused(call, error) from None
         rows = Rows.of(call.query, call.key, call.replicated)
-        training = call.wants_gradient()
-        lengths, key_lengths = self._handshake(groups, call, rows, entry, training)
+        training = torch.is_grad_enabled() and call.wants_gradient()
+        lengths, key_lengths = self._handshake(groups, call, rows, bound, training)
         split = SplitCall(
             groups=groups,
             shares=partition_heads(call.query.shape[2], call.key.shape[2], groups.ulysses.size),
@@ -398,10 +411,12 @@ class SequenceParallelLayer(AttentionLayer):
         with recording(self.times):
             if groups.ring.size > 1:
                 return self._attend_in_ring(split, call, training)
-            if not (training or call.is_listed()) and call.mask is None and call.gate is None:
-                count = _num_head_groups(split, entry)
+            observed = bool(entry.observers) and not call.no_grid
+            plain = call.mask is None and call.gate is None and not observed
+            if plain and not (training or call.is_extended()):
+                count = _num_head_groups(split, bound)
                 if count > 1:
-                    return _attend_in_head_groups(entry.primary, split, call, count)
+                    return _attend_in_head_groups(bound, split, call, count)
             return self._attend_to_heads(split, call)
 
     def _attend_to_heads(self, split: SplitCall, call: AttentionCall) -> torch.Tensor:
@@ -412,10 +427,11 @@ class SequenceParallelLayer(AttentionLayer):
             v,
             _whole_mask(split, call),
             gate,
-            off_grid=call.off_grid,
+            no_grid=call.no_grid,
             first_head=split.heads[0],
+            projection=call.projection,
             cache=call.cache,
-            lists=call.lists,
+            block_mask=call.block_mask,
             sink_logits=call.sink_logits,
         )
         with attending(q.device):
@@ -435,7 +451,7 @@ class SequenceParallelLayer(AttentionLayer):
                 # K and V's gradients sum over all queries: zero times NaN would reach every row.
                 query = zero_masked_rows(query, keep)
         heads = split.take_heads(query, call.key, call.value, call.gate)
-        inputs = split.ring_inputs(heads, mask, self.geometry)
+        inputs = split.ring_inputs(heads, mask, self.geometry, call.projection)
         out = split.give_heads(ring_forward(self, inputs, mask, split.groups.sequence.size))
         return out if keep is None else zero_masked_rows(out, keep)
 
@@ -444,13 +460,13 @@ class SequenceParallelLayer(AttentionLayer):
         groups: ParallelGroups,
         call: AttentionCall,
         rows: Rows,
-        entry: ScheduleEntry,
+        bound: Binding,
         training: bool,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and keys each rank brings, once all make the same call."""
         query, key, value, mask, gate = call[:5]
         seq_lens = call.seq_lens
-        chosen, context = entry.primary.selection, current_forward_context()
+        chosen, context = bound.selection, current_forward_context()
         facts = {
             "attention backend": chosen.backend,
             "backend parameters": settings_text(chosen.asked.config),
@@ -465,7 +481,7 @@ class SequenceParallelLayer(AttentionLayer):
             "gradients": training,
             "guidance branch": None if context is None else context.cfg_branch,
             "cache": () if call.cache is None else _past_of(call.cache),
-            "mask of blocks": type(call.lists).__name__,
+            "mask of blocks": type(call.block_mask).__name__,
             "sink_logits": call.sink_logits is not None,
         }
         counts = handshake(
@@ -513,7 +529,7 @@ def _refusal(call: AttentionCall, ring: int) -> UsageError | None:
                 f"attn_mask must be bool or integer in a ring, got {mask.dtype}; use --ring-degree "
                 f"1 for masks that are added to the scores"
             )
-    if ring > 1 and call.is_listed():
+    if ring > 1 and call.is_extended():
         return UsageError(
             f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, "
             f"got a ring of {ring}; use --ring-degree 1 and more Ulysses ranks"
@@ -543,29 +559,24 @@ def _gate_refusal(query: torch.Tensor, gate: torch.Tensor) -> UsageError | None:
     )
 
 
-def _num_head_groups(split: SplitCall, entry: ScheduleEntry) -> int:
+def _num_head_groups(split: SplitCall, bound: Binding) -> int:
     """Return in how many groups of heads a call without mask, gate or gradient is computed.
 
     Exchanges of one group then run behind the attention of another. What an implementation keeps
     from call to call is about all heads of the rank; key heads that several query heads read would
     travel more than once.
     """
-    bound, asked = entry.primary, split.groups.head_groups
+    asked = split.groups.head_groups
     if asked is None:
         asked = bound.head_groups
     shares = split.shares
-    if (
-        asked == 1
-        or bound.keeps_state
-        or entry.observers
-        or shares.num_heads != shares.num_kv_heads
-    ):
+    if asked == 1 or bound.keeps_state or shares.num_heads != shares.num_kv_heads:
         return 1
     return min(asked, *(stop - start for start, stop in shares.queries))
 
 
 def _attend_in_head_groups(
-    bound: BoundBackend, split: SplitCall, call: AttentionCall, count: int
+    bound: Binding, split: SplitCall, call: AttentionCall, count: int
 ) -> torch.Tensor:
     """Return attention of this rank's tokens, group of heads by group of heads.
 
@@ -595,15 +606,14 @@ def _attend_in_head_groups(
             ]
             for sent in (group.messages(tokens) for group in groups)
         ]
-    bound.calls += 1
     leaving = []
     for group, works in zip(groups, coming, strict=True):
         with exchanging(call.query.device):
             heads = [x for work in works for x in work.wait()]
         q, k, v, _ = group.joined(group.arrived(heads, around))
-        first = bound.heads_from(group.heads[0], continued=group is not groups[0])
+        part = call._replace(first_head=group.heads[0], continued=group is not groups[0])
         with attending(q.device):
-            out = bound.forward(q, k, v, context, **first)
+            out = bound.forward(q, k, v, context, **bound.fields(part))
         with exchanging(q.device):
             message = [out], [group.shares.queries], group.lengths
             plan = exchange_plan(*message, among, prefix=rows.prefix, suffix=rows.suffix)
@@ -612,4 +622,4 @@ def _attend_in_head_groups(
     with exchanging(out.device):
         for work in leaving:
             work.wait_into(out)
-    return out
+    return bound.count(out)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
-from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.call import (
-    AttentionCall,
+from multimodal_gen.runtime.layers.attention.arguments import (
     all_or_none,
     check_exchange,
     check_flags,
@@ -21,8 +19,10 @@ from multimodal_gen.runtime.layers.attention.call import (
     check_seq_lens,
     check_split,
     join_tokens,
-    lists_or_mask,
 )
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.backends.block_masks import apart
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
@@ -33,7 +33,7 @@ from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.layers.attention.call import Lists
+    from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
 __all__ = ["USPAttention", "UlyssesAttention", "UlyssesAttention_VSA"]
@@ -250,7 +250,7 @@ class USPAttention(SequenceParallelLayer):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        attn_mask: "torch.Tensor | Lists | None" = None,
+        attn_mask: "torch.Tensor | AnyBlockMask | None" = None,
         num_replicated_prefix: int = 0,
         num_replicated_suffix: int = 0,
         num_replicated_kv_prefix: int = 0,
@@ -293,9 +293,9 @@ class USPAttention(SequenceParallelLayer):
         Raises:
             UsageError: arguments exclude each other, or sizes do not fit.
         """
-        mask, lists = attn_mask, None
+        mask, blocks = attn_mask, None
         if mask is not None and not isinstance(mask, torch.Tensor):
-            mask, lists = lists_or_mask(mask)
+            mask, blocks = apart(mask)
         skip = self.skip_sequence_parallel or skip_sequence_parallel_override
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
@@ -328,7 +328,7 @@ class USPAttention(SequenceParallelLayer):
                 exchange=not skip,
                 some_heads=qkv_pre_all_to_all,
                 cache=cache,
-                lists=lists,
+                block_mask=blocks,
                 sink_logits=sink_logits,
             )
         )

@@ -15,15 +15,16 @@ from multimodal_gen.runtime.distributed.ring import (
     part_attention,
     ring_attention,
 )
-from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer, check_gate
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
     provides,
 )
 from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
+from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.kinds.gate import check_gate
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry
 from multimodal_gen.runtime.layers.attention.selector import Selection
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -49,30 +50,31 @@ def ring_forward(
         UnsupportedBackendError: a backend that was asked for cannot be part of a ring.
     """
     _check_schedule(layer, num_ranks)
-    entry = layer.entry_for(inputs.query)
     whole = AttentionCall(inputs.query, inputs.key, inputs.value, gate=inputs.gate)
     training, context = whole.wants_gradient(), current_forward_context()
-    bound, gated = entry.primary, None
+    bound, gated = layer.entry_for(inputs.query).primary, None
     if inputs.gate is not None:
         tokens = slice(inputs.call.prefix, inputs.query.shape[1] - inputs.call.suffix)
         own = whole._replace(query=inputs.query[:, tokens], mask=mask)
-        gated = check_gate(entry, layer.gated_entry(), own).primary.impl
+        gated = check_gate(bound, layer.gated(), own).impl
     if bound.has_ring:
         if training:
             if not bound.impl.trains_in_ring:
-                raise _no_gradients(entry)
-            bound = entry.with_features(Feature.BACKWARD)
-        out = bound.impl.forward_ring(inputs, context)
-        bound.calls += 1
-        return out
+                raise _no_gradients(bound)
+            bound = bound.with_features(Feature.BACKWARD)
+        return bound.count(bound.impl.forward_ring(inputs, context))
     if training and gated is not None and not gated.trains_in_ring:
-        raise _no_gradients(entry)
+        raise _no_gradients(bound)
     if mask is not None and layer.geometry.causal:
         # Leaving out keys would move the diagonal of the kernels.
-        layer.detour(_by_definition(bound.selection))
-    attend = _attend_part(layer, entry, training=training)
+        bound.reroute(_by_definition(bound.selection))
+    causal = layer.geometry.causal
+    needs = (Feature.RING, *((Feature.BACKWARD,) if training else ()))
+    full = bound.with_features(*needs, causal_in_mask=causal)
+    attend = _attend_part(layer, full, bound.with_features(*needs) if causal else full)
     shared = (inputs.shared_key, inputs.shared_value)
     out = ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
+    full.count(out)  # as one call, however many parts there are
     return out if gated is None else gated.add_coarse_ring(out, inputs, context)
 
 
@@ -83,7 +85,7 @@ def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:
         UnsupportedBackendError: it cannot be part of a ring.
     """
     for entry in layer.schedule():
-        reason = _reason_against(entry)
+        reason = _reason_against(entry.primary)
         if reason is not None:
             raise UnsupportedBackendError(
                 f"attention backend {entry.primary.selection.label} must not be part of a ring: "
@@ -92,21 +94,21 @@ def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:
             )
 
 
-def _reason_against(entry: ScheduleEntry) -> str | None:
+def _reason_against(bound: Binding) -> str | None:
     """Return why what somebody asked for cannot be part of a ring, or None."""
-    selection, impl = entry.primary.selection, entry.primary.impl
+    selection, impl = bound.selection, bound.impl
     if not (selection.source.explicit and selection.asked.backend is selection.backend):
         return None
-    if Feature.RING in entry.primary.features:
+    if Feature.RING in bound.features:
         return impl.ring_reason()
     if selection.backend.is_sparse and not provides(impl, "forward_ring"):
         return "what it attends to depends on all tokens of a head, which a ring never joins"
     return "it gives no log-sum-exp to merge by"
 
 
-def _no_gradients(entry: ScheduleEntry) -> UnsupportedBackendError:
+def _no_gradients(bound: Binding) -> UnsupportedBackendError:
     return UnsupportedBackendError(
-        f"attention backend {entry.primary.selection.label} must not get inputs that require grad "
+        f"attention backend {bound.selection.label} must not get inputs that require grad "
         f"in a ring: it has no backward there; call it under torch.no_grad(), or use "
         f"--ring-degree 1"
     )
@@ -125,24 +127,18 @@ def _by_definition(selection: Selection) -> Selection:
     )
 
 
-def _attend_part(layer: AttentionLayer, entry: ScheduleEntry, *, training: bool) -> AttendPart:
-    """Return what computes a part; it counts as one call however many parts there are."""
-    causal = layer.geometry.causal
-    needs = (Feature.RING, *((Feature.BACKWARD,) if training else ()))
-    bound = entry.with_features(*needs, causal_in_mask=causal)
-    bound.calls += 1
-    full = bound.impl
-    diagonal = entry.with_features(*needs).impl if causal else full
+def _attend_part(layer: AttentionLayer, full: Binding, diagonal: Binding) -> AttendPart:
+    """Return what computes a part: one that is seen in full, or one on the diagonal."""
 
     def attend(query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
         if part.keep is None:
-            impl = diagonal if part.causal else full
+            impl = (diagonal if part.causal else full).impl
             return impl.forward_lse(query, part.key, part.value)
         if part.causal:
             return part_attention(query, part, layer.geometry.softmax_scale)
-        if bound.masks_lse:
-            return full.forward_lse_masked(query, part.key, part.value, part.keep)
-        return _attend_to_kept(full, query, part.key, part.value, part.keep)
+        if full.impl.masks_lse:
+            return full.impl.forward_lse(query, part.key, part.value, part.keep)
+        return _attend_to_kept(full.impl, query, part.key, part.value, part.keep)
 
     return attend
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -29,6 +30,7 @@ from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+    Facts,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
 from multimodal_gen.runtime.layers.attention.config import (
@@ -157,6 +159,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         attn_mask: torch.Tensor | None = None,
         first_head: int = 0,
         continued: bool = False,
+        projection: nn.Linear | None = None,
     ) -> torch.Tensor:
         """See `AttentionImpl.forward` and `per_head`; the mask is [B, 1, 1, Sk], and bool.
 
@@ -171,6 +174,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         if not continued:
             self.kernel.begin_call()
         call = self.call(query, key, value, context, keep=keep, first_head=first_head)
+        call = call if projection is None else replace(call, projection=projection)
         assert context is not None, "a layout needs a context"
         return self.attend(call, context)
 
@@ -232,8 +236,11 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
             self._skip = Skip(below=below, counts=counts)
         return self._skip
 
-    def share_skipped(self) -> float | None:
-        """See `AttentionImpl.share_skipped`; waits for the device."""
+    def facts(self) -> Facts:
+        """See `AttentionImpl.facts`."""
+        return Facts(self.densities(), self._share_skipped(), self.kernel.detours())
+
+    def _share_skipped(self) -> float | None:
         if self._skip is None or self._skip.counts is None:
             return None
         skipped, steps = self._skip.counts.tolist()
@@ -507,10 +514,6 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         limit = self.dense_limit(block)
         if limit is not None and first_head == 0:
             self._kept_too_much.learn(share > limit, limit, context)
-
-    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
-        """See `AttentionImpl.kernel_detours`."""
-        return self.kernel.detours()
 
     def densities(self) -> Mapping[int, float]:
         """Return the density of every step so far; waits for the device where data decided it."""

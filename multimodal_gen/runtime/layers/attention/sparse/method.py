@@ -4,10 +4,10 @@ Shapes: B batch, S tokens, H heads, D head size.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.skip import Skip
@@ -18,6 +18,7 @@ from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
+    Facts,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
 from multimodal_gen.runtime.layers.attention.config import (
@@ -228,13 +229,6 @@ class SparseMethodImpl(AttentionImpl):
             self._skip = Skip(below=below, counts=counts)
         return self._skip
 
-    def share_skipped(self) -> float | None:
-        """See `AttentionImpl.share_skipped`; waits for the device."""
-        if self._skip is None or self._skip.counts is None:
-            return None
-        skipped, steps = self._skip.counts.tolist()
-        return float(skipped) / steps if steps else None
-
     def dense_reason(
         self,
         query: torch.Tensor,
@@ -279,13 +273,20 @@ class SparseMethodImpl(AttentionImpl):
             share = router.density(settings, num, layout.num_video)
         return None if share is None else (layout.density(share), math.prod(tile))
 
-    def densities(self) -> Mapping[int, float]:
-        """See `AttentionImpl.densities`."""
-        return self.layer.densities.by_step()
+    @override
+    def facts(self) -> Facts:
+        return Facts(
+            densities=self.layer.densities.by_step(),
+            skipped=self._share_skipped(),
+            rerouted=self.kernel.detours(),
+        )
 
-    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
-        """See `AttentionImpl.kernel_detours`."""
-        return self.kernel.detours()
+    def _share_skipped(self) -> float | None:
+        """Return the share of a kernel's steps that `skip_below` left out; waits for the device."""
+        if self._skip is None or self._skip.counts is None:
+            return None
+        skipped, steps = self._skip.counts.tolist()
+        return float(skipped) / steps if steps else None
 
     def observe(
         self,
@@ -326,6 +327,10 @@ class SparseMethodImpl(AttentionImpl):
         """See `AttentionImpl.add_coarse`."""
         call = self._call(query, key, value, context, gate=gate)
         return add_branch(self.router, self.config, out, call)
+
+    def ulysses_reason(self) -> str | None:
+        """See `AttentionImpl.ulysses_reason`."""
+        return self.router.limits(self.config).ulysses
 
     def ring_reason(self) -> str | None:
         """See `AttentionImpl.ring_reason`."""

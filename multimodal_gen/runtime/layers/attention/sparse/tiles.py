@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -133,6 +134,7 @@ class SparseCall:
         keep: bool [B, Sk], keys that may be attended to; None for all.
         gate: weight of a coarse branch, as `query`; None where there is none.
         first_head: index of the first of `query`'s heads among those of the layer.
+        projection: the layer's trained projection, for methods that have one; None for zero.
         tail: whether blocks of video that a query does not keep count by their means.
         first_order: whether values then follow keys inside of blocks.
         pooled: the means of the tiles' keys and values, where they are known already.
@@ -148,6 +150,7 @@ class SparseCall:
     keep: torch.Tensor | None = None
     gate: torch.Tensor | None = None
     first_head: int = 0
+    projection: nn.Linear | None = None
     tail: bool = False
     first_order: bool = False
     pooled: PooledBlocks | None = None

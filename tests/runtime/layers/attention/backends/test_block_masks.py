@@ -12,9 +12,10 @@ from torch.nn.attention.flex_attention import (
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention, listed_calls
+from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends import block_masks
 from multimodal_gen.runtime.layers.attention.backends.block_masks import forget_plans, plans_of
+from multimodal_gen.runtime.layers.attention.kinds import blocks
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     SelectionScope,
@@ -74,14 +75,14 @@ def test_a_block_mask_keeps_what_its_function_says(name, qkv):
 
 def test_every_kernel_that_serves_a_mask_is_reported(qkv, monkeypatch):
     kernels, ran = iter(("gluon", "triton")), []
-    engine = listed_calls.block_sparse_attention
+    engine = blocks.block_sparse_attention
 
     def runs(*args, kernel, **options):
         ran.append(kernel)
         return engine(*args, kernel="reference", **options)
 
-    monkeypatch.setattr(listed_calls, "kernel_for", lambda *_: next(kernels))
-    monkeypatch.setattr(listed_calls, "block_sparse_attention", runs)
+    monkeypatch.setattr(blocks, "kernel_for", lambda *_: next(kernels))
+    monkeypatch.setattr(blocks, "block_sparse_attention", runs)
     layer = LocalAttention(HEADS, SIZE, 2)
     layer(*qkv, block_mask("tokens"))
     assert ran == ["gluon", "triton"]
@@ -178,7 +179,7 @@ def test_a_plan_is_cut_to_the_heads_of_a_call(qkv):
     (plan,) = plans_of(block_mask("heads"), TOKENS, TOKENS)
     assert isinstance(plan, BlockPlan)
     dense = create_mask(MASKS["heads"][0], BATCH, HEADS, TOKENS, TOKENS, device="cpu")
-    from multimodal_gen.runtime.layers.attention.listed_calls import _of_heads
+    from multimodal_gen.runtime.layers.attention.kinds.blocks import _of_heads
 
     half = _of_heads(plan, slice(2, 4)).check()
     out = LocalAttention(2, SIZE, 1)(

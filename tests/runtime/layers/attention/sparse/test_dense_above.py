@@ -226,12 +226,15 @@ def test_a_gate_weighs_the_coarse_branch_of_dense_calls_too():
     torch.testing.assert_close(dense, gated(sparsity=0.0), atol=1e-5, rtol=1e-5)
 
 
-def test_a_trained_linear_branch_keeps_its_layer_sparse():
+@pytest.mark.parametrize("late", [False, True])
+def test_a_trained_linear_branch_keeps_its_layer_sparse(late):
     layer, qkv = make_layer("sla_attn", KNOWN["sla_attn"], dense_above=0.3), inputs()
     torch.manual_seed(1)
+    if late:
+        assert is_dense(attend(layer, qkv), qkv)
     layer.set_projection(nn.Linear(HEAD_SIZE, HEAD_SIZE).requires_grad_(False))
     attend(layer, qkv)
-    assert layer.report().detours == ()
+    assert sum(detour.calls for detour in layer.report().detours) == late
     assert layer.report().entries[0].calls == 1
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -189,7 +190,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
         layout, config, keep = call.layout, self.settings(context), call.keep
         ratio = ratio_now(config.topk_ratio)
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, call.query.device)
-        kept = self._kept(blocks, layout, ratio)
+        kept = self._kept(blocks, layout, ratio, call.projection)
         # Blocks that are cut short, of which there are few in long sequences, or by a mask.
         is_cut = keep is not None or blocks.num_video <= _FEW_BLOCKS
         by_pairs = is_cut and kept < blocks.num_video and call.kernel.name != UPSTREAM
@@ -205,7 +206,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
             k, v = gather_tokens((k, v), index)
             if q.shape[1] == keep.shape[1]:  # padding may hold anything, NaN too
                 scored = torch.where(keep[..., None, None], q, 0.0)
-        linear = self.projection.linear
+        linear = call.projection
         branch = LinearBranch.of(
             k,
             v,
@@ -229,9 +230,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
     def known_density(
         self, layout: SequenceLayout, context: ForwardContext, heads: slice
     ) -> tuple[float, int] | None:
-        """See `SparseImpl.known_density`; a trained linear branch belongs to the result."""
-        if self.projection.linear is not None:
-            return None
+        """See `SparseImpl.known_density`."""
         num_blocks = -(-layout.num_video // self.config.BLKK)
         kept = kept_blocks(ratio_now(self.settings(context).topk_ratio), num_blocks)
         return layout.density(kept / num_blocks), self.config.BLKQ
@@ -284,7 +283,8 @@ class SLAImpl(SparseImpl[_ParametersT]):
         layout, config = self.ring_layout(inputs, context), self.config
         assert context is not None, "a layout needs a context"
         blocks = raster_blocks(layout, config.BLKQ, config.BLKK, inputs.query.device)
-        kept = self._kept(blocks, layout, ratio_now(self.settings(context).topk_ratio))
+        ratio = ratio_now(self.settings(context).topk_ratio)
+        kept = self._kept(blocks, layout, ratio, inputs.projection)
         self._record_blocks(context, layout, kept / blocks.num_video, inputs.query.shape[2])
         given = inputs.query.dtype
         inputs = inputs.to(self._exact_dtype(given))
@@ -303,7 +303,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
             attend=partial(self.sparse_branch, return_lse=True),
             tail=tail,
         )
-        rows, linear = held.rows(inputs, layout), self.projection.linear
+        rows, linear = held.rows(inputs, layout), inputs.projection
         if linear is not None:
             state = ring_state(inputs, held.keys, config.feature_map)
             if rows.start < rows.stop:
@@ -322,7 +322,7 @@ class SLAImpl(SparseImpl[_ParametersT]):
         config = self.config
         module = upstream_module(
             self.head_size,
-            self.projection.linear,
+            call.projection,
             topk=ratio,
             feature_map=config.feature_map,
             BLKQ=config.BLKQ,
@@ -344,18 +344,20 @@ class SLAImpl(SparseImpl[_ParametersT]):
         """Note a share of blocks, as if every block were of mean size."""
         self.record(context, layout.density(share), num_heads)
 
-    def _kept(self, blocks: RasterBlocks, layout: SequenceLayout, ratio: float) -> int:
+    def _kept(
+        self, blocks: RasterBlocks, layout: SequenceLayout, ratio: float, linear: nn.Linear | None
+    ) -> int:
         """Return how many blocks a query block keeps; warns of what that means."""
         kept = kept_blocks(ratio, blocks.num_video)
         self.warn_of_density(layout, ratio, kept, blocks.num_video)
         component = None if self.site is None else self.site.component
-        if self.projection.linear is not None and self.pools_tail:
+        if linear is not None and self.pools_tail:
             raise UsageError(
                 f"`tail` of {self.label} must be none where a checkpoint has a trained proj_l, as "
                 f"{component or 'this layer'} has: its linear branch stands for the blocks that "
                 f"are not kept; remove it, got pooled"
             )
-        if self.projection.linear is None and kept < blocks.num_video and not self.pools_tail:
+        if linear is None and kept < blocks.num_video and not self.pools_tail:
             can_pool = hasattr(self.config, "tail")
             notice_no_projection(
                 self.warnings, self.label, component, ratio, kept, can_pool=can_pool

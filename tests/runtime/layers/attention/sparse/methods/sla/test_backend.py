@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import warn_once
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import (
@@ -508,18 +507,9 @@ def upstream(monkeypatch):
     module.SparseLinearAttention = Upstream
     monkeypatch.setitem(sys.modules, "sparse_linear_attention", module)
 
-    def make(linear=None, **parameters):
+    def make(**parameters):
         settings = METHOD.config(kernel="sparse_linear_attention", **parameters)
-        slot = ProjectionSlot()
-        slot.fill(linear, HEAD_SIZE)
-        return SLAImpl(
-            HEADS,
-            HEAD_SIZE,
-            SCALE,
-            config=settings,
-            variant="sparse_linear_attention",
-            projection=slot,
-        )
+        return SLAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, variant="sparse_linear_attention")
 
     return make
 
@@ -527,11 +517,11 @@ def upstream(monkeypatch):
 def test_upstream_gets_the_parameters_and_the_projection(upstream):
     linear = projection()
     qkv = inputs(WHOLE)
-    impl = upstream(linear, topk_ratio=0.25, feature_map="elu", use_bf16=False)
+    impl = upstream(topk_ratio=0.25, feature_map="elu", use_bf16=False)
     with set_forward_context(0, latent_grid=WHOLE) as _, torch.no_grad():
         from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
-        out = impl.forward(*qkv, current_forward_context())
+        out = impl.forward(*qkv, current_forward_context(), projection=linear)
     options = {"topk": 0.25, "feature_map": "elu", "BLKQ": 128, "BLKK": 64, "use_bf16": False}
     assert Upstream.last.asked == (HEAD_SIZE, options)
     assert Upstream.last.calls == [(2, HEADS, 512, HEAD_SIZE)]

@@ -12,6 +12,7 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageErr
 from multimodal_gen.kernels.kmeans.api import initial_centroids
 from multimodal_gen.runtime.layers.attention import LocalAttention, warn_once
 from multimodal_gen.runtime.layers.attention.backends import registry
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -500,6 +501,15 @@ def test_dense_steps_may_warm_the_centroids_up(early, masked):
         warm = Definition(steps[1], iterations=2, warm=Definition(steps[0]))
         naive = Definition(steps[2], iterations=2, warm=warm)
     check(steps[2], out, naive)
+
+
+def test_dense_steps_whose_tokens_are_not_those_of_the_grid_warm_nothing_up():
+    attention = layer(dense_steps="0-1", svg2_zero_step_kmeans_init=True)
+    query, key, value = inputs()
+    call = AttentionCall(query[:, :5], key[:, :5], value[:, :5], no_grid="they are five")
+    with set_forward_context(0, latent_grid=GRID, num_steps=9, request_id="a"), torch.no_grad():
+        assert attention.attend(call).shape == call.query.shape
+    assert len(impl_of(attention)._centroids) == 0
 
 
 def test_the_report_has_the_share_of_pairs():

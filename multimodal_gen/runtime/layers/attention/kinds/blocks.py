@@ -1,0 +1,224 @@
+"""Calls with a mask of blocks, or with sink logits.
+
+A mask of blocks runs on the block-sparse engine, and the report says so; FlexAttention takes its
+own. Sink logits, which only make a head's weights smaller, are applied by the log-sum-exp:
+
+    out' = out * Z / (Z + exp(sink)) = out * sigmoid(lse - sink),   Z = exp(lse)
+
+Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import loadable
+from multimodal_gen.kernels.part_merge.api import merge_two
+from multimodal_gen.kernels.part_merge.reference import merge_two_reference
+from multimodal_gen.runtime.layers.attention.backends.block_masks import (
+    AnyBlockMask,
+    Plans,
+    plans_of,
+)
+from multimodal_gen.runtime.layers.attention.backends.flex_attn import FlexAttentionImpl
+from multimodal_gen.runtime.layers.attention.binding import Binding
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["apply_sink", "attend_blocks", "attend_on_backend", "attend_on_engine", "check_blocks"]
+
+_BY_BLOCKS = "the mask is one of blocks"
+
+
+def check_blocks(call: AttentionCall, geometry: LayerGeometry) -> None:
+    """Refuse a mask of blocks or sink logits that a call cannot have, and what excludes a cache."""
+    cache, blocks, logits = call.cache, call.block_mask, call.sink_logits
+    what = " and ".join(
+        name
+        for name, x in (("a cache", cache), ("a mask of blocks", blocks), ("sink_logits", logits))
+        if x is not None
+    )
+    excluded = (
+        ("attn_mask", call.mask is not None),
+        ("a gate", call.gate is not None),
+        ("replicated tokens", any(call.replicated)),
+        ("both a cache and a mask of blocks", cache is not None and blocks is not None),
+        ("gradients", call.wants_gradient() and (cache is not None or logits is not None)),
+        ("causal=True", geometry.causal and (cache is not None or blocks is not None)),
+        ("cross-attention", cache is not None and geometry.site.role is AttentionRole.CROSS),
+    )
+    for name, given in excluded:
+        if given:
+            raise UsageError(f"a call with {what} must come without {name}; leave one of them out")
+    own = (1, call.query.shape[2], geometry.num_heads)
+    if blocks is not None and (found := _num_heads(blocks)) not in own:
+        raise UsageError(
+            f"a mask of blocks must be of one head or of all {geometry.num_heads}, got one of "
+            f"{found} heads"
+        )
+    if logits is None or (
+        isinstance(logits, torch.Tensor)
+        and logits.shape == (geometry.num_heads,)
+        and logits.is_floating_point()
+        and logits.device == call.query.device
+    ):
+        return
+    got = (
+        f"{list(logits.shape)} {logits.dtype} on {logits.device}"
+        if isinstance(logits, torch.Tensor)
+        else f"a {type(logits).__name__}"
+    )
+    raise UsageError(
+        f"sink_logits must be a floating tensor of one logit per head, [{geometry.num_heads}] on "
+        f"{call.query.device}, got {got}"
+    )
+
+
+def _num_heads(mask: AnyBlockMask) -> int:
+    """Return the heads of a mask of blocks, 1 where it is that of any."""
+    if isinstance(mask, BlockPlan):
+        return max((x.shape[1] for x in mask.tensors() if x.dim() > 1), default=1)
+    return mask.kv_indices.shape[1]
+
+
+def attend_blocks(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
+    """Return attention of a call with a mask of blocks or sink logits, [B, Sq, H, Dv].
+
+    Sparse methods choose their keys themselves: a mask of blocks makes their calls dense.
+    """
+    plans: Plans = ()
+    if call.block_mask is not None:
+        plans = () if _flex_with_mask(bound, call) else _plans(call)
+        if bound.is_sparse:
+            bound = bound.without_grid(_BY_BLOCKS)
+    if plans:
+        return apply_sink(call, *attend_on_engine(bound, call, plans, geometry, _BY_BLOCKS))
+    return apply_sink(call, *attend_on_backend(bound, call))
+
+
+def attend_on_backend(
+    bound: Binding, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output on the layer's own backend, and the lse where sink logits want it."""
+    flex = _flex_with_mask(bound, call)
+    if flex is not None:
+        impl, mask = flex
+        lse = call.sink_logits is not None
+        return bound.count(impl.forward_blocks(*call[:3], mask, lse=lse))
+    if call.sink_logits is not None:
+        bound = bound.with_features(Feature.LSE)
+        return bound.count(bound.impl.forward_lse(*call[:3]))
+    if bound.by_shape is not None:
+        bound = bound.by_shape.at(call)
+    return bound.attend(call), None
+
+
+def attend_on_engine(
+    bound: Binding, call: AttentionCall, plans: Plans, geometry: LayerGeometry, why: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output on the block-sparse engine, and the lse where sink logits want it.
+
+    Args:
+        bound: what would serve the call if it took a mask of blocks.
+        call: the call.
+        plans: what is attended to.
+        geometry: what the layer is.
+        why: why there are blocks, for the report.
+    """
+    query, key, value = (x if loadable(x) else x.contiguous() for x in call[:3])
+    parts, kernels = [], [kernel_for(query, key, value, plan) for plan in plans]
+    for plan, kernel in zip(plans, kernels, strict=True):
+        found = block_sparse_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=geometry.softmax_scale,
+            kernel=kernel,
+            return_lse=call.sink_logits is not None or len(plans) > 1,
+        )
+        parts.append((found, None) if isinstance(found, torch.Tensor) else found)
+    out, out_lse = parts[0]
+    for more, more_lse in parts[1:]:
+        assert out_lse is not None
+        assert more_lse is not None
+        merge = merge_two_reference if call.wants_gradient() else merge_two
+        out, out_lse = merge(out, out_lse, more, more_lse, dtype=query.dtype)
+    ran = replace(
+        bound.selection,
+        backend=AttentionBackendEnum.TRITON_ATTN,
+        variant=" and ".join(dict.fromkeys(kernels)),
+        reason=f"{bound.selection.label} takes no lists of blocks, and {why}",
+    )
+    return bound.count((out, out_lse), by=ran)
+
+
+def apply_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """Return an output as its sink logits, if any, leave it."""
+    logits = call.sink_logits
+    if logits is None:
+        return out
+    assert lse is not None, "it was asked for"
+    own = logits[call.first_head : call.first_head + call.query.shape[2]]
+    kept = torch.sigmoid(lse - own[:, None].to(lse.dtype))  # [B, H, Sq]
+    return (out * kept.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
+
+
+def _flex_with_mask(
+    bound: Binding, call: AttentionCall
+) -> "tuple[FlexAttentionImpl, BlockMask] | None":
+    """Return FlexAttention and the block mask of a call, where it is asked for and can take it."""
+    impl, mask = bound.impl, call.block_mask
+    fits = (
+        isinstance(impl, FlexAttentionImpl)
+        and mask is not None
+        and not isinstance(mask, BlockPlan)
+        and mask.kv_indices.shape[1] in (1, call.query.shape[2])
+        and (not call.wants_gradient() or Feature.BACKWARD in bound.features)
+    )
+    return (impl, mask) if fits else None  # type: ignore[return-value]  # narrowed above
+
+
+def _plans(call: AttentionCall) -> Plans:
+    """Return the plans of a call's mask of blocks, for the heads that it has."""
+    mask, (num_queries, heads) = call.block_mask, call.query.shape[1:3]
+    if isinstance(mask, BlockPlan):
+        plans: Plans = (mask,)
+    else:
+        assert mask is not None, "callers know"
+        plans = plans_of(mask, num_queries, call.key.shape[1])
+    first = call.first_head
+    return tuple(_of_heads(plan, slice(first, first + heads)) for plan in plans)
+
+
+def _of_heads(plan: BlockPlan, heads: slice) -> BlockPlan:
+    """Return a plan for some of its heads; itself where it is the same for all of them."""
+    if all(x.dim() == 1 or x.shape[1] in (1, heads.stop - heads.start) for x in plan.tensors()):
+        return plan
+
+    def of(x: torch.Tensor | None) -> torch.Tensor | None:
+        return x if x is None or x.shape[1] == 1 else x[:, heads]
+
+    def cut(blocks: Blocks) -> Blocks:
+        return replace(blocks, starts=of(blocks.starts), lengths=of(blocks.lengths))
+
+    indices, counts = of(plan.indices), of(plan.counts)
+    assert indices is not None
+    assert counts is not None
+    return replace(
+        plan,
+        indices=indices,
+        counts=counts,
+        q=cut(plan.q),
+        kv=cut(plan.kv),
+        row_bits=of(plan.row_bits),
+        order=None,
+    )
