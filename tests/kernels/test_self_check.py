@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,10 +27,11 @@ from multimodal_gen.kernels.engine import (
 )
 from multimodal_gen.kernels.self_check import self_checks
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.binding import Demand, plannable_dtype
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
-from multimodal_gen.runtime.layers.attention.schedule import bind_schedule, plannable_dtype
+from multimodal_gen.runtime.layers.attention.schedule import bind_schedule
 from multimodal_gen.runtime.layers.attention.scope import (
     AUTO,
     BackendPreference,
@@ -39,7 +41,6 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
     after_self_checks,
-    dense_for,
     resolve,
     trainable,
 )
@@ -458,7 +459,7 @@ def test_a_layer_is_bound_to_what_the_check_leaves(
         site=site,
     )
     schedule = ((None, asking_for("video_sparse_attn")),)
-    (entry,) = bind_schedule(schedule, on_an_h100(), geometry, strict=True)
+    (entry,) = bind_schedule(schedule, Demand(request=on_an_h100(), geometry=geometry, strict=True))
     assert entry.primary.impl.variant == variant
     ((ran,), _) = entry.entries()
     assert ran.selection.variant == variant
@@ -471,8 +472,10 @@ def test_a_kernel_that_fails_its_check_is_refused_when_its_layer_is_planned(
 ) -> None:
     let_checks_say("all wrong")
     schedule = ((None, asking_for("video_sparse_attn", VideoSparseConfig(kernel="gluon"))),)
+    request = on_an_h100()
+    geometry = LayerGeometry(num_heads=24, head_size=128, num_kv_heads=24, softmax_scale=1.0)
     with pytest.raises(UnsupportedBackendError, match="failed its self-check"):
-        plannable_dtype(schedule, on_an_h100(), strict=False)
+        plannable_dtype(schedule, Demand(request=request, geometry=geometry, strict=False))
 
 
 @pytest.mark.parametrize("name", [str(name) for name in AttentionBackendEnum])
@@ -489,5 +492,6 @@ def test_to_resolve_runs_no_check(
         with contextlib.suppress(UnsupportedBackendError):
             selection = resolve(request, asked)
             assert "self-check" not in selection.reason
-            dense_for(request, asked, Feature.KEY_MASK, reason="a mask")
+            masked = request.with_needs(Feature.KEY_MASK)
+            resolve(masked, replace(asked, dense_reason="a mask"))
             trainable(selection, request, Feature.BACKWARD)

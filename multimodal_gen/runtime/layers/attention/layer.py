@@ -26,7 +26,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
-    from multimodal_gen.runtime.layers.attention.sequence_parallel.public import (
+    from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
         UlyssesAttention,
         UlyssesAttention_VSA,
         USPAttention,
@@ -50,9 +50,9 @@ def __getattr__(name: str) -> object:
     """Import the layers that exchange tokens when one is asked for: many models have none."""
     if name not in _OF_SEVERAL_RANKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from multimodal_gen.runtime.layers.attention.sequence_parallel import public
+    from multimodal_gen.runtime.layers.attention.sequence_parallel import layer
 
-    return getattr(public, name)
+    return getattr(layer, name)
 
 
 class LocalAttention(AttentionLayer):

@@ -3,8 +3,6 @@
 Shapes: B batch, H heads, N blocks; q/k suffix = query/key side.
 """
 
-from collections.abc import Mapping
-
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
@@ -12,36 +10,9 @@ from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import pairs_of_map
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 
-__all__ = ["Densities", "density_message", "density_of_map", "density_of_plan"]
+__all__ = ["density_message", "density_of_map", "density_of_plan"]
 
 _FAR = 0.1  # from what was asked for
-
-
-class Densities:
-    """The share of pairs that a layer's calls attended to: by step, the mean over calls and heads.
-
-    Shares that the data decide are tensors, which are not waited for before they are asked for.
-    """
-
-    def __init__(self) -> None:
-        # By step: the mean of what was noted, and of how many heads it is.
-        self._by_step: dict[int, tuple[float | torch.Tensor, int]] = {}
-
-    def note(self, step: int, share: float | torch.Tensor, num_heads: int) -> None:
-        """Note the share, in [0, 1] or a tensor [] of it, of so many heads of a call."""
-        if step not in self._by_step:
-            self._by_step[step] = share, num_heads
-            return
-        mean, heads = self._by_step[step]
-        heads += num_heads
-        if isinstance(mean, torch.Tensor) and isinstance(share, torch.Tensor):
-            mean = mean.to(share.device)  # the layer may have moved
-        # In this form the mean of equal numbers is that number.
-        self._by_step[step] = (mean + (share - mean) * (num_heads / heads), heads)
-
-    def by_step(self) -> Mapping[int, float]:
-        """Return the density of every step so far; waits for the device where data decided it."""
-        return {step: float(mean) for step, (mean, _) in self._by_step.items()}
 
 
 def density_of_plan(plan: BlockPlan, layout: SequenceLayout) -> torch.Tensor:

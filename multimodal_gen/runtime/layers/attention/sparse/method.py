@@ -28,7 +28,6 @@ from multimodal_gen.runtime.layers.attention.config import (
     varying,
 )
 from multimodal_gen.runtime.layers.attention.sparse.dense_above import DenseAbove
-from multimodal_gen.runtime.layers.attention.sparse.density import Densities
 from multimodal_gen.runtime.layers.attention.sparse.executors.cache import attend_cache
 from multimodal_gen.runtime.layers.attention.sparse.executors.local import (
     add_branch,
@@ -40,7 +39,7 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.pattern import mean_share
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import whole_tiles_only
-from multimodal_gen.runtime.layers.attention.sparse.router import Router, SparseLayer
+from multimodal_gen.runtime.layers.attention.sparse.router import Densities, Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     fit_tile,
