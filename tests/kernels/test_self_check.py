@@ -473,7 +473,14 @@ def test_a_kernel_that_fails_its_check_is_refused_when_its_layer_is_planned(
     let_checks_say("all wrong")
     schedule = ((None, asking_for("video_sparse_attn", VideoSparseConfig(kernel="gluon"))),)
     request = on_an_h100()
-    geometry = LayerGeometry(num_heads=24, head_size=128, num_kv_heads=24, softmax_scale=1.0)
+    geometry = LayerGeometry(
+        num_heads=24,
+        head_size=128,
+        num_kv_heads=24,
+        softmax_scale=1.0,
+        causal=False,
+        site=LayerSite(),
+    )
     with pytest.raises(UnsupportedBackendError, match="failed its self-check"):
         plannable_dtype(schedule, Demand(request=request, geometry=geometry, strict=False))
 
