@@ -7,7 +7,7 @@ the call.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -24,6 +24,7 @@ from multimodal_gen.kernels.requirements import (
     platform_reason,
 )
 from multimodal_gen.kernels.self_check import SelfCheck, forget_self_checks, self_check
+from multimodal_gen.kernels.tensors import loadable, place_of, records_gradient
 
 __all__ = [
     "AUTO",
@@ -44,7 +45,6 @@ __all__ = [
     "e4m3_reason",
     "fa4_keys",
     "forget_choices",
-    "is_plain",
     "kernel_name",
     "loadable",
     "place_of",
@@ -337,45 +337,6 @@ def forget_choices() -> None:
     _reasons.cache_clear()
     _choose.cache_clear()
     forget_self_checks()
-
-
-@cache
-def place_of(device: torch.device) -> tuple[str, tuple[int, int] | None]:
-    """Return the platform of a tensor's device, and the compute capability of an NVIDIA GPU."""
-    if device.type != "cuda":
-        return device.type, None
-    if torch.version.hip is not None:
-        return "rocm", None
-    return "cuda", torch.cuda.get_device_capability(device)
-
-
-def loadable(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine can read tensors, each [B, S, H, D]: in rows of 16 bytes."""
-    for tensor in tensors:
-        if tensor.data_ptr() % 16:
-            return False
-        # Most are contiguous, and this is asked of every tensor of every call.
-        whole = tensor.is_contiguous() and tensor.shape[3] * tensor.element_size() % 16 == 0
-        if not whole and not _loadable_rows(tensor.shape, tensor.stride(), tensor.dtype):
-            return False
-    return True
-
-
-@lru_cache(maxsize=1024)
-def _loadable_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    outer = [s for s, n in zip(strides[:3], shape, strict=False) if n > 1]
-    return strides[3] == 1 and all(s > 0 and s * dtype.itemsize % 16 == 0 for s in outer)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no more than one: subclasses learn of operators alone."""
-    kind = type(tensor)
-    return kind is torch.Tensor or kind is torch.nn.Parameter
-
-
-def records_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd records what is computed from tensors."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def runs_triton(

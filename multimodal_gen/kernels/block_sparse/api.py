@@ -49,15 +49,12 @@ from multimodal_gen.kernels.engine import (
     Request,
     choose,
     fa4_keys,
-    is_plain,
     kernel_name,
-    loadable,
-    place_of,
-    records_gradient,
     serves,
 )
 from multimodal_gen.kernels.requirements import installed
 from multimodal_gen.kernels.self_check import self_check
+from multimodal_gen.kernels.tensors import is_plain, loadable, place_of, records_gradient
 
 if TYPE_CHECKING:
     from multimodal_gen.kernels.block_sparse.gluon_kernel import Prepared

@@ -26,11 +26,10 @@ from multimodal_gen.kernels.engine import (
     Request,
     choose,
     kernel_name,
-    place_of,
-    records_gradient,
     runs_triton,
     serves,
 )
+from multimodal_gen.kernels.tensors import place_of, records_gradient
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
 
 __all__ = [

@@ -17,16 +17,8 @@ from multimodal_gen.kernels.cluster_attention.plan import (
     cluster_plan,
     cut,
 )
-from multimodal_gen.kernels.engine import (
-    AUTO,
-    BLOCK_SPARSE,
-    KernelChoice,
-    Request,
-    choose,
-    loadable,
-    place_of,
-    records_gradient,
-)
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, KernelChoice, Request, choose
+from multimodal_gen.kernels.tensors import loadable, place_of, records_gradient
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 
 __all__ = ["Groups", "cluster_attention", "query_pieces"]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import place_of, records_gradient, runs_triton
+from multimodal_gen.kernels.engine import runs_triton
+from multimodal_gen.kernels.tensors import place_of, records_gradient
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,
     pool_tiles_reference,
