@@ -126,7 +126,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         f"{blocks}.gluon_backward_kernel": {"attend_backward": kernels.gradients("gradients")},
         f"{blocks}.gluon_fused_kernel": {
             "attend_backward": kernels.gradients("gradients in one kernel"),
-            "serves": lambda plan, head_size: True,
         },
         f"{blocks}.gluon_tail_kernel": {"add_tail": kernels.add_tail},
         f"{KERNELS}.cluster_attention.cluster_attention_kernel": {"attend": kernels.clusters},

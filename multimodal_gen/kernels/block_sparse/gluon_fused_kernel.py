@@ -260,13 +260,6 @@ def _describe_rows(rows: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, 1, STEP], layout)
 
 
-def serves(plan: BlockPlan, channels: int) -> bool:
-    """Whether the kernel can compute the gradients of a plan."""
-    regular = plan.q.is_regular and plan.kv.is_regular
-    whole = plan.q.size % STEP == 0 and plan.kv.size % KEYS == 0
-    return 64 < channels <= 128 and regular and whole and plan.row_bits is None and not plan.causal
-
-
 def attend_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -299,12 +292,12 @@ def launch(
     Args:
         inputs: q, k, v and the gradient of out, [B, S, H, D], with as many heads, stride 1 along D
             and other strides that are multiples of 16 bytes.
-        plan: the pairs; see `serves`.
+        plan: the pairs of whole blocks, without row bits and not causal.
         rows: level and delta of the queries, fp32 [2, B, H, Sq], contiguous.
         outs: dq, dk and dv.
         scale: factor of the scores.
     """
-    assert serves(plan, inputs[0].shape[3]), "the caller has looked"
+    assert plan.q.size % STEP == plan.kv.size % KEYS == 0, "others are not chosen"
     q, k, v, grad = inputs
     dq, dk, dv = outs
     batch, _, heads, channels = q.shape

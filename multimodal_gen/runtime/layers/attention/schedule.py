@@ -6,13 +6,14 @@ implementation is constructed.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.engine import AUTO, SelectedKernel
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, CallShape
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
@@ -427,23 +428,31 @@ class ScheduleEntry:
         steps = None if named is None else str(named)
         selection, calls = self.primary.selection, 0
         densities: dict[int, float] = {}
+        backward: set[str] = set()
         detours = []
+
+        def detour(selection: Selection, count: int, gradients: Iterable[str]) -> None:
+            ran = tuple(sorted(gradients))
+            detours.append(ReportEntry(steps=steps, selection=selection, calls=count, backward=ran))
+
         for bound in (self.primary, *self._substitutes.values()):
-            elsewhere = bound.impl.kernel_detours()
-            for (kernel, reason), count in elsewhere.items():
+            ran = bound.impl.kernel or SelectedKernel(AUTO)
+            for (kernel, reason), count in ran.detours().items():
                 other = replace(bound.selection, variant=kernel, reason=reason)
-                detours.append(ReportEntry(steps=steps, selection=other, calls=count))
-            own = bound.calls - sum(elsewhere.values())
+                detour(other, count, ran.gradients(kernel))
+            own = bound.calls - sum(ran.detours().values())
             if bound.selection is selection:
                 calls += own
                 densities.update(bound.impl.densities())
+                backward |= ran.gradients()
             elif own:
-                detours.append(ReportEntry(steps=steps, selection=bound.selection, calls=own))
+                detour(bound.selection, own, ran.gradients())
         entry = ReportEntry(
             steps=steps,
             selection=selection,
             calls=calls,
             densities=tuple(sorted(densities.items())),
+            backward=tuple(sorted(backward)),
             sigma=self._named,
             skipped=self.primary.impl.share_skipped(),
             shapes=tuple(self._shapes),

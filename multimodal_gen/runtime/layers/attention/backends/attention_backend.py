@@ -12,6 +12,7 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
@@ -97,8 +98,11 @@ class AttentionImpl(ABC):
             takes `continued`, whether earlier heads of the same call came before.
         trains_in_ring: whether `forward_ring` and `add_coarse_ring` record gradients.
         cache_reason: why a sparse method sees no blocks of a cache.
+        kernel: what was selected of this package's kernels, and ran in calls and backward passes;
+            None where another library computes the attention.
     """
 
+    kernel: SelectedKernel | None = None
     takes_projection: ClassVar[bool] = False
     per_head: ClassVar[bool] = False
     trains_in_ring: ClassVar[bool] = False
@@ -356,10 +360,6 @@ class AttentionImpl(ABC):
 
     def densities(self) -> Mapping[int, float]:
         """Return, for sparse methods, the share of pairs attended to by denoising step so far."""
-        return {}
-
-    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
-        """Return the calls that the chosen kernel could not take: (kernel, reason) -> calls."""
         return {}
 
 

@@ -308,6 +308,11 @@ class DensePlanImpl(AttentionImpl):
     """
 
     label: str
+    kernel: SelectedKernel
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kernel = SelectedKernel(self.variant or AUTO, named=bool(self.variant))
 
     def forward(
         self,
@@ -382,7 +387,7 @@ class QuantizedAttentionImpl(DensePlanImpl):
             value,
             plan,
             scale=self.softmax_scale,
-            kernel=self.variant or AUTO,
+            kernel=self.kernel,
             values=values_of(self.config),
             return_lse=return_lse,
         )

@@ -23,7 +23,7 @@ from multimodal_gen.kernels.block_sparse.slots import (
     pooled_seen,
 )
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, PooledTail, plan_of_map
-from multimodal_gen.kernels.engine import records_gradient
+from multimodal_gen.kernels.engine import SelectedKernel, records_gradient
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -122,6 +122,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
     per_head: ClassVar[bool] = True
     varies_by_step: bool = False
     config: _ConfigT
+    kernel: SelectedKernel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -483,10 +484,6 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
         limit = self.dense_limit(block)
         if limit is not None and first_head == 0:
             self._kept_too_much.learn(share > limit, limit, context)
-
-    def kernel_detours(self) -> Mapping[tuple[str, str], int]:
-        """See `AttentionImpl.kernel_detours`."""
-        return self.kernel.detours()
 
     def densities(self) -> Mapping[int, float]:
         """Return the density of every step so far; waits for the device where data decided it."""
