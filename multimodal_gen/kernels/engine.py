@@ -15,6 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from multimodal_gen.errors import UnsupportedBackendError, nearest
+from multimodal_gen.kernels.launch.self_check import SelfCheck, forget_self_checks, self_check
 from multimodal_gen.kernels.requirements import (
     ANY_CAPABILITY,
     Capability,
@@ -24,7 +25,6 @@ from multimodal_gen.kernels.requirements import (
     installed,
     platform_reason,
 )
-from multimodal_gen.kernels.self_check import SelfCheck, forget_self_checks, self_check
 from multimodal_gen.kernels.tensors import loadable, place_of, records_gradient
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "TOKEN_MOVES",
     "TRITON",
     "TRITON_WITH_GLUON",
+    "Asked",
     "KernelChoice",
     "KernelDeclaration",
     "Operation",
@@ -457,8 +458,8 @@ def _interpreted() -> bool:
 
 TRITON = PackageProbe(module="triton", distribution="triton", install="pip install triton")
 # Gluon is experimental: its interface changes with every minor release. What differs is in
-# gluon_compat.py, and the tests compile the kernels with 3.6 to 3.9; before 3.6 partitions of warps
-# were written in another way. Only what has run on a GPU counts as tried.
+# launch/compat.py, and the tests compile the kernels with 3.6 to 3.9; before 3.6 partitions of
+# warps were written in another way. Only what has run on a GPU counts as tried.
 TRITON_WITH_GLUON = PackageProbe(
     module="triton",
     distribution="triton",

@@ -75,7 +75,7 @@ def quantized(device: torch.device) -> str | None:
 
 
 def _lacking() -> str | None:
-    from multimodal_gen.kernels.gluon_compat import lacking
+    from multimodal_gen.kernels.launch.compat import lacking
 
     names = lacking()
     return f"its Gluon lacks {', '.join(names)}" if names else None

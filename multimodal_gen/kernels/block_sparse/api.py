@@ -60,11 +60,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RUN",
+    "Backward",
     "Call",
     "CallForm",
     "block_sparse_attention",
     "block_sparse_attention_backward_op",
     "block_sparse_attention_op",
+    "gradient_kernel",
     "kernel_for",
     "refresh_plan",
     "request_for",

@@ -30,9 +30,9 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, fi
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.gluon_descriptors import describe_tokens
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.launch.descriptors import describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launcher
 
 
 class Rings(NamedTuple):

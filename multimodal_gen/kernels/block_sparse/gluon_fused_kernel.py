@@ -24,9 +24,9 @@ from multimodal_gen.kernels.block_sparse.backward_kernel import levels, transpos
 from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import Shape, start_of, store_rows
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, find_work
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
-from multimodal_gen.kernels.gluon_compat import async_add, async_load
-from multimodal_gen.kernels.gluon_descriptors import describe_tokens
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.compat import async_add, async_load
+from multimodal_gen.kernels.launch.descriptors import describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launcher
 
 STEP = 64  # queries
 KEYS = 128  # of a program

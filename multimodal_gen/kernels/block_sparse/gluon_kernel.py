@@ -62,9 +62,9 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, un
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.gluon_descriptors import TOKENS_BY_HEAD, described_at
-from multimodal_gen.kernels.launcher import Launch, Launcher
+from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.launch.descriptors import TOKENS_BY_HEAD, described_at
+from multimodal_gen.kernels.launch.launcher import Launch, Launcher
 
 # Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
 OVERFLOW = gl.constexpr(2.0**64)

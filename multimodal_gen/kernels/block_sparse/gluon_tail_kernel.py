@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from multimodal_gen.kernels.block_sparse import tail_kernel
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, Blocks, unit_stride
 from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile, TritonTile
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.gluon_descriptors import describe, describe_tokens
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.launch.descriptors import describe, describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launcher
 
 _ROWS = 64  # of a consumer
 _KEYS = 64  # of a step; their bits are one word

@@ -23,9 +23,9 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape, 
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, Pieces
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.gluon_descriptors import describe_tokens
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.launch.descriptors import describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launcher
 
 BOX = gl.constexpr(BOX_KEYS)
 BOXES = gl.constexpr(STEP // BOX_KEYS)

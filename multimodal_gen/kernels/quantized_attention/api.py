@@ -13,7 +13,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments, empty_results
 from multimodal_gen.kernels.engine import AUTO, QUANTIZED, KernelChoice, Request, choose
-from multimodal_gen.kernels.launcher import Form, form_of
+from multimodal_gen.kernels.launch.launcher import Form, form_of
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,

@@ -11,7 +11,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import TOKEN_MOVES, choose_for
-from multimodal_gen.kernels.launcher import Form, form_of
+from multimodal_gen.kernels.launch.launcher import Form, form_of
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 

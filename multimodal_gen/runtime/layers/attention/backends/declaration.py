@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from multimodal_gen.kernels.engine import POOLED_TAIL, KernelDeclaration, Request
+from multimodal_gen.kernels.launch.self_check import SelfCheck
 from multimodal_gen.kernels.requirements import (
     ANY_CAPABILITY,
     Capability,
@@ -17,7 +18,6 @@ from multimodal_gen.kernels.requirements import (
     dtype_reason,
     platform_reason,
 )
-from multimodal_gen.kernels.self_check import SelfCheck
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,

@@ -10,7 +10,6 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels import gluon_check
-from multimodal_gen.kernels import self_check as checks
 from multimodal_gen.kernels.block_sparse.api import gradient_kernel
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import (
@@ -22,7 +21,8 @@ from multimodal_gen.kernels.engine import (
     Request,
     choose,
 )
-from multimodal_gen.kernels.self_check import self_checks
+from multimodal_gen.kernels.launch import self_check as checks
+from multimodal_gen.kernels.launch.self_check import self_checks
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, Source
