@@ -583,8 +583,6 @@ def _most_kv(most: int) -> _Rule:
     )
 
 
-_CHECKS = "multimodal_gen.kernels.gluon_check"
-
 # What most kernels of a language have in common.
 _GLUON = KernelDeclaration(
     name="gluon",
@@ -629,19 +627,19 @@ BLOCK_SPARSE = Operation(
         replace(
             _GLUON,
             serves=frozenset({"ragged", "row_bits", "backward", "skip_below"}),
-            check=f"{_CHECKS}:block_sparse",
+            check="multimodal_gen.kernels.gluon_check:block_sparse",
             gradients=_gradients(
                 replace(
                     _GLUON,
                     name="gluon_fused",
                     head_sizes=HeadSizes(minimum=72, maximum=128, multiple_of=8),
                     rules=(_fused_blocks,),
-                    check=f"{_CHECKS}:gradients",
+                    check="multimodal_gen.kernels.gluon_check:gradients",
                 ),
                 replace(
                     _GLUON,
                     serves=frozenset({"ragged", "deterministic"}),
-                    check=f"{_CHECKS}:gradients",
+                    check="multimodal_gen.kernels.gluon_check:gradients",
                 ),
                 _TRITON_GRADIENTS,
             ),
@@ -676,7 +674,7 @@ CLUSTERS = Operation(
             serves=frozenset({"ragged"}),
             # A list of keys is made by one program, which holds all clusters of keys.
             rules=(_most_kv(8192),),
-            check=f"{_CHECKS}:block_sparse",
+            check="multimodal_gen.kernels.gluon_check:block_sparse",
         ),
     ),
 )
@@ -689,7 +687,7 @@ POOLED_TAIL = Operation(
             _GLUON,
             # Its weights need the exponents of fp32.
             dtypes=frozenset({torch.bfloat16}),
-            check=f"{_CHECKS}:pooled_tail",
+            check="multimodal_gen.kernels.gluon_check:pooled_tail",
         ),
         replace(_TRITON, serves=frozenset({"ragged", "unaligned"})),
         _REFERENCE,
@@ -704,7 +702,7 @@ QUANTIZED = Operation(
             _GLUON,
             serves=frozenset({"ragged", "unaligned"}),
             rules=(e4m3_reason,),
-            check=f"{_CHECKS}:quantized",
+            check="multimodal_gen.kernels.gluon_check:quantized",
         ),
         replace(
             _TRITON,
