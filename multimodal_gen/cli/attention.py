@@ -62,7 +62,7 @@ def list_backends(
 
     Whether a backend is usable depends on the layer it is for; the options describe that layer.
     """
-    from multimodal_gen.kernels.self_check import self_checks
+    from multimodal_gen.kernels.launch.self_check import self_checks
     from multimodal_gen.runtime.layers.attention import selector
     from multimodal_gen.runtime.layers.attention.backends.registry import (
         all_backends,

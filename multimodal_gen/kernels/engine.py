@@ -6,14 +6,16 @@ the call.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypedDict
 
 import torch
+from typing_extensions import Unpack
 
 from multimodal_gen.errors import UnsupportedBackendError, nearest
+from multimodal_gen.kernels.launch.self_check import SelfCheck, forget_self_checks, self_check
 from multimodal_gen.kernels.requirements import (
     ANY_CAPABILITY,
     Capability,
@@ -23,33 +25,46 @@ from multimodal_gen.kernels.requirements import (
     installed,
     platform_reason,
 )
-from multimodal_gen.kernels.self_check import SelfCheck, forget_self_checks, self_check
+from multimodal_gen.kernels.tensors import loadable, place_of, records_gradient
 
 __all__ = [
     "AUTO",
     "BLOCK_SPARSE",
+    "CELL_CHOICE",
+    "CHUNK_CHOICE",
+    "CHUNK_MEANS",
+    "CLUSTERS",
     "FLASH_ATTN_4",
     "FLASH_KMEANS",
     "KMEANS",
+    "LINEAR",
+    "LINEAR_REST",
+    "MAP_LISTS",
+    "PART_MERGE",
     "POOLED_TAIL",
     "QUANTIZED",
+    "ROW_MOVES",
+    "ROW_ORDER",
+    "TILE_CHOICE",
+    "TILE_MEANS",
+    "TOKEN_MOVES",
     "TRITON",
     "TRITON_WITH_GLUON",
+    "Asked",
     "KernelChoice",
     "KernelDeclaration",
     "Operation",
     "Request",
     "SelectedKernel",
     "choose",
+    "choose_for",
     "e4m3_reason",
     "fa4_keys",
     "forget_choices",
-    "is_plain",
     "kernel_name",
     "loadable",
     "place_of",
     "records_gradient",
-    "runs_triton",
     "serves",
 ]
 
@@ -63,7 +78,7 @@ class Request(NamedTuple):
         platform: where the tensors lie: "cuda", "rocm", "cpu", ...
         capability: compute capability of an NVIDIA GPU, else None.
         dtype: dtype of the tensors.
-        head_size: D.
+        head_size: D; 0 where that does not matter.
         q_size: rows of a query block, or their upper bound; 0 where that does not matter.
         kv_size: keys of a key block, likewise.
         ragged: whether blocks have lengths of their own.
@@ -75,13 +90,19 @@ class Request(NamedTuple):
         backward: whether a gradient will be asked for.
         skip_below: whether products are left out that cannot count for much.
         e4m3: whether weights and values are rounded to e4m3 numbers.
+        padded: whether blocks end in padding.
+        grouped: whether query heads share key heads.
+        deterministic: whether sums must be added up in the same order every time.
+        num_kv: key blocks, chunks or clusters that there are; 0 where that does not matter.
+        together: whether what a row keeps depends on other rows or heads.
+        exact: whether a log-sum-exp is of another precision than fp32.
         device: which of the GPUs, where a kernel is checked on each; None for the current one.
     """
 
     platform: str
     capability: tuple[int, int] | None
     dtype: torch.dtype
-    head_size: int
+    head_size: int = 0
     q_size: int = 0
     kv_size: int = 0
     ragged: bool = False
@@ -92,6 +113,12 @@ class Request(NamedTuple):
     backward: bool = False
     skip_below: bool = False
     e4m3: bool = False
+    padded: bool = False
+    grouped: bool = False
+    deterministic: bool = False
+    num_kv: int = 0
+    together: bool = False
+    exact: bool = False
     device: int | None = None
 
 
@@ -107,6 +134,11 @@ _REFUSALS = MappingProxyType(
         "unaligned": "needs q, k and v in rows of 16 bytes; call .contiguous() on them",
         "skip_below": "leaves no products out, and `skip_below` asks for it",
         "backward": "has no backward pass, and an input requires grad",
+        "padded": "reads padding, and blocks end in some",
+        "grouped": "needs as many key heads as query heads, and some share keys",
+        "deterministic": "adds up in an order that varies, and a fixed one is asked for",
+        "together": "chooses for every row and head apart, and the rule ranks them together",
+        "exact": "sums in fp32, and the log-sum-exp is of another dtype",
     }
 )
 
@@ -128,6 +160,7 @@ class KernelDeclaration:
         unasked: where it is taken when no kernel is named; None for all of `platforms`.
         check: "module:function" of its self-check, see `self_check`, which decides where a package
             is of a release that the kernel has not been tried with.
+        gradients: computes the gradients of its results, where it serves `backward`.
     """
 
     name: str
@@ -141,9 +174,18 @@ class KernelDeclaration:
     interpreted: bool = False
     unasked: frozenset[str] | None = None
     check: str = ""
+    gradients: "Operation | None" = None
 
     def unsupported_reasons(self, request: Request) -> tuple[str, ...]:
         """Return every reason it cannot serve `request`, requirement then actual."""
+        found = self.refusals(request)
+        if found:
+            return found  # a kernel that cannot serve a request anyway is not checked for it
+        check = self.checked(request)
+        return () if check is None or check.reason is None else (check.reason,)
+
+    def refusals(self, request: Request) -> tuple[str, ...]:
+        """Return the reasons that follow from what it declares, without a self-check."""
         reasons = [
             self._place_reason(request),
             *(probe.unsupported_reason(installed(probe)) for probe in self.packages),
@@ -153,11 +195,7 @@ class KernelDeclaration:
         ]
         asked = {name for name in _REFUSALS if getattr(request, name)}
         refused = (text for name, text in _REFUSALS.items() if name in asked - self.serves)
-        found = (*filter(None, reasons), *refused)
-        if found:
-            return found  # a kernel that cannot serve a request anyway is not checked for it
-        check = self.checked(request)
-        return () if check is None or check.reason is None else (check.reason,)
+        return (*filter(None, reasons), *refused)
 
     def checked(
         self, request: Request, version_of: Callable[[PackageProbe], str | None] | None = None
@@ -226,7 +264,7 @@ class Operation:
 
 
 class SelectedKernel:
-    """The kernel that was selected for a layer, and what single calls forced to differ.
+    """The kernel that was selected for a layer, and what ran in its calls and backward passes.
 
     Args:
         name: the kernel, or "auto" where nothing was selected.
@@ -234,12 +272,13 @@ class SelectedKernel:
             fastest kernel that can serves them, and `detours` tells.
     """
 
-    __slots__ = ("_detours", "_told", "name", "named")
+    __slots__ = ("_detours", "_gradients", "_told", "name", "named")
 
     def __init__(self, name: str, *, named: bool = False) -> None:
         self.name = name
         self.named = named
         self._detours: dict[tuple[str, str], int] = {}
+        self._gradients: set[tuple[str, str]] = set()
         self._told = False
 
     def __repr__(self) -> str:
@@ -259,6 +298,22 @@ class SelectedKernel:
             key = kernel, f"{self.name} {'; '.join(reasons)}"
             self._detours[key] = self._detours.get(key, 0) + 1
             self._told = True
+
+    def gradients(self, kernel: str = "") -> frozenset[str]:
+        """Return the kernels that computed gradients of what `kernel` computed.
+
+        Without one, of all that the calls computed which no detour served.
+        """
+        elsewhere = {name for name, _ in self._detours}
+        return frozenset(
+            ran
+            for forward, ran in self._gradients
+            if forward == kernel or (not kernel and forward not in elsewhere)
+        )
+
+    def note_gradients(self, kernel: str, gradients: str) -> None:
+        """Note which kernel computes gradients of what `kernel` computed."""
+        self._gradients.add((kernel, gradients))
 
 
 KernelChoice: TypeAlias = str | SelectedKernel
@@ -295,9 +350,42 @@ def choose(operation: Operation, kernel: KernelChoice, request: Request) -> str:
     return chosen
 
 
+@cache
 def serves(operation: Operation, name: str, request: Request) -> bool:
-    """Whether the kernel of a name serves a request."""
-    return not _reasons(operation, name, request)
+    """Whether there is a kernel of a name, and it serves a request."""
+    return name in operation.names and not _reasons(operation, name, request)
+
+
+class Asked(TypedDict, total=False):
+    """What `choose_for` is told beside tensors; see `Request`."""
+
+    head_size: int
+    kv_size: int
+    num_kv: int
+    together: bool
+    exact: bool
+
+
+def choose_for(
+    operation: Operation,
+    *tensors: torch.Tensor,
+    gradients: Iterable[torch.Tensor] = (),
+    **asked: Unpack[Asked],
+) -> str:
+    """Return the name of the fastest kernel for a call, looked up by what tensors are like.
+
+    While a graph is traced that is the definition, which consists of torch's own operators.
+
+    Args:
+        operation: what is to be computed.
+        *tensors: what kernels read, each of a dtype of its own.
+        gradients: tensors that a gradient may be asked for.
+        **asked: what else a kernel may refuse.
+    """
+    if torch.compiler.is_compiling():
+        return operation.names[-1]
+    forms = tuple([(x.device, x.dtype) for x in tensors])
+    return _choose_for(operation, forms, records_gradient(*gradients), **asked)
 
 
 @cache
@@ -327,70 +415,29 @@ def _choose(operation: Operation, kernel: str, request: Request) -> str:
     )
 
 
+@lru_cache(maxsize=4096)
+def _choose_for(
+    operation: Operation,
+    forms: tuple[tuple[torch.device, torch.dtype], ...],
+    backward: bool,
+    **asked: Unpack[Asked],
+) -> str:
+    """Return the slowest of the kernels that the tensors get: it serves all of them."""
+    chosen = []
+    for device, dtype in forms:
+        platform, capability = place_of(device)
+        request = Request(platform, capability, dtype, backward=backward, **asked)
+        chosen.append(_choose(operation, AUTO, request))
+    return max(chosen, key=operation.names.index)
+
+
 def forget_choices() -> None:
     """Choose anew from here on, which tests need that change what is installed."""
     _reasons.cache_clear()
     _choose.cache_clear()
+    _choose_for.cache_clear()
+    serves.cache_clear()
     forget_self_checks()
-
-
-@cache
-def place_of(device: torch.device) -> tuple[str, tuple[int, int] | None]:
-    """Return the platform of a tensor's device, and the compute capability of an NVIDIA GPU."""
-    if device.type != "cuda":
-        return device.type, None
-    if torch.version.hip is not None:
-        return "rocm", None
-    return "cuda", torch.cuda.get_device_capability(device)
-
-
-def loadable(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine can read tensors, each [B, S, H, D]: in rows of 16 bytes."""
-    for tensor in tensors:
-        if tensor.data_ptr() % 16:
-            return False
-        # Most are contiguous, and this is asked of every tensor of every call.
-        whole = tensor.is_contiguous() and tensor.shape[3] * tensor.element_size() % 16 == 0
-        if not whole and not _loadable_rows(tensor.shape, tensor.stride(), tensor.dtype):
-            return False
-    return True
-
-
-@lru_cache(maxsize=1024)
-def _loadable_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    outer = [s for s, n in zip(strides[:3], shape, strict=False) if n > 1]
-    return strides[3] == 1 and all(s > 0 and s * dtype.itemsize % 16 == 0 for s in outer)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no more than one: subclasses learn of operators alone."""
-    kind = type(tensor)
-    return kind is torch.Tensor or kind is torch.nn.Parameter
-
-
-def records_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd records what is computed from tensors."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def runs_triton(
-    tensors: Iterable[torch.Tensor],
-    dtypes: frozenset[torch.dtype],
-    *,
-    gradients: Iterable[torch.Tensor] = (),
-) -> bool:
-    """Whether the Triton kernel of an operation that has one and a reference can serve a call.
-
-    Args:
-        tensors: must all lie on a GPU.
-        dtypes: that the kernel takes.
-        gradients: must not need a gradient, which the kernel has not.
-    """
-    if not all(isinstance(x, torch.Tensor) and x.is_cuda and x.dtype in dtypes for x in tensors):
-        return False
-    if records_gradient(*gradients):
-        return False
-    return installed(TRITON) is not None
 
 
 @cache
@@ -407,8 +454,8 @@ def _interpreted() -> bool:
 
 TRITON = PackageProbe(module="triton", distribution="triton", install="pip install triton")
 # Gluon is experimental: its interface changes with every minor release. What differs is in
-# gluon_compat.py, and the tests compile the kernels with 3.6 to 3.9; before 3.6 partitions of warps
-# were written in another way. Only what has run on a GPU counts as tried.
+# launch/compat.py, and the tests compile the kernels with 3.6 to 3.9; before 3.6 partitions of
+# warps were written in another way. Only what has run on a GPU counts as tried.
 TRITON_WITH_GLUON = PackageProbe(
     module="triton",
     distribution="triton",
@@ -429,12 +476,14 @@ FLASH_KMEANS = PackageProbe(
 )
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
-_FLOATING = _HALF | {torch.float32, torch.float64}
+_UP_TO_FP32 = _HALF | {torch.float32}
+_FLOATING = _UP_TO_FP32 | {torch.float64}
+_EVERY_DTYPE = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 _CUDA = frozenset({"cuda"})
 _GPUS = frozenset({"cuda", "rocm"})
 _HOPPER = Capability(exact=((9, 0),))
 _SM80 = Capability(minimum=(8, 0))
-_EIGHT_BIT_HEAD_SIZES = HeadSizes(maximum=128, multiple_of=8)
+_ANY_HEAD_SIZE = HeadSizes(minimum=0)  # 0 where it does not matter
 _E4M3 = (8, 9)
 
 # FlashAttention 4's tile of keys: narrower ones are possible, but no faster than Triton's kernel.
@@ -506,18 +555,90 @@ def _causal_blocks(request: Request) -> str | None:
     return None
 
 
+def _fused_blocks(request: Request) -> str | None:
+    if request.q_size % 64 or request.kv_size % 128:
+        return (
+            f"needs blocks of multiples of 64 queries and 128 keys, got {request.q_size} and "
+            f"{request.kv_size}"
+        )
+    return None
+
+
+def _linear_blocks(request: Request) -> str | None:
+    if request.kv_size in (0, 16, 32, 64, 128, 256):
+        return None
+    return f"needs key blocks of 16, 32, 64, 128 or 256 keys, got {request.kv_size}"
+
+
+def _most_kv(most: int) -> _Rule:
+    """Refuse more than `most` of what is chosen among, which would not fit into registers."""
+    return lambda request: (
+        f"needs at most {most} to choose among, got {request.num_kv}"
+        if request.num_kv > most
+        else None
+    )
+
+
+# What most kernels of a language have in common.
+_GLUON = KernelDeclaration(
+    name="gluon",
+    platforms=_CUDA,
+    capability=_HOPPER,
+    dtypes=_HALF,
+    head_sizes=HeadSizes(maximum=128, multiple_of=8),
+    packages=(TRITON_WITH_GLUON,),
+)
+_TRITON = KernelDeclaration(
+    name="triton",
+    platforms=_GPUS,
+    capability=_SM80,
+    dtypes=_HALF,
+    head_sizes=HeadSizes(maximum=256),
+    packages=(TRITON,),
+    interpreted=True,
+)
+_REFERENCE = KernelDeclaration(
+    name="reference",
+    dtypes=_FLOATING,
+    head_sizes=HeadSizes(),
+    serves=frozenset(_REFUSALS),
+)
+
+_TRITON_GRADIENTS = replace(
+    _TRITON,
+    serves=frozenset(
+        {"ragged", "row_bits", "causal", "unaligned", "padded", "grouped", "deterministic"}
+    ),
+    unasked=_GPUS | {"cpu"},  # where the interpreter ran the forward pass
+)
+
+
+def _gradients(*kernels: KernelDeclaration) -> Operation:
+    return Operation(label="gradients of block-sparse attention", kernels=kernels)
+
+
 BLOCK_SPARSE = Operation(
     label="block-sparse attention",
     kernels=(
-        KernelDeclaration(
-            name="gluon",
-            platforms=_CUDA,
-            capability=_HOPPER,
-            dtypes=_HALF,
-            head_sizes=HeadSizes(maximum=128, multiple_of=8),
+        replace(
+            _GLUON,
             serves=frozenset({"ragged", "row_bits", "backward", "skip_below"}),
-            packages=(TRITON_WITH_GLUON,),
             check="multimodal_gen.kernels.gluon_check:block_sparse",
+            gradients=_gradients(
+                replace(
+                    _GLUON,
+                    name="gluon_fused",
+                    head_sizes=HeadSizes(minimum=72, maximum=128, multiple_of=8),
+                    rules=(_fused_blocks,),
+                    check="multimodal_gen.kernels.gluon_check:gradients",
+                ),
+                replace(
+                    _GLUON,
+                    serves=frozenset({"ragged", "deterministic"}),
+                    check="multimodal_gen.kernels.gluon_check:gradients",
+                ),
+                _TRITON_GRADIENTS,
+            ),
         ),
         KernelDeclaration(
             name="fa4",
@@ -529,91 +650,65 @@ BLOCK_SPARSE = Operation(
             packages=(FLASH_ATTN_4,),
             rules=(_fa4_head_size, _fa4_rows, _fa4_tiles),
         ),
-        KernelDeclaration(
-            name="triton",
-            platforms=_GPUS,
-            capability=_SM80,
-            dtypes=_HALF,
-            head_sizes=HeadSizes(maximum=256),
+        replace(
+            _TRITON,
             serves=frozenset(
                 {"ragged", "row_bits", "causal", "unaligned", "backward", "skip_below"}
             ),
-            packages=(TRITON,),
-            interpreted=True,
+            gradients=_gradients(_TRITON_GRADIENTS),
         ),
-        KernelDeclaration(
-            name="reference",
-            dtypes=_FLOATING,
-            head_sizes=HeadSizes(),
-            serves=frozenset(_REFUSALS),
-        ),
+        replace(_REFERENCE, gradients=_gradients(_REFERENCE)),
     ),
 )
 """Attention over a `BlockPlan`."""
 
+CLUSTERS = Operation(
+    label="attention of clusters",
+    kernels=(
+        replace(
+            _GLUON,
+            serves=frozenset({"ragged"}),
+            # A list of keys is made by one program, which holds all clusters of keys.
+            rules=(_most_kv(8192),),
+            check="multimodal_gen.kernels.gluon_check:block_sparse",
+        ),
+    ),
+)
+"""Attention of clusters to clusters, in place of a kernel of `BLOCK_SPARSE` of the same name."""
+
 POOLED_TAIL = Operation(
     label="the pooled tail",
     kernels=(
-        KernelDeclaration(
-            name="gluon",
-            platforms=_CUDA,
-            capability=_HOPPER,
+        replace(
+            _GLUON,
             # Its weights need the exponents of fp32.
             dtypes=frozenset({torch.bfloat16}),
-            head_sizes=HeadSizes(maximum=128, multiple_of=8),
-            packages=(TRITON_WITH_GLUON,),
             check="multimodal_gen.kernels.gluon_check:pooled_tail",
         ),
-        KernelDeclaration(
-            name="triton",
-            platforms=_GPUS,
-            capability=_SM80,
-            dtypes=_HALF,
-            head_sizes=HeadSizes(maximum=256),
-            serves=frozenset({"ragged", "unaligned"}),
-            packages=(TRITON,),
-            interpreted=True,
-        ),
-        KernelDeclaration(
-            name="reference",
-            dtypes=_FLOATING,
-            head_sizes=HeadSizes(),
-            serves=frozenset(_REFUSALS),
-        ),
+        replace(_TRITON, serves=frozenset({"ragged", "unaligned"})),
+        _REFERENCE,
     ),
 )
 """The means of blocks that a `BlockPlan` leaves out, on top of attention over it."""
 
-_EIGHT_BIT_TRITON = KernelDeclaration(
-    name="triton",
-    platforms=_CUDA,
-    capability=_SM80,
-    dtypes=_HALF,
-    head_sizes=_EIGHT_BIT_HEAD_SIZES,
-    serves=frozenset({"ragged", "causal", "unaligned"}),
-    packages=(TRITON,),
-    rules=(e4m3_reason, _causal_blocks),
-    interpreted=True,
-)
-
 QUANTIZED = Operation(
     label="8-bit attention",
     kernels=(
-        KernelDeclaration(
-            name="gluon",
-            platforms=_CUDA,
-            capability=_HOPPER,
-            dtypes=_HALF,
-            head_sizes=_EIGHT_BIT_HEAD_SIZES,
+        replace(
+            _GLUON,
             serves=frozenset({"ragged", "unaligned"}),
-            packages=(TRITON_WITH_GLUON,),
             rules=(e4m3_reason,),
             check="multimodal_gen.kernels.gluon_check:quantized",
         ),
-        _EIGHT_BIT_TRITON,
-        KernelDeclaration(
-            name="reference",
-            dtypes=_FLOATING,
+        replace(
+            _TRITON,
+            platforms=_CUDA,
+            head_sizes=_GLUON.head_sizes,
+            serves=frozenset({"ragged", "causal", "unaligned"}),
+            rules=(e4m3_reason, _causal_blocks),
+        ),
+        replace(
+            _REFERENCE,
             head_sizes=HeadSizes(maximum=128),
             serves=frozenset({"ragged", "causal", "unaligned"}),
             # Elsewhere a slow answer helps less than the reasons.
@@ -626,31 +721,62 @@ QUANTIZED = Operation(
 KMEANS = Operation(
     label="k-means",
     kernels=(
-        KernelDeclaration(
-            name="triton",
-            platforms=_GPUS,
-            dtypes=_HALF | {torch.float32},
-            head_sizes=HeadSizes(maximum=256),
+        replace(
+            _TRITON,
+            capability=ANY_CAPABILITY,
+            dtypes=_UP_TO_FP32,
             serves=frozenset({"masked", "unaligned"}),
-            packages=(TRITON,),
-            interpreted=True,
         ),
         KernelDeclaration(
             name="flash_kmeans",
             platforms=_GPUS,
-            dtypes=_HALF | {torch.float32},
+            dtypes=_UP_TO_FP32,
             head_sizes=HeadSizes(),
             serves=frozenset({"unaligned"}),
             packages=(FLASH_KMEANS, TRITON),
             # It waits for the device in every iteration.
             unasked=frozenset(),
         ),
-        KernelDeclaration(
-            name="reference",
-            dtypes=_HALF | {torch.float32},
-            head_sizes=HeadSizes(),
-            serves=frozenset({"masked", "unaligned"}),
-        ),
+        replace(_REFERENCE, dtypes=_UP_TO_FP32, serves=frozenset({"masked", "unaligned"})),
     ),
 )
 """Clusters of the tokens of every head."""
+
+
+def _triton_or_reference(
+    label: str,
+    dtypes: frozenset[torch.dtype],
+    *rules: _Rule,
+    head_sizes: HeadSizes = _ANY_HEAD_SIZE,
+) -> Operation:
+    """Declare a kernel in Triton that serves every GPU, and the definition everything else."""
+    kernel = KernelDeclaration(
+        name="triton",
+        platforms=_GPUS,
+        dtypes=dtypes,
+        head_sizes=head_sizes,
+        packages=(TRITON,),
+        rules=rules,
+    )
+    reference = replace(_REFERENCE, dtypes=_EVERY_DTYPE, head_sizes=_ANY_HEAD_SIZE)
+    return Operation(label=label, kernels=(kernel, reference))
+
+
+# A row of scores must fit into the registers of 16 warps; products of fp32 do not.
+CELL_CHOICE = _triton_or_reference(
+    "the choice of tiles by cells", _HALF, _most_kv(2**15), head_sizes=HeadSizes(maximum=256)
+)
+TILE_CHOICE = _triton_or_reference("the choice of tiles", _UP_TO_FP32, _most_kv(2**15))
+TILE_MEANS = _triton_or_reference("the means of tiles", _UP_TO_FP32)
+CHUNK_CHOICE = _triton_or_reference("the choice of chunks", _HALF, _most_kv(1024))
+CHUNK_MEANS = _triton_or_reference("the means of chunks", _HALF)
+ROW_ORDER = _triton_or_reference("sorting rows by their choices", frozenset({torch.int32}))
+ROW_MOVES = _triton_or_reference("moving rows in that order", _UP_TO_FP32)
+MAP_LISTS = _triton_or_reference("the lists of a map", frozenset({torch.bool}))
+PART_MERGE = _triton_or_reference("merging attention to two sets of keys", _UP_TO_FP32)
+TOKEN_MOVES = _triton_or_reference("moving tokens", _FLOATING)
+LINEAR = _triton_or_reference("linear attention", _HALF, _linear_blocks)
+# A state must fit into the registers of one program.
+LINEAR_REST = _triton_or_reference(
+    "linear attention to the rest", _HALF, _linear_blocks, head_sizes=HeadSizes(maximum=128)
+)

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from _harness import interleave, parse_arguments, rows_of, write_rows
 
-from multimodal_gen.kernels.launcher import form_of
+from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 from multimodal_gen.kernels.tile_order.tile_order_kernel import (

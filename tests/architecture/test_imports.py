@@ -99,8 +99,8 @@ def imported(repository: Path, package: Path) -> subprocess.CompletedProcess[str
         for path in sorted(package.rglob("*.py"))
         # Running __main__ is its import, and nodes are made of what ComfyUI has; the others may
         # need a Triton this machine lacks.
-        if not path.name.endswith(
-            ("__main__.py", "_kernel.py", "gluon_compat.py", "gluon_descriptors.py", "node.py")
+        if not path.as_posix().endswith(
+            ("__main__.py", "_kernel.py", "launch/compat.py", "launch/descriptors.py", "node.py")
         )
     ]
     assert len(names) > 20
@@ -254,9 +254,8 @@ def triton_imports(package: Path) -> Iterator[str]:
     """Yield every import of triton but those of `*_kernel.py` and of what kernels share."""
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
-        others = ("gluon_compat", "gluon_descriptors", "launcher")
-        knows_it = path.stem.endswith("_kernel") or path.stem in others
-        if name.parts[0] == "kernels" and knows_it:
+        launches = name.parts[:2] == ("kernels", "launch")
+        if launches or (name.parts[0] == "kernels" and path.stem.endswith("_kernel")):
             continue
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if "triton" in text else ():

@@ -44,7 +44,7 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/layers/attention/sparse/methods/sta/search.py", "_SESSIONS"): (
         "the layers that record one search share nothing else; left when it is complete"
     ),
-    ("multimodal_gen/kernels/self_check.py", "_FOUND"): (
+    ("multimodal_gen/kernels/launch/self_check.py", "_FOUND"): (
         "what was checked is loaded once per process; the report and `attention list` say it"
     ),
     ("multimodal_gen/runtime/platforms/interface.py", "_PLUGINS"): (

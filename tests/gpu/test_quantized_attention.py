@@ -9,7 +9,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.launcher import form_of
+from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import Packed, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.engine import TRITON_WITH_GLUON
+from multimodal_gen.kernels.launch.self_check import forget_self_checks, self_check
 from multimodal_gen.kernels.requirements import installed
-from multimodal_gen.kernels.self_check import forget_self_checks, self_check
 
 pytestmark = [
     pytest.mark.gpu,

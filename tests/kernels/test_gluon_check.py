@@ -121,12 +121,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
     blocks = f"{KERNELS}.block_sparse"
     stand_ins = {
-        f"{KERNELS}.gluon_compat": {"lacking": lambda: ()},
+        f"{KERNELS}.launch.compat": {"lacking": lambda: ()},
         f"{blocks}.gluon_kernel": {"prepare": kernels.prepare},
         f"{blocks}.gluon_backward_kernel": {"attend_backward": kernels.gradients("gradients")},
         f"{blocks}.gluon_fused_kernel": {
             "attend_backward": kernels.gradients("gradients in one kernel"),
-            "serves": lambda plan, head_size: True,
         },
         f"{blocks}.gluon_tail_kernel": {"add_tail": kernels.add_tail},
         f"{KERNELS}.cluster_attention.cluster_attention_kernel": {"attend": kernels.clusters},
@@ -190,7 +189,7 @@ def test_what_the_language_lacks_is_a_fault_before_anything_runs(
     name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compat = SimpleNamespace(lacking=lambda: ("tma.async_load",))
-    monkeypatch.setitem(sys.modules, f"{KERNELS}.gluon_compat", compat)
+    monkeypatch.setitem(sys.modules, f"{KERNELS}.launch.compat", compat)
     fault = getattr(gluon_check, name)(torch.device("cpu"))
     assert fault == "its Gluon lacks tma.async_load"
     assert kernels.launched == set()

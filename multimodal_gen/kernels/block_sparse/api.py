@@ -5,7 +5,7 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,6 +34,7 @@ from multimodal_gen.kernels.block_sparse.tail import (
 from multimodal_gen.kernels.block_sparse.tuning import (
     CHOICE_ROWS,
     REDO_PAYS,
+    WIDE_CHOICES,
     BackwardTiles,
     GluonBackwardTile,
     backward_tiles,
@@ -44,31 +45,28 @@ from multimodal_gen.kernels.block_sparse.tuning import (
 from multimodal_gen.kernels.engine import (
     AUTO,
     BLOCK_SPARSE,
-    TRITON_WITH_GLUON,
     KernelChoice,
     Request,
+    SelectedKernel,
     choose,
     fa4_keys,
-    is_plain,
     kernel_name,
-    loadable,
-    place_of,
-    records_gradient,
     serves,
 )
-from multimodal_gen.kernels.requirements import installed
-from multimodal_gen.kernels.self_check import self_check
+from multimodal_gen.kernels.tensors import is_plain, loadable, place_of, records_gradient
 
 if TYPE_CHECKING:
     from multimodal_gen.kernels.block_sparse.gluon_kernel import Prepared
 
 __all__ = [
     "RUN",
+    "Backward",
     "Call",
     "CallForm",
     "block_sparse_attention",
     "block_sparse_attention_backward_op",
     "block_sparse_attention_op",
+    "gradient_kernel",
     "kernel_for",
     "refresh_plan",
     "request_for",
@@ -174,12 +172,14 @@ def block_sparse_attention(
     if form is not None:
         # Past the operator, whose plan would be another object every time, without a cache.
         asked = form.request if skip is None else form.request._replace(skip_below=True)
-        kernel = choose(BLOCK_SPARSE, kernel, asked)
+        chosen = choose(BLOCK_SPARSE, kernel, asked)
         call = Call(q, k, v, plan, scale, return_lse, deterministic, form, skip, overwrite_q)
         if backward:
-            out, found = _Attention.apply(q, k, v, call, kernel)  # type: ignore[no-untyped-call]
+            selected = None if isinstance(kernel, str) else kernel
+            given = (q, k, v, call, chosen, selected)
+            out, found = _Attention.apply(*given)  # type: ignore[no-untyped-call]
             return (out, found.float()) if return_lse else out
-        out, found = RUN[kernel](call)
+        out, found = RUN[chosen](call)
         return out if found is None else (out, found)
     if not torch.compiler.is_compiling():
         kernel = choose(BLOCK_SPARSE, kernel, request_for(q, k, v, plan, backward=backward))
@@ -332,8 +332,11 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
         unaligned=q.shape[3] * q.element_size() % 16 != 0 or not loadable(*given),
         device=q.device.index,
     )
-    wide = kernel_name(kernel) in (AUTO, "gluon") and serves(BLOCK_SPARSE, "gluon", request)
-    return CHOICE_ROWS if wide and q.dtype == torch.bfloat16 else 128
+    name = kernel_name(kernel)
+    if name == AUTO:
+        name = choose(BLOCK_SPARSE, AUTO, request)
+    wide = (name, q.dtype) in WIDE_CHOICES and serves(BLOCK_SPARSE, name, request)
+    return CHOICE_ROWS if wide else 128
 
 
 def _run_gluon(call: Call) -> _Results:
@@ -452,100 +455,123 @@ def _tiles_backward(q: torch.Tensor, plan: BlockPlan) -> BackwardTiles:
     )
 
 
+def _steps_backward(q: torch.Tensor, plan: BlockPlan) -> tuple[int, int]:
+    tiles = _tiles_backward(q, plan)
+    return tiles.queries.keys, tiles.keys.rows
+
+
+def _steps_gluon(q: torch.Tensor, plan: BlockPlan) -> tuple[int, int]:
+    del q
+    for_dq, for_dkv = _tiles_gluon(plan)
+    return for_dq.step, for_dkv.step
+
+
 def _tiles_gluon(plan: BlockPlan) -> tuple[GluonBackwardTile, GluonBackwardTile]:
     """Return the tiles of the SM90 kernels for dq, and for dk and dv."""
     return gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size)
 
 
-def _prepare_backward(kernel: str, q: torch.Tensor, k: torch.Tensor, plan: BlockPlan) -> None:
-    """Derive from a plan what the backward pass of a kernel will read."""
-    from multimodal_gen.kernels.block_sparse.backward_kernel import prepare_backward
+class Backward(NamedTuple):
+    """What a backward pass is given: a call, its results and their gradients."""
 
-    if kernel == "gluon" and _on_sm90(q, k, plan):
-        for_dq, for_dkv = _tiles_gluon(plan)
-        prepare_backward(plan, for_dq.step, for_dkv.step)
-    else:
-        tiles = _tiles_backward(q, plan)
-        prepare_backward(plan, tiles.queries.keys, tiles.keys.rows)
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    plan: BlockPlan
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor | None
+    scale: float
+
+    def loadable(self) -> "Backward":
+        """Return the same with a gradient that the copy engine can read."""
+        grad = self.grad_out
+        return self if loadable(grad) else self._replace(grad_out=grad.contiguous())
 
 
-def _backward_triton(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    plan: BlockPlan,
-    *,
-    scale: float,
-) -> _Gradients:
+def _gradients_fused(call: Backward) -> _Gradients:
+    from multimodal_gen.kernels.block_sparse.gluon_fused_kernel import attend_backward
+
+    call = call.loadable()
+    return attend_backward(*call[:8], scale=call.scale)
+
+
+def _gradients_gluon(call: Backward) -> _Gradients:
+    from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import attend_backward
+
+    call = call.loadable()
+    return attend_backward(*call[:8], scale=call.scale, tiles=_tiles_gluon(call.plan))
+
+
+def _gradients_triton(call: Backward) -> _Gradients:
     from multimodal_gen.kernels.block_sparse.backward_kernel import attend_backward
 
-    grad_out = grad_out if loadable(grad_out) else grad_out.contiguous()
-    capability, _ = _limits(q.get_device())
+    call = call.loadable()
+    capability, _ = _limits(call.q.get_device())
     engine = capability is not None and capability >= (9, 0)
     return attend_backward(
-        q, k, v, plan, out, lse, grad_out, grad_lse,
-        scale=scale,
-        tiles=_tiles_backward(q, plan),
-        copy_engine=engine and loadable(q, k, v, grad_out),
-    )  # fmt: skip
+        *call[:8],
+        scale=call.scale,
+        tiles=_tiles_backward(call.q, call.plan),
+        copy_engine=engine and loadable(call.q, call.k, call.v, call.grad_out),
+    )
 
 
-def _backward_gluon(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    plan: BlockPlan,
-    *,
-    scale: float,
-    any_order: bool = False,
-) -> _Gradients:
-    if not _on_sm90(q, k, plan):
-        return _backward_triton(grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
-    from multimodal_gen.kernels.block_sparse import gluon_backward_kernel, gluon_fused_kernel
-
-    grad_out = grad_out if loadable(grad_out) else grad_out.contiguous()
-    given = (q, k, v, plan, out, lse, grad_out, grad_lse)
-    # One kernel adds dq up in an order that varies, and takes whole blocks of 128 keys alone.
-    if any_order and gluon_fused_kernel.serves(plan, q.shape[3]):
-        return gluon_fused_kernel.attend_backward(*given, scale=scale)
-    return gluon_backward_kernel.attend_backward(*given, scale=scale, tiles=_tiles_gluon(plan))
+def _gradients_reference(call: Backward) -> _Gradients:
+    q, k, v, plan, out, lse, grad_out, grad_lse, scale = call
+    return attention_reference_backward(grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
 
 
-def _on_sm90(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan) -> bool:
-    """Whether SM90 kernels compute gradients of what one computed; they would read padding."""
-    padded = any(x.lengths is not None and x.starts is None for x in (plan.q, plan.kv))
-    if plan.row_bits is not None or plan.causal or padded or q.shape[2] != k.shape[2]:
-        return False
-    version = installed(TRITON_WITH_GLUON)
-    if not version or TRITON_WITH_GLUON.was_tried(version):
-        return bool(version)
-    check = "multimodal_gen.kernels.gluon_check:gradients"
-    return self_check(check, "kernel gluon", f"triton {version}", q.device.index).fault is None
-
-
-_BACKWARD: MappingProxyType[str, Callable[..., _Gradients]] = MappingProxyType(
+_GRADIENTS: MappingProxyType[str, Callable[[Backward], _Gradients]] = MappingProxyType(
     {
-        "gluon": _backward_gluon,
-        "triton": _backward_triton,
-        "reference": attention_reference_backward,
+        "gluon_fused": _gradients_fused,
+        "gluon": _gradients_gluon,
+        "triton": _gradients_triton,
+        "reference": _gradients_reference,
     }
 )
-"""Kernel -> what computes its gradients, from those of out and lse."""
+"""Kernel of a backward pass -> how it is run."""
 
 
-def _backward_of(kernel: str, deterministic: bool) -> Callable[..., _Gradients]:
-    """Return what computes the gradients of a kernel, in a fixed order if that is asked for."""
-    if kernel == "gluon" and not (deterministic or torch.are_deterministic_algorithms_enabled()):
-        return partial(_backward_gluon, any_order=True)
-    return _BACKWARD[kernel]
+_STEPS: MappingProxyType[str, Callable[[torch.Tensor, BlockPlan], tuple[int, int]]] = (
+    MappingProxyType(
+        {"gluon_fused": _steps_gluon, "gluon": _steps_gluon, "triton": _steps_backward}
+    )
+)
+"""Kernel of a backward pass -> keys of its steps for dq, and queries of those for dk and dv."""
+
+
+def _prepare_gradients(kernel: str, q: torch.Tensor, plan: BlockPlan) -> None:
+    """Derive from a plan what the backward pass by a kernel will read."""
+    if kernel in _STEPS:
+        from multimodal_gen.kernels.block_sparse.backward_kernel import prepare_backward
+
+        prepare_backward(plan, *_STEPS[kernel](q, plan))
+
+
+def gradient_kernel(
+    kernel: str, q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, request: Request, fixed: bool
+) -> str:
+    """Return the name of the kernel that computes gradients of what `kernel` computed.
+
+    Args:
+        kernel: what ran in the forward pass.
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D].
+        plan: the pairs.
+        request: what the choice of `kernel` depended on.
+        fixed: whether two runs must agree bit by bit.
+    """
+    gradients = BLOCK_SPARSE.kernel(kernel).gradients
+    assert gradients is not None, "others are not chosen where a gradient is asked for"
+    asked = request._replace(
+        backward=False,
+        padded=any(x.lengths is not None and x.starts is None for x in (plan.q, plan.kv)),
+        grouped=q.shape[2] != k.shape[2],
+        deterministic=fixed or torch.are_deterministic_algorithms_enabled(),
+    )
+    return choose(gradients, AUTO, asked)
 
 
 class _Attention(torch.autograd.Function):
@@ -553,18 +579,24 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, kernel: str
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: Call,
+        kernel: str,
+        selected: SelectedKernel | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = call.plan
-        if _BACKWARD[kernel] is not attention_reference_backward:
-            # Here, where the first use of a plan that is used often is on the right stream.
-            _prepare_backward(kernel, q, k, plan)
+        plan, asked = call.plan, call.form.request
+        # Here, where the first use of a plan that is used often is on the right stream.
+        gradients = gradient_kernel(kernel, q, k, plan, asked, call.deterministic)
+        _prepare_gradients(gradients, q, plan)
         call = call._replace(q=q, k=k, v=v, return_lse=True, overwrite_q=False)
         out, lse = RUN[kernel](call)
         assert lse is not None, "it was asked for"
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, call.scale
-        ctx.kernel, ctx.deterministic = kernel, call.deterministic
+        ctx.plan, ctx.scale, ctx.request = plan, call.scale, asked
+        ctx.kernel, ctx.deterministic, ctx.selected = kernel, call.deterministic, selected
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -576,10 +608,11 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        run = _backward_of(ctx.kernel, ctx.deterministic)
-        return (
-            *run(grad_out, grad_lse, q, k, v, out, lse, ctx.plan, scale=ctx.scale), None, None,
-        )  # fmt: skip
+        ran = gradient_kernel(ctx.kernel, q, k, ctx.plan, ctx.request, ctx.deterministic)
+        if ctx.selected is not None:
+            ctx.selected.note_gradients(ctx.kernel, ran)
+        call = Backward(q, k, v, ctx.plan, out, lse, grad_out, grad_lse, ctx.scale)
+        return (*_GRADIENTS[ran](call), None, None, None)
 
 
 @torch.library.custom_op("multimodal_gen::block_sparse_attention", mutates_args=())
@@ -658,9 +691,10 @@ def block_sparse_attention_backward_op(
     """Return the gradients of q, k and v, for the kernel that computed out and lse."""
     lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
     plan = unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
-    ran = choose(BLOCK_SPARSE, kernel, request_for(q, k, v, plan, backward=True))
-    run = _backward_of(ran, deterministic)
-    return run(grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
+    request = request_for(q, k, v, plan, backward=True)
+    ran = choose(BLOCK_SPARSE, kernel, request)
+    call = Backward(q, k, v, plan, out, lse, grad_out, grad_lse, scale)
+    return _GRADIENTS[gradient_kernel(ran, q, k, plan, request, deterministic)](call)
 
 
 @block_sparse_attention_backward_op.register_fake

@@ -31,7 +31,7 @@ from multimodal_gen.kernels.block_sparse.triton_kernel import (
     row_choice,
 )
 from multimodal_gen.kernels.block_sparse.tuning import BackwardTiles, TritonTile
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted, locate, next_power_of_2
 
 LISTED = 128  # entries of a list that a program looks at together

@@ -30,9 +30,10 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, fi
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.gluon_descriptors import describe_tokens
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.hopper_kernel import WarpgroupLayouts, specialize
+from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.launch.descriptors import describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launcher
 
 
 class Rings(NamedTuple):
@@ -58,7 +59,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(WarpgroupLayouts):
     """Compile-time shape of a kernel; see `gluon_work_kernel.Shape` for what is not said here.
 
     Attributes:
@@ -109,8 +110,9 @@ def _rows_of(work, step, C: gl.constexpr):
 
 
 @gluon.jit
-def _producer(da, db, dx, dy, work, rings, W: gl.constexpr, C: gl.constexpr):
+def _producer(fed, W: gl.constexpr, C: gl.constexpr):
     """One warp: loads a tile's own rows, and both tensors of every step."""
+    da, db, dx, dy, work, rings = fed
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     steps = work.num_full + work.num_tail
@@ -138,11 +140,10 @@ def store_rows(acc, tile, ptr, work, row_stride, ROW: gl.constexpr, dtype: gl.co
            C: gl.constexpr):  # fmt: skip
     """Write 64 rows of a gradient, those that the block owns, through a tile."""
     D: gl.constexpr = C.head_size
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile.store(acc.to(dtype))
-    values = tile.load(layout)
-    rows = ROW + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    channel = gl.arange(0, D, gl.SliceLayout(0, layout))
+    values = tile.load(C.store_layout)
+    rows = ROW + gl.arange(0, 64, C.store_rows)
+    channel = gl.arange(0, D, C.store_columns)
     ptrs = ptr + (gl.expand_dims(rows * row_stride, 1) + gl.expand_dims(channel, 0))
     if C.q_lengths:
         values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
@@ -160,10 +161,7 @@ def _query_step(
     """Return ds of a step of keys; `pending`, that of the step before, is multiplied meanwhile."""
     N: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
-    )
-    zero = gl.zeros([64, N], gl.float32, s_layout)
+    zero = gl.zeros([64, N], gl.float32, C.s_layout)
     slot = FIRST + step % C.stages
     before = FIRST + (step - 1) % C.stages
     mbarrier.wait(rings.full.index(slot), (step // C.stages) & 1)
@@ -178,7 +176,7 @@ def _query_step(
     dp = hopper.warpgroup_mma_wait(1, deps=[p_token])
     ds = p * (dp - gl.expand_dims(delta, 1))
     if MASKED:
-        columns = gl.arange(0, N, gl.SliceLayout(0, s_layout))
+        columns = gl.arange(0, N, C.columns)
         ds = gl.where(gl.expand_dims(columns < rows, 0), ds, 0.0)
     acc, pending = hopper.warpgroup_mma_wait(0, deps=[o_token, pending])
     mbarrier.arrive(rings.empty.index(before))
@@ -186,27 +184,20 @@ def _query_step(
 
 
 @gluon.jit
-def _queries(
-    work, rings, rows_in, scale, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
-):
+def _queries(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: dq of 64 queries."""
+    work, rings, rows_in, scale, scale_log2 = given
+    dtype: gl.constexpr = rings.a.dtype
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     ROW: gl.constexpr = 0 if C.own else W * 64
     N: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
-    )
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     a = rings.a.index(W).reshape([64, D])
     b = rings.b.index(W).reshape([64, D])
-    acc = gl.zeros([64, D], gl.float32, o_layout)
+    acc = gl.zeros([64, D], gl.float32, C.o_layout)
     steps = work.num_full + work.num_tail
     if steps > 0:
-        inside = ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        inside = ROW + gl.arange(0, 64, C.rows_s)
         real = inside < work.real
         level = gl.load(work.lse + inside, mask=real, other=float("inf"))
         delta = gl.load(work.lse + rows_in.plane + inside, mask=real, other=0.0)
@@ -214,7 +205,7 @@ def _queries(
         mbarrier.wait(rings.full.index(FIRST), 0)
         x_t = rings.x.index(FIRST).reshape([N, D]).permute((1, 0))
         y_t = rings.y.index(FIRST).reshape([N, D]).permute((1, 0))
-        zero = gl.zeros([64, N], gl.float32, s_layout)
+        zero = gl.zeros([64, N], gl.float32, C.s_layout)
         s_token = hopper.warpgroup_mma(a, x_t, zero, use_acc=False, is_async=True)
         p_token = hopper.warpgroup_mma(b, y_t, zero, use_acc=False, is_async=True)
         s = hopper.warpgroup_mma_wait(1, deps=[s_token])
@@ -222,9 +213,9 @@ def _queries(
         dp = hopper.warpgroup_mma_wait(0, deps=[p_token])
         ds = p * (dp - gl.expand_dims(delta, 1))
         if C.ragged:
-            columns = gl.arange(0, N, gl.SliceLayout(0, s_layout))
+            columns = gl.arange(0, N, C.columns)
             ds = gl.where(gl.expand_dims(columns < _rows_of(work, 0, C), 0), ds, 0.0)
-        pending = gl.convert_layout(ds.to(dtype), p_layout)
+        pending = gl.convert_layout(ds.to(dtype), C.p_layout)
         for step in range(1, work.num_full):
             acc, pending = _query_step(
                 a, b, rings, acc, pending, level, delta, N, step, scale_log2, FIRST, False, dtype, C
@@ -252,27 +243,19 @@ def _begin(zero, columns):
 
 
 @gluon.jit
-def _keys(
-    work, rings, rows_in, scale, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
-):
+def _keys(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys."""
+    work, rings, rows_in, scale, scale_log2 = given
+    dtype: gl.constexpr = rings.a.dtype
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     ROW: gl.constexpr = 0 if C.own else W * 64
     N: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
-    )
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     a = rings.a.index(W).reshape([64, D])
     b = rings.b.index(W).reshape([64, D])
-    dk = gl.zeros([64, D], gl.float32, o_layout)
-    dv = gl.zeros([64, D], gl.float32, o_layout)
+    dk = gl.zeros([64, D], gl.float32, C.o_layout)
+    dv = gl.zeros([64, D], gl.float32, C.o_layout)
     steps = work.num_full + work.num_tail
     if steps > 0:
         column = gl.arange(0, N, one_each)
@@ -285,8 +268,8 @@ def _keys(
         level_next = gl.load(base + start, mask=real, other=float("inf"))
         delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
         start = start_of(work, gl.minimum(1, steps - 1), C)
-        level = gl.convert_layout(level_next / -scale_log2, columns)
-        delta = gl.convert_layout(-delta_next, columns)
+        level = gl.convert_layout(level_next / -scale_log2, C.columns)
+        delta = gl.convert_layout(-delta_next, C.columns)
         real = column < _rows_of(work, gl.minimum(1, steps - 1), C)
         level_next = gl.load(base + start, mask=real, other=float("inf"))
         delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
@@ -297,20 +280,20 @@ def _keys(
             mbarrier.wait(rings.full.index(slot), (step // C.stages) & 1)
             x = rings.x.index(slot).reshape([N, D])
             y = rings.y.index(slot).reshape([N, D])
-            zero = gl.zeros([64, N], gl.float32, s_layout)
+            zero = gl.zeros([64, N], gl.float32, C.s_layout)
             s_first = _begin(zero, level)
             p_first = _begin(zero, delta)
             s_token = hopper.warpgroup_mma(a, x.permute((1, 0)), s_first, is_async=True)
             p_token = hopper.warpgroup_mma(b, y.permute((1, 0)), p_first, is_async=True)
             s = hopper.warpgroup_mma_wait(1, deps=[s_token])
             p = gl.exp2(s * scale_log2)
-            weights = gl.convert_layout(p.to(dtype), p_layout)
+            weights = gl.convert_layout(p.to(dtype), C.p_layout)
             dp = hopper.warpgroup_mma_wait(0, deps=[p_token])
             v_token = hopper.warpgroup_mma(weights, y, dv, is_async=True)
-            scores = gl.convert_layout((p * dp).to(dtype), p_layout)
+            scores = gl.convert_layout((p * dp).to(dtype), C.p_layout)
             k_token = hopper.warpgroup_mma(scores, x, dk, is_async=True)
-            level = gl.convert_layout(level_next / -scale_log2, columns)
-            delta = gl.convert_layout(-delta_next, columns)
+            level = gl.convert_layout(level_next / -scale_log2, C.columns)
+            delta = gl.convert_layout(-delta_next, C.columns)
             real = column < _rows_of(work, gl.minimum(step + 2, steps - 1), C)
             level_next = gl.load(base + start, mask=real, other=float("inf"))
             delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
@@ -326,14 +309,12 @@ def _keys(
 
 
 @gluon.jit
-def _consumer(
-    work, rings, rows_in, scale, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
-):
+def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup."""
     if C.of_keys:
-        _keys(work, rings, rows_in, scale, scale_log2, W, dtype, C)
+        _keys(given, W, C)
     else:
-        _queries(work, rings, rows_in, scale, scale_log2, W, dtype, C)
+        _queries(given, W, C)
 
 
 @gluon.jit(
@@ -384,40 +365,15 @@ def backward_kernel(
     hopper.fence_async_shared()
     scale_log2 = scale * 1.4426950408889634
     work = find_work(0, gl.program_id(0), plan, outs, C)
-    # warp_specialize takes literal lists of partitions only.
+    given = (work, rings, rows_in, scale, scale_log2)
+    fed = (da, db, dx, dy, work, rings)
     if C.own:
         other = find_work(1, gl.program_id(0), plan, outs, C)
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, rows_in, scale, scale_log2, 0, dtype, C)),
-                (_consumer, (other, rings, rows_in, scale, scale_log2, 1, dtype, C)),
-                (_producer, (da, db, dx, dy, work, rings, 0, C)),
-                (_producer, (da, db, dx, dy, other, rings, 1, C)),
-            ],
-            [4, 1, 1],
-            [C.registers, C.producer_registers, C.producer_registers],
-        )
-    elif C.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, rows_in, scale, scale_log2, 0, dtype, C)),
-                (_consumer, (work, rings, rows_in, scale, scale_log2, 1, dtype, C)),
-                (_producer, (da, db, dx, dy, work, rings, 0, C)),
-            ],
-            [4, 1],
-            [C.registers, C.producer_registers],
-        )
+        other_given = (other, rings, rows_in, scale, scale_log2)
+        other_fed = (da, db, dx, dy, other, rings)
+        specialize(_consumer, (given, other_given), _producer, (fed, other_fed), C)
     else:
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, rows_in, scale, scale_log2, 0, dtype, C)),
-                (_consumer, (work, rings, rows_in, scale, scale_log2, 1, dtype, C)),
-                (_consumer, (work, rings, rows_in, scale, scale_log2, 2, dtype, C)),
-                (_producer, (da, db, dx, dy, work, rings, 0, C)),
-            ],
-            [4, 4, 1],
-            [C.registers, C.registers, C.producer_registers],
-        )
+        specialize(_consumer, (given,), _producer, (fed,), C)
 
 
 @cache

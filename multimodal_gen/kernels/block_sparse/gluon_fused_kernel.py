@@ -24,9 +24,10 @@ from multimodal_gen.kernels.block_sparse.backward_kernel import levels, transpos
 from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import Shape, start_of, store_rows
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, find_work
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
-from multimodal_gen.kernels.gluon_compat import async_add, async_load
-from multimodal_gen.kernels.gluon_descriptors import describe_tokens
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.hopper_kernel import specialize
+from multimodal_gen.kernels.launch.compat import async_add, async_load
+from multimodal_gen.kernels.launch.descriptors import describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launcher
 
 STEP = 64  # queries
 KEYS = 128  # of a program
@@ -53,8 +54,9 @@ class Rings(NamedTuple):
 
 
 @gluon.jit
-def _producer(dk, dv, dk_half, dq, dg, dl, work, rings, C: gl.constexpr):
+def _producer(fed, W: gl.constexpr, C: gl.constexpr):
     """One warp: loads the keys and values; queries, their gradients, levels, deltas of a step."""
+    dk, dv, dk_half, dq, dg, dl, work, rings = fed
     D: gl.constexpr = C.head_size
     steps = work.num_full + work.num_tail
     if steps > 0:
@@ -103,29 +105,20 @@ def _add(dq, rings, d_sums, work, start, W: gl.constexpr, none):
 
 
 @gluon.jit
-def _consumer(
-    work, rings, d_sums, scale, scale_log2, dv_ptr, W: gl.constexpr, dtype: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
+def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys, and half of the channels of dq."""
+    work, rings, d_sums, scale, scale_log2, dv_ptr = given
+    dtype: gl.constexpr = rings.k.dtype
     N: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
-    )
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
     half_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
     )
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    dk = gl.zeros([64, D], gl.float32, o_layout)
-    dv = gl.zeros([64, D], gl.float32, o_layout)
+    dk = gl.zeros([64, D], gl.float32, C.o_layout)
+    dv = gl.zeros([64, D], gl.float32, C.o_layout)
     steps = work.num_full + work.num_tail
     if steps > 0:
-        inside = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        inside = W * 64 + gl.arange(0, 64, C.rows_s)
         reach = gl.where(inside < work.real, 0.0, float("-inf"))
         nothing = gl.zeros_like(reach)
         start = start_of(work, 0, C)
@@ -141,20 +134,20 @@ def _consumer(
             mbarrier.wait(rings.full.index(slot), (step // C.stages) & 1)
             # Scores begin at minus their level, and dO v^T at minus delta, which costs no register
             # more than the sums themselves.
-            delta = rings.delta.index(slot).reshape([N]).load(columns)
+            delta = rings.delta.index(slot).reshape([N]).load(C.columns)
             p_first = _begin(delta, scale_log2 * 0.0 - 1.0, nothing)
-            level = rings.level.index(slot).reshape([N]).load(columns)
+            level = rings.level.index(slot).reshape([N]).load(C.columns)
             s_first = _begin(level, -1.0 / scale_log2, reach)
             s_token = hopper.warpgroup_mma(k, q.permute((1, 0)), s_first, is_async=True)
             p_token = hopper.warpgroup_mma(v, grad.permute((1, 0)), p_first, is_async=True)
             s = hopper.warpgroup_mma_wait(1, deps=[s_token])
             p = gl.exp2(s * scale_log2)
-            weights = gl.convert_layout(p.to(dtype), p_layout)
+            weights = gl.convert_layout(p.to(dtype), C.p_layout)
             # Begun before dO v^T is waited for: else ptxas moves the exponentials behind that.
             v_token = hopper.warpgroup_mma(weights, grad, dv, is_async=True)
             dp = hopper.warpgroup_mma_wait(1, deps=[p_token])
             ds = (p * dp).to(dtype)
-            scores = gl.convert_layout(ds, p_layout)
+            scores = gl.convert_layout(ds, C.p_layout)
             # Two buffers: whoever writes one has seen that the other warpgroup is done with it.
             buffer = step & 1
             rings.scores.index(buffer * 2 + W).store(ds)
@@ -236,15 +229,9 @@ def fused_backward_kernel(
     work = find_work(0, gl.program_id(0), plan, outs, C)
     dv = dv_ptr + work.b.to(gl.int64) * out_b + work.h.to(gl.int64) * out_h
     dv += work.row.to(gl.int64) * out_s
-    gl.warp_specialize(
-        [
-            (_consumer, (work, rings, d_sums, scale, scale_log2, dv, 0, dtype, C)),
-            (_consumer, (work, rings, d_sums, scale, scale_log2, dv, 1, dtype, C)),
-            (_producer, (d_k, d_v, d_half, d_q, d_g, d_l, work, rings, C)),
-        ],
-        [4, 1],
-        [C.registers, C.producer_registers],
-    )
+    given = (work, rings, d_sums, scale, scale_log2, dv)
+    fed = (d_k, d_v, d_half, d_q, d_g, d_l, work, rings)
+    specialize(_consumer, (given,), _producer, (fed,), C)
 
 
 @cache
@@ -258,13 +245,6 @@ def _describe_rows(rows: torch.Tensor) -> TensorDescriptor:
         rows = torch.nn.functional.pad(rows, (0, 4 - rows.shape[3] % 4))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, 1, STEP], layout)
-
-
-def serves(plan: BlockPlan, channels: int) -> bool:
-    """Whether the kernel can compute the gradients of a plan."""
-    regular = plan.q.is_regular and plan.kv.is_regular
-    whole = plan.q.size % STEP == 0 and plan.kv.size % KEYS == 0
-    return 64 < channels <= 128 and regular and whole and plan.row_bits is None and not plan.causal
 
 
 def attend_backward(
@@ -299,12 +279,12 @@ def launch(
     Args:
         inputs: q, k, v and the gradient of out, [B, S, H, D], with as many heads, stride 1 along D
             and other strides that are multiples of 16 bytes.
-        plan: the pairs; see `serves`.
+        plan: the pairs of whole blocks, without row bits and not causal.
         rows: level and delta of the queries, fp32 [2, B, H, Sq], contiguous.
         outs: dq, dk and dv.
         scale: factor of the scores.
     """
-    assert serves(plan, inputs[0].shape[3]), "the caller has looked"
+    assert plan.q.size % STEP == plan.kv.size % KEYS == 0, "others are not chosen"
     q, k, v, grad = inputs
     dq, dk, dv = outs
     batch, _, heads, channels = q.shape

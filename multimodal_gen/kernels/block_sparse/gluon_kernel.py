@@ -62,9 +62,10 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, un
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.gluon_descriptors import TOKENS_BY_HEAD, described_at
-from multimodal_gen.kernels.launcher import Launch, Launcher
+from multimodal_gen.kernels.hopper_kernel import specialize
+from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.launch.descriptors import TOKENS_BY_HEAD, described_at
+from multimodal_gen.kernels.launch.launcher import Launch, Launcher
 
 # Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
 OVERFLOW = gl.constexpr(2.0**64)
@@ -85,8 +86,9 @@ def _load_v(dv, work, start, step, rings, FIRST: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
+def _producer(fed, W: gl.constexpr, C: gl.constexpr):
     """One warp: loads a tile's Q, and K and V of every step, V one step late."""
+    dq, dk, dv, work, rings = fed
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     steps = work.num_full + work.num_tail
@@ -121,44 +123,33 @@ def _producer(dq, dk, dv, work, rings, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(
-    work, rings, flags, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
-):
+def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: attends with 64 query rows of a tile; byte W of the tile's flag is its own."""
+    work, rings, flags, scale_log2 = given
+    dtype: gl.constexpr = rings.q.dtype
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     ROW: gl.constexpr = 0 if C.own else W * 64
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
-    rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
-    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     steps = work.num_full + work.num_tail
     if steps == 0:
-        nothing = gl.zeros([64, D], dtype, store_layout)
+        nothing = gl.zeros([64, D], dtype, C.store_layout)
         store_rows(
-            nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, work.owned, ROW, C
+            nothing, gl.full([64], float("-inf"), gl.float32, C.rows_s), work, work.owned, ROW, C
         )
     else:
         q_tile = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
         q = q_tile
         if C.q_registers:
-            q = q_tile.load(q_layout)
+            q = q_tile.load(C.q_layout)
         words = None
         if C.bits:
             block = block_of(work, 0, C)
-            words = choices(work, ROW, block, rows_s, C)
+            words = choices(work, ROW, block, C.rows_s, C)
         mbarrier.wait(rings.k_full.index(FIRST), 0)
         k_t = rings.k.index(FIRST).reshape([BN, D]).permute((1, 0))
-        zero = gl.zeros([64, BN], gl.float32, s_layout)
+        zero = gl.zeros([64, BN], gl.float32, C.s_layout)
         s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(rings.k_empty.index(FIRST))
@@ -169,7 +160,7 @@ def _consumer(
                     keys = tail_keys(work, 0, C)
             elif work.num_tail > 0:
                 keys = tail_keys(work, 0, C)
-            columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
+            columns = gl.arange(0, BN, C.columns)
             s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
         m = gl.max(s, 1) * scale_log2
         reference = m
@@ -179,8 +170,8 @@ def _consumer(
                 m = gl.where(lost(words, block) == 0, m, LOWEST)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(reference, 1))
         sums = partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
-        weights = gl.convert_layout(p.to(dtype), p_layout)
-        acc = gl.zeros([64, D], gl.float32, o_layout)
+        weights = gl.convert_layout(p.to(dtype), C.p_layout)
+        acc = gl.zeros([64, D], gl.float32, C.o_layout)
         nearest = scale_log2 * 0  # of the first step, which counts
         skipped = steps * 0
         mine = steps * 0
@@ -227,9 +218,9 @@ def _consumer(
         if C.redo:
             owned = gl.where((gl.load(flags) & (1 << 8 * W)) > 0, work.owned, 0)
         if C.fast or C.lazy:
-            row_sum = gl.convert_layout(gl.sum(sums, 1), rows_s)
+            row_sum = gl.convert_layout(gl.sum(sums, 1), C.rows_s)
         if C.fast:
-            real = ROW + gl.arange(0, 64, rows_s) < work.real
+            real = ROW + gl.arange(0, 64, C.rows_s) < work.real
             sound = row_sum < OVERFLOW
             if C.bits:
                 sound = sound & (row_sum > UNDERFLOW)
@@ -243,14 +234,14 @@ def _consumer(
         if C.bits:
             inverse = gl.where(row_sum > 0.0, inverse, 0.0)
             lse = gl.where(row_sum > 0.0, lse, float("-inf"))
-        o = acc * gl.expand_dims(gl.convert_layout(inverse, rows_o), 1)
+        o = acc * gl.expand_dims(gl.convert_layout(inverse, C.rows_o), 1)
         q_tile.store(o.to(dtype))
-        staged = q_tile.load(store_layout)
+        staged = q_tile.load(C.store_layout)
         store_rows(staged, lse, work, owned, ROW, C)
 
 
 @gluon.jit
-def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, dtype: gl.constexpr, C: gl.constexpr):
+def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, C: gl.constexpr):
     """Allocate the rings and start the partitions of one tile."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
@@ -259,9 +250,9 @@ def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, dtype: gl.constexpr, C
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
     one: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
-        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dk.layout),
-        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dv.layout),
+        gl.allocate_shared_memory(dq.dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
+        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dk.layout),
+        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dv.layout),
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
@@ -277,40 +268,15 @@ def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, dtype: gl.constexpr, C
         mbarrier.init(rings.v_empty.index(slot), count=SHARERS)
     hopper.fence_async_shared()
     work = find_work(0, tile, plan, outs, C)
-    # warp_specialize takes literal lists of partitions only.
+    given = (work, rings, flags, scale_log2)
+    fed = (dq, dk, dv, work, rings)
     if C.own:
         other = find_work(1, tile, plan, outs, C)
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, flags, scale_log2, 0, dtype, C)),
-                (_consumer, (other, rings, flags, scale_log2, 1, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, 0, C)),
-                (_producer, (dq, dk, dv, other, rings, 1, C)),
-            ],
-            [4, 1, 1],
-            [C.registers, C.producer_registers, C.producer_registers],
-        )
-    elif C.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, flags, scale_log2, 0, dtype, C)),
-                (_consumer, (work, rings, flags, scale_log2, 1, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, 0, C)),
-            ],
-            [4, 1],
-            [C.registers, C.producer_registers],
-        )
+        other_given = (other, rings, flags, scale_log2)
+        other_fed = (dq, dk, dv, other, rings)
+        specialize(_consumer, (given, other_given), _producer, (fed, other_fed), C)
     else:
-        gl.warp_specialize(
-            [
-                (_consumer, (work, rings, flags, scale_log2, 0, dtype, C)),
-                (_consumer, (work, rings, flags, scale_log2, 1, dtype, C)),
-                (_consumer, (work, rings, flags, scale_log2, 2, dtype, C)),
-                (_producer, (dq, dk, dv, work, rings, 0, C)),
-            ],
-            [4, 4, 1],
-            [C.registers, C.registers, C.producer_registers],
-        )
+        specialize(_consumer, (given,), _producer, (fed,), C)
     if C.redo:
         for w in gl.static_range(CONSUMERS):
             mbarrier.invalidate(rings.q_full.index(w))
@@ -348,7 +314,6 @@ def attention_kernel(
         block_ptr, bits_ptr, bits_b, bits_h, words,
     )  # fmt: skip
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
-    dtype: gl.constexpr = dq.dtype
     if C.redo:
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         first = gl.program_id(0) * C.redo
@@ -356,9 +321,9 @@ def attention_kernel(
         if gl.max(marks, 0) > 0:
             for tile in range(first, first + C.redo):
                 if gl.load(flag_ptr + tile) > 0:
-                    _run(dq, dk, dv, tile, plan, outs, flag_ptr + tile, scale_log2, dtype, C)
+                    _run(dq, dk, dv, tile, plan, outs, flag_ptr + tile, scale_log2, C)
     else:
-        _run(dq, dk, dv, gl.program_id(0), plan, outs, flag_ptr, scale_log2, dtype, C)
+        _run(dq, dk, dv, gl.program_id(0), plan, outs, flag_ptr, scale_log2, C)
 
 
 @cache

@@ -88,15 +88,11 @@ def advance(
     """
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    rows_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    zero = gl.zeros([64, BN], gl.float32, s_layout)
+    zero = gl.zeros([64, BN], gl.float32, C.s_layout)
     slot = FIRST + step % C.stages
     slot_v = FIRST + (step - 1) % C.stages
     if C.bits and not C.one_word:
-        words = choices(work, ROW, block, gl.SliceLayout(1, s_layout), C)
+        words = choices(work, ROW, block, C.rows_s, C)
     mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
     k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
     s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
@@ -109,7 +105,7 @@ def advance(
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(rings.k_empty.index(slot))
     if MASKED:
-        columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
+        columns = gl.arange(0, BN, C.columns)
         s = gl.where(gl.expand_dims(columns < keys, 0), s, float("-inf"))
     m_new = m
     if not C.fast:
@@ -149,7 +145,7 @@ def advance(
     mbarrier.arrive(rings.v_empty.index(slot_v))
     if not C.fast:
         following = gl.convert_layout(p.to(dtype), weights.type.layout)
-        factor, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(alpha, rows_o), 1), acc)
+        factor, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(alpha, C.rows_o), 1), acc)
         acc = _rescale(acc, factor, C) if C.lazy else acc * factor
     return acc, sums, m_new, following, nearest
 

@@ -27,9 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from multimodal_gen.kernels.block_sparse import tail_kernel
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, Blocks, unit_stride
 from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile, TritonTile
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.gluon_descriptors import describe, describe_tokens
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.hopper_kernel import WarpgroupLayouts, specialize
+from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.launch.descriptors import describe, describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launcher
 
 _ROWS = 64  # of a consumer
 _KEYS = 64  # of a step; their bits are one word
@@ -38,7 +39,7 @@ OVERFLOW = gl.constexpr(2.0**64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(WarpgroupLayouts):
     """Compile-time shape of the kernel.
 
     Attributes:
@@ -51,6 +52,7 @@ class Shape:
         q_starts: whether query blocks have starts of their own.
         q_lengths: whether query blocks have lengths of their own.
         registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
     """
 
     keys: int
@@ -62,6 +64,7 @@ class Shape:
     q_starts: bool
     q_lengths: bool
     registers: int
+    producer_registers: int = 24
 
 
 class Rings(NamedTuple):
@@ -147,8 +150,9 @@ def _load_v(dv, b, kv_h, step, at, rings, C: gl.constexpr):
 
 
 @gluon.jit
-def _producer(dq, do, dk, dv, task, rings, C: gl.constexpr):
+def _producer(fed, W: gl.constexpr, C: gl.constexpr):
     """One warp: loads a tile's rows, and K and V of every step, V one step late."""
+    dq, do, dk, dv, task, rings = fed
     CONSUMERS: gl.constexpr = C.consumers
     first = gl.program_id(0)
     for tile in range(first, task.total, gl.num_programs(0)):
@@ -201,25 +205,16 @@ def _weights(s, bias, m, scale_log2, dtype: gl.constexpr, p_layout: gl.constexpr
 
 
 @gluon.jit
-def _consumer(task, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
+def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: up to 64 rows of one query block of every tile."""
+    task, rings = given
+    dtype: gl.constexpr = rings.q.dtype
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     q_tile = rings.q.index(W).reshape([64, D])
     o_tile = rings.o.index(W).reshape([64, D])
-    n = gl.arange(0, BN, columns)
-    zero = gl.zeros([64, BN], gl.float32, s_layout)
+    n = gl.arange(0, BN, C.columns)
+    zero = gl.zeros([64, BN], gl.float32, C.s_layout)
     first = gl.program_id(0)
     for tile in range(first, task.total, gl.num_programs(0)):
         turn = (tile - first) // gl.num_programs(0)
@@ -233,7 +228,7 @@ def _consumer(task, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
         size_row = b_64 * task.sizes_b + (h // task.group) * task.sizes_h
         size_ptr = task.sizes + size_row * (task.steps * BN) + n
         lse_ptr = task.lse + b_64 * task.lse_b + h_64 * task.lse_h + row
-        rows = gl.arange(0, 64, rows_s)
+        rows = gl.arange(0, 64, C.rows_s)
         lse = gl.load(lse_ptr + rows, mask=rows < real, other=0.0)
         nothing = lse == float("-inf")
         m = gl.where(nothing, 0.0, lse * 1.4426950408889634)
@@ -248,8 +243,8 @@ def _consumer(task, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
         ahead = gl.load(word_ptr + gl.minimum(1, task.steps - 1))
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(rings.k_empty.index(slot))
-        weights, sums = _weights(s, _bias(sizes, word, n), m, task.scale_log2, dtype, p_layout)
-        acc = gl.zeros([64, D], gl.float32, o_layout)
+        weights, sums = _weights(s, _bias(sizes, word, n), m, task.scale_log2, dtype, C.p_layout)
+        acc = gl.zeros([64, D], gl.float32, C.o_layout)
         for step in range(1, task.steps):
             at = before + step
             slot = at % C.stages
@@ -266,7 +261,7 @@ def _consumer(task, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
             s = hopper.warpgroup_mma_wait(1, deps=[s_token])
             mbarrier.arrive(rings.k_empty.index(slot))
             following, added = _weights(
-                s, _bias(sizes, word, n), m, task.scale_log2, dtype, p_layout
+                s, _bias(sizes, word, n), m, task.scale_log2, dtype, C.p_layout
             )
             sums += added
             # The weights in flight must pass through the wait, or their registers are reused early.
@@ -279,23 +274,23 @@ def _consumer(task, rings, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr
         mbarrier.wait(rings.v_full.index(slot_v), (last // C.stages) & 1)
         v_tile = rings.v.index(slot_v).reshape([BN, D])
         o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
-        new = gl.convert_layout(gl.sum(sums, 1), rows_s)
+        new = gl.convert_layout(gl.sum(sums, 1), C.rows_s)
         sound = (new < OVERFLOW) & ~nothing
         wrong = gl.max(((rows < real) & ~sound).to(gl.int32), 0)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
         mbarrier.arrive(rings.v_empty.index(slot_v))
 
         mbarrier.wait(rings.o_full.index(W), turn & 1)
-        exact = o_tile.load(o_layout).to(gl.float32)
-        inverse = gl.convert_layout(1.0 / (1.0 + new), rows_o)
+        exact = o_tile.load(C.o_layout).to(gl.float32)
+        inverse = gl.convert_layout(1.0 / (1.0 + new), C.rows_o)
         o_tile.store(((acc + exact) * gl.expand_dims(inverse, 1)).to(dtype))
-        staged = o_tile.load(store_layout)
+        staged = o_tile.load(C.store_layout)
         hopper.fence_async_shared()
         mbarrier.arrive(rings.o_empty.index(W))
         kept = gl.where(wrong > 0, 0, real)
         gl.store(lse_ptr + rows, 0.6931471805599453 * (m + gl.log2(1.0 + new)), mask=rows < kept)
-        at_row = gl.arange(0, 64, gl.SliceLayout(1, store_layout))
-        channel = gl.arange(0, D, gl.SliceLayout(0, store_layout))
+        at_row = gl.arange(0, 64, C.store_rows)
+        channel = gl.arange(0, D, C.store_columns)
         out_ptr = task.out + b_64 * task.out_b + h_64 * task.out_h + row.to(gl.int64) * task.out_s
         ptrs = out_ptr + (gl.expand_dims(at_row * task.out_s, 1) + gl.expand_dims(channel, 0))
         mask = gl.expand_dims(at_row < kept, 1)
@@ -357,27 +352,7 @@ def gluon_tail_kernel(
         mbarrier.init(rings.k_empty.index(slot), count=C.consumers)
         mbarrier.init(rings.v_empty.index(slot), count=C.consumers)
     hopper.fence_async_shared()
-    if C.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (task, rings, 0, dtype, C)),
-                (_consumer, (task, rings, 1, dtype, C)),
-                (_producer, (dq, do, dk, dv, task, rings, C)),
-            ],
-            [4, 1],
-            [C.registers, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (task, rings, 0, dtype, C)),
-                (_consumer, (task, rings, 1, dtype, C)),
-                (_consumer, (task, rings, 2, dtype, C)),
-                (_producer, (dq, do, dk, dv, task, rings, C)),
-            ],
-            [4, 4, 1],
-            [C.registers, C.registers, 24],
-        )
+    specialize(_consumer, ((task, rings),), _producer, ((dq, do, dk, dv, task, rings),), C)
 
 
 @cache

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from multimodal_gen.kernels.hopper_kernel import WarpgroupLayouts
+
 SEARCH = gl.constexpr(256)
 
 
@@ -105,7 +107,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(WarpgroupLayouts):
     """Compile-time shape of the kernel.
 
     Attributes:

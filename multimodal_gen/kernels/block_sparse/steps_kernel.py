@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading, unit_stride
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, next_power_of_2
 
 CHUNK = 128  # entries of a list that a program looks at together

@@ -7,7 +7,9 @@ attended to exactly. tail_reference.py has the definition.
 Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size, Nq and N blocks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -21,16 +23,16 @@ from multimodal_gen.kernels.block_sparse.tail_reference import (
 from multimodal_gen.kernels.block_sparse.tuning import gluon_tail_tile, tail_tile
 from multimodal_gen.kernels.engine import (
     AUTO,
+    MAP_LISTS,
     POOLED_TAIL,
     KernelChoice,
     Request,
     choose,
+    choose_for,
     kernel_name,
-    place_of,
-    records_gradient,
-    runs_triton,
     serves,
 )
+from multimodal_gen.kernels.tensors import place_of, records_gradient
 from multimodal_gen.kernels.tile_pool.api import pool_tiles
 
 __all__ = [
@@ -42,9 +44,6 @@ __all__ = [
     "plan_of_map",
     "pool_blocks",
 ]
-
-
-_MAPS = frozenset({torch.bool})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,7 +163,7 @@ def plan_of_map(keep: torch.Tensor, q: Blocks, kv: Blocks, num: int) -> BlockPla
         kv: how the keys are cut.
         num: of so many of the first blocks, those that are not kept are to be pooled.
     """
-    if not torch.compiler.is_compiling() and runs_triton([keep], _MAPS):
+    if not torch.compiler.is_compiling() and choose_for(MAP_LISTS, keep) == "triton":
         from multimodal_gen.kernels.block_sparse.steps_kernel import make_lists
 
         indices, counts = make_lists(unit_stride(keep))
@@ -238,8 +237,7 @@ def add_tail(
             out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept, queries,
             scale=scale,
         )  # fmt: skip
-    launch = _launch_gluon if chosen == "gluon" else _launch_triton
-    launch(out, lse, q, pooled, kept, queries, scale)
+    _LAUNCH[chosen](out, lse, q, pooled, kept, queries, scale)
     return out, lse
 
 
@@ -289,6 +287,11 @@ def _launch_triton(
     )  # fmt: skip
 
 
+_LAUNCH: MappingProxyType[str, Callable[..., None]] = MappingProxyType(
+    {"gluon": _launch_gluon, "triton": _launch_triton}
+)
+
+
 def _kernel(
     q: torch.Tensor,
     kernel: KernelChoice,
@@ -312,9 +315,7 @@ def _kernel(
         device=q.device.index,
     )
     name = kernel_name(kernel)
-    if name in POOLED_TAIL.names and serves(POOLED_TAIL, name, request):
-        return name
-    return choose(POOLED_TAIL, AUTO, request)
+    return name if serves(POOLED_TAIL, name, request) else choose(POOLED_TAIL, AUTO, request)
 
 
 def _in_rows_of_16_bytes(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.plan import Blocks, unit_stride
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 LOG2E = 1.4426950408889634

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
+import torch
+
 __all__ = [
     "CHOICE_ROWS",
     "REDO_PAYS",
+    "WIDE_CHOICES",
     "BackwardTiles",
     "GluonBackwardTile",
     "GluonTailTile",
@@ -21,8 +24,9 @@ __all__ = [
     "triton_tile",
 ]
 
-# Rows of a query block that suit the Gluon provider where rows choose.
+# Rows of a query block that suit these kernels, with these dtypes, best where rows choose.
 CHOICE_ROWS = 192
+WIDE_CHOICES = frozenset({("gluon", torch.bfloat16)})
 # Products of a query's and a key's channels from which on the Gluon provider's fast variant, which
 # launches twice, takes less time than the exact one: H200, 2026-11, between 1,024 and 2,048 tokens
 # of 24 heads of 128.

@@ -15,12 +15,9 @@ from multimodal_gen.kernels.chunk_select.reference import (
     pack_bits,
     select_chunks_reference,
 )
-from multimodal_gen.kernels.engine import runs_triton
+from multimodal_gen.kernels.engine import CHUNK_CHOICE, CHUNK_MEANS, choose_for
 
 __all__ = ["ChunkMeans", "Rule", "chunk_means", "pack_bits", "select_chunks"]
-
-_TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16})
-_MAX_CHUNKS = 1024  # a row of scores must fit into registers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +69,7 @@ def chunk_means(
         kept = keep if index is None else keep[:, index.long()]
         before = torch.nn.functional.pad(kept.cumsum(1), (1, 0))
         counts = (before[:, (starts + lengths).long()] - before[:, starts.long()]).int()
-    if runs_triton([key], _TRITON_DTYPES):
+    if choose_for(CHUNK_MEANS, key) == "triton":
         from multimodal_gen.kernels.chunk_select import chunk_select_kernel
 
         means = chunk_select_kernel.chunk_means(
@@ -115,8 +112,8 @@ def select_chunks(
     _check_query(query, means, own)
     _check_keep(keep, query)
     query = query.detach()  # a choice has no gradient
-    fits = rule.scope == "query_head" and means.shape[2] <= _MAX_CHUNKS
-    if fits and runs_triton([query], _TRITON_DTYPES):
+    together = rule.scope != "query_head"
+    if choose_for(CHUNK_CHOICE, query, num_kv=means.shape[2], together=together) == "triton":
         from multimodal_gen.kernels.chunk_select import chunk_select_kernel
 
         return chunk_select_kernel.select_chunks(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.chunk_select.reference import Rule
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 SPAN = 512  # keys of a chunk that one program adds up

@@ -20,19 +20,16 @@ from multimodal_gen.kernels.cluster_attention.plan import (
 from multimodal_gen.kernels.engine import (
     AUTO,
     BLOCK_SPARSE,
+    CLUSTERS,
     KernelChoice,
     Request,
     choose,
-    loadable,
-    place_of,
-    records_gradient,
+    serves,
 )
+from multimodal_gen.kernels.tensors import loadable, place_of, records_gradient
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 
 __all__ = ["Groups", "cluster_attention", "query_pieces"]
-
-# A list of keys is made by one program, which holds all clusters of keys.
-_MOST_CLUSTERS = 8192
 
 
 def cluster_attention(
@@ -74,14 +71,15 @@ def cluster_attention(
     _validate(q, k, queries, keys, keep)
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
-    recorded = records_gradient(q, k, v)
-    kernel = _chosen(sorted_q, sorted_k, sorted_v, kernel, backward=recorded)
+    request = _request(sorted_q, sorted_k, sorted_v, keep, backward=records_gradient(q, k, v))
+    kernel = choose(BLOCK_SPARSE, kernel, request)
+    as_clusters = serves(CLUSTERS, kernel, request)
     if num_pooled:
         found = _with_tail(
             sorted_q, sorted_k, sorted_v, queries, keys, keep, num_pooled,
-            scale=scale, kernel=kernel, pieces=pieces, recorded=recorded,
+            scale=scale, kernel=kernel, pieces=pieces, as_clusters=as_clusters,
         )  # fmt: skip
-    elif kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS and not recorded:
+    elif as_clusters:
         from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
         pieces = pieces or query_pieces(queries)
@@ -108,14 +106,14 @@ def _with_tail(
     scale: float,
     kernel: str,
     pieces: Pieces | None,
-    recorded: bool,
+    as_clusters: bool,
 ) -> torch.Tensor:
     """Return attention to clusters that are kept and to the means of others; all in cluster order.
 
-    Arguments are those of `cluster_attention`, in cluster order; `recorded` says whether gradients
-    are.
+    Arguments are those of `cluster_attention`, in cluster order; `as_clusters` says whether the
+    kernel for clusters runs.
     """
-    if kernel == "gluon" and keep.shape[3] <= _MOST_CLUSTERS and not recorded:
+    if as_clusters:
         from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
         size, pieces = TILE_ROWS, pieces or query_pieces(queries)
@@ -151,11 +149,11 @@ def query_pieces(queries: Groups) -> Pieces:
     return cut(queries, TILE_ROWS, multiple=TILE_ROWS // 3)
 
 
-def _chosen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: KernelChoice, *, backward: bool
-) -> str:
+def _request(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, *, backward: bool
+) -> Request:
     platform, capability = place_of(q.device)
-    request = Request(
+    return Request(
         platform=platform,
         capability=capability,
         dtype=q.dtype,
@@ -165,9 +163,9 @@ def _chosen(
         ragged=True,
         unaligned=not loadable(q, k, v),
         backward=backward,
+        num_kv=keep.shape[3],
         device=q.device.index,
     )
-    return choose(BLOCK_SPARSE, kernel, request)
 
 
 def _validate(

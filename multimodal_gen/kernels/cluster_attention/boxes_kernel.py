@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.cluster_attention.plan import Groups
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, minimum, next_power_of_2
 
 STEP = 64

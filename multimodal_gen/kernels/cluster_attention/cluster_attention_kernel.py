@@ -23,9 +23,9 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape, 
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, Pieces
-from multimodal_gen.kernels.gluon_compat import async_load
-from multimodal_gen.kernels.gluon_descriptors import describe_tokens
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.launch.descriptors import describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launcher
 
 BOX = gl.constexpr(BOX_KEYS)
 BOXES = gl.constexpr(STEP // BOX_KEYS)
@@ -212,47 +212,35 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
     """Attend with 64 query rows over at least one step."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
-    rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     steps = work.num_full + work.num_tail
     q_tile = rings.q.index(W).reshape([64, D])
     mbarrier.wait(rings.q_full.index(W), 0)
     q = q_tile
     if C.q_registers:
-        q = q_tile.load(q_layout)
+        q = q_tile.load(C.q_layout)
     mbarrier.wait(rings.k_full.index(0), 0)
     k_t = rings.k.index(0).reshape([BN, D]).permute((1, 0))
-    zero = gl.zeros([64, BN], gl.float32, s_layout)
+    zero = gl.zeros([64, BN], gl.float32, C.s_layout)
     s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(rings.k_empty.index(0))
-    column = gl.arange(0, BN, columns)
-    limits = gl.full([BN], BN, gl.int32, columns)
+    column = gl.arange(0, BN, C.columns)
+    limits = gl.full([BN], BN, gl.int32, C.columns)
     if work.num_tail > 0:
-        limits = _limits(work, 0, columns, C)
+        limits = _limits(work, 0, C.columns, C)
     s = gl.where(gl.expand_dims(column < limits, 0), s, float("-inf"))
     m = gl.max(s, 1) * scale_log2
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
     sums = partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
-    weights = gl.convert_layout(p.to(dtype), p_layout)
-    acc = gl.zeros([64, D], gl.float32, o_layout)
+    weights = gl.convert_layout(p.to(dtype), C.p_layout)
+    acc = gl.zeros([64, D], gl.float32, C.o_layout)
     last = work.num_full + gl.minimum(work.num_tail, 1)
     for step in range(1, last):
         acc, sums, m, weights, _ = advance(
             q, rings, acc, sums, m, weights, BN, step, work, scale_log2, 0, 0, False, dtype, C
         )
     for step in range(last, steps):
-        limits = _limits(work, step - work.num_full, columns, C)
+        limits = _limits(work, step - work.num_full, C.columns, C)
         acc, sums, m, weights, _ = advance(
             q, rings, acc, sums, m, weights, limits, step, work, scale_log2, 0, 0, True, dtype, C
         )
@@ -263,30 +251,29 @@ def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr,
     acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
     row_sum = sums
     if C.fast or C.lazy:
-        row_sum = gl.convert_layout(gl.sum(sums, 1), rows_s)
+        row_sum = gl.convert_layout(gl.sum(sums, 1), C.rows_s)
     if C.fast:
-        real = W * 64 + gl.arange(0, 64, rows_s) < work.real
+        real = W * 64 + gl.arange(0, 64, C.rows_s) < work.real
         wrong = gl.max((real & ~(row_sum < OVERFLOW)).to(gl.int32), 0)
         if wrong > 0:
             gl.store(flag, wrong)
-    o = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, rows_o), 1)
+    o = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, C.rows_o), 1)
     q_tile.store(o.to(dtype))
     lse = m
     if C.lse:
         lse = 0.6931471805599453 * (m + gl.log2(row_sum))
-    store_rows(q_tile.load(store_layout), lse, work, work.owned, W * 64, C)
+    store_rows(q_tile.load(C.store_layout), lse, work, work.owned, W * 64, C)
 
 
 @gluon.jit
 def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
     """One warpgroup: 64 query rows."""
     D: gl.constexpr = C.head_size
-    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     if work.real <= W * 64:
         _give_back(work, rings, C)
     elif work.num_full + work.num_tail == 0:
-        nothing = gl.zeros([64, D], dtype, store_layout)
-        rows: gl.constexpr = gl.SliceLayout(1, store_layout)
+        nothing = gl.zeros([64, D], dtype, C.store_layout)
+        rows: gl.constexpr = C.store_rows
         store_rows(
             nothing, gl.full([64], float("-inf"), gl.float32, rows), work, work.owned, W * 64, C
         )

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import AUTO, KMEANS, Request, choose, place_of
+from multimodal_gen.kernels.engine import AUTO, KMEANS, Request, choose
 from multimodal_gen.kernels.kmeans.reference import kmeans_reference
 from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.kernels.tensors import place_of
 
 __all__ = [
     "Clusters",

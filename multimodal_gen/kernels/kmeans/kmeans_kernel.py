@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launcher import Launch, Launcher
+from multimodal_gen.kernels.launch.launcher import Launch, Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 CHUNK = 1024

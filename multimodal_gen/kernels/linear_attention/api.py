@@ -7,7 +7,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.engine import runs_triton
+from multimodal_gen.kernels.engine import LINEAR, LINEAR_REST, choose_for
 from multimodal_gen.kernels.linear_attention.reference import (
     FEATURE_MAPS,
     KeyState,
@@ -28,11 +28,6 @@ __all__ = [
     "key_state",
 ]
 
-_TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16})
-_BLOCK_SIZES = (16, 32, 64, 128, 256)
-# A state has to fit into the registers of one program.
-_MAX_UNSELECTED_HEAD_SIZE = 128
-
 
 def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Return the mean key of every block; does not wait for the device.
@@ -49,7 +44,7 @@ def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """
     _check_keys(key, None, blocks)
     key = _channels_last(key.detach())
-    if _runs_triton(key, blocks=blocks):
+    if choose_for(LINEAR, key, kv_size=blocks.size) == "triton":
         from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
         return linear_attention_kernel.key_means(key, blocks)
@@ -75,7 +70,8 @@ def key_state(
     """
     _check_keys(key, value, blocks)
     _check_feature_map(feature_map)
-    if _runs_triton(key, value, blocks=blocks):
+    given = (key, value)
+    if choose_for(LINEAR, *given, gradients=given, kv_size=blocks.size) == "triton":
         from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
         k, v = _channels_last(key), _channels_last(value)
@@ -117,7 +113,7 @@ def add_linear(
             f"head size {wanted[2]}, got {list(state.sums.shape)}"
         )
     tensors = (out, query, state.moments, projection.weight)
-    if _runs_triton(query, gradients=tensors):
+    if choose_for(LINEAR, query, gradients=tensors) == "triton":
         from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
         linear_attention_kernel.add_linear(
@@ -160,9 +156,16 @@ def add_unselected(
     _check_queries(out, query, projection)
     _check_keys(key, value, plan.kv)
     _check_feature_map(feature_map)
-    tensors = (out, query, key, value, projection.weight)
-    small = query.shape[3] <= _MAX_UNSELECTED_HEAD_SIZE
-    if small and _runs_triton(query, key, value, blocks=plan.kv, gradients=tensors):
+    chosen = choose_for(
+        LINEAR_REST,
+        query,
+        key,
+        value,
+        gradients=(out, query, key, value, projection.weight),
+        head_size=query.shape[3],
+        kv_size=plan.kv.size,
+    )
+    if chosen == "triton":
         from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
         q, k, v = (_channels_last(x) for x in (query, key, value))
@@ -210,14 +213,3 @@ def _check_queries(out: torch.Tensor, query: torch.Tensor, projection: Projectio
         raise UsageError(
             f"`projection` must lie on {query.device}, as query, got {projection.weight.device}"
         )
-
-
-def _runs_triton(
-    *tensors: torch.Tensor,
-    blocks: Blocks | None = None,
-    gradients: tuple[torch.Tensor, ...] | None = None,
-) -> bool:
-    """Whether the Triton kernels, which have no backward, can serve."""
-    sized = blocks is None or blocks.size in _BLOCK_SIZES
-    inputs = tensors if gradients is None else gradients
-    return sized and runs_triton(tensors, _TRITON_DTYPES, gradients=inputs)

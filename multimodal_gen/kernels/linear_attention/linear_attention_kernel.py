@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.linear_attention.reference import (
     EPSILON,
     FEATURE_MAPS,

@@ -6,12 +6,10 @@ Shapes: B batch, S tokens, H heads, D head size.
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import runs_triton
+from multimodal_gen.kernels.engine import PART_MERGE, choose_for
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
 
 __all__ = ["merge_two"]
-
-_TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 def merge_two(
@@ -51,8 +49,8 @@ def merge_two(
                 f"`{name}` must be [B, H, S] = {[batch, heads, tokens]} {lse.dtype}, got "
                 f"{list(x.shape)} {x.dtype}"
             )
-    known = dtype in _TRITON_DTYPES and lse.dtype is torch.float32 and out.numel() > 0
-    if known and runs_triton([out, more], _TRITON_DTYPES):
+    exact = lse.dtype is not torch.float32 or dtype is torch.float64
+    if out.numel() and choose_for(PART_MERGE, out, more, exact=exact) == "triton":
         from multimodal_gen.kernels.part_merge import part_merge_kernel
 
         return part_merge_kernel.merge_two(

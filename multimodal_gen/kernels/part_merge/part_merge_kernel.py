@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import next_power_of_2
 
 # Elements of a program: 32 rows of 128 channels. Not measured.

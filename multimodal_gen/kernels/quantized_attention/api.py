@@ -12,17 +12,8 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments, empty_results
-from multimodal_gen.kernels.engine import (
-    AUTO,
-    QUANTIZED,
-    KernelChoice,
-    Request,
-    choose,
-    is_plain,
-    loadable,
-    place_of,
-)
-from multimodal_gen.kernels.launcher import Form, form_of
+from multimodal_gen.kernels.engine import AUTO, QUANTIZED, KernelChoice, Request, choose
+from multimodal_gen.kernels.launch.launcher import Form, form_of
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
@@ -30,6 +21,7 @@ from multimodal_gen.kernels.quantized_attention.reference import (
     quantized_reference,
 )
 from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
+from multimodal_gen.kernels.tensors import is_plain, loadable, place_of
 
 if TYPE_CHECKING:
     from multimodal_gen.kernels.quantized_attention.quantise_kernel import Quantiser

@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
-from multimodal_gen.kernels.gluon_descriptors import describe, describe_tokens
-from multimodal_gen.kernels.launcher import Launch, Launcher
+from multimodal_gen.kernels.launch.descriptors import describe, describe_tokens
+from multimodal_gen.kernels.launch.launcher import Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
     Outs,
     Plan,

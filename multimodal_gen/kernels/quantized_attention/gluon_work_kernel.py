@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multimodal_gen.kernels.gluon_compat import async_load
+from multimodal_gen.kernels.launch.compat import async_load
 
 
 class Rings(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launcher import Form, Launch, Launcher
+from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.packed import (
     Packed,
     Slots,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import runs_triton
+from multimodal_gen.kernels.engine import ROW_MOVES, ROW_ORDER, choose_for
 from multimodal_gen.kernels.row_choice.reference import (
     block_lists_reference,
     group_patterns,
@@ -28,8 +28,6 @@ __all__ = [
     "sort_rows",
 ]
 
-_BITS = frozenset({torch.int32})
-_TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _MAX_SIZE = 8
 _MAX_BLOCK = 256
 
@@ -143,7 +141,7 @@ def sort_rows(
         )
     if not 1 <= block <= _MAX_BLOCK:
         raise UsageError(f"`block` must lie in [1, {_MAX_BLOCK}], got {block}")
-    if runs_triton([bits], _BITS):
+    if choose_for(ROW_ORDER, bits) == "triton":
         from multimodal_gen.kernels.row_choice import row_choice_kernel
 
         fields = row_choice_kernel.sort_rows(bits, groups.num_chunks, groups.size, extra, block)
@@ -187,7 +185,7 @@ def move_rows(query: torch.Tensor, rows: SortedRows) -> torch.Tensor:
         )
     if query.device != position.device:
         raise UsageError(f"`query` must be on {position.device}, got {query.device}")
-    if runs_triton([query], _TRITON_DTYPES, gradients=[query]):
+    if choose_for(ROW_MOVES, query, gradients=(query,)) == "triton":
         from multimodal_gen.kernels.row_choice import row_choice_kernel
 
         return row_choice_kernel.move_rows(query, position, rows.used, rows.room)
@@ -232,7 +230,7 @@ def merge_parts(
         raise UsageError(
             f"`out` must be [{batch}, {tokens}, {heads}, {parts.shape[3]}], got {list(out.shape)}"
         )
-    if runs_triton([parts], _TRITON_DTYPES, gradients=[parts]):
+    if choose_for(ROW_MOVES, parts, gradients=(parts,)) == "triton":
         from multimodal_gen.kernels.row_choice import row_choice_kernel
 
         row_choice_kernel.merge_parts(parts, lse, rows.position, rows.used, out)

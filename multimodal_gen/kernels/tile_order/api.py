@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import runs_triton
-from multimodal_gen.kernels.launcher import Form, form_of
+from multimodal_gen.kernels.engine import TOKEN_MOVES, choose_for
+from multimodal_gen.kernels.launch.launcher import Form, form_of
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 
@@ -142,7 +142,7 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
         UsageError: shapes, dtypes or devices do not fit each other.
     """
     tensors = tuple(tensors)
-    if runs_triton(tensors[:1], _FLOATING, gradients=tensors):
+    if tensors and choose_for(TOKEN_MOVES, tensors[0], gradients=tensors) == "triton":
         return _gather_of(tuple(map(form_of, tensors)), form_of(index))(tensors, index)
     _check_gather(tensors, index)
     return tuple(gather_reference(tensor, index) for tensor in tensors)
@@ -174,7 +174,7 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other, or `out` is an expanded view.
     """
-    if runs_triton((source,), _FLOATING, gradients=(source, out)):
+    if choose_for(TOKEN_MOVES, source, gradients=(source, out)) == "triton":
         _scatter_of(form_of(source), form_of(index), form_of(out))(source, index, out)
         return
     _check_scatter(source, index, out, out.stride())

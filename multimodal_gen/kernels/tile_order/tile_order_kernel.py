@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launcher import Form, Launch, Launcher, form_of
+from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher, form_of
 from multimodal_gen.kernels.shared_kernel import next_power_of_2
 
 VECTOR_BYTES = 16

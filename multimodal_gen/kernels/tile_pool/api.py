@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import place_of, records_gradient, runs_triton
+from multimodal_gen.kernels.engine import CELL_CHOICE, TILE_CHOICE, TILE_MEANS, choose_for
+from multimodal_gen.kernels.tensors import place_of, records_gradient
 from multimodal_gen.kernels.tile_pool.reference import (
     add_gated_reference,
     pool_tiles_reference,
@@ -30,9 +31,6 @@ __all__ = [
     "select_tiles",
 ]
 
-_TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_CELL_DTYPES = _TRITON_DTYPES - {torch.float32}  # products of fp32 do not fit into registers
-_MAX_TILES = 2**15  # a row of scores must fit into the registers of 16 warps
 CELL_COUNTS = (1, 2, 4, 8)
 """How many cells a tile may be cut into for `select_cells`."""
 _CHANNELS = 16  # that are added at once: fewer would leave rows that no 16 bytes divide
@@ -88,7 +86,7 @@ def _pool(
     keep: torch.Tensor | None,
     dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    if runs_triton([tensor], _TRITON_DTYPES):
+    if choose_for(TILE_MEANS, tensor) == "triton":
         from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
         return tile_pool_kernel.pool_tiles(tensor, starts, lengths, index, keep, dtype)
@@ -178,7 +176,7 @@ def pool_cells(
     begin = (starts[:, None] + offsets).flatten()
     held = (lengths[:, None] - offsets).clamp(0, width).flatten()
     tensor = tensor.detach()  # what is ranked by them has no gradient
-    if runs_triton([tensor], _TRITON_DTYPES):
+    if choose_for(TILE_MEANS, tensor) == "triton":
         from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
         _check_pooled((tensor,))
@@ -241,7 +239,7 @@ def select_cells(
     out = torch.empty(shape, dtype=torch.int32, device=query.device)
     query, key = (x.detach().contiguous() for x in (query, key))
     arguments = (query, key, q_real, k_real, cells, count, always, out, scale)
-    if runs_triton([query], _CELL_DTYPES) and num_kv <= _MAX_TILES and query.shape[3] <= 256:
+    if choose_for(CELL_CHOICE, query, head_size=query.shape[3], num_kv=num_kv) == "triton":
         from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
         warpgroups = place_of(query.device)[1] == (9, 0)
@@ -287,7 +285,7 @@ def select_tiles(
     query, key = query.detach(), key.detach()  # indices have no gradient
     if real is not None:
         query, key = _with_last(query, key, real)
-    if runs_triton([query], _TRITON_DTYPES) and key.shape[2] <= _MAX_TILES:
+    if choose_for(TILE_CHOICE, query, num_kv=key.shape[2]) == "triton":
         from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
         tile_pool_kernel.select_tiles(query, key, count, always, out)
@@ -322,7 +320,7 @@ def mark_tiles(
     """
     _check_selection(query, key, count, 0)
     num = key.shape[2]
-    if not runs_triton([query], _TRITON_DTYPES) or num > _MAX_TILES:
+    if choose_for(TILE_CHOICE, query, num_kv=num) != "triton":
         marked = torch.zeros((*query.shape[:3], num), dtype=torch.bool, device=query.device)
         marked.scatter_(-1, select_tiles(query, key, count, real=real).long(), True)
         return mark_near(marked, near)
@@ -450,7 +448,7 @@ def _add_gated(
     index: torch.Tensor | None,
     size: int,
 ) -> torch.Tensor:
-    if runs_triton((out, gate, coarse), _TRITON_DTYPES):
+    if choose_for(TILE_MEANS, out, gate, coarse) == "triton":
         from multimodal_gen.kernels.tile_pool import tile_pool_kernel
 
         return tile_pool_kernel.add_gated(out, gate, coarse, starts, lengths, index)

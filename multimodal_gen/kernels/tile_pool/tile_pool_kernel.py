@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 READ_BYTES = 2**13  # of a tile, that a warp reads at once

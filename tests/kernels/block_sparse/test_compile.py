@@ -32,7 +32,7 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     gluon_tile,
     triton_tile,
 )
-from multimodal_gen.kernels.launcher import Direct, Launcher
+from multimodal_gen.kernels.launch.launcher import Direct, Launcher
 from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import (
@@ -549,7 +549,7 @@ def test_direct_launches_pass_what_triton_would(monkeypatch: pytest.MonkeyPatch)
     import triton
     from triton.backends.nvidia import driver
 
-    from multimodal_gen.kernels.gluon_descriptors import describe_tokens as describe
+    from multimodal_gen.kernels.launch.descriptors import describe_tokens as describe
 
     made, launches = [], []
 

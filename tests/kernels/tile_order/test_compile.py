@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multimodal_gen.kernels.launcher import form_of
+from multimodal_gen.kernels.launch.launcher import form_of
 from tests.kernels.compiling import StandInDriver
 
 triton = pytest.importorskip("triton")

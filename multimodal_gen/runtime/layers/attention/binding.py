@@ -6,7 +6,7 @@ measured shape. It is made when the first such call comes, and kept.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.engine import AUTO as KERNEL_AUTO
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, CallShape
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
@@ -445,17 +447,27 @@ def report_entries(
     """
     own: dict[Selection, list[_Served]] = {}
     detours: Counter[Selection] = Counter()
+    backward: defaultdict[Selection, frozenset[str]] = defaultdict(frozenset)
     for bound in binding.family():
         served = _Served.by(bound)
-        for (kernel, reason), calls in served.facts.rerouted.items():
-            detours[replace(bound.selection, variant=kernel, reason=reason)] += calls
+        chosen = bound.impl.kernel or SelectedKernel(KERNEL_AUTO)
+        for (kernel, reason), calls in chosen.detours().items():
+            other = replace(bound.selection, variant=kernel, reason=reason)
+            detours[other] += calls
+            backward[other] |= chosen.gradients(kernel)
         if bound.own:
             own.setdefault(bound.selection, []).append(served)
         else:
             detours[bound.selection] += served.calls
+            backward[bound.selection] |= served.gradients
         detours.update(bound.rerouted)
     others = tuple(
-        ReportEntry(steps=steps, selection=selection, calls=calls)
+        ReportEntry(
+            steps=steps,
+            selection=selection,
+            calls=calls,
+            backward=tuple(sorted(backward[selection])),
+        )
         for selection, calls in detours.items()
         if calls
     )
@@ -467,16 +479,25 @@ def report_entries(
 
 
 class _Served(NamedTuple):
-    """What a binding served: calls that its kernel itself took, facts of them, their shapes."""
+    """What a binding served.
+
+    Attributes:
+        calls: those that its kernel itself took.
+        gradients: the kernels that computed gradients of these.
+        facts: what they were like.
+        shapes: of those whose shape decided.
+    """
 
     calls: int
+    gradients: frozenset[str]
     facts: Facts
     shapes: tuple[str, ...]
 
     @classmethod
     def by(cls, bound: Binding) -> "_Served":
-        facts = bound.impl.facts()
-        return cls(bound.calls - sum(facts.rerouted.values()), facts, tuple(bound.shapes))
+        kernel = bound.impl.kernel or SelectedKernel(KERNEL_AUTO)
+        calls = bound.calls - sum(kernel.detours().values())
+        return cls(calls, kernel.gradients(), bound.impl.facts(), tuple(bound.shapes))
 
 
 def _own_entry(
@@ -490,6 +511,7 @@ def _own_entry(
         selection=selection,
         calls=sum(part.calls for part in same),
         densities=tuple(sorted(densities.items())),
+        backward=tuple(sorted(frozenset[str]().union(*(part.gradients for part in same)))),
         sigma=sigma,
         skipped=shares[0] if shares else None,
         shapes=tuple(shape for part in same for shape in part.shapes),

@@ -73,6 +73,7 @@ class ReportEntry:
         calls: how often it ran.
         densities: for sparse methods, (step, share of query-key pairs attended to) per step.
         shapes: the shapes of its calls where they decided, such as "1x4096x24x128".
+        backward: kernels of this package that computed gradients.
     """
 
     steps: str | None
@@ -82,6 +83,7 @@ class ReportEntry:
     shapes: tuple[str, ...] = ()
     sigma: SigmaSteps | None = None
     skipped: float | None = None
+    backward: tuple[str, ...] = ()
 
     @property
     def density(self) -> float | None:
@@ -105,6 +107,8 @@ class ReportEntry:
             data["density_by_step"] = {str(step): density for step, density in self.densities}
         if self.shapes:
             data["shapes"] = list(self.shapes)
+        if self.backward:
+            data["backward"] = list(self.backward)
         return data
 
 
@@ -446,10 +450,12 @@ def summary(report: "AttentionReport") -> list[str]:
         if group.skipped is not None:
             density += f"{100 * group.skipped:.1f} % of them skipped (`skip_below`), "
         shapes = f"{_shapes_text(group.entry.shapes)}, " if group.entry.shapes else ""
+        ran = group.entry.backward
+        backward = f"gradients by {' and '.join(ran)}, " if ran else ""
         because = _once(footnotes.reason(selection), said)
         lines.append(
             f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
-            f"{detour}{selection.label} [{group.source}], {density}{shapes}"
+            f"{detour}{selection.label} [{group.source}], {density}{shapes}{backward}"
             f"{calls} {'call' if calls == 1 else 'calls'} each; {because}"
         )
     notes = [f"note: {note}" for note in report.notes]

@@ -6,8 +6,8 @@ from enum import Enum
 
 import torch
 
+from multimodal_gen.kernels.launch.self_check import SelfCheck
 from multimodal_gen.kernels.requirements import PackageProbe, installed
-from multimodal_gen.kernels.self_check import SelfCheck
 from multimodal_gen.runtime.platforms import DeviceCapability, Platform, PlatformEnum
 
 

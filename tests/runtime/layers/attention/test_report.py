@@ -1,7 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     SparseConfig,
@@ -13,9 +17,16 @@ from multimodal_gen.runtime.layers.attention.report import (
     ReportEntry,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    AUTO,
+    BackendPreference,
+    SelectionScope,
+    Source,
+)
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.testing.inputs import make_qkv
 
 FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 CHOSEN = Selection(
@@ -138,3 +149,44 @@ def test_the_parameters_that_run_are_told_so_that_a_run_can_be_repeated(config, 
 
 def test_calls_of_a_layer_count_its_detours(report):
     assert [each.calls for each in report.layers] == [2, 2, 6, 6, 1]
+
+
+@pytest.mark.parametrize("method", ["sliding_tile_attn", "vmoba_attn"])
+def test_the_kernel_of_the_backward_pass_is_named(method):
+    backend = AttentionBackendEnum(method)
+    cls = find_backend(backend, PlatformEnum.CPU)
+    settings = {
+        "sliding_tile_attn": {"window": [1, 3, 3], "tile_size": [2, 2, 4], "skip_time_steps": 0},
+        "vmoba_attn": {
+            "temporal_chunk_size": 1,
+            "temporal_topk": 2,
+            "spatial_layer": 0,
+            "st_layer": 0,
+            "first_full_step": 0,
+        },
+    }
+    config = build_config(cls.config_cls, settings[method], backend=method)
+    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
+    layer = LocalAttention(2, 32, scope=SelectionScope(default=asked, strict=True))
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 192, 2, 32, dtype=torch.float32))
+    with set_forward_context(0, latent_grid=(4, 6, 8), num_steps=1):
+        out = layer(q, k, v)
+    assert "backward" not in layer.report().entries[0].as_dict()
+    out.sum().backward()
+    (told,) = layer.report().as_dict()["entries"]
+    assert (told["variant"], told["backward"]) == ("reference", ["reference"])
+    (line,) = AttentionReport(layers=(layer.report(),)).summary().splitlines()
+    assert ", gradients by reference, 1 call each; " in line
+
+
+def test_kernels_of_backward_passes_are_in_lines_of_their_own():
+    fused, two = (
+        replace(entry(CHOSEN), backward=ran) for ran in (("gluon_fused",), ("gluon", "triton"))
+    )
+    lines = AttentionReport(layers=(layer(0, fused), layer(1, two), layer(2, fused))).summary()
+    assert lines.splitlines() == [
+        "transformer.self, layers 0,2: fa (fa3) [component (transformer)], gradients by "
+        "gluon_fused, 2 calls each; asked for",
+        "transformer.self, layers 1: fa (fa3) [component (transformer)], gradients by gluon and "
+        "triton, 2 calls each; asked for",
+    ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
@@ -39,13 +40,10 @@ class Facts(NamedTuple):
     Attributes:
         densities: for sparse methods, the share of pairs attended to, by denoising step.
         skipped: the share of a kernel's steps that were left out; None where none can be.
-        rerouted: calls that the chosen kernel could not take, by the kernel that took them and the
-            reason.
     """
 
     densities: Mapping[int, float] = MappingProxyType({})
     skipped: float | None = None
-    rerouted: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
 class AttentionImpl(ABC):
@@ -76,8 +74,11 @@ class AttentionImpl(ABC):
         trains_in_ring: whether `forward_ring` and `add_coarse_ring` record gradients.
         lacks: optional methods that it has for others of its class alone.
         cache_reason: why a sparse method sees no blocks of a cache.
+        kernel: what was selected of this package's kernels, and ran in calls and backward passes;
+            None where another library computes the attention.
     """
 
+    kernel: SelectedKernel | None = None
     takes_projection: ClassVar[bool] = False
     per_head: ClassVar[bool] = False
     masks_lse: ClassVar[bool] = False

@@ -304,6 +304,11 @@ class DensePlanImpl(AttentionImpl):
     """
 
     label: str
+    kernel: SelectedKernel
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kernel = SelectedKernel(self.variant or AUTO, named=bool(self.variant))
 
     def forward(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, loadable
+from multimodal_gen.kernels.engine import BLOCK_SPARSE, loadable
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
@@ -69,7 +69,7 @@ class TritonAttentionImpl(DensePlanImpl):
             value,
             plan,
             scale=self.softmax_scale,
-            kernel=self.variant or AUTO,
+            kernel=self.kernel,
             return_lse=return_lse,
         )
         return (found, None) if isinstance(found, torch.Tensor) else found

@@ -24,7 +24,7 @@ from multimodal_gen.kernels.block_sparse.slots import (
     pooled_seen,
 )
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, PooledTail, plan_of_map
-from multimodal_gen.kernels.engine import records_gradient
+from multimodal_gen.kernels.engine import SelectedKernel, records_gradient
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -121,6 +121,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
     per_head: ClassVar[bool] = True
     varies_by_step: bool = False
     config: _ConfigT
+    kernel: SelectedKernel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -238,7 +239,7 @@ class SparseImpl(AttentionImpl, Generic[_ConfigT]):
 
     def facts(self) -> Facts:
         """See `AttentionImpl.facts`."""
-        return Facts(self.densities(), self._share_skipped(), self.kernel.detours())
+        return Facts(self.densities(), self._share_skipped())
 
     def _share_skipped(self) -> float | None:
         if self._skip is None or self._skip.counts is None:

@@ -89,13 +89,14 @@ class SparseMethodImpl(AttentionImpl):
     declaration: ClassVar[type[SparseBackend]]
     per_head: ClassVar[bool] = True
     config: SparseConfig
+    kernel: SelectedKernel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         backend = self.declaration.backend
         cls = self.declaration.config_cls
         self.config = self.config if isinstance(self.config, cls) else cls()
-        kernel = selected_kernel(self.variant, self.config)
+        kernel = self.kernel = selected_kernel(self.variant, self.config)
         self.label = str(backend)
         measured = () if kernel.named else self.declaration.dense_above.get(kernel.name, ())
         self._dense_above = DenseAbove(self.label, self.config.dense_above, measured)
@@ -128,11 +129,6 @@ class SparseMethodImpl(AttentionImpl):
             )
             if not has
         )
-
-    @property
-    def kernel(self) -> SelectedKernel:
-        """What computes: a kernel of the engine, or the authors' package."""
-        return self.layer.kernel
 
     def settings(self, context: ForwardContext | None) -> Any:
         """Return the parameters of the running step: those that change over the steps are numbers.
@@ -274,11 +270,7 @@ class SparseMethodImpl(AttentionImpl):
 
     @override
     def facts(self) -> Facts:
-        return Facts(
-            densities=self.layer.densities.by_step(),
-            skipped=self._share_skipped(),
-            rerouted=self.kernel.detours(),
-        )
+        return Facts(self.layer.densities.by_step(), self._share_skipped())
 
     def _share_skipped(self) -> float | None:
         """Return the share of a kernel's steps that `skip_below` left out; waits for the device."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multimodal_gen.kernels.launcher import Launch, Launcher, form_of
+from multimodal_gen.kernels.launch.launcher import Launch, Launcher, form_of
 
 
 @dataclass

@@ -13,8 +13,7 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels import engine, gluon_check
-from multimodal_gen.kernels import self_check as checks
-from multimodal_gen.kernels.block_sparse import api
+from multimodal_gen.kernels.block_sparse.api import gradient_kernel
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import (
     BLOCK_SPARSE,
@@ -25,7 +24,8 @@ from multimodal_gen.kernels.engine import (
     Request,
     choose,
 )
-from multimodal_gen.kernels.self_check import self_checks
+from multimodal_gen.kernels.launch import self_check as checks
+from multimodal_gen.kernels.launch.self_check import self_checks
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.binding import Demand, plannable_dtype
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
@@ -282,14 +282,18 @@ def test_gradients_have_a_check_of_their_own(
 ) -> None:
     asked = let_checks_say(None)
     monkeypatch.setattr(gluon_check, "gradients", lambda device: asked.append(device) or fault)
-    q = torch.zeros(1, 64, 2, 64)
     plan = BlockPlan.dense(Blocks.regular(64, 64), Blocks.regular(64, 64), "cpu")
-    monkeypatch.setattr(api, "installed", lambda probe: UNTRIED)
+    q = torch.zeros(1, 64, 2, 64)
+
+    def chosen(k: torch.Tensor = q) -> str:
+        return gradient_kernel("gluon", q, k, plan, H100._replace(backward=True), fixed=True)
+
     for _ in range(2):
-        assert api._on_sm90(q, q, plan) is (fault is None)
-    assert not api._on_sm90(q, q[:, :, :1], plan)
-    monkeypatch.setattr(api, "installed", lambda probe: "3.6.0")
-    assert api._on_sm90(q, q, plan)
+        assert chosen() == ("gluon" if fault is None else "triton")
+    assert chosen(q[:, :, :1]) == "triton"
+    assert len(asked) == 1
+    with machine_with({"triton": "3.6.0"}):
+        assert chosen() == "gluon"
     assert len(asked) == 1
 
 
@@ -300,9 +304,9 @@ def test_gradients_are_warned_of_beside_the_kernel_itself(
     monkeypatch.setattr(gluon_check, "gradients", lambda device: "no such layout")
     q = torch.zeros(1, 64, 2, 64)
     plan = BlockPlan.dense(Blocks.regular(64, 64), Blocks.regular(64, 64), "cpu")
-    monkeypatch.setattr(api, "installed", lambda probe: UNTRIED)
     assert choose(BLOCK_SPARSE, "auto", H100) == "triton"
-    assert not api._on_sm90(q, q, plan)
+    asked = H100._replace(backward=True)
+    assert gradient_kernel("gluon", q, q, plan, asked, fixed=False) == "triton"
     forward, backward = caplog.messages
     assert forward.endswith(": no such layout")
     assert backward.endswith(": no such layout")

@@ -1,0 +1,1 @@
+"""How kernels are launched: what is prepared, what releases of Triton differ in, self-checks."""

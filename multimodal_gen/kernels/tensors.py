@@ -1,0 +1,46 @@
+"""What is asked of tensors before a kernel is chosen for them."""
+
+from functools import cache, lru_cache
+
+import torch
+
+__all__ = ["is_plain", "loadable", "place_of", "records_gradient"]
+
+
+@cache
+def place_of(device: torch.device) -> tuple[str, tuple[int, int] | None]:
+    """Return the platform of a tensor's device, and the compute capability of an NVIDIA GPU."""
+    if device.type != "cuda":
+        return device.type, None
+    if torch.version.hip is not None:
+        return "rocm", None
+    return "cuda", torch.cuda.get_device_capability(device)
+
+
+def loadable(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine can read tensors, each [B, S, H, D]: in rows of 16 bytes."""
+    for tensor in tensors:
+        if tensor.data_ptr() % 16:
+            return False
+        # Most are contiguous, and this is asked of every tensor of every call.
+        whole = tensor.is_contiguous() and tensor.shape[3] * tensor.element_size() % 16 == 0
+        if not whole and not _loadable_rows(tensor.shape, tensor.stride(), tensor.dtype):
+            return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _loadable_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    outer = [s for s, n in zip(strides[:3], shape, strict=False) if n > 1]
+    return strides[3] == 1 and all(s > 0 and s * dtype.itemsize % 16 == 0 for s in outer)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than one: subclasses learn of operators alone."""
+    kind = type(tensor)
+    return kind is torch.Tensor or kind is torch.nn.Parameter
+
+
+def records_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd records what is computed from tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
