@@ -339,8 +339,11 @@ class _Collected(torch.autograd.Function):
         gradients = _GradientRing(call, *ctx.like)
         for step in range(call.group.size):
             owner = (call.group.index - step) % call.group.size
-            pair = grads[1 + 2 * step : 3 + 2 * step]
-            gradients.send(owner, [x.to(torch.promote_types(x.dtype, torch.float32)) for x in pair])
+            key, value = (
+                x.to(torch.promote_types(x.dtype, torch.float32))
+                for x in grads[1 + 2 * step : 3 + 2 * step]
+            )
+            gradients.send(owner, (key, value))
         grad_key, grad_value = gradients.wait()
         return (
             None,
@@ -382,7 +385,7 @@ class _Ring(torch.autograd.Function):
         shared_grads: list[torch.Tensor | None] = [None, None]
         gradients = _GradientRing(call, key, value)
         for owner, (k, v) in _rotate(call, key, value, shared=(shared_key, shared_value)):
-            grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)]
+            grads = (torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype))
             for rows, part in _parts(call, owner, k, v):
                 by_part = part_attention_backward(
                     query[:, rows],
@@ -467,28 +470,20 @@ class _GradientRing:
         self._call = call
         self._like = (key, value)
         self._transfer: Transfer | None = None
-        self._arrived: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def send(self, owner: int, grads: list[torch.Tensor]) -> None:
+    def send(self, owner: int, grads: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Add the gradients of a rank's tokens to what came with them, and send them on."""
-        group = self._call.group
-        total = (grads[0], grads[1])
         if self._transfer is not None:
-            before = self.wait()
-            total = (total[0] + before[0], total[1] + before[1])
-        if group.size == 1:
-            self._arrived = total
-            return
-        length = self._call.lengths[(owner - 1) % group.size]
-        self._transfer = Transfer(group, total, [_shape(x, length) for x in self._like])
+            before = self._transfer.wait()
+            grads = (grads[0] + before[0], grads[1] + before[1])
+        length = self._call.lengths[(owner - 1) % self._call.group.size]
+        coming = [_shape(x, length) for x in self._like]
+        self._transfer = Transfer(self._call.group, grads, coming)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what came last; after a whole round that is this rank's."""
-        if self._transfer is not None:
-            self._arrived = self._transfer.wait()
-            self._transfer = None
-        assert self._arrived is not None
-        return self._arrived
+        assert self._transfer is not None, "every rank sends to the next"
+        return self._transfer.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -536,9 +531,12 @@ class Transfer:
     ) -> None:
         after = group.ranks[(group.index + 1) % group.size]
         before = group.ranks[group.index - 1]
+        self._works: list[dist.Work] = []
         with exchanging(tensors[0].device):
             # They must live, and must not change, until they have left.
-            self._sent = [x.contiguous() for x in tensors]
+            self._sent = self._received = [x.contiguous() for x in tensors]
+            if group.size == 1:
+                return
             self._received = [x.new_empty(s) for x, s in zip(tensors, coming, strict=True)]
             operations = [
                 dist.P2POp(dist.isend, x, after, group.handle) for x in self._sent if x.numel()
@@ -546,7 +544,8 @@ class Transfer:
             operations += [
                 dist.P2POp(dist.irecv, x, before, group.handle) for x in self._received if x.numel()
             ]
-            self._works = dist.batch_isend_irecv(operations) if operations else []
+            if operations:
+                self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what came in."""
