@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.skip import Skip
@@ -70,13 +71,14 @@ class SparseBackend(AttentionBackend):
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
         """Return the tokens of a block of queries and of keys."""
         given = config if isinstance(config, cls.config_cls) else cls.config_cls()
-        size = math.prod(cls.router().cut(given, _ANY_GRID).tile)
-        return size, size
+        cut = cls.router().cut(given, _ANY_GRID)
+        return math.prod(cut.tile), math.prod(cut.of_keys)
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return what layers call."""
-        return type("SparseMethodImpl", (SparseMethodImpl,), {"declaration": cls})
+        attributes = {"declaration": cls, "takes_projection": cls.router.takes_projection}
+        return type("SparseMethodImpl", (SparseMethodImpl,), attributes)
 
 
 class SparseMethodImpl(AttentionImpl):
@@ -211,7 +213,13 @@ class SparseMethodImpl(AttentionImpl):
             first_head=first_head,
             tail=self.layer.pools_tail,
             skip=self._skip_for(query, key, value),
+            projection=self._trained,
         )
+
+    @property
+    def _trained(self) -> nn.Linear | None:
+        """The layer's trained projection, for a call."""
+        return self.projection.linear
 
     def _skip_for(self, *qkv: torch.Tensor) -> Skip | None:
         """Return what `skip_below` asks for, counted on their device; None for nothing."""
@@ -269,6 +277,8 @@ class SparseMethodImpl(AttentionImpl):
         self, sizes: tuple[int, int], heads: slice, context: ForwardContext
     ) -> tuple[float, int] | None:
         """Return the share of pairs that a call will keep, and the tokens of a block, if known."""
+        if self._trained is not None:  # what it weighs belongs to the result
+            return None
         layout, router = layout_of(*sizes, context, self.label), self.router
         settings = self.settings(context)
         cut = router.cut(settings, layout.grid)
@@ -278,7 +288,8 @@ class SparseMethodImpl(AttentionImpl):
             patterns = router.pattern(settings, layout.grid, heads, context)
             share: float | None = mean_share(patterns, tile_order(grid, tile))
         else:
-            num = math.prod(-(-n // edge) for n, edge in zip(grid, tile, strict=True))
+            of_keys = fit_tile(cut.of_keys, grid)
+            num = math.prod(-(-n // edge) for n, edge in zip(grid, of_keys, strict=True))
             share = router.density(settings, num, layout.num_video)
         return None if share is None else (layout.density(share), math.prod(tile))
 
@@ -341,7 +352,7 @@ class SparseMethodImpl(AttentionImpl):
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
         self.kernel.begin_call()
-        return attend_ring(self.router, self.settings(context), inputs, context)
+        return attend_ring(self.router, self.settings(context), inputs, context, self._trained)
 
     def add_coarse_ring(
         self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -137,6 +138,7 @@ class SparseCall:
         first_order: whether values then follow keys inside of blocks.
         pooled: the means of the tiles' keys and values, where they are known already.
         skip: what leaves out products that cannot count for much; None leaves nothing out.
+        projection: the layer's trained projection of a linear branch; None for zero.
     """
 
     query: torch.Tensor
@@ -152,6 +154,7 @@ class SparseCall:
     first_order: bool = False
     pooled: PooledBlocks | None = None
     skip: Skip | None = None
+    projection: nn.Linear | None = None
 
     def tail_of(self, num_blocks: int, heads: slice) -> PooledTail | None:
         """Return the tail over the first so many blocks of some key heads, where there is one."""

@@ -19,11 +19,13 @@ from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import ProjectionSlot
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import (
+from multimodal_gen.runtime.layers.attention.sparse.executors import linear as linear_executor
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
+    SLABackend,
     SLAConfig,
-    SLAImpl,
+    centred,
+    kept_blocks,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.blocks import centred, kept_blocks
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.testing.inputs import QKV
@@ -248,13 +250,13 @@ def test_half_precision_is_right(dtype, branch):
 )
 def test_use_bf16_names_the_dtype_of_16_bit_calls(dtype, use_bf16, computed, monkeypatch):
     seen = []
-    attend = SLAImpl.sparse_branch
+    attend = linear_executor.block_sparse_attention
 
-    def spy(self, query, key, value, *rest, **options):
+    def spy(query, key, value, *rest, **options):
         seen.extend(x.dtype for x in (query, key, value))
-        return attend(self, query, key, value, *rest, **options)
+        return attend(query, key, value, *rest, **options)
 
-    monkeypatch.setattr(SLAImpl, "sparse_branch", spy)
+    monkeypatch.setattr(linear_executor, "block_sparse_attention", spy)
     qkv = inputs(WHOLE, dtype=dtype)
     out = run(layer(dtype=dtype, use_bf16=use_bf16), qkv, WHOLE)
     assert seen == [computed] * 3
@@ -440,10 +442,8 @@ def test_nothing_is_lost_and_nothing_warned_of(options, caplog):
 
 
 def test_without_a_projection_no_state_is_computed(monkeypatch):
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sla import blocks as blocks_module
-
     monkeypatch.setattr(
-        blocks_module, "key_state", lambda *_, **__: pytest.fail("computed a state")
+        linear_executor, "key_state", lambda *_, **__: pytest.fail("computed a state")
     )
     qkv = inputs(WHOLE)
     out = run(layer(topk_ratio=0.25), qkv, WHOLE)
@@ -512,7 +512,7 @@ def upstream(monkeypatch):
         settings = METHOD.config(kernel="sparse_linear_attention", **parameters)
         slot = ProjectionSlot()
         slot.fill(linear, HEAD_SIZE)
-        return SLAImpl(
+        return SLABackend.get_impl_cls()(
             HEADS,
             HEAD_SIZE,
             SCALE,
@@ -562,7 +562,7 @@ def test_what_upstream_cannot_do_is_refused_with_the_reason(
         impl.forward(*qkv, current_forward_context())
 
 
-CONFIGS = Path(__file__).parents[7] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 
 
 def test_the_settings_of_the_paper_load_and_run():
