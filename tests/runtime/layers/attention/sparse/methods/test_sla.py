@@ -308,6 +308,23 @@ def test_dropped_text_keys_leave_longer_queries():
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=naive.mask)
 
 
+def test_masked_video_may_hold_anything_where_queries_are_longer():
+    text = TEXTS["text last"]
+    query, key, value = inputs(RAGGED, text=text)
+    some = slice(0, text.start + 9)
+    keep = torch.ones(2, text.start + 9, dtype=torch.bool)
+    keep[1, 100:110] = False
+    qkv = QKV(query, key[:, some], value[:, some])
+    dirty = QKV(*(x.index_fill(1, torch.arange(100, 110), torch.nan) for x in qkv))
+    attention = layer(topk_ratio=0.3)
+    for x, d in zip(qkv, dirty, strict=True):
+        d[0] = x[0]
+    clean, out = (run(attention, x, RAGGED, text=text, attn_mask=keep) for x in (qkv, dirty))
+    rows = torch.ones(2, query.shape[1], dtype=torch.bool)
+    rows[1, 100:110] = False
+    assert torch.equal(out[rows], clean[rows])
+
+
 def test_samples_do_not_mix():
     qkv = inputs(RAGGED, batch=3)
     attention = layer(topk_ratio=0.3, projection=projection())
