@@ -40,7 +40,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SLAConfig
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 

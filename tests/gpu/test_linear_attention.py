@@ -30,12 +30,14 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.blocks import (
-    block_map,
+from multimodal_gen.runtime.layers.attention.sparse.executors.linear import plan_of_blocks
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
+    SLAConfig,
+    SLARouter,
     kept_blocks,
-    raster_blocks,
 )
+from multimodal_gen.runtime.layers.attention.sparse.raster import raster_blocks
+from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -205,7 +207,12 @@ def test_a_layer_is_the_definition(branch: str, where: str, sizes: tuple[int, in
     blocks = raster_blocks(layout, q_size, kv_size, query.device)
     kept = kept_blocks(ratio, blocks.num_video)
     # The choice of blocks has tests of its own; here only what is made of it counts.
-    plan = block_map(query, key_means(key, blocks.keys), blocks.keys, blocks, kept)
+    budget = Budget(kept, blocks.num_video)
+
+    def choose(stats: BlockStats) -> torch.Tensor:
+        return SLARouter().choose(SLAConfig(), stats, budget)
+
+    plan = plan_of_blocks(choose, query, key_means(key, blocks.keys), blocks.keys, blocks)
     q, k, v = (x.float() for x in (query, key, value))
     exact, _ = attention_reference(q, k, v, plan, scale=head_size**-0.5)
     weights = Projection(weight=linear.weight, bias=linear.bias)

@@ -23,8 +23,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     settings_text,
 )
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.sage import SageSLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SageSLAConfig, SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.subblock import SubblockConfig

@@ -21,7 +21,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig

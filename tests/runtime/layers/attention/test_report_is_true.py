@@ -40,9 +40,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.selector import resolve
-from multimodal_gen.runtime.layers.attention.sparse.methods import sparge, vsa
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla import backend as sla
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla import sage as sage_sla
+from multimodal_gen.runtime.layers.attention.sparse.methods import sla, sparge, vsa
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta import router as sta
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import backend as svg2
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import backend as vmoba
@@ -173,7 +171,7 @@ def ran() -> Iterator[list[str]]:
             fake = stand_in(ran, "upstream")
             stack.enter_context(patch.object(module, "attend_upstream", fake))
         stack.enter_context(patch.object(sla, "upstream_module", lambda *_, **__: None))
-        for module in (sage_attn, sage_sla, sparge):
+        for module in (sage_attn, sla, sparge):
             fake = stand_in(ran, "spas_sage_attn")
             stack.enter_context(patch.object(module, "attend_spas_sage", fake))
         stack.enter_context(patch.object(svg2, "kmeans", kmeans_by_reference))

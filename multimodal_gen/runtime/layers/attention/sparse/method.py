@@ -4,9 +4,11 @@ Shapes: B batch, S tokens, H heads, D head size.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from multimodal_gen.errors import UsageError
@@ -67,13 +69,14 @@ class SparseBackend(AttentionBackend):
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
         """Return the tokens of a block of queries and of keys."""
         given = config if isinstance(config, cls.config_cls) else cls.config_cls()
-        size = math.prod(cls.router().cut(given, _ANY_GRID).tile)
-        return size, size
+        cut = cls.router().cut(given, _ANY_GRID)
+        return math.prod(cut.tile), math.prod(cut.of_keys)
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return what layers call."""
-        return type("SparseMethodImpl", (SparseMethodImpl,), {"declaration": cls})
+        attributes = {"declaration": cls, "takes_projection": cls.router.takes_projection}
+        return type("SparseMethodImpl", (SparseMethodImpl,), attributes)
 
 
 class SparseMethodImpl(AttentionImpl):
@@ -159,6 +162,7 @@ class SparseMethodImpl(AttentionImpl):
         gate: torch.Tensor | None = None,
         first_head: int = 0,
         continued: bool = False,
+        projection: nn.Linear | None = None,
     ) -> torch.Tensor:
         """See `AttentionImpl.forward` and `per_head`; the mask is [B, 1, 1, Sk], and bool.
 
@@ -173,6 +177,7 @@ class SparseMethodImpl(AttentionImpl):
         if not continued:
             self.kernel.begin_call()
         call = self._call(query, key, value, context, keep=keep, gate=gate, first_head=first_head)
+        call = call if projection is None else replace(call, projection=projection)
         assert context is not None, "a layout needs a context"
         return attend_locally(self.router, self.settings(context), call, context)
 
@@ -264,7 +269,8 @@ class SparseMethodImpl(AttentionImpl):
             patterns = router.pattern(settings, layout.grid, heads, context)
             share: float | None = mean_share(patterns, tile_order(grid, tile))
         else:
-            num = math.prod(-(-n // edge) for n, edge in zip(grid, tile, strict=True))
+            of_keys = fit_tile(cut.of_keys, grid)
+            num = math.prod(-(-n // edge) for n, edge in zip(grid, of_keys, strict=True))
             share = router.density(settings, num, layout.num_video)
         return None if share is None else (layout.density(share), math.prod(tile))
 
@@ -334,7 +340,8 @@ class SparseMethodImpl(AttentionImpl):
     ) -> torch.Tensor:
         """See `AttentionImpl.forward_ring`."""
         self.kernel.begin_call()
-        return attend_ring(self.router, self.settings(context), inputs, context)
+        trained = inputs.projection if self.router.takes_projection else None
+        return attend_ring(self.router, self.settings(context), inputs, context, trained)
 
     def add_coarse_ring(
         self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None

@@ -7,7 +7,7 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention import warn_once
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config, SVG2Impl
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig

@@ -193,7 +193,7 @@ def test_sparsity_zero_is_dense_attention(where, parameters):
     attention = layer(**parameters)
     out = run(attention, qkv, RAGGED, text=text)
     assert_within_error_budget(out, *qkv, scale=SCALE)
-    assert attention.attn_impl.densities() == {0: 1.0}
+    assert attention.attn_impl.facts().densities == {0: 1.0}
 
 
 def test_equal_scores_keep_the_first_tiles():
@@ -310,7 +310,7 @@ def test_the_density_is_that_of_the_pairs_attended_to(grid, where):
     qkv = inputs(grid, text=text)
     run(attention, qkv, grid, text=text)
     mask = Definition(qkv, grid, TILE, 3, text).mask
-    assert attention.attn_impl.densities()[0] == pytest.approx(float(mask.double().mean()))
+    assert attention.attn_impl.facts().densities[0] == pytest.approx(float(mask.double().mean()))
 
 
 @pytest.mark.parametrize("heads", [(), (2, 1)], ids=["calls", "groups of heads"])
@@ -320,14 +320,14 @@ def test_the_density_of_a_step_is_the_mean_over_its_calls_and_heads(heads):
     for grid in (WHOLE, RAGGED):
         alone = layer(topk=3)
         run(alone, inputs(grid), grid)
-        shares.append(alone.attn_impl.densities()[0])
+        shares.append(alone.attn_impl.facts().densities[0])
         if not heads:
             run(attention, inputs(grid), grid)
     for num, share in zip(heads, shares, strict=False):
         attention.attn_impl.layer.note(ForwardContext(current_timestep=0), share, num)
     assert shares[0] != shares[1]
     wanted = sum(n * share for n, share in zip(heads or (1, 1), shares, strict=True))
-    assert attention.attn_impl.densities()[0] == pytest.approx(wanted / sum(heads or (1, 1)))
+    assert attention.attn_impl.facts().densities[0] == pytest.approx(wanted / sum(heads or (1, 1)))
 
 
 @pytest.mark.parametrize(

@@ -414,7 +414,7 @@ def test_the_report_has_the_density_of_the_pairs() -> None:
     with set_forward_context(4, latent_grid=RAGGED, text_span=text) as context:
         impl.forward(*qkv(RAGGED, 7), context)
     mask = token_mask(RAGGED, TILE, (1, 2, 1), text)
-    assert impl.densities() == {4: pytest.approx(float(mask.double().mean()))}
+    assert impl.facts().densities == {4: pytest.approx(float(mask.double().mean()))}
 
 
 def test_plans_made_in_inference_mode_serve_later_calls() -> None:

@@ -407,7 +407,7 @@ def test_the_authors_kernel_refuses_text_before_its_first_step(length):
     with set_forward_context(0, latent_grid=GRID, text_span=text, num_steps=4) as context:
         if not length:
             impl.check_run(context)
-            assert impl.densities() == {}
+            assert impl.facts().densities == {}
             return
         message = "cannot serve this run: needs sequences without text, got 20 text tokens"
         with pytest.raises(UnsupportedBackendError, match=message):

@@ -181,7 +181,7 @@ def test_text_attends_to_everything_and_everything_attends_to_text(where, kind):
     out = run(attention, qkv, RAGGED, text=text)
     mask = naive_mask(qkv, RAGGED, kind, Rule(topk=TOPK[f"{kind}_topk"]), text=text)
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
-    (density,) = attention.attn_impl.densities().values()
+    (density,) = attention.attn_impl.facts().densities.values()
     assert density == pytest.approx(float(mask.double().mean()))
 
 
@@ -212,7 +212,7 @@ def test_all_chunks_are_dense_attention(parameters, where):
     attention = layer(**parameters)
     out = run(attention, qkv, RAGGED, text=text)
     assert_within_error_budget(out, *qkv, scale=SCALE)
-    assert attention.attn_impl.densities() == {0: 1.0}
+    assert attention.attn_impl.facts().densities == {0: 1.0}
 
 
 def test_a_call_that_selects_only_own_chunks_keeps_to_them_where_that_is_asked_for():
@@ -446,7 +446,7 @@ def test_the_authors_kernel_gets_chunks_one_after_the_other(package, kind, param
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
     assert len(package.calls) == 2
     assert package.calls[0][:3] == ([0, 192], 192, math.prod(chunk_of(kind, WHOLE)))
-    assert impl.densities()[0] == pytest.approx(float(mask.double().mean()))
+    assert impl.facts().densities[0] == pytest.approx(float(mask.double().mean()))
 
 
 @pytest.mark.parametrize(

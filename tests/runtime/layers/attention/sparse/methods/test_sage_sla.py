@@ -14,11 +14,10 @@ from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.runtime.layers.attention.backends import sage_attn as _spas_sage
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import SLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.sage import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SageSLABackend,
     SageSLAConfig,
-    SageSLAImpl,
+    SLAConfig,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -93,7 +92,7 @@ def test_the_same_blocks_are_attended_to_in_8_bits(where, ratio):
     attention = layer(**options)
     exact = layer(EXACT, **options)
     assert_close(run(attention, qkv, RAGGED, text=text), run(exact, qkv, RAGGED, text=text))
-    assert attention.attn_impl.densities() == exact.attn_impl.densities()
+    assert attention.attn_impl.facts().densities == exact.attn_impl.facts().densities
 
 
 @pytest.mark.parametrize("sizes", [(64, 64), (64, 128), (128, 128)], ids=str)
@@ -220,7 +219,8 @@ def spas(monkeypatch):
 
 def by_spas(kv_heads=None, **parameters):
     config = SAGE.config(kernel="spas_sage_attn", **parameters)
-    return SageSLAImpl(
+    cls = SageSLABackend.get_impl_cls()
+    return cls(
         HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, False, kv_heads, config=config, variant="spas_sage_attn"
     )
 
@@ -279,7 +279,7 @@ def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
         assert mean.shape == (key.shape[0], key.shape[2], key.shape[3])
         return attention_reference(query, key, value, plan, scale=scale)[0]
 
-    module = "multimodal_gen.runtime.layers.attention.sparse.methods.sla.sage.quantized_attention"
+    module = "multimodal_gen.runtime.layers.attention.sparse.methods.sla.quantized_attention"
     monkeypatch.setattr(module, exactly)
     qkv = inputs(RAGGED)
     options = {"topk_ratio": 0.3, "projection": projection()}
@@ -287,7 +287,7 @@ def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
     torch.testing.assert_close(out, exact)
 
 
-CONFIGS = Path(__file__).parents[7] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 
 
 def test_the_settings_of_the_checkpoints_load_and_run():
@@ -298,4 +298,4 @@ def test_the_settings_of_the_checkpoints_load_and_run():
     qkv = inputs(grid, batch=1)
     attention = layer(**raw)
     assert_close(run(attention, qkv, grid), run(layer(EXACT, **raw), qkv, grid))
-    assert attention.attn_impl.densities() == {0: 2 / 20}
+    assert attention.attn_impl.facts().densities == {0: 2 / 20}

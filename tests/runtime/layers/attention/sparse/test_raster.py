@@ -4,11 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.blocks import (
-    block_map,
-    kept_blocks,
-    raster_blocks,
-)
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.runtime.layers.attention.sparse.executors.linear import plan_of_blocks
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import kept_blocks
+from multimodal_gen.runtime.layers.attention.sparse.raster import raster_blocks
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, kept_first
 
 CPU = torch.device("cpu")
@@ -26,6 +25,13 @@ LAYOUTS = st.builds(
     st.sampled_from([0, 0, 3]),
 )
 SIZES = st.sampled_from([(64, 64), (128, 64), (64, 128)])
+
+
+def best(query, means, keys, blocks, kept):
+    """Return the plan of the best blocks."""
+    if kept == blocks.num_video:
+        return BlockPlan.dense(blocks.queries, keys, CPU)
+    return plan_of_blocks(lambda stats: stats.best(kept), query, means, keys, blocks)
 
 
 def covered(blocks):
@@ -91,7 +97,7 @@ def test_the_density_is_that_of_the_plan(layout, ratio):
     blocks = raster_blocks(layout, 64, 64, CPU)
     kept = kept_blocks(ratio, blocks.num_video)
     query = torch.randn(1, layout.num_queries, 1, 4)
-    plan = block_map(query, torch.randn(1, 1, blocks.keys.num, 4), blocks.keys, blocks, kept)
+    plan = best(query, torch.randn(1, 1, blocks.keys.num, 4), blocks.keys, blocks, kept)
     text = layout.num_queries - layout.num_video
     pairs = float(plan.pairs()) + text * layout.num_keys
     found = layout.density(kept / blocks.num_video)
@@ -105,7 +111,7 @@ def test_every_row_keeps_all_text():
     layout = SequenceLayout(grid=(4, 8, 8), start=70, num_queries=350, num_keys=350)
     blocks = raster_blocks(layout, 64, 64, CPU)
     means = torch.randn(1, 1, blocks.keys.num, 4)
-    plan = block_map(torch.randn(1, 350, 1, 4), means, blocks.keys, blocks, 1)
+    plan = best(torch.randn(1, 350, 1, 4), means, blocks.keys, blocks, 1)
     text = list(range(blocks.num_video, blocks.keys.num))
     assert blocks.num_text == 3
     assert all(row[1:] == text for row in plan.indices[0, 0].tolist())

@@ -18,11 +18,13 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageErr
 from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import (
+from multimodal_gen.runtime.layers.attention.sparse.executors import linear as linear_executor
+from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
+    SLABackend,
     SLAConfig,
-    SLAImpl,
+    centred,
+    kept_blocks,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla.blocks import centred, kept_blocks
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.testing.inputs import QKV
@@ -171,7 +173,7 @@ def test_ratio_one_is_dense_attention(where):
     attention = layer(kv_heads=2, topk_ratio=1.0)
     out = run(attention, qkv, RAGGED, text=text)
     assert_within_error_budget(out, *qkv, scale=SCALE)
-    assert attention.attn_impl.densities() == {0: 1.0}
+    assert attention.attn_impl.facts().densities == {0: 1.0}
 
 
 def test_at_ratio_one_nothing_is_unselected_and_the_bias_is_left():
@@ -187,7 +189,7 @@ def test_a_ratio_that_rounds_to_no_block_still_keeps_one():
     qkv = inputs(WHOLE)
     attention = layer(topk_ratio=0.01)
     check(qkv, run(attention, qkv, WHOLE), Definition(qkv, WHOLE, 128, 64, 0.01))
-    assert attention.attn_impl.densities() == {0: 1 / 8}
+    assert attention.attn_impl.facts().densities == {0: 1 / 8}
 
 
 @pytest.mark.parametrize(
@@ -247,13 +249,13 @@ def test_half_precision_is_right(dtype, branch):
 )
 def test_use_bf16_names_the_dtype_of_16_bit_calls(dtype, use_bf16, computed, monkeypatch):
     seen = []
-    attend = SLAImpl.sparse_branch
+    attend = linear_executor.block_sparse_attention
 
-    def spy(self, query, key, value, *rest, **options):
+    def spy(query, key, value, *rest, **options):
         seen.extend(x.dtype for x in (query, key, value))
-        return attend(self, query, key, value, *rest, **options)
+        return attend(query, key, value, *rest, **options)
 
-    monkeypatch.setattr(SLAImpl, "sparse_branch", spy)
+    monkeypatch.setattr(linear_executor, "block_sparse_attention", spy)
     qkv = inputs(WHOLE, dtype=dtype)
     out = run(layer(dtype=dtype, use_bf16=use_bf16), qkv, WHOLE)
     assert seen == [computed] * 3
@@ -303,6 +305,23 @@ def test_dropped_text_keys_leave_longer_queries():
     naive.mask[:, :, naive.video[-1] + 1 :] = True
     out = run(layer(topk_ratio=0.3), qkv, RAGGED, text=text)
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=naive.mask)
+
+
+def test_masked_video_may_hold_anything_where_queries_are_longer():
+    text = TEXTS["text last"]
+    query, key, value = inputs(RAGGED, text=text)
+    some = slice(0, text.start + 9)
+    keep = torch.ones(2, text.start + 9, dtype=torch.bool)
+    keep[1, 100:110] = False
+    qkv = QKV(query, key[:, some], value[:, some])
+    dirty = QKV(*(x.index_fill(1, torch.arange(100, 110), torch.nan) for x in qkv))
+    attention = layer(topk_ratio=0.3)
+    for x, d in zip(qkv, dirty, strict=True):
+        d[0] = x[0]
+    clean, out = (run(attention, x, RAGGED, text=text, attn_mask=keep) for x in (qkv, dirty))
+    rows = torch.ones(2, query.shape[1], dtype=torch.bool)
+    rows[1, 100:110] = False
+    assert torch.equal(out[rows], clean[rows])
 
 
 def test_samples_do_not_mix():
@@ -409,7 +428,7 @@ def test_the_density_of_joint_sequences_counts_text():
     video, total = math.prod(RAGGED), math.prod(RAGGED) + text.length
     wanted = (video * (2 / 8 * video + 70) + 70 * total) / total**2
     # That of blocks of mean size, which the short ones at the end are not.
-    assert attention.attn_impl.densities()[0] == pytest.approx(wanted, abs=0.01)
+    assert attention.attn_impl.facts().densities[0] == pytest.approx(wanted, abs=0.01)
 
 
 def test_a_missing_projection_is_warned_of_once_and_named(caplog):
@@ -439,10 +458,8 @@ def test_nothing_is_lost_and_nothing_warned_of(options, caplog):
 
 
 def test_without_a_projection_no_state_is_computed(monkeypatch):
-    from multimodal_gen.runtime.layers.attention.sparse.methods.sla import blocks as blocks_module
-
     monkeypatch.setattr(
-        blocks_module, "key_state", lambda *_, **__: pytest.fail("computed a state")
+        linear_executor, "key_state", lambda *_, **__: pytest.fail("computed a state")
     )
     qkv = inputs(WHOLE)
     out = run(layer(topk_ratio=0.25), qkv, WHOLE)
@@ -509,7 +526,9 @@ def upstream(monkeypatch):
 
     def make(**parameters):
         settings = METHOD.config(kernel="sparse_linear_attention", **parameters)
-        return SLAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, variant="sparse_linear_attention")
+        return SLABackend.get_impl_cls()(
+            HEADS, HEAD_SIZE, SCALE, config=settings, variant="sparse_linear_attention"
+        )
 
     return make
 
@@ -552,7 +571,7 @@ def test_what_upstream_cannot_do_is_refused_with_the_reason(
         impl.forward(*qkv, current_forward_context())
 
 
-CONFIGS = Path(__file__).parents[7] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 
 
 def test_the_settings_of_the_paper_load_and_run():
@@ -563,4 +582,4 @@ def test_the_settings_of_the_paper_load_and_run():
     check(qkv, run(layer(**raw), qkv, WHOLE), Definition(qkv, WHOLE, 64, 64, 0.05))
     attention, large = layer(**raw), (10, 16, 16)  # 40 blocks of 64 tokens
     run(attention, inputs(large, batch=1), large)
-    assert attention.attn_impl.densities() == {0: 2 / 40}
+    assert attention.attn_impl.facts().densities == {0: 2 / 40}

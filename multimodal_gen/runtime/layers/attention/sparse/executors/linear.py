@@ -1,0 +1,278 @@
+"""Runs a router over blocks of raster order where they lie, and adds what a linear branch finds.
+
+It is an executor of its own beside `local`: there, tokens move into tiles, a share of the heads at
+a time, and means are made for the choice alone. Here nothing moves, blocks of queries and of keys
+have sizes of their own, and one pass over the keys gives their means and the state of the linear
+branch, which is a sum over all tokens; in a ring ranks add up what they hold.
+
+Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.linear_attention.api import (
+    KeyState,
+    Projection,
+    add_linear,
+    add_unselected,
+    key_means,
+    key_state,
+)
+from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.kernels.tile_pool.api import pool_tiles
+from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
+from multimodal_gen.runtime.distributed.ring import RingInputs
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import tell_plan
+from multimodal_gen.runtime.layers.attention.sparse.raster import RasterBlocks, raster_blocks
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Shard, text_shard
+from multimodal_gen.runtime.layers.attention.sparse.router import (
+    BlockStats,
+    Budget,
+    Cut,
+    LinearBranch,
+    Router,
+    SparseEngine,
+)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    SparseCall,
+    attend_text,
+    kept_first,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = ["FEW_BLOCKS", "add_linear_in_ring", "attend_in_place", "plan_of_blocks"]
+
+FEW_BLOCKS = 256  # of more, one that is cut short changes the density by less than a point
+
+_TEXT_BLOCK = 64  # one that the kernel of the state takes
+
+
+def attend_in_place(
+    router: Router[Any], settings: Any, cut: Cut, call: SparseCall, context: ForwardContext
+) -> torch.Tensor:
+    """Return the method's attention of a call, [B, S, H, D]; the linear branch included."""
+    layout, layer, heads = call.layout, router.layer, call.query.shape[2]
+    blocks = raster_blocks(layout, cut.tile[2], cut.of_keys[2], call.query.device)
+    budget = router.budget(settings, blocks.num_video, layout.num_video)
+    assert budget is not None, "only lists of equal length lie in place"
+    layer.warn_of(layout, budget)
+    router.check_call(settings, budget, projected=call.projection is not None)
+    is_operated = call.kernel.name in router.operators
+    # Blocks that are cut short, of which there are few in long sequences, or by a mask.
+    is_cut = call.keep is not None or blocks.num_video <= FEW_BLOCKS
+    by_pairs = is_cut and budget.kept < budget.blocks and not is_operated
+    if not by_pairs:
+        layer.note(context, layout.density(budget.share), heads)
+    if is_operated:
+        return router.operate(settings, call, budget)
+
+    def note(plan: BlockPlan) -> None:
+        if by_pairs:
+            layer.note(context, _density(plan, call), heads)
+
+    return _attend_both(router, settings, call, blocks, budget, note)
+
+
+def _attend_both(
+    router: Router[Any],
+    settings: Any,
+    call: SparseCall,
+    blocks: RasterBlocks,
+    budget: Budget,
+    note: Callable[[BlockPlan], None],
+) -> torch.Tensor:
+    """Return exact attention over what the router chooses, plus the linear branch."""
+    layout, given = call.layout, call.query.dtype
+    dtype = router.compute_dtype(settings, given)
+    q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
+    keys, index = blocks.keys, None
+    if call.keep is not None:
+        index, keys = kept_first(blocks.order, blocks.ordered, call.keep)
+        k, v = gather_tokens((k, v), index)
+    branch = None if call.projection is None else router.linear(settings)
+    means, state = _look(k, v, keys, branch)
+
+    def choose(stats: BlockStats) -> torch.Tensor:
+        with torch.no_grad():
+            return router.choose(settings, stats, budget)
+
+    if budget.kept == budget.blocks:
+        plan = BlockPlan.dense(blocks.queries, keys, q.device)
+    else:
+        plan = plan_of_blocks(choose, q, means, keys, blocks, scale=call.scale, keep=call.keep)
+    note(plan)
+    tell_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=index)
+    out = _attend(router.engine(settings), call, (q, k, v), plan, means, blocks.num_video)
+    if layout.text and out.requires_grad:
+        out = out.clone()  # the backward pass of the sparse branch reads what it gave
+    attend_text(call, out)
+    if branch is None or call.projection is None:
+        return out.to(given)
+    weights, feature_map = _weights(call.projection, q.device), branch.feature_map
+    if state is None:
+        out = add_unselected(out, q, k, v, plan, weights, feature_map=feature_map)
+    else:
+        rows = layout.video
+        out = add_linear(out, q, state, weights, rows=rows, feature_map=feature_map)
+    return out.to(given)
+
+
+def plan_of_blocks(
+    choose: Callable[[BlockStats], torch.Tensor],
+    query: torch.Tensor,
+    means: torch.Tensor,
+    keys: Blocks,
+    blocks: RasterBlocks,
+    *,
+    scale: float = 1.0,
+    keep: torch.Tensor | None = None,
+) -> BlockPlan:
+    """Return the plan in which blocks of queries keep what is chosen for them, and all text.
+
+    Args:
+        choose: gives lists of equal length, text included.
+        query: [B, Sq, H, D].
+        means: means of the key blocks, fp32 or fp64 [B, Hkv, Nk, D].
+        keys: the key blocks, which may have become shorter than those of `blocks`.
+        blocks: the blocks.
+        scale: factor of the scores.
+        keep: bool [B, Sk], keys that may be attended to; None for all.
+    """
+    if keep is not None:  # the video lies at the same positions on both sides
+        query = query[:, : keep.shape[1]]
+    size, tiles = blocks.queries.size, blocks.tiles
+    bounds = blocks.starts, blocks.lengths
+    (pooled,) = pool_tiles((query.detach(),), *bounds, size=size, keep=keep)
+    lengths = keys.bounds(query.device)[1][:, 0, : blocks.num_video]
+    # A block whose keys are all masked has no mean, and attending to it would be for nothing.
+    real = None if keys is blocks.keys else lengths > 0
+    stats = BlockStats(
+        query=pooled,
+        key=means[:, :, : blocks.num_video],
+        real=(None, real),
+        order=tiles,
+        scale=scale,
+        counts=lengths,
+        always=blocks.num_text,
+    )
+    lists = choose(stats)
+    counts = lists.new_full((1, 1, 1), lists.shape[3]).expand(lists.shape[:3])
+    return BlockPlan(indices=lists, counts=counts, q=blocks.queries, kv=keys, uniform=True)
+
+
+def _look(
+    key: torch.Tensor, value: torch.Tensor, keys: Blocks, branch: LinearBranch | None
+) -> tuple[torch.Tensor, KeyState | None]:
+    """Return the means of all blocks, fp32 [B, Hkv, N, D], and the state where one is needed."""
+    if branch is None or branch.unselected:
+        return key_means(key, keys), None
+    return key_state(key, value, keys, feature_map=branch.feature_map)
+
+
+def _density(plan: BlockPlan, call: SparseCall) -> torch.Tensor:
+    """Return the share of the pairs of kept keys that a plan and text attend to, a tensor []."""
+    layout = call.layout
+    pairs = plan.pairs(full=True).double().mean()
+    others = layout.num_queries - layout.num_video
+    if call.keep is None:
+        return pairs / (layout.num_queries * layout.num_keys) + others / layout.num_queries
+    keys = call.keep.sum(1).double().mean()
+    return (pairs + others * keys) / (layout.num_queries * keys).clamp_min(1.0)
+
+
+def _attend(
+    engine: SparseEngine | None,
+    call: SparseCall,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    plan: BlockPlan,
+    means: torch.Tensor,
+    num_video: int,
+) -> torch.Tensor:
+    """Return attention over the pairs of a plan, a new tensor; the tail included.
+
+    To an engine the mean of the block means stands for that of the keys: any will do that is close
+    to what they have in common.
+    """
+    if engine is not None:
+        found = engine(*qkv, plan, mean=means.mean(2).float())
+    else:
+        tail = call.tail_of(num_video, slice(None))
+        found = block_sparse_attention(*qkv, plan, scale=call.scale, kernel=call.kernel, tail=tail)
+    assert isinstance(found, torch.Tensor), "no log-sum-exp was asked for"
+    return found
+
+
+def _weights(linear: nn.Linear, device: torch.device) -> Projection:
+    """Return the weights of a projection, on `device`."""
+    bias = None if linear.bias is None else linear.bias.to(device)
+    return Projection(weight=linear.weight.to(device), bias=bias)
+
+
+def add_linear_in_ring(
+    out: torch.Tensor,
+    inputs: RingInputs,
+    shards: Sequence[Shard | None],
+    layout: SequenceLayout,
+    linear: nn.Linear,
+    feature_map: str,
+) -> torch.Tensor:
+    """Return `out`, this rank's queries, plus the branch; every rank calls it.
+
+    Args:
+        out: the exact attention; may be changed.
+        inputs: what this rank holds.
+        shards: the tokens of every rank.
+        layout: where the video lies in the sequence.
+        linear: the layer's projection.
+        feature_map: of the branch.
+    """
+    call = inputs.call
+    state = _ring_state(inputs, shards, feature_map)
+    mine = shards[call.group.index]
+    first = max(layout.start - sum(call.lengths[: call.group.index]), call.prefix)
+    rows = slice(first, first + (0 if mine is None else mine.num_video))
+    if rows.start == rows.stop:
+        return out
+    weights = _weights(linear, out.device)
+    return add_linear(out, inputs.query, state, weights, rows=rows, feature_map=feature_map)
+
+
+def _ring_state(inputs: RingInputs, shards: Sequence[Shard | None], feature_map: str) -> KeyState:
+    """Return the state over the keys of all ranks, those that all hold counted once."""
+    call, key = inputs.call, inputs.key
+    batch, _, heads, size = key.shape
+    mine = shards[call.group.index]
+    precise = torch.promote_types(key.dtype, torch.float32)
+    own = key.new_zeros((batch, heads, size + 1, size), dtype=precise)
+    if mine is not None:
+        own = _shard_state(key, inputs.value, mine, call.keep_of(call.group.index), feature_map)
+    sizes = [own.numel()] * call.group.size
+    total = all_gather_tokens(own.flatten(), sizes, call.group).view(-1, *own.shape).sum(0)
+    if inputs.shared_key is not None and inputs.shared_value is not None:
+        text = text_shard(inputs.shared_key.shape[1], key.device, _TEXT_BLOCK)
+        shared = inputs.shared_key, inputs.shared_value
+        total = total + _shard_state(*shared, text, call.shared_keep, feature_map)
+    return KeyState(moments=total[:, :, :-1], sums=total[:, :, -1])
+
+
+def _shard_state(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shard: Shard,
+    keep: torch.Tensor | None,
+    feature_map: str,
+) -> torch.Tensor:
+    """Return moments and sums of a shard as one tensor, [B, H, D + 1, D]."""
+    blocks = Blocks.regular(key.shape[1], shard.keys.order.largest)
+    if keep is not None:
+        index, blocks = kept_first(shard.keys.index, shard.keys.blocks, keep)
+        key, value = gather_tokens((key, value), index)
+    _, state = key_state(key, value, blocks, feature_map=feature_map)
+    return torch.cat((state.moments, state.sums.unsqueeze(2)), dim=2)

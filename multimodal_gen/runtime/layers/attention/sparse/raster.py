@@ -1,0 +1,102 @@
+"""Blocks of raster order that start wherever the video does: no token has to be moved for them.
+
+Every key that a joint model adds to the video is called text here. Text blocks are numbered after
+the video's, so that a selection can always keep them.
+
+Shapes: S tokens, N blocks; q/k suffix = query/key side.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+
+__all__ = ["RasterBlocks", "raster_blocks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RasterBlocks:
+    """The blocks of one layout; shared between callers, not to be written to.
+
+    Attributes:
+        queries: blocks of video queries; text queries lie in none.
+        keys: blocks of video keys, then of text keys.
+        num_video: how many blocks of keys are the video's.
+        starts: int32 [Nq], as `queries` has them, whatever its form.
+        lengths: int32 [Nq].
+        order: int32 [Sk], the keys block by block.
+        ordered: the blocks of keys in this order.
+        tiles: the blocks of queries, as tiles of a video that is one row.
+    """
+
+    queries: Blocks
+    keys: Blocks
+    num_video: int
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    order: torch.Tensor
+    ordered: Blocks
+    tiles: TileOrder
+
+    @property
+    def num_text(self) -> int:
+        """How many blocks of keys are text."""
+        return self.keys.num - self.num_video
+
+
+@static_cache(maxsize=64)
+def raster_blocks(
+    layout: SequenceLayout, q_size: int, kv_size: int, device: torch.device
+) -> RasterBlocks:
+    """Return the blocks of a layout; the last 64 are cached.
+
+    Args:
+        layout: where the video lies.
+        q_size: queries per block.
+        kv_size: keys per block.
+        device: where the tensors lie.
+    """
+    video, length = layout.video, layout.num_video
+    text = [slice(0, video.start), slice(video.stop, layout.num_keys)]
+    with torch.inference_mode(False), torch.device("cpu"):
+        q_bounds = _cut([video], q_size)
+        kv_bounds = _cut([video, *text], kv_size)
+        ends = kv_bounds[1].cumsum(0)
+        spans = [torch.arange(span.start, span.stop) for span in (video, *text)]
+        # Ready on the CPU: a copy is waited for, so that any stream may read what is cached.
+        starts, lengths, kv_starts, kv_lengths, ordered_starts, order = (
+            x.int().to(device)
+            for x in (*q_bounds, *kv_bounds, ends - kv_bounds[1], torch.cat(spans))
+        )
+    queries = Blocks.regular(layout.num_queries, q_size)
+    if layout.num_queries > length:
+        queries = Blocks.ragged(starts, lengths, total=layout.num_queries, size=q_size)
+    keys = Blocks.regular(layout.num_keys, kv_size)
+    if video.start or (video.stop < layout.num_keys and length % kv_size):
+        keys = Blocks.ragged(kv_starts, kv_lengths, total=layout.num_keys, size=kv_size)
+    return RasterBlocks(
+        queries=queries,
+        keys=keys,
+        num_video=-(-length // kv_size),
+        starts=starts,
+        lengths=lengths,
+        order=order,
+        ordered=Blocks.ragged(ordered_starts, kv_lengths, total=layout.num_keys, size=kv_size),
+        tiles=tile_order((1, 1, length), (1, 1, min(q_size, length)), device),
+    )
+
+
+def _cut(spans: list[slice], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return starts and lengths of blocks of `size`; the last of each span may be short."""
+    starts = [start for span in spans for start in range(span.start, span.stop, size)]
+    ends = [
+        min(start + size, span.stop)
+        for span in spans
+        for start in range(span.start, span.stop, size)
+    ]
+    begin = torch.tensor(starts)
+    return begin, torch.tensor(ends) - begin
