@@ -50,7 +50,6 @@ from multimodal_gen.runtime.layers.attention.request import (
 from multimodal_gen.runtime.layers.attention.schedule import (
     ScheduleEntry,
     bind_schedule,
-    binding_at,
     entry_at,
     with_dense_parts,
 )
@@ -69,6 +68,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
     current_forward_context,
     use_forward_context,
 )
@@ -153,6 +153,8 @@ class AttentionLayer(nn.Module):
         # By forced backend, dtype and device type.
         self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
         self._layer_id = register_layer(self)
+        # The step of the last call, and what served it.
+        self._served: tuple[tuple[object, ...], ScheduleEntry] | None = None
         # Dtype and device type of the last call.
         self._last = (compute_dtype or torch.get_default_dtype(), current_platform().device_type)
         if compute_dtype is not None:
@@ -343,7 +345,7 @@ class AttentionLayer(nn.Module):
 
             return attend_extended(bound, call, self.geometry)
         if bound.varies:
-            bound = binding_at(bound, call, context)
+            bound = _binding_at(bound, call, context)
         if call.gate is not None:
             return attend_gated(bound, self.gated(), call)
         for observer in () if call.no_grid else entry.observers:
@@ -373,9 +375,17 @@ class AttentionLayer(nn.Module):
         schedule = self._schedules.get(key) or self._bind(key)
         if last != self._last:
             self._last = last
+        context = current_forward_context()
         if len(schedule) == 1:
             return schedule[0]
-        return entry_at(schedule, current_forward_context())
+        if context is None:
+            return entry_at(schedule, None)
+        run = (context.request_id, context.latent_grid, context.num_steps, context.sigmas)
+        step = (key, run, context.current_timestep)
+        served = self._served
+        if served is None or served[0] != step:  # the layer's first call of a step
+            served = self._served = (step, entry_at(schedule, context))
+        return served[1]
 
     def gated(self) -> Binding | None:
         """Return what has a coarse branch, of the first steps of the schedule that do, or None."""
@@ -439,12 +449,27 @@ class AttentionLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
-        return {**self.__dict__, "_schedules": {}, "_layer_id": None}
+        return {**self.__dict__, "_schedules": {}, "_served": None, "_layer_id": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._last = (self.dtype, current_platform().device_type)
         self._layer_id = register_layer(self)
+
+
+def _binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | None) -> Binding:
+    """Return what serves a call: a binding, or an alternate that is faster for calls like it.
+
+    A sparse method hands over calls of which it would keep so much that dense attention is faster,
+    unless they need gradients, and those that its parameters leave dense. An automatic choice goes
+    by the call's shape, if it was measured. Nothing is waited for.
+    """
+    # A branch that a trained projection weighs is a part of the result.
+    if call.projection is None or not bound.impl.takes_projection:
+        reason = bound.impl.dense_reason(call.query, call.key, context, call.first_head)
+        if reason is not None:
+            bound = bound.dense(reason)
+    return bound if bound.by_shape is None else bound.by_shape.at(call)
 
 
 @outside_graphs
