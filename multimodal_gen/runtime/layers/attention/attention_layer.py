@@ -12,11 +12,12 @@ from torch import nn
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.layers.attention.arguments import (
+    check_alike,
     check_numbers,
     check_places,
     check_projection,
     check_sizes,
-    check_tensors,
+    wrong_shapes,
 )
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
@@ -75,6 +76,8 @@ from multimodal_gen.runtime.managers.forward_context import (
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
 __all__ = ["AttentionLayer"]
+
+_STRIDED = torch.strided
 
 
 class AttentionLayer(nn.Module):
@@ -264,7 +267,12 @@ class AttentionLayer(nn.Module):
             call = call._replace(projection=self.projection)
         context = current_forward_context()
         try:
-            check_tensors(call, self.geometry)
+            if not self._fits(call):
+                raise wrong_shapes(call, self.geometry)
+            q, k, v, mask, gate = call[:5]
+            alike = q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
+            if not (alike and mask is None and gate is None):
+                check_alike(call)
             # `call.is_extended()`, spelled out, because it is part of every call.
             if (
                 call.cache is not None
@@ -283,6 +291,32 @@ class AttentionLayer(nn.Module):
         watch = current_watch()
         out = serve(call) if watch is None else watch(self, call, serve)
         return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
+
+    def _fits(self, call: AttentionCall) -> bool:
+        """Whether q, k and v have the shapes of the layer, or, where they may, of some heads."""
+        # Spelled out, because it is part of every call.
+        q, k, v = call[:3]
+        if not (
+            isinstance(q, torch.Tensor)
+            and isinstance(k, torch.Tensor)
+            and isinstance(v, torch.Tensor)
+            and q.layout is k.layout is v.layout is _STRIDED
+        ):
+            return False
+        try:
+            query, key, value = q.shape, k.shape, v.shape
+        except RuntimeError:  # of nested tensors alone
+            return False
+        geometry = self.geometry
+        return (
+            len(query) == len(key) == len(value) == 4
+            and query[3] == key[3] == geometry.head_size
+            and query[0] == key[0] == value[0]
+            and query[2] * geometry.num_kv_heads == key[2] * geometry.num_heads
+            and (query[2] == geometry.num_heads or (call.some_heads and query[2] > 0))
+            and key[2] == value[2]
+            and key[1] == value[1]
+        )
 
     def _attend_with_front(self, call: AttentionCall) -> torch.Tensor:
         """Attend with tokens in front that all ranks hold, of which sparse methods have to know."""
