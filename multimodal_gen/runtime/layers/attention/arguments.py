@@ -17,6 +17,7 @@ from multimodal_gen.runtime.plain_values import short
 
 __all__ = [
     "all_or_none",
+    "check_alike",
     "check_exchange",
     "check_flags",
     "check_mask_meta",
@@ -28,68 +29,51 @@ __all__ = [
     "check_seq_lens",
     "check_sizes",
     "check_split",
-    "check_tensors",
     "check_tokens",
     "join_tokens",
+    "wrong_shapes",
 ]
 
 _MOST_CHANNELS = 1 << 20  # beyond all use, and within all integers of kernels
 _MOST_SCALE = sys.float_info.max
-_STRIDED = torch.strided
 
 
-def check_tensors(call: AttentionCall, geometry: LayerGeometry) -> None:
-    """Refuse tensors of a call that do not belong together, or to its layer.
+def wrong_shapes(call: AttentionCall, geometry: LayerGeometry) -> UsageError:
+    """Return why q, k and v are not those of a layer, once that is known."""
+    given = {"query": call.query, "key": call.key, "value": call.value}
+    if not all(isinstance(x, torch.Tensor) for x in given.values()):
+        return _no_tensor(**given)
+    if any(x.is_nested or x.layout is not torch.strided for x in given.values()):
+        return _not_dense(**given)
+    per = "per" if call.some_heads else "and"
+    return UsageError(
+        f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
+        f"{geometry.head_size}, and {geometry.num_heads} query heads {per} "
+        f"{geometry.num_kv_heads} key heads, got {list(call.query.shape)}, "
+        f"{list(call.key.shape)} and {list(call.value.shape)}"
+    )
 
-    Where they may hold a share of the layer's heads, only the ratio of heads is fixed.
+
+def check_alike(call: AttentionCall) -> None:
+    """Refuse tensors of a call that cannot be computed with each other, whatever their shapes.
+
+    Autocast makes dtypes alike.
     """
-    # Spelled out, because it is part of every call.
-    q, k, v, mask, gate = call[:5]
-    if not (
-        isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-    ):
-        raise _no_tensor(query=q, key=k, value=v)
-    if not q.layout is k.layout is v.layout is _STRIDED:
-        raise _not_dense(query=q, key=k, value=v)
-    try:
-        query, key, value = q.shape, k.shape, v.shape
-    except RuntimeError:  # of nested tensors alone
-        raise _not_dense(query=q, key=k, value=v) from None
-    if not (
-        len(query) == len(key) == len(value) == 4
-        and query[3] == key[3] == geometry.head_size
-        and query[0] == key[0] == value[0]
-        and query[2] * geometry.num_kv_heads == key[2] * geometry.num_heads
-        and (query[2] == geometry.num_heads or (call.some_heads and query[2] > 0))
-        and key[2] == value[2]
-        and key[1] == value[1]
-    ):
-        per = "per" if call.some_heads else "and"
-        raise UsageError(
-            f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
-            f"{geometry.head_size}, and {geometry.num_heads} query heads {per} "
-            f"{geometry.num_kv_heads} key heads, got {list(query)}, {list(key)} and {list(value)}"
-        )
-    if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
-        _check_alike(q, k, v)
-    if mask is not None:
-        _check_like_query("attn_mask", mask, q)
-    if gate is not None:
-        _check_like_query("gate", gate, q)
-
-
-def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse what cannot be computed with each other; autocast makes dtypes alike."""
+    q, k, v = call[:3]
     if not (q.device == k.device == v.device):
         raise UsageError(
             f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}; "
             f"move them with .to()"
         )
-    if not autocasts(q.device):
+    if not (q.dtype is k.dtype is v.dtype or autocasts(q.device)):
         raise UsageError(
             f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them "
             f"with .to(), or run under torch.autocast"
         )
+    if call.mask is not None:
+        _check_like_query("attn_mask", call.mask, q)
+    if call.gate is not None:
+        _check_like_query("gate", call.gate, q)
 
 
 def _check_like_query(name: str, x: torch.Tensor, q: torch.Tensor) -> None:

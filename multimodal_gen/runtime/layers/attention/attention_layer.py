@@ -12,11 +12,12 @@ from torch import nn
 
 from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.layers.attention.arguments import (
+    check_alike,
     check_numbers,
     check_places,
     check_projection,
     check_sizes,
-    check_tensors,
+    wrong_shapes,
 )
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
@@ -49,7 +50,6 @@ from multimodal_gen.runtime.layers.attention.request import (
 from multimodal_gen.runtime.layers.attention.schedule import (
     ScheduleEntry,
     bind_schedule,
-    binding_at,
     entry_at,
     with_dense_parts,
 )
@@ -68,12 +68,15 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (
+    ForwardContext,
     current_forward_context,
     use_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
 __all__ = ["AttentionLayer"]
+
+_STRIDED = torch.strided
 
 
 class AttentionLayer(nn.Module):
@@ -152,6 +155,8 @@ class AttentionLayer(nn.Module):
         # By forced backend, dtype and device type.
         self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
         self._layer_id = register_layer(self)
+        # The step of the last call, and what served it.
+        self._served: tuple[tuple[object, ...], ScheduleEntry] | None = None
         # Dtype and device type of the last call.
         self._last = (compute_dtype or torch.get_default_dtype(), current_platform().device_type)
         if compute_dtype is not None:
@@ -261,7 +266,12 @@ class AttentionLayer(nn.Module):
             call = call._replace(projection=self.projection)
         context = current_forward_context()
         try:
-            check_tensors(call, self.geometry)
+            if not self._fits(call):
+                raise wrong_shapes(call, self.geometry)
+            q, k, v, mask, gate = call[:5]
+            alike = q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
+            if not (alike and mask is None and gate is None):
+                check_alike(call)
             # `call.is_extended()`, spelled out, because it is part of every call.
             if (
                 call.cache is not None
@@ -280,6 +290,32 @@ class AttentionLayer(nn.Module):
         watch = current_watch()
         out = serve(call) if watch is None else watch(self, call, serve)
         return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
+
+    def _fits(self, call: AttentionCall) -> bool:
+        """Whether q, k and v have the shapes of the layer, or, where they may, of some heads."""
+        # Spelled out, because it is part of every call.
+        q, k, v = call[:3]
+        if not (
+            isinstance(q, torch.Tensor)
+            and isinstance(k, torch.Tensor)
+            and isinstance(v, torch.Tensor)
+            and q.layout is k.layout is v.layout is _STRIDED
+        ):
+            return False
+        try:
+            query, key, value = q.shape, k.shape, v.shape
+        except RuntimeError:  # of nested tensors alone
+            return False
+        geometry = self.geometry
+        return (
+            len(query) == len(key) == len(value) == 4
+            and query[3] == key[3] == geometry.head_size
+            and query[0] == key[0] == value[0]
+            and query[2] * geometry.num_kv_heads == key[2] * geometry.num_heads
+            and (query[2] == geometry.num_heads or (call.some_heads and query[2] > 0))
+            and key[2] == value[2]
+            and key[1] == value[1]
+        )
 
     def _attend_with_front(self, call: AttentionCall) -> torch.Tensor:
         """Attend with tokens in front that all ranks hold, of which sparse methods have to know."""
@@ -342,7 +378,7 @@ class AttentionLayer(nn.Module):
 
             return attend_extended(bound, call, self.geometry)
         if bound.varies:
-            bound = binding_at(bound, call, context)
+            bound = _binding_at(bound, call, context)
         if call.gate is not None:
             return attend_gated(bound, self.gated(), call)
         for observer in () if call.no_grid else entry.observers:
@@ -372,9 +408,17 @@ class AttentionLayer(nn.Module):
         schedule = self._schedules.get(key) or self._bind(key)
         if last != self._last:
             self._last = last
+        context = current_forward_context()
         if len(schedule) == 1:
             return schedule[0]
-        return entry_at(schedule, current_forward_context())
+        if context is None:
+            return entry_at(schedule, None)
+        run = (context.request_id, context.latent_grid, context.num_steps, context.sigmas)
+        step = (key, run, context.current_timestep)
+        served = self._served
+        if served is None or served[0] != step:  # the layer's first call of a step
+            served = self._served = (step, entry_at(schedule, context))
+        return served[1]
 
     def gated(self) -> Binding | None:
         """Return what has a coarse branch, of the first steps of the schedule that do, or None."""
@@ -441,12 +485,27 @@ class AttentionLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
-        return {**self.__dict__, "_schedules": {}, "_layer_id": None}
+        return {**self.__dict__, "_schedules": {}, "_served": None, "_layer_id": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._last = (self.dtype, current_platform().device_type)
         self._layer_id = register_layer(self)
+
+
+def _binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | None) -> Binding:
+    """Return what serves a call: a binding, or an alternate that is faster for calls like it.
+
+    A sparse method hands over calls of which it would keep so much that dense attention is faster,
+    unless they need gradients, and those that its parameters leave dense. An automatic choice goes
+    by the call's shape, if it was measured. Nothing is waited for.
+    """
+    # A branch that a trained projection weighs is a part of the result.
+    if call.projection is None or not bound.impl.takes_projection:
+        reason = bound.impl.dense_reason(call.query, call.key, context, call.first_head)
+        if reason is not None:
+            bound = bound.dense(reason)
+    return bound if bound.by_shape is None else bound.by_shape.at(call)
 
 
 def _calls(schedule: tuple[ScheduleEntry, ...]) -> int:

@@ -112,7 +112,7 @@ class Binding:
         forward: its `forward`.
         takes: the fields of a call that `forward` takes by name.
         by_shape: what chooses among them by the shape of a call; None where that was not measured.
-        varies: whether calls are served by alternates that need nothing else: see `binding_at`.
+        varies: whether alternates may be faster for single calls, or what the method itself wants.
         gated: whether it has a coarse branch that a gate weighs.
         has_ring: whether it computes a ring itself.
         keeps_state: whether something is kept from call to call, about all heads of a call.

@@ -15,7 +15,6 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 )
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.binding import Binding, Demand, bind, report_entries
-from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.config import (
     DensePart,
     FirstShare,
@@ -37,7 +36,7 @@ from multimodal_gen.runtime.layers.attention.warn_once import (
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import PlatformEnum
 
-__all__ = ["ScheduleEntry", "bind_schedule", "binding_at", "entry_at", "with_dense_parts"]
+__all__ = ["ScheduleEntry", "bind_schedule", "entry_at", "with_dense_parts"]
 
 # What a run is told apart by: request, latent grid, number of steps, and their noise levels.
 _Run: TypeAlias = tuple[
@@ -131,7 +130,7 @@ class ScheduleEntry:
         ulysses_refusal: why some entry of the schedule needs all heads in one process, or None.
     """
 
-    __slots__ = ("_run", "_served", "observers", "primary", "steps", "ulysses_refusal")
+    __slots__ = ("_run", "observers", "primary", "steps", "ulysses_refusal")
 
     def __init__(
         self,
@@ -145,7 +144,6 @@ class ScheduleEntry:
         self.observers = observers
         self.ulysses_refusal = ulysses_refusal
         self._run: _Run | None = None
-        self._served: tuple[tuple[object, ...], bool] | None = None
 
     def serves(self, context: ForwardContext) -> bool:
         """Whether the running step is one of its steps.
@@ -156,9 +154,6 @@ class ScheduleEntry:
         steps, total, sigmas = self.steps, context.num_steps, context.sigmas
         if steps is None:
             return True
-        asked = (context.current_timestep, total, sigmas)
-        if self._served is not None and self._served[0] == asked:  # as in the call before
-            return self._served[1]
         if steps.first is not None and total is None:
             raise UsageError(
                 f"steps {steps} must be those of a run whose number of steps is known, got "
@@ -169,9 +164,7 @@ class ScheduleEntry:
                 f"steps {steps} must be those of a run whose sigmas are known, got none; pass "
                 f"sigmas to set_forward_context, or name steps by their indices"
             )
-        found = steps.holds(context.current_timestep, total or 0, sigmas)
-        self._served = asked, found
-        return found
+        return steps.holds(context.current_timestep, total or 0, sigmas)
 
     def check_run(self, context: ForwardContext) -> None:
         """Let the implementation refuse a run it does not fit, once, before any of its steps."""
@@ -218,26 +211,6 @@ def _that_observe(later: Sequence[Binding]) -> tuple[AttentionImpl, ...]:
     return tuple(bound.impl for bound in later if provides(bound.impl, "observe"))
 
 
-def binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | None) -> Binding:
-    """Return what serves a call: a binding, or an alternate that is faster for calls like it.
-
-    A sparse method hands over calls of which it would keep so much that dense attention is faster,
-    unless they need gradients, and those that its parameters leave dense. An automatic choice goes
-    by the call's shape, if it was measured. Nothing is waited for.
-
-    Args:
-        bound: what serves the running step.
-        call: the call.
-        context: the running denoiser call.
-    """
-    # A branch that a trained projection weighs is a part of the result.
-    if call.projection is None or not bound.impl.takes_projection:
-        reason = bound.impl.dense_reason(call.query, call.key, context, call.first_head)
-        if reason is not None:
-            bound = bound.dense(reason)
-    return bound if bound.by_shape is None else bound.by_shape.at(call)
-
-
 def _ulysses_refusal(bound: Binding) -> str | None:
     """Return why a binding cannot serve a share of the heads, with the remedy, or None."""
     reason = bound.impl.ulysses_reason()
@@ -248,7 +221,7 @@ def _ulysses_refusal(bound: Binding) -> str | None:
 
 
 def entry_at(entries: tuple[ScheduleEntry, ...], context: ForwardContext | None) -> ScheduleEntry:
-    """Return the entry that serves the running step.
+    """Return the entry that serves the running step; in the last one, others drop what they keep.
 
     Raises:
         UsageError: no denoiser call is running.
