@@ -125,7 +125,7 @@ class SparseMethodImpl(AttentionImpl):
             name
             for name, has in (
                 ("add_coarse", self.gated),
-                ("observe", self.router.observes),
+                ("observe", self.router.observes(self.config)),
                 ("end_request", self.router.keeps_state),
             )
             if not has
@@ -271,6 +271,8 @@ class SparseMethodImpl(AttentionImpl):
         layout, router = layout_of(*sizes, context, self.label), self.router
         settings = self.settings(context)
         cut = router.cut(settings, layout.grid)
+        if cut.in_groups:  # of which there are as many as the data have
+            return None
         grid = cut.layout(layout).grid
         tile = fit_tile(cut.tile, grid)
         if router.chooses == "pattern":
@@ -296,8 +298,18 @@ class SparseMethodImpl(AttentionImpl):
         context: ForwardContext | None,
         attn_mask: torch.Tensor | None,
     ) -> None:
-        """See `AttentionImpl.observe`."""
-        self.router.observe(self.config, query, key, context, attn_mask)
+        """See `AttentionImpl.observe`; what is kept for a request is for its later steps alone."""
+        if context is not None and (context.request_id is None or context.is_last_step):
+            return
+        video = layout_of(query.shape[1], key.shape[1], context, self.label).video
+        assert context is not None, "a layout needs a context"
+        keep = None
+        if attn_mask is not None and tuple(attn_mask.shape) == (key.shape[0], key.shape[1]):
+            # As in `normalise_mask`, the other kinds of mask promise finite tokens.
+            floating = attn_mask.dtype.is_floating_point
+            keep = (attn_mask >= 0 if floating else attn_mask != 0)[:, video]
+        with torch.no_grad():
+            self.router.observe(self.config, query[:, video], key[:, video], keep, context)
 
     def end_request(self, request_id: str) -> None:
         """See `AttentionImpl.end_request`."""
