@@ -345,7 +345,9 @@ class SparseMethodImpl(AttentionImpl):
         """See `AttentionImpl.ring_reason`."""
         if getattr(self.config, "skip_below", None) is not None:
             return "skip_below compares the scores of a row over all keys in one pass"
-        return self.router.limits(self.config).ring or whole_tiles_only(self.kernel)
+        reason = self.router.limits(self.config).ring
+        reason = reason or self.router.cut(self.config, _ANY_GRID).ring_reason
+        return reason or whole_tiles_only(self.kernel)
 
     def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None

@@ -23,7 +23,12 @@ UPSTREAM = "svg"
 
 
 def refuse_layer(layer: SparseLayer, what: str, text: int = 0) -> None:
-    """Raise where the package is to run and cannot serve a layer, or a run with so much text.
+    """Raise where the package is to run and cannot serve a layer, or a run of one.
+
+    Args:
+        layer: the layer.
+        what: what it is about, for the message: "layer" or "run".
+        text: text tokens of the run.
 
     Raises:
         UnsupportedBackendError: lists the reasons.
